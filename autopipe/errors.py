@@ -1,0 +1,118 @@
+"""The whole error tree.
+
+::
+
+    AutopipeError(what, *, where="", remedy="")   exit code 1; prints  Error: what / at: where / try: remedy
+    ├── ModelFileError    the model file cannot be imported, or lacks something
+    ├── TraceError        the model cannot be followed; where = file:line of the user's code
+    ├── ProfileError      the model cannot be measured
+    ├── PlanError         no plan fits, or the one asked for cannot be right; carries the numbers
+    ├── ScheduleError     a named rule of schedules is broken; carries the grid with the cell marked
+    ├── ArtifactError     a file that a step wrote is damaged, of another version, or of another model
+    ├── RunError          a run cannot start or go on (directory, data, checkpoint)
+    └── WorkerError       exit code 3; a rank failed: rank, stage, instruction and its own traceback
+
+An error is checked when it is built: one without a message is our own bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AutopipeError(Exception):
+    """Something the user can act on: what happened, where, and what to try."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        if not what.strip():
+            raise ValueError("an error must say what happened")
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  at:  {self.where}")
+        if self.remedy:
+            lines.append(f"  try: {self.remedy}")
+        return "\n".join(lines)
+
+
+class ModelFileError(AutopipeError):
+    """The model file cannot be imported, or lacks something that was looked for."""
+
+
+class TraceError(AutopipeError):
+    """The model cannot be followed; ``where`` is the user's own ``file:line``."""
+
+
+class ProfileError(AutopipeError):
+    """The model cannot be measured here."""
+
+
+class PlanError(AutopipeError):
+    """No plan fits, or the plan asked for cannot be right."""
+
+
+class ScheduleError(AutopipeError):
+    """A rule of schedules is broken. ``rule`` is its name, ``grid`` the schedule with the cell marked."""
+
+    def __init__(self, what: str, *, rule: str = "", grid: str = "", where: str = "", remedy: str = "") -> None:
+        super().__init__(what, where=where, remedy=remedy)
+        self.rule = rule
+        self.grid = grid
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.rule:
+            text = f"[{self.rule}] {text}"
+        return f"{text}\n\n{self.grid}" if self.grid else text
+
+
+class ArtifactError(AutopipeError):
+    """A file that an earlier step wrote is damaged, of another format version, or of another model."""
+
+
+class RunError(AutopipeError):
+    """A run cannot start or go on: its directory, its data or its checkpoint is the cause."""
+
+
+class WorkerError(AutopipeError):
+    """A rank failed. The earliest failure leads; what it caused elsewhere is folded away."""
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int,
+        stage: int | None = None,
+        instruction: str = "",
+        remote_traceback: str = "",
+        where: str = "",
+        remedy: str = "",
+    ) -> None:
+        place = f"rank {rank}"
+        if stage is not None:
+            place += f", stage {stage}"
+        if instruction:
+            place += f", instruction {instruction}"
+        super().__init__(what, where=f"{place}{'; ' + where if where else ''}", remedy=remedy)
+        self.rank = rank
+        self.stage = stage
+        self.instruction = instruction
+        self.remote_traceback = remote_traceback
+
+
+def unknown_choice(kind: str, given: str, known: Iterable[str]) -> str:
+    """Return the sentence for an unknown choice: the known ones, and the nearest."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(given, names, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return f"unknown {kind} {given!r}; known: {', '.join(names)}.{hint}"

@@ -1,0 +1,69 @@
+"""``Cluster``: the devices a plan is for, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """``count`` members side by side, joined by links of this bandwidth (bytes per second) and latency (seconds)."""
+
+    name: str
+    count: int
+    bandwidth: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.bandwidth <= 0 or self.latency_seconds < 0:
+            raise ValueError(f"level {self.name!r}: count >= 1, bandwidth > 0 and latency >= 0 are needed")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDevice:
+    """One kind of device. ``speed``: relative to the device the profile was taken on. ``memory_bytes`` 0: no limit."""
+
+    name: str
+    memory_bytes: int = 0
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.speed <= 0 or self.memory_bytes < 0:
+            raise ValueError(f"device {self.name!r}: speed > 0 and memory >= 0 are needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """``levels``: innermost first; rank r's neighbours are r-1 and r+1. ``source``: where the figures come from.
+
+    ``devices``: one for all ranks, or one per rank.
+    """
+
+    levels: tuple[Level, ...]
+    devices: tuple[ClusterDevice, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.levels or not self.devices:
+            raise ValueError("a cluster has at least one level and one device")
+        if len(self.devices) not in (1, self.num_ranks):
+            raise ValueError(f"{len(self.devices)} devices for {self.num_ranks} ranks: give one, or one per rank")
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it holds."""
+        return math.prod(level.count for level in self.levels)
+
+    def device(self, rank: int) -> ClusterDevice:
+        """Return the device of a rank."""
+        return self.devices[rank if len(self.devices) > 1 else 0]
+
+    def link(self, a: int, b: int) -> Level:
+        """Return the innermost level that holds both ranks."""
+        size = 1
+        for level in self.levels:
+            size *= level.count
+            if a // size == b // size:
+                return level
+        return self.levels[-1]

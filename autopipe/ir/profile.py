@@ -1,0 +1,103 @@
+"""``Profile``: what the nodes of a graph cost on one device, measured at one or more microbatch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.ir.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """How to find the user's model again: TARGET, its arguments, and hooks given as options. See ``workload``."""
+
+    target: str
+    arguments: dict[str, str]
+    hooks: dict[str, str]
+    inputs: tuple[str, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """One node, one microbatch: seconds and bytes. ``saved_bytes``: kept from forward to backward."""
+
+    forward_seconds: float
+    backward_seconds: float
+    output_bytes: int
+    saved_bytes: int
+
+    def __post_init__(self) -> None:
+        if min(self.forward_seconds, self.backward_seconds) < 0 or min(self.output_bytes, self.saved_bytes) < 0:
+            raise ValueError("costs are not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """All nodes at one microbatch size. ``spread``: relative interquartile range of the repeated whole passes."""
+
+    microbatch_size: int
+    costs: dict[str, NodeCost]
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the times were taken on. ``threads``: intra-op threads (CPU)."""
+
+    kind: str
+    name: str
+    memory_bytes: int
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A graph and its measurements, ascending in microbatch size.
+
+    ``optimizer_seconds_per_byte``: optimizer step, per byte of parameters. ``optimizer_bytes_per_byte``: optimizer
+    state kept, per byte of parameters (AdamW in float32: 2).
+    ``send_seconds_per_byte``/``send_seconds``: what handing a tensor to the transport costs the sending rank.
+
+    Raises: ValueError when a measurement does not cover every node.
+    """
+
+    workload: WorkloadSpec
+    graph: Graph
+    device: Device
+    measurements: tuple[Measurement, ...]
+    optimizer_seconds_per_byte: float = 0.0
+    optimizer_bytes_per_byte: float = 2.0
+
+    def __post_init__(self) -> None:
+        names = {node.name for node in self.graph.nodes}
+        if not self.measurements:
+            raise ValueError("a profile holds at least one measurement")
+        for measurement in self.measurements:
+            if set(measurement.costs) != names:
+                raise ValueError(f"microbatch size {measurement.microbatch_size}: costs do not cover the nodes")
+
+    def at(self, microbatch_size: int) -> Measurement:
+        """Return the costs at a microbatch size: measured, or on the line through the two nearest measured sizes."""
+        exact = [m for m in self.measurements if m.microbatch_size == microbatch_size]
+        if exact:
+            return exact[0]
+        nearest = sorted(self.measurements, key=lambda m: (abs(m.microbatch_size - microbatch_size), m.microbatch_size))
+        low, high = sorted(nearest[:2], key=lambda m: m.microbatch_size) if len(nearest) > 1 else (nearest[0],) * 2
+
+        def along(a: float, b: float) -> float:
+            if low is high:
+                return a * microbatch_size / low.microbatch_size
+            share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+            return max(a + (b - a) * share, 0.0)
+
+        costs = {}
+        for name, a in low.costs.items():
+            b = high.costs[name]
+            costs[name] = NodeCost(
+                along(a.forward_seconds, b.forward_seconds),
+                along(a.backward_seconds, b.backward_seconds),
+                round(along(a.output_bytes, b.output_bytes)),
+                round(along(a.saved_bytes, b.saved_bytes)),
+            )
+        return Measurement(microbatch_size, costs, max(low.spread, high.spread))
