@@ -1,0 +1,169 @@
+"""The transport between processes: gloo for CPU tensors, and for CUDA tensors NCCL or, staged through the host, gloo.
+
+Gloo keeps channels apart by tag on one mesh. NCCL has no tags, and two operations in another order at the two ends of a
+communicator deadlock: so every channel gets a two-rank group of its own, all of them created in one global order and
+exercised once at the start (the first operation of a group connects it, and lazy connections have hung).
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopipe.runtime.transport import Channel, Pending, TransportClosed
+
+_GONE = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "timed out waiting", "aborted")
+
+
+def start_process_group(
+    store: dist.Store, rank: int, world_size: int, *, use_nccl: bool, timeout_seconds: float
+) -> None:
+    """Join the ranks together. Gloo is always there: control messages are small CPU tensors."""
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if use_nccl else None,
+    )
+
+
+class _Received:
+    """A posted receive. ``device``: where the tensor belongs when it was staged through the host."""
+
+    def __init__(self, work: Any, buffer: torch.Tensor, device: torch.device) -> None:
+        self._work, self._buffer, self._device = work, buffer, device
+
+    def wait(self) -> torch.Tensor:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise _translate(error) from error
+        return self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
+
+
+def _translate(error: RuntimeError) -> BaseException:
+    text = str(error)
+    return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
+
+
+class ProcessTransport:
+    """One rank's end, over the process group that ``start_process_group`` made.
+
+    ``channels``: every channel of the run, the same list in the same order on every rank. ``groups``: the sets of ranks
+    that will add something up.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        groups: Sequence[Sequence[int]] = (),
+        *,
+        device: torch.device | None = None,
+        use_nccl: bool = False,
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = device or torch.device("cpu")
+        self.use_nccl = use_nccl
+        ordered = sorted(set(channels))
+        self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
+        self._sums = {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
+        self._pairs: dict[Channel, Any] = {}
+        self._flying: deque[tuple[Any, torch.Tensor]] = deque()
+        if use_nccl:
+            for channel in ordered:
+                self._pairs[channel] = dist.new_group([channel.from_rank, channel.to_rank])
+        self._exercise(ordered)
+
+    def _exercise(self, channels: Sequence[Channel]) -> None:
+        """Send one element over every channel, so that a pair that cannot connect fails here and by name."""
+        token = torch.zeros(1, device=self.device if self.use_nccl else "cpu")
+        for channel in channels:
+            try:
+                if channel.from_rank == self.rank:
+                    self.send(channel, token)
+                elif channel.to_rank == self.rank:
+                    self.receive(channel, (1,), token.dtype).wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"cannot connect {channel}: {error}") from error
+        self._drain()
+
+    def send(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Start the transfer. The tensor is kept until it has left."""
+        tensor = tensor.detach()
+        if tensor.numel() == 0:
+            return
+        self._reap()
+        pair = self._pairs.get(channel) if tensor.is_cuda else None
+        if tensor.is_cuda and pair is None:
+            staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            staged.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            tensor = staged
+        elif not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        try:
+            if pair is not None:
+                work = dist.isend(tensor, channel.to_rank, group=pair)
+            else:
+                work = dist.isend(tensor, channel.to_rank, tag=self._tags[channel])
+        except RuntimeError as error:
+            raise _translate(error) from error
+        self._flying.append((work, tensor))
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
+        """Post the receive now; ``wait`` for it later. Activations and gradients arrive on the rank's device."""
+        device = torch.device("cpu") if channel.kind == "control" else self.device
+        pair = self._pairs.get(channel) if device.type == "cuda" else None
+        buffer = torch.empty(
+            tuple(shape), dtype=dtype, device=device if pair is not None else "cpu", pin_memory=device.type == "cuda" and pair is None
+        )
+        if buffer.numel() == 0:
+            return _Received(None, buffer, device)
+        try:
+            if pair is not None:
+                work = dist.irecv(buffer, channel.from_rank, group=pair)
+            else:
+                work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
+        except RuntimeError as error:
+            raise _translate(error) from error
+        return _Received(work, buffer, device)
+
+    def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
+        """Add up over the group."""
+        try:
+            dist.all_reduce(tensor, group=self._sums[tuple(group)])
+        except RuntimeError as error:
+            raise _translate(error) from error
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise _translate(error) from error
+
+    def _reap(self) -> None:
+        while self._flying and self._flying[0][0].is_completed():
+            self._flying.popleft()
+
+    def _drain(self) -> None:
+        while self._flying:
+            work, _ = self._flying.popleft()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _translate(error) from error
+
+    def close(self) -> None:
+        """Wait until everything has left, meet the others, leave the group."""
+        self._drain()
+        self.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""What a plan makes the stages send each other: the traffic for lowering, and the values in each message.
+
+Forward: each boundary value goes from its producer straight to each consumer. Backward: its gradient comes back as a
+chain through the consumers, last to first, then to the producer (see ``ir.plan.Boundary``). The gradient of an exactly
+tied parameter takes the same kind of chain through its copies to its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.plan import Plan, Tie
+from autopipe.ir.schedule import Request, Traffic
+from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
+
+Edge = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """For every edge (from stage, to stage) the values that one message holds, in order.
+
+    ``forward``: boundary values. ``backward``: boundary values whose gradient it carries, then tied parameters.
+    ``relays[s]``: values (or tied parameters) received by stage s whose gradient also comes from a later stage.
+    """
+
+    forward: dict[Edge, tuple[str, ...]]
+    backward: dict[Edge, tuple[str, ...]]
+    ties: tuple[Tie, ...]
+
+    @staticmethod
+    def of(plan: Plan) -> Routes:
+        """Read the routes off a plan."""
+        forward: dict[Edge, list[str]] = {}
+        backward: dict[Edge, list[str]] = {}
+
+        def chain(name: str, stages: Sequence[int]) -> None:
+            for later, earlier in zip(reversed(stages), [*reversed(stages)][1:], strict=False):
+                backward.setdefault((later, earlier), []).append(name)
+
+        for boundary in plan.boundaries:
+            for consumer in boundary.consumers:
+                forward.setdefault((boundary.producer, consumer), []).append(boundary.value)
+            if boundary.spec.requires_grad:
+                chain(boundary.value, (boundary.producer, *boundary.consumers))
+        for tie in plan.ties:
+            if tie.exact:
+                chain(tie.parameter, (tie.owner, *tie.copies))
+        return Routes(
+            {edge: tuple(values) for edge, values in sorted(forward.items())},
+            {edge: tuple(values) for edge, values in sorted(backward.items())},
+            plan.ties,
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """The edges alone, for lowering."""
+        return Traffic(tuple(self.forward), tuple(self.backward))
+
+
+def channels(routes: Routes, request: Request) -> list[Channel]:
+    """Return every channel that a run can use, sorted: the same list on every rank."""
+    ranks = request.stage_ranks
+    found = {
+        Channel(kind, a, b, from_rank, to_rank)
+        for kind, edges in ((ACTIVATION, routes.forward), (GRADIENT, routes.backward))
+        for a, b in edges
+        for from_rank in ranks[a]
+        for to_rank in ranks[b]
+    }
+    for tie in routes.ties:
+        for copy in tie.copies:
+            owners = ranks[tie.owner]
+            for index, rank in enumerate(ranks[copy]):
+                owner = owners[index % len(owners)]
+                found.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
+            found.add(Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owners[0]))
+    for rank in range(1, request.num_ranks):
+        found.add(Channel(CONTROL, 0, 0, 0, rank))
+        found.add(Channel(CONTROL, 0, 0, rank, 0))
+    return sorted(c for c in found if c.from_rank != c.to_rank)

@@ -1,0 +1,180 @@
+"""One stage on one rank: forward and backward of a microbatch, and what is kept between the two.
+
+Everything that makes a split backward equal plain autograd to the last bit is here. Autograd adds the gradients of a
+value in the order in which backward reaches its readers, latest reader first. A gradient that arrives from a later stage
+is therefore handed to backward as a *root*: roots are fed before anything runs, so it is the first summand, and the
+stage's own readers add to it, in their order. For a received value the root is the leaf itself (its accumulation node
+takes the root first), which is how a gradient is passed down a chain of consumers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopipe.errors import AutopipeError
+from autopipe.stage import Stage
+
+Key = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """What is kept of a microbatch from its forward to its backward."""
+
+    inputs: tuple[torch.Tensor, ...]
+    received: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+    factor: float
+    draws: tuple[int, int, int]
+
+
+class StageRunner:
+    """Runs one adopted stage.
+
+    ``carries_gradient``: the received and sent values through which a gradient flows. ``weighted``: the user's loss
+    returns (loss, weight). ``exact_ties``: parameters whose gradient takes part in a chain: name -> whether this stage
+    owns it.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        seed: int,
+        carries_gradient: frozenset[str],
+        exact_ties: Mapping[str, bool],
+        recompute: bool = False,
+    ) -> None:
+        self.stage = stage
+        self.seed = seed
+        self.carries_gradient = carries_gradient
+        self.recompute = recompute
+        self.parameters: dict[str, nn.Parameter] = dict(stage.named_parameters())
+        self.exact_ties = dict(exact_ties)
+        self.flights: dict[Key, _Flight] = {}
+        self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def forward(
+        self,
+        key: Key,
+        inputs: Sequence[torch.Tensor],
+        received: Mapping[str, torch.Tensor],
+        factor: float,
+    ) -> dict[str, torch.Tensor]:
+        """Run microbatch ``key`` = (minibatch, microbatch) and return what later stages read, detached.
+
+        ``factor``: the microbatch's share of the minibatch loss (n_j / n), applied here, on the last stage, and nowhere
+        else; where the loss brings its own weight, that weight takes its place.
+        """
+        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key))
+        for value, tensor in flight.received.items():
+            if value in self.carries_gradient:
+                tensor.requires_grad_()
+        outputs = self._run(flight)
+        sent = {value: outputs[value].detach() for value in self.stage.SENDS}
+        if self.stage.RETURNS:
+            returned = [outputs[value] for value in self.stage.RETURNS]
+            weight = returned[1].detach() if len(returned) > 1 else None
+            self.losses[key] = self._scaled(outputs, factor).detach(), weight
+        flight.outputs = {} if self.recompute else self._roots(outputs, factor)
+        self.flights[key] = flight
+        return sent
+
+    def _run(self, flight: _Flight) -> dict[str, torch.Tensor]:
+        self.stage.draws = flight.draws
+        arguments = [flight.received[value] for value in self.stage.RECEIVES]
+        results = self.stage(*flight.inputs, *arguments)
+        return dict(zip((*self.stage.SENDS, *self.stage.RETURNS), results, strict=True))
+
+    def _scaled(self, outputs: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
+        loss = outputs[self.stage.RETURNS[0]]
+        if len(self.stage.RETURNS) > 1:
+            return loss * outputs[self.stage.RETURNS[1]].detach()
+        return loss * factor
+
+    def _roots(self, outputs: Mapping[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+        """Keep the outputs that backward starts from; "" is the loss."""
+        roots = {value: outputs[value] for value in self.stage.SENDS if value in self.carries_gradient}
+        if self.stage.RETURNS:
+            loss = self._scaled(outputs, factor)
+            if loss.requires_grad:
+                roots[""] = loss
+        return roots
+
+    def evaluate(
+        self, key: Key, inputs: Sequence[torch.Tensor], received: Mapping[str, torch.Tensor], factor: float
+    ) -> dict[str, torch.Tensor]:
+        """Run a microbatch forward only. The caller has switched the stage to eval mode and gradients off."""
+        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key))
+        outputs = self._run(flight)
+        if self.stage.RETURNS:
+            weight = outputs[self.stage.RETURNS[1]] if len(self.stage.RETURNS) > 1 else None
+            self.losses[key] = self._scaled(outputs, factor), weight
+        return {value: outputs[value] for value in self.stage.SENDS}
+
+    def backward(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the backward of a microbatch and return the gradients that earlier stages wait for.
+
+        ``gradients``: by value sent, by value relayed down its chain, or by exactly tied parameter.
+        Raises: AutopipeError where a gradient that the plan promised does not come about.
+        """
+        flight = self.flights.pop(key)
+        outputs = flight.outputs
+        if self.recompute:
+            with self._frozen_buffers():
+                again = self._run(flight)
+            outputs = self._roots(again, flight.factor)
+        roots: list[torch.Tensor] = []
+        starts: list[torch.Tensor | None] = []
+        for value, gradient in gradients.items():
+            root = outputs.get(value, flight.received.get(value, self.parameters.get(value)))
+            if root is None:
+                raise AutopipeError(f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have")
+            roots.append(root)
+            starts.append(gradient)
+        if "" in outputs:
+            roots.append(outputs[""])
+            starts.append(None)
+        if roots:
+            torch.autograd.backward(roots, starts)  # type: ignore[arg-type]  # None stands for ones, as documented
+        return self._collect(flight)
+
+    def _collect(self, flight: _Flight) -> dict[str, torch.Tensor]:
+        gradients = {}
+        for value, tensor in flight.received.items():
+            if value not in self.carries_gradient:
+                continue
+            if tensor.grad is None:
+                raise AutopipeError(
+                    f"no gradient came about for {value}, which stage {self.stage.INDEX} received",
+                    remedy="cut the model elsewhere (autopipe plan --gpus with another number) and report the model",
+                )
+            gradients[value] = tensor.grad
+        for name, owned in self.exact_ties.items():
+            if owned:
+                continue
+            parameter = self.parameters[name]
+            gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = None
+        return gradients
+
+    @contextlib.contextmanager
+    def _frozen_buffers(self) -> Iterator[None]:
+        """Give the stage copies of its buffers: a recomputed forward must not update statistics a second time.
+
+        The tensors are exchanged, not written back: autograd may have saved the originals.
+        """
+        originals = [(module, name, buffer) for module in self.stage.modules() for name, buffer in module._buffers.items()]
+        try:
+            for module, name, buffer in originals:
+                if buffer is not None:
+                    module._buffers[name] = buffer.clone()
+            yield
+        finally:
+            for module, name, buffer in originals:
+                module._buffers[name] = buffer

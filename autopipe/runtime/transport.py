@@ -1,0 +1,180 @@
+"""``Transport``: how a tensor gets from one rank to another. The runtime knows this interface and nothing below it.
+
+A *channel* is one direction between two ranks for one purpose; what is sent into it comes out in the same order. A send
+never blocks (a send that waits for its receiver deadlocks 1F1B at two stages and four microbatches). A receive is posted
+early and waited for late, so that the transfer overlaps with computation.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from autopipe.errors import AutopipeError
+
+ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL = "activation", "gradient", "tie-gradient", "tie-value", "control"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Channel:
+    """One first-in-first-out direction. Stages keep apart what two ranks exchange for several pairs of stages."""
+
+    kind: str
+    from_stage: int
+    to_stage: int
+    from_rank: int
+    to_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.from_stage} (rank {self.from_rank}) to stage {self.to_stage} (rank {self.to_rank})"
+
+
+class TransportClosed(AutopipeError):  # noqa: N818 - it is the state that a waiting rank finds, not its own failure
+    """The other end is gone: always the consequence of another failure, so it is never reported as the cause."""
+
+
+class Pending(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor once it has arrived. Raises: TransportClosed."""
+
+
+class Transport(Protocol):
+    """What one rank sends and receives with."""
+
+    rank: int
+    world_size: int
+
+    def send(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Hand over a tensor and return at once. It must not be changed in place afterwards."""
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
+        """Post a receive."""
+
+    def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
+        """Add up a tensor over the ranks of ``group``, in place; every one of them calls it, in the same order."""
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+    def close(self) -> None:
+        """Finish what was sent and let go of everything."""
+
+
+class _Arrival:
+    def __init__(self, take: Callable[[], torch.Tensor]) -> None:
+        self._take = take
+
+    def wait(self) -> torch.Tensor:
+        return self._take()
+
+
+class ThreadHub:
+    """Ranks as threads of one process: one queue a channel. ``abort`` wakes every rank that waits."""
+
+    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self.aborted = threading.Event()
+        self._barrier = threading.Barrier(world_size)
+        self._queues: dict[Channel, queue.SimpleQueue[torch.Tensor]] = {}
+        self._sums: dict[tuple[int, ...], _Sum] = {}
+        self._lock = threading.Lock()
+
+    def queue(self, channel: Channel) -> queue.SimpleQueue[torch.Tensor]:
+        """Return the queue of a channel."""
+        with self._lock:
+            return self._queues.setdefault(channel, queue.SimpleQueue())
+
+    def sum(self, group: tuple[int, ...]) -> _Sum:
+        """Return the meeting point of a group."""
+        with self._lock:
+            return self._sums.setdefault(group, _Sum(group))
+
+    def abort(self) -> None:
+        """Wake every rank: one of them has failed."""
+        self.aborted.set()
+        self._barrier.abort()
+        with self._lock:
+            for meeting in self._sums.values():
+                meeting.barrier.abort()
+
+    def transports(self) -> Iterable[ThreadTransport]:
+        """Return the ends, one a rank."""
+        return [ThreadTransport(self, rank) for rank in range(self.world_size)]
+
+
+class _Sum:
+    """One group's all-reduce: everyone puts its tensor down, all add them up in rank order, everyone leaves."""
+
+    def __init__(self, group: tuple[int, ...]) -> None:
+        self.barrier = threading.Barrier(len(group))
+        self.parts: dict[int, torch.Tensor] = {}
+
+    def run(self, rank: int, tensor: torch.Tensor) -> None:
+        self.parts[rank] = tensor.clone()
+        self.barrier.wait()
+        total = torch.stack([self.parts[r] for r in sorted(self.parts)]).sum(0) if len(self.parts) > 2 else None
+        if total is None:
+            first, *rest = (self.parts[r] for r in sorted(self.parts))
+            total = first + rest[0] if rest else first
+        self.barrier.wait()
+        tensor.copy_(total)
+
+
+class ThreadTransport:
+    """One rank's end of a ``ThreadHub``."""
+
+    def __init__(self, hub: ThreadHub, rank: int) -> None:
+        self.hub, self.rank, self.world_size = hub, rank, hub.world_size
+
+    def send(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Put the tensor into the queue. The receiver gets memory of its own, as it would from another process."""
+        self.hub.queue(channel).put(tensor.detach().clone())
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
+        """Return what takes the next tensor out of the queue."""
+        source = self.hub.queue(channel)
+
+        def take() -> torch.Tensor:
+            waited = 0.0
+            while True:
+                try:
+                    tensor = source.get(timeout=0.05)
+                    break
+                except queue.Empty:
+                    waited += 0.05
+                    if self.hub.aborted.is_set():
+                        raise TransportClosed("another rank has failed") from None
+                    if waited >= self.hub.timeout_seconds:
+                        raise AutopipeError(f"nothing arrived for {waited:.0f} s: {channel}") from None
+            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+                raise AutopipeError(
+                    f"{channel}: expected {dtype}{list(shape)}, got {tensor.dtype}{list(tensor.shape)}"
+                )
+            return tensor
+
+        return _Arrival(take)
+
+    def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
+        """Add up in rank order."""
+        try:
+            self.hub.sum(tuple(group)).run(self.rank, tensor)
+        except threading.BrokenBarrierError:
+            raise TransportClosed("another rank has failed") from None
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        try:
+            self.hub._barrier.wait(self.hub.timeout_seconds)
+        except threading.BrokenBarrierError:
+            raise TransportClosed("another rank has failed") from None
+
+    def close(self) -> None:
+        """Nothing is held."""
