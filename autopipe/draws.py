@@ -23,6 +23,11 @@ _GENERATOR = threading.RLock()
 _MASK = (1 << 64) - 1
 
 
+def exclusive() -> contextlib.AbstractContextManager[bool]:
+    """Return the lock of the global generator: hold it around anything else that draws from it, such as a build."""
+    return _GENERATOR
+
+
 def seed_of(seed: int, minibatch: int, microbatch: int, position: int) -> int:
     """Return the seed of one random operation, in 0 .. 2**63 - 1.
 

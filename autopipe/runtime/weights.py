@@ -33,6 +33,10 @@ class WeightVersions:
         """The versions held, oldest first."""
         return tuple(sorted(self._data))
 
+    def start_at(self, version: int) -> None:
+        """Say that the current weights have already seen ``version`` steps."""
+        self.newest, self._data = version, {version: self._current()}
+
     def restore(self, versions: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Take over versions from a checkpoint; the newest becomes current."""
         self._data = {version: dict(tensors) for version, tensors in versions.items()}
@@ -48,7 +52,7 @@ class WeightVersions:
         if version not in self._data:
             raise AutopipeError(f"weight version {version} is not held; held: {list(self.versions)}")
         if self.staleness == 0:
-            return
+            return  # there is one, and the parameters hold it
         for name, tensor in self._data[version].items():
             if self.parameters[name].data is not tensor:
                 self.parameters[name].data = tensor

@@ -1,0 +1,204 @@
+"""The loop over instructions: one method per operation, and nothing that knows a schedule by name.
+
+A rank gets its row of a lowered schedule and does what it says, in order. Receives are posted a little ahead of their
+turn, so that a transfer runs while the rank computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autopipe.errors import AutopipeError
+from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Request
+from autopipe.ir.tensor import TensorSpec
+from autopipe.ir.timeline import Span
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.routes import Edge, Routes
+from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.stepper import Stepper
+from autopipe.runtime.transport import ACTIVATION, GRADIENT, Channel, Pending, Transport
+from autopipe.runtime.weights import WeightVersions
+
+# how many compute instructions ahead a receive is posted: one lets a transfer hide behind the computation before it
+LOOKAHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One part of a minibatch: its tensors by name, its share of the loss, and the sizes of its symbols."""
+
+    leaves: Mapping[str, torch.Tensor]
+    factor: float
+    sizes: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Executor:
+    """What one rank needs to follow its row.
+
+    ``specs``: shape of every value that crosses, and of every exactly tied parameter, by name.
+    """
+
+    plan: Plan
+    request: Request
+    routes: Routes
+    runners: dict[int, StageRunner]
+    versions: dict[int, WeightVersions]
+    stepper: Stepper
+    transport: Transport
+    specs: Mapping[str, TensorSpec]
+    reporter: Reporter
+    record: bool = False
+    spans: list[Span] = field(default_factory=list)
+    current: Instruction | None = None
+    _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    _posted: dict[Instruction, list[Pending]] = field(default_factory=dict)
+    _minibatches: Mapping[int, Sequence[Microbatch]] = field(default_factory=dict)
+    _training: bool = True
+    _offset: int = 0
+
+    def run(
+        self,
+        row: Sequence[Instruction],
+        minibatches: Mapping[int, Sequence[Microbatch]],
+        *,
+        offset: int = 0,
+        training: bool = True,
+    ) -> None:
+        """Follow a row. ``minibatches``: the microbatches of each minibatch that the row names.
+
+        ``offset``: added to every minibatch number, so that the row of one flushed minibatch serves them all.
+        A minibatch with fewer microbatches than the schedule has room for (a ragged last batch) leaves the rest out:
+        every rank skips the same instructions.
+        """
+        self._minibatches, self._training, self._offset = minibatches, training, offset
+        row = [i for i in row if i.microbatch < len(minibatches[i.minibatch + offset])]
+        handlers: dict[str, Callable[[Instruction], None]] = {
+            "F": self._forward, "B": self._backward, "SF": self._send, "SB": self._send,
+            "RF": self._receive, "RB": self._receive, "R": self._reduce, "S": self._step,
+        }  # fmt: skip
+        ahead = self._post_points(row)
+        for index, instruction in enumerate(row):
+            for posted in ahead.get(index, ()):
+                self._post(posted)
+            self.current = instruction
+            self.reporter.at(str(instruction), waiting=instruction.op in RECEIVES)
+            handler = handlers.get(instruction.op)
+            if handler is None:
+                raise AutopipeError(f"the runtime does not carry out {instruction.op!r} ({instruction})")
+            if not self.record:
+                handler(instruction)
+                continue
+            start = time.perf_counter()
+            handler(instruction)
+            self.spans.append(Span(self.transport.rank, instruction, start, time.perf_counter()))
+        self.current = None
+
+    @staticmethod
+    def _post_points(row: Sequence[Instruction]) -> dict[int, list[Instruction]]:
+        """Say before which instruction each receive is posted: ``LOOKAHEAD`` compute instructions before its turn."""
+        points: dict[int, list[Instruction]] = {}
+        computes: list[int] = []
+        for index, instruction in enumerate(row):
+            if instruction.op in RECEIVES:
+                point = computes[-LOOKAHEAD] if len(computes) >= LOOKAHEAD else 0
+                points.setdefault(point, []).append(instruction)
+            elif instruction.op in COMPUTE:
+                computes.append(index)
+        return points
+
+    def _peer_rank(self, instruction: Instruction, stage: int) -> int:
+        return self.request.rank_of(stage, instruction.minibatch + self._offset, instruction.microbatch)
+
+    def _values(self, kind: str, edge: Edge) -> tuple[str, ...]:
+        return (self.routes.forward if kind == ACTIVATION else self.routes.backward)[edge]
+
+    def _microbatch(self, instruction: Instruction) -> Microbatch:
+        return self._minibatches[instruction.minibatch + self._offset][instruction.microbatch]
+
+    def _key(self, instruction: Instruction) -> tuple[int, int]:
+        return instruction.minibatch + self._offset, instruction.microbatch
+
+    def _post(self, instruction: Instruction) -> None:
+        kind = ACTIVATION if instruction.op == "RF" else GRADIENT
+        edge = (instruction.peer, instruction.stage)
+        channel = Channel(kind, *edge, self._peer_rank(instruction, instruction.peer), self.transport.rank)
+        sizes = self._microbatch(instruction).sizes
+        pending = []
+        for value in self._values(kind, edge):
+            spec = self.specs[value]
+            pending.append(self.transport.receive(channel, spec.concrete(sizes), getattr(torch, spec.dtype)))
+        self._posted[instruction] = pending
+
+    def _receive(self, instruction: Instruction) -> None:
+        kind = ACTIVATION if instruction.op == "RF" else GRADIENT
+        edge = (instruction.peer, instruction.stage)
+        tensors = [pending.wait() for pending in self._posted.pop(instruction)]
+        self._mail[kind, edge, instruction.minibatch, instruction.microbatch] = dict(
+            zip(self._values(kind, edge), tensors, strict=True)
+        )
+
+    def _deliver(self, kind: str, instruction: Instruction, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put what an instruction made where it is read: kept for a send, or straight for a stage on this rank."""
+        edges = self.routes.forward if kind == ACTIVATION else self.routes.backward
+        for edge, values in edges.items():
+            if edge[0] == instruction.stage:
+                key = kind, edge, instruction.minibatch, instruction.microbatch
+                # a tensor object of its own for each reader: each collects a gradient of its own
+                self._mail[key] = {value: tensors[value].detach() for value in values}
+
+    def _send(self, instruction: Instruction) -> None:
+        kind = ACTIVATION if instruction.op == "SF" else GRADIENT
+        edge = (instruction.stage, instruction.peer)
+        channel = Channel(kind, *edge, self.transport.rank, self._peer_rank(instruction, instruction.peer))
+        sizes = self._microbatch(instruction).sizes
+        tensors = self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch))
+        for value, tensor in tensors.items():
+            spec = self.specs[value]
+            expected = spec.concrete(sizes)
+            if tuple(tensor.shape) != expected or tensor.dtype != getattr(torch, spec.dtype):
+                raise AutopipeError(
+                    f"{value} should be {spec.dtype}{list(expected)} here, and is {tensor.dtype}{list(tensor.shape)}",
+                    where=f"stage {instruction.stage}, before it is sent to stage {instruction.peer}",
+                    remedy="the model's shapes depend on more than the batch; report the model",
+                )
+            self.transport.send(channel, tensor)
+
+    def _take(self, kind: str, instruction: Instruction) -> dict[str, torch.Tensor]:
+        """Return what the other stages made for this one, in the order in which autograd would have added it up."""
+        edges = self.routes.forward if kind == ACTIVATION else self.routes.backward
+        found: dict[str, torch.Tensor] = {}
+        for edge in edges:
+            if edge[1] == instruction.stage:
+                found.update(self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch)))
+        return found
+
+    def _forward(self, instruction: Instruction) -> None:
+        runner = self.runners[instruction.stage]
+        microbatch = self._microbatch(instruction)
+        inputs = [microbatch.leaves[name] for name in runner.stage.INPUTS]
+        received = self._take(ACTIVATION, instruction)
+        key = self._key(instruction)
+        if not self._training:
+            self._deliver(ACTIVATION, instruction, runner.evaluate(key, inputs, received, microbatch.factor))
+            return
+        self.versions[instruction.stage].use(instruction.weight_version + self._offset)
+        self._deliver(ACTIVATION, instruction, runner.forward(key, inputs, received, microbatch.factor))
+
+    def _backward(self, instruction: Instruction) -> None:
+        runner = self.runners[instruction.stage]
+        if runner.recompute:
+            self.versions[instruction.stage].use(instruction.weight_version + self._offset)
+        key = self._key(instruction)
+        self._deliver(GRADIENT, instruction, runner.backward(key, self._take(GRADIENT, instruction)))
+
+    def _reduce(self, instruction: Instruction) -> None:
+        self.stepper.reduce(instruction.stage)
+
+    def _step(self, instruction: Instruction) -> None:
+        self.stepper.step(instruction.stage, instruction.minibatch + self._offset)

@@ -1,0 +1,361 @@
+"""One rank's life: build its stages, follow its rows, save, evaluate.
+
+The same for a thread, a local process and a process that some other launcher started: only the transport differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from autopipe.draws import exclusive
+from autopipe.errors import RunError
+from autopipe.generate import load_constants, load_stage
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import Instruction, Request, Traffic
+from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime import state
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.executor import Executor, Microbatch
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.routes import Routes, channels
+from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.stepper import GradientHook, Stepper
+from autopipe.runtime.transport import Channel, Transport
+from autopipe.runtime.weights import WeightVersions
+from autopipe.schedules import REGISTRY, lower, make, validate
+from autopipe.workload import Workload
+
+# an asynchronous schedule keeps its pipeline full for this many minibatches, then drains; see semantics: where it
+# drains changes nothing
+WINDOW = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What plan and graph say about a run, the same on every rank."""
+
+    plan: Plan
+    graph: Graph
+    request: Request
+    routes: Routes
+    channels: tuple[Channel, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph) -> Layout:
+        """Read it off the two. A frozen tied parameter exchanges nothing: its copies never change."""
+        ties = tuple(tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad)
+        plan = replace(plan, ties=ties)
+        request = Request(plan.stage_ranks, plan.num_microbatches, options=dict(plan.schedule_options))
+        routes = Routes.of(plan)
+        groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
+        return Layout(plan, graph, request, routes, tuple(channels(routes, request)), groups)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the user's loss brings its own weight."""
+        return len(self.graph.outputs) > 1
+
+
+def microbatches(workload: Workload, graph: Graph, item: Any, count: int, device: torch.device) -> list[Microbatch]:
+    """Cut a minibatch. The factor n_j / n is each part's share of the samples."""
+    parts = workload.split(item, count)
+    total = sum(workload.num_samples(part) for part in parts)
+    found = []
+    for part in parts:
+        leaves = workload.leaves(part)
+        sizes = {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols}
+        on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
+        found.append(Microbatch(on_device, workload.num_samples(part) / total, sizes))
+    return found
+
+
+@dataclass(slots=True)
+class RankSession:
+    """A rank that has its stages built. Make it with ``RankSession.start``."""
+
+    job: Job
+    layout: Layout
+    workload: Workload
+    run: RunDirectory
+    executor: Executor
+    transport: Transport
+    reporter: Reporter
+    device: torch.device
+    _rows: dict[tuple[int, int], tuple[Instruction, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def start(
+        run: RunDirectory,
+        job: Job,
+        layout: Layout,
+        transport: Transport,
+        reporter: Reporter,
+        *,
+        on_gradients: GradientHook | None = None,
+    ) -> RankSession:
+        """Build the stages of this rank: one build of the user's model each, of which only the stage's part is kept."""
+        plan, graph, request = layout.plan, layout.graph, layout.request
+        device = torch.device(job.device)
+        with exclusive():
+            workload = Workload.from_spec(plan.workload)
+        schedule = make(plan.schedule, replace(request, num_minibatches=1))
+        runners: dict[int, StageRunner] = {}
+        versions: dict[int, WeightVersions] = {}
+        carrying = {value for values in layout.routes.backward.values() for value in values}
+        mine = [stage for stage in plan.stages if transport.rank in stage.ranks]
+        constants = load_constants(run.stages)
+        for stage in mine:
+            reporter.at(f"building stage {stage.index}", waiting=False)
+            cls = load_stage(run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+            with exclusive():
+                model = workload.build_model()
+            adopted = cls.adopt(model, constants).to(device)
+            ties = {
+                tie.parameter: tie.owner == stage.index
+                for tie in plan.ties
+                if tie.exact and stage.index in (tie.owner, *tie.copies)
+            }
+            runner = StageRunner(
+                adopted,
+                seed=plan.workload.seed,
+                carries_gradient=frozenset(carrying),
+                exact_ties=ties,
+                recompute=stage.recompute,
+            )
+            runners[stage.index] = runner
+            versions[stage.index] = WeightVersions(runner.parameters, schedule.staleness[stage.index])
+        stepper = Stepper(
+            request=request,
+            runners=runners,
+            versions=versions,
+            optimizers={},
+            schedulers={},
+            ties=plan.ties,
+            trainable=[name for name, spec in graph.parameters.items() if spec.requires_grad],
+            transport=transport,
+            reporter=reporter,
+            weighted=layout.weighted,
+            clip_norm=job.clip_grad_norm or None,
+            on_gradients=on_gradients,
+        )
+        optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
+        stepper.optimizers = optimizers
+        stepper.schedulers = {i: None if o is None else workload.scheduler(o) for i, o in optimizers.items()}
+        specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
+        specs.update({tie.parameter: graph.parameters[tie.parameter] for tie in plan.ties})
+        executor = Executor(
+            plan, request, layout.routes, runners, versions, stepper, transport, specs, reporter, job.record_timeline
+        )
+        return RankSession(job, layout, workload, run, executor, transport, reporter, device)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train to the end of the job, saving on the way.
+
+        Raises: RunError where the data ends before the steps do.
+        """
+        step, epoch, position = self._resume()
+        saved = step
+        every = self.job.checkpoint_every
+        for first, epoch_now, position_now, window in self._windows(step, epoch, position):
+            self._run_window(first, window)
+            step, epoch, position = first + len(window), epoch_now, position_now
+            if every and step // every > saved // every:
+                self.save(step, epoch, position)
+                saved = step
+        if saved != step or step == 0:
+            self.save(step, epoch, position)
+
+    def _window_length(self, step: int) -> int:
+        length = 1 if REGISTRY[self.layout.plan.schedule].synchronous else WINDOW
+        every = self.job.checkpoint_every
+        if every:
+            length = min(length, every - step % every)
+        return min(length, self.job.steps - step) if self.job.steps else length
+
+    def _windows(self, step: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, list[Any]]]:
+        """Yield (first minibatch, epoch, position after it, items) until the job is done."""
+        window: list[Any] = []
+        length = self._window_length(step)
+        while not self._done(step, epoch):
+            found = 0
+            items = self._items(epoch)
+            while not self._done(step + len(window), epoch):
+                self.reporter.at("reading data", waiting=False)
+                with exclusive():
+                    item = next(items, None)
+                if item is None:
+                    break
+                found += 1
+                if found <= position:
+                    continue
+                window.append(item)
+                if len(window) == length:
+                    yield step, epoch, found, window
+                    step, window = step + len(window), []
+                    length = self._window_length(step)
+            else:
+                break
+            if found == 0 or found < position:
+                raise RunError(
+                    f"the data of {self.workload.name} ran dry: epoch {epoch} gave {found} minibatches",
+                    where=f"step {step}",
+                    remedy="let data return an iterable that can be iterated again, not a used-up generator",
+                )
+            epoch, position = epoch + 1, 0
+        if window:
+            yield step, epoch, position, window
+
+    def _done(self, step: int, epoch: int) -> bool:
+        if self.job.steps and step >= self.job.steps:
+            return True
+        return bool(self.job.epochs) and epoch >= self.job.epochs
+
+    def _items(self, epoch: int) -> Iterator[Any]:
+        return self.workload.items(self.job.batch_size or None, epoch=epoch)
+
+    def _run_window(self, first: int, items: Sequence[Any]) -> None:
+        plan = self.layout.plan
+        minibatches = {
+            first + index: microbatches(self.workload, self.layout.graph, item, plan.num_microbatches, self.device)
+            for index, item in enumerate(items)
+        }
+        if REGISTRY[plan.schedule].synchronous:
+            self.executor.run(self._row(0, len(items)), minibatches, offset=first)
+        else:
+            self.executor.run(self._row(first, len(items)), minibatches)
+
+    def _row(self, first: int, count: int) -> tuple[Instruction, ...]:
+        if (first, count) not in self._rows:
+            request = replace(self.layout.request, first_minibatch=first, num_minibatches=count)
+            schedule = make(self.layout.plan.schedule, request)
+            validate(schedule)
+            self._rows = {(first, count): lower(schedule, self.layout.routes.traffic).rows[self.transport.rank]}
+        return self._rows[first, count]
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> tuple[int, int, int]:
+        if self.job.start_step < 0:
+            return 0, 0, 0
+        source = checkpoints.Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step))
+        if source.manifest.graph_digest != self.layout.graph.digest:
+            raise RunError(
+                f"the checkpoint is of model {source.manifest.graph_digest}, this is {self.layout.graph.digest}",
+                where=str(source.directory),
+                remedy="start a new run (another --run-dir), or bring the model file back",
+            )
+        self.restore(source)
+        return source.manifest.step, source.manifest.epoch, source.manifest.position
+
+    def restore(self, source: checkpoints.Checkpoint) -> None:
+        """Bring every stage of this rank to a checkpoint's state."""
+        stepper = self.executor.stepper
+        for index, runner in self.executor.runners.items():
+            state.restore(
+                source,
+                runner,
+                stepper.owned(index),
+                self.executor.versions[index],
+                stepper.optimizers[index],
+                stepper.schedulers[index],
+            )
+
+    def save(self, step: int, epoch: int, position: int) -> None:
+        """Write a checkpoint together with the other ranks; rank 0 makes it the latest once all have written."""
+        self.reporter.at("saving", waiting=False)
+        stepper, plan = self.executor.stepper, self.layout.plan
+        final = checkpoints.directory_of(self.run.checkpoints, step)
+        temporary = final.with_name(final.name + ".tmp")
+        for index, runner in self.executor.runners.items():
+            if plan.stages[index].ranks[0] != self.transport.rank:
+                continue
+            owned = stepper.owned(index)
+            tensors = state.collect(runner, owned, self.executor.versions[index], stepper.optimizers[index])
+            checkpoints.write_stage(
+                temporary,
+                index,
+                len(plan.stages),
+                tensors,
+                state.groups(owned, stepper.optimizers[index]),
+                state.scheduler_numbers(stepper.schedulers[index]),
+            )
+        self.reporter.at("saving", waiting=True)
+        self.transport.barrier()
+        if self.transport.rank == 0:
+            manifest = checkpoints.Manifest(
+                step, epoch, position, plan.workload.seed, self.layout.graph.digest, plan.digest, ()
+            )
+            path = checkpoints.finish(
+                self.run.checkpoints, temporary, len(plan.stages), manifest, self.job.keep_checkpoints
+            )
+            self.reporter.event("checkpoint", step=step, path=str(path))
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch_size: int | None) -> None:
+        """Run the evaluation data through the stages, forward only, and report the mean loss.
+
+        Statistics, randomness and schedule state stay as they were: eval mode, no gradients, nothing is stepped.
+        """
+        row = self._forward_row()
+        total = samples = 0.0
+        with self._eval_mode():
+            items = self.workload.evaluation_items(batch_size)
+            count = 0
+            while True:
+                with exclusive():
+                    item = next(items, None)
+                if item is None:
+                    break
+                parts = microbatches(
+                    self.workload, self.layout.graph, item, self.layout.plan.num_microbatches, self.device
+                )
+                self.executor.run(row, {count: parts}, offset=count, training=False)
+                loss = self.executor.stepper.collect_loss(count)
+                if loss is not None:
+                    weight = self.workload.num_samples(item)
+                    total, samples = total + loss * weight, samples + weight
+                count += 1
+        if count == 0:
+            raise RunError(f"the evaluation data of {self.workload.name} is empty")
+        if self.transport.rank == 0:
+            self.reporter.event("evaluation", loss=total / samples, batches=count, samples=int(samples))
+
+    def _forward_row(self) -> tuple[Instruction, ...]:
+        schedule = make("gpipe", replace(self.layout.request, options={}))
+        forward = tuple(tuple(i for i in row if i.op == "F") for row in schedule.rows)
+        lowered = lower(replace(schedule, rows=forward), Traffic(self.layout.routes.traffic.forward, ()))
+        return lowered.rows[self.transport.rank]
+
+    @contextlib.contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        stages = [runner.stage for runner in self.executor.runners.values()]
+        for stage in stages:
+            stage.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for stage in stages:
+                stage.train()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters that this rank owns and its buffers, by the model's own names."""
+        found: dict[str, torch.Tensor] = {}
+        for index, runner in self.executor.runners.items():
+            if self.layout.plan.stages[index].ranks[0] == self.transport.rank:
+                found.update({n: p.data for n, p in self.executor.stepper.owned(index).items()})
+                found.update(state.buffers(runner))
+        return found
+
+
+Body = Callable[[RankSession], None]

@@ -1,0 +1,255 @@
+"""The end of a minibatch: sum up what belongs together, clip, step, share what is tied, report the loss.
+
+All that ranks must agree on passes through ``_agree``: every rank sends rank 0 a short vector, which is zero where the rank
+has nothing to say, and gets the sum back. Nothing is exchanged that the run does not need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopipe.ir.plan import Tie
+from autopipe.ir.schedule import Request
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.transport import CONTROL, TIE_GRADIENT, TIE_VALUE, Channel, Transport
+from autopipe.runtime.weights import WeightVersions
+
+GradientHook = Callable[[int, int, Mapping[str, nn.Parameter]], None]
+
+
+@dataclass(slots=True)
+class Stepper:
+    """Steps the stages of one rank.
+
+    ``trainable``: names of all trainable parameters of the model, in its order, so that the norm of all gradients is
+    added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``on_gradients``: (stage, minibatch, parameters), called
+    when a stage's gradients are complete, before clipping.
+    """
+
+    request: Request
+    runners: Mapping[int, StageRunner]
+    versions: Mapping[int, WeightVersions]
+    optimizers: Mapping[int, Optimizer | None]
+    schedulers: Mapping[int, LRScheduler | None]
+    ties: Sequence[Tie]
+    trainable: Sequence[str]
+    transport: Transport
+    reporter: Reporter
+    weighted: bool
+    clip_norm: float | None = None
+    on_gradients: GradientHook | None = None
+    losses: dict[int, float] = field(default_factory=dict)
+    _stepped: list[int] = field(default_factory=list)
+    _scale: tuple[float, float | None] = (1.0, None)
+
+    @property
+    def _last_stage(self) -> int:
+        return self.request.num_stages - 1
+
+    def owned(self, stage: int) -> dict[str, nn.Parameter]:
+        """Return the parameters that this stage steps: its own, not its copies of tied ones."""
+        copies = {tie.parameter for tie in self.ties if stage in tie.copies}
+        return {name: p for name, p in self.runners[stage].parameters.items() if name not in copies}
+
+    def reduce(self, stage: int) -> None:
+        """Add up the gradients of a stage's replicas. The losses carry their shares, so the sum is the gradient."""
+        group = self.request.stage_ranks[stage]
+        parameters = [p for p in self.runners[stage].parameters.values() if p.requires_grad]
+        if len(group) < 2 or not parameters:
+            return
+        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        self.transport.all_reduce(group, present)
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+        self.transport.all_reduce(group, flat)
+        offset = 0
+        for parameter, found in zip(parameters, present.tolist(), strict=True):
+            part = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            parameter.grad = part.clone() if found else None
+
+    def step(self, stage: int, minibatch: int) -> None:
+        """Carry out S of a stage, and after the rank's last one report the loss."""
+        self._sum_ties(stage)
+        if not self._stepped:
+            self._scale = self._agree_on_scale(minibatch)
+        self._apply_scale(stage, minibatch)
+        optimizer, scheduler = self.optimizers[stage], self.schedulers[stage]
+        versions = self.versions[stage]
+        versions.begin_step()
+        if optimizer is not None:
+            optimizer.step()
+        for parameter in self.runners[stage].parameters.values():
+            parameter.grad = None
+        self._share_ties(stage)
+        versions.end_step()
+        if scheduler is not None:
+            scheduler.step()
+        self._stepped.append(stage)
+        if len(self._stepped) == len(self.runners):
+            self._stepped = []
+            self._report(minibatch)
+
+    # -- tied parameters -------------------------------------------------------------------------------------------
+
+    def _sum_ties(self, stage: int) -> None:
+        """Bring the gradients of copies to their owner, where they have not come along with every microbatch."""
+        for tie in self.ties:
+            if tie.exact or self.transport.rank not in self._lead(tie, stage):
+                continue
+            owner = self.request.stage_ranks[tie.owner][0]
+            if stage in tie.copies:
+                if tie.owner in self.runners:
+                    continue
+                parameter = self.runners[stage].parameters[tie.parameter]
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self._hand_over(Channel(TIE_GRADIENT, stage, tie.owner, self.transport.rank, owner), gradient)
+            elif stage == tie.owner:
+                parameter = self.runners[stage].parameters[tie.parameter]
+                for copy in reversed(tie.copies):
+                    if copy in self.runners:
+                        gradient = self.runners[copy].parameters[tie.parameter].grad
+                        parameter.grad = _sum(gradient, parameter.grad)
+                        continue
+                    source = self.request.stage_ranks[copy][0]
+                    channel = Channel(TIE_GRADIENT, copy, stage, source, self.transport.rank)
+                    parameter.grad = _sum(self._take_over(channel, parameter), parameter.grad)
+
+    def _lead(self, tie: Tie, stage: int) -> tuple[int, ...]:
+        return self.request.stage_ranks[stage][:1] if stage in (tie.owner, *tie.copies) else ()
+
+    def _share_ties(self, stage: int) -> None:
+        """Give every copy of a tied parameter its owner's new value, so that they stay equal to the last bit."""
+        for tie in self.ties:
+            if stage == tie.owner:
+                parameter = self.runners[stage].parameters[tie.parameter]
+                owners = self.request.stage_ranks[stage]
+                for copy in tie.copies:
+                    if copy in self.runners:
+                        self.runners[copy].parameters[tie.parameter].data = parameter.data.clone()
+                        continue
+                    for index, rank in enumerate(self.request.stage_ranks[copy]):
+                        if owners[index % len(owners)] == self.transport.rank:
+                            self._hand_over(Channel(TIE_VALUE, stage, copy, self.transport.rank, rank), parameter.data)
+            elif stage in tie.copies and tie.owner not in self.runners:
+                parameter = self.runners[stage].parameters[tie.parameter]
+                owners = self.request.stage_ranks[tie.owner]
+                index = self.request.stage_ranks[stage].index(self.transport.rank)
+                source = owners[index % len(owners)]
+                channel = Channel(TIE_VALUE, tie.owner, stage, source, self.transport.rank)
+                parameter.data = self._take_over(channel, parameter)
+
+    def _hand_over(self, channel: Channel, tensor: torch.Tensor) -> None:
+        # the owner steps in place next time: what is still on its way must not change with it
+        self.transport.send(channel, tensor.detach().clone())
+
+    def _take_over(self, channel: Channel, like: torch.Tensor) -> torch.Tensor:
+        self.reporter.at(f"{channel.to_stage}S", waiting=True)
+        return self.transport.receive(channel, like.shape, like.dtype).wait()
+
+    # -- what all ranks agree on -----------------------------------------------------------------------------------
+
+    def _agree(self, vector: torch.Tensor) -> torch.Tensor:
+        rank, world = self.transport.rank, self.transport.world_size
+        if world == 1:
+            return vector
+        self.reporter.at("agree", waiting=True)
+        if rank != 0:
+            self.transport.send(Channel(CONTROL, 0, 0, rank, 0), vector)
+            return self.transport.receive(Channel(CONTROL, 0, 0, 0, rank), vector.shape, vector.dtype).wait()
+        total = vector.clone()
+        for other in range(1, world):
+            total += self.transport.receive(Channel(CONTROL, 0, 0, other, 0), vector.shape, vector.dtype).wait()
+        for other in range(1, world):
+            self.transport.send(Channel(CONTROL, 0, 0, 0, other), total.clone())
+        return total
+
+    def _agree_on_scale(self, minibatch: int) -> tuple[float, float | None]:
+        """Return what every gradient is divided by, and the clipping factor (None: no clipping)."""
+        divisor = 1.0
+        if self.weighted:
+            weights = self._shares(minibatch)[1] if self._last_stage in self.runners else torch.zeros(1)
+            divisor = float(self._agree(weights.sum().reshape(1).double())) or 1.0
+        if self.clip_norm is None:
+            return divisor, None
+        index = {name: position for position, name in enumerate(self.trainable)}
+        norms = torch.zeros(len(index), dtype=torch.float64)
+        for stage in self.runners:
+            if self.request.stage_ranks[stage][0] != self.transport.rank:
+                continue
+            for name, parameter in self.owned(stage).items():
+                if parameter.grad is not None:
+                    norms[index[name]] = torch.linalg.vector_norm(self._divided(parameter.grad, divisor)).item()
+        norms = self._agree(norms).float()
+        # the same arithmetic as torch.nn.utils.clip_grad_norm_
+        factor = self.clip_norm / (torch.linalg.vector_norm(norms) + 1e-6)
+        return divisor, float(torch.clamp(factor, max=1.0))
+
+    @staticmethod
+    def _divided(gradient: torch.Tensor, divisor: float) -> torch.Tensor:
+        return gradient if divisor == 1.0 else gradient / divisor
+
+    def _apply_scale(self, stage: int, minibatch: int) -> None:
+        divisor, factor = self._scale
+        parameters = self.owned(stage)
+        for parameter in parameters.values():
+            if parameter.grad is not None and divisor != 1.0:
+                parameter.grad /= divisor
+        if self.on_gradients is not None:
+            self.on_gradients(stage, minibatch, parameters)
+        if factor is not None:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad *= factor
+
+    # -- the loss --------------------------------------------------------------------------------------------------
+
+    def _shares(self, minibatch: int) -> torch.Tensor:
+        """Return [2, microbatches]: share of the loss and weight of every microbatch that ran here, zero elsewhere."""
+        shares = torch.zeros(2, self.request.num_microbatches, dtype=torch.float64)
+        for (t, j), (loss, weight) in self.runners[self._last_stage].losses.items():
+            if t == minibatch:
+                shares[0, j] = loss.double().cpu()
+                shares[1, j] = 0.0 if weight is None else weight.double().cpu()
+        return shares
+
+    def collect_loss(self, minibatch: int) -> float | None:
+        """Return the loss of a minibatch on rank 0, None elsewhere. Every rank calls it."""
+        ranks = self.request.stage_ranks[self._last_stage]
+        rank = self.transport.rank
+        total = torch.zeros(2, self.request.num_microbatches, dtype=torch.float64)
+        if rank in ranks:
+            shares = self._shares(minibatch)
+            losses = self.runners[self._last_stage].losses
+            for key in [key for key in losses if key[0] == minibatch]:
+                del losses[key]
+            if rank != 0:
+                self.transport.send(Channel(CONTROL, 0, 0, rank, 0), shares)
+            total += shares
+        if rank != 0:
+            return None
+        for other in ranks:
+            if other != 0:
+                self.reporter.at("loss", waiting=True)
+                total += self.transport.receive(Channel(CONTROL, 0, 0, other, 0), total.shape, total.dtype).wait()
+        loss = sum(total[0].tolist())
+        return loss / (sum(total[1].tolist()) or 1.0) if self.weighted else loss
+
+    def _report(self, minibatch: int) -> None:
+        loss = self.collect_loss(minibatch)
+        if loss is not None:
+            self.losses[minibatch] = loss
+            self.reporter.event("step", step=minibatch, loss=loss, time=time.time())
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
