@@ -1,0 +1,114 @@
+"""What each command answers with: the values behind ``--json`` and the tables. The key names are a contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.ir.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileResult:
+    """``path``: the file. ``notes``: what was done or taken from before, and what a person should know of the model."""
+
+    profile: Profile
+    path: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """``planning_seconds``: of the search alone; 0 where the stored plan was taken."""
+
+    plan: Plan
+    profile: Profile
+    cluster: Cluster
+    path: str
+    planning_seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """``files``: in stage order."""
+
+    plan: Plan
+    files: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateResult:
+    """``grid``: the schedule as text, one row a rank."""
+
+    plan: Plan
+    timeline: Timeline
+    grid: str
+    path: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterError:
+    """How far one parameter is from plain training. ``error``: the largest relative one; ``owner``: its stage."""
+
+    name: str
+    error: float
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """``bitwise``: not one bit differs. ``equal``: within what the order of additions explains."""
+
+    equal: bool
+    bitwise: bool
+    max_relative_error: float
+    parameters: tuple[ParameterError, ...]
+    warnings: tuple[str, ...] = ()
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """``losses``: one an optimizer step. ``stopped``: it was asked to stop and wrote a checkpoint (exit code 75)."""
+
+    losses: tuple[float, ...]
+    steps: int
+    seconds: float
+    samples_per_second: float
+    ranks: int
+    schedule: str
+    stages: int
+    run_dir: str
+    checkpoint: str
+    stopped: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateResult:
+    """The mean loss over all evaluation data."""
+
+    loss: float
+    samples: int
+    batches: int
+    seconds: float
+    run_dir: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """One file with every parameter and buffer under the model's own names."""
+
+    path: str
+    tensors: int
+    bytes: int
+    step: int
+    run_dir: str

@@ -1,0 +1,143 @@
+"""What each command is asked for, as frozen values. No torch, so that the command line can build them at once.
+
+``None`` (and an empty target) means *not said*: then the stored artifact decides, and where there is none, the default.
+So an option contradicts a stored plan only where the user gave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WORK_DIRECTORY = Path(".autopipe")
+HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "evaluate_data")
+
+Progress = Callable[[str, float], None]
+"""(what is done, the part of it that is done: 0 to 1)."""
+
+Events = Callable[[str, Mapping[str, Any]], None]
+"""(kind, fields) of something that happened in a run.
+
+===========  ========================================================================================
+kind         fields
+===========  ========================================================================================
+progress     ``what``, ``fraction``: as ``Progress``, from the steps before the run
+note         ``text``: what was done, or taken from before
+plan         ``plan``: the ``Plan`` that is run
+start        ``ranks``, ``steps`` (0 where not known), ``start_step``, ``batch_size``, ``run_dir``
+ranks        ``states``: one text a rank, such as "2F7" or "waits for 1RF3<0"
+step         ``step``, ``loss``, ``seconds`` (since the start), ``samples_per_second``
+checkpoint   ``step``, ``path``
+evaluation   ``loss``, ``samples``
+===========  ========================================================================================
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """The user's model. ``target`` "": the one of the stored profile. ``hooks``: hook name -> TARGET or short name.
+
+    ``arguments``: keyword arguments of the model, as typed. ``inputs``: ``--input`` texts.
+    """
+
+    target: str = ""
+    arguments: dict[str, str] = field(default_factory=dict)
+    hooks: dict[str, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    learning_rate: float | None = None
+    seed: int | None = None
+
+    @property
+    def said(self) -> bool:
+        """Whether the user named a model at all."""
+        return bool(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """``device``: auto, cpu or cuda. ``microbatch_sizes``: what is measured. ``threads``: of one rank on a CPU."""
+
+    model: ModelSettings
+    work_dir: Path = WORK_DIRECTORY
+    device: str | None = None
+    microbatch_sizes: tuple[int, ...] | None = None
+    threads: int | None = None
+    allow_data_dependent: bool = False
+    verify: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """A cluster file, or the two figures that stand for one. ``gpu_memory_bytes``, ``link`` (bytes per second)."""
+
+    file: Path | None = None
+    gpu_memory_bytes: int | None = None
+    link: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What a plan is for. ``schedule``: a name or "auto"; ``gpus``: ranks, where None is those of the stored plan."""
+
+    profile: ProfileSettings
+    gpus: int | None = None
+    batch_size: int | None = None
+    schedule: str | None = None
+    cluster: ClusterSettings = ClusterSettings()
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    recompute: str | None = None
+
+    @property
+    def work_dir(self) -> Path:
+        """Where the artifacts are."""
+        return self.profile.work_dir
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """``steps``: optimizer steps that are compared with plain training."""
+
+    plan: PlanSettings
+    steps: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
+
+    ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``run_dir`` None: a new one in the work directory.
+    """
+
+    plan: PlanSettings
+    steps: int | None = None
+    epochs: int | None = None
+    precision: str = "fp32"
+    clip_grad_norm: float = 0.0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 3
+    resume: bool = False
+    run_dir: Path | None = None
+    record_timeline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateSettings:
+    """``run`` None: the newest run of the work directory. ``data``: a TARGET instead of the file's ``evaluate_data``."""
+
+    run: Path | None = None
+    work_dir: Path = WORK_DIRECTORY
+    batch_size: int | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """``output``: ends in ``.safetensors`` or ``.pt``. ``step`` None: the newest checkpoint."""
+
+    output: Path
+    run: Path | None = None
+    work_dir: Path = WORK_DIRECTORY
+    step: int | None = None
