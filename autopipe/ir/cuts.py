@@ -16,6 +16,7 @@ And a cut must leave work on both sides: a run of values that every stage recomp
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 from autopipe.ir.graph import Graph, Node
@@ -138,7 +139,7 @@ class Cuts:
         """Return (value, producer stage, consumer stages) for every value that crosses one of the cuts."""
         edges = [0, *positions, len(self.graph.nodes)]
         stage_of = [0] * len(self.graph.nodes)
-        for stage, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        for stage, (start, stop) in enumerate(itertools.pairwise(edges)):
             stage_of[start:stop] = [stage] * (stop - start)
         consumers: dict[str, set[int]] = {}
         for index, node in enumerate(self.graph.nodes):

@@ -1,6 +1,6 @@
 """``Graph``: one training forward (model and loss) as a list of nodes in the order they run.
 
-It is what the tracer found, without torch: the planner cuts it, the generator writes it, and its digest names the model.
+It is what the tracer found, without torch: the planner cuts it, the generator writes it, its digest names the model.
 
 Cut ``i`` lies before ``nodes[i]``; stages are the runs of nodes between chosen cuts. A *value* is a graph input or the
 result of a node, both by name. What a cut moves from stage to stage, and which cuts are legal, is in ``ir.cuts``.
@@ -82,8 +82,8 @@ class Graph:
     """The forward of one microbatch.
 
     ``outputs``: the loss, and the weight of the loss where the user's loss returns one.
-    ``parameters``/``buffers``: every one of the model under its first name, used or not; ``aliases``: other name -> first
-    name. ``requires_grad`` of a parameter's spec is False where it is frozen.
+    ``parameters``/``buffers``: every one of the model under its first name, used or not; ``aliases``: other name ->
+    first name. ``requires_grad`` of a parameter's spec is False where it is frozen.
 
     Raises: ValueError when a node reads a value that is not made before it.
     """

@@ -14,7 +14,8 @@ from autopipe.ir.tensor import TensorSpec
 class Stage:
     """A run of nodes, ``start`` to ``stop`` (exclusive), on one rank or, replicated, on several.
 
-    ``parameters``: every one it computes with, by first name. Seconds: per microbatch. ``peak_bytes``: on each rank.
+    ``parameters``: every one it computes with, by first name, and what nothing reads but belongs here; ``buffers`` the
+    same. Seconds: per microbatch. ``peak_bytes``: on each rank.
     """
 
     index: int
@@ -28,6 +29,7 @@ class Stage:
     backward_seconds: float
     peak_bytes: int
     recompute: bool = False
+    buffers: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -85,6 +87,7 @@ class Plan:
     """Stages partition the nodes; boundaries go forward only; every parameter of the model is in a stage.
 
     ``schedule_options``: what the schedule takes beside the layout, such as ``stages_per_rank``.
+    ``notes``: what a person should know about it.
     """
 
     graph_digest: str
@@ -99,6 +102,7 @@ class Plan:
     num_microbatches: int
     microbatch_size: int
     predicted: Prediction
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for index, stage in enumerate(self.stages):

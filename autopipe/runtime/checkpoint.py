@@ -1,7 +1,7 @@
 """Checkpoints: one directory a step, safetensors per stage, and a manifest by original parameter name.
 
-Written to ``step-N.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash leaves the old one or
-the new one, never a mixture. Nothing in it can run code, and every file that is read is compared with its SHA-256.
+Written to ``step-N.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash leaves the old one
+or the new one, never a mixture. Nothing in it can run code, and every file that is read is compared with its SHA-256.
 Any plan can load what any other plan saved, because everything is kept under the model's own names.
 """
 
@@ -102,7 +102,13 @@ def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manife
     )
     final = directory_of(checkpoints, manifest.step)
     complete = Manifest(
-        manifest.step, manifest.epoch, manifest.position, manifest.seed, manifest.graph_digest, manifest.plan_digest, files
+        manifest.step,
+        manifest.epoch,
+        manifest.position,
+        manifest.seed,
+        manifest.graph_digest,
+        manifest.plan_digest,
+        files,
     )
     artifact.save(complete, temporary / "manifest.json")
     for index in range(num_stages):
@@ -142,13 +148,17 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.manifest = artifact.load(Manifest, directory / "manifest.json", renew="an earlier checkpoint (--resume STEP)")
+        self.manifest = artifact.load(
+            Manifest, directory / "manifest.json", renew="an earlier checkpoint (--resume STEP)"
+        )
         self._file_of: dict[str, str] = {}
         self.groups: dict[str, dict[str, float]] = {}
         self.scheduler: dict[str, float] = {}
         for stage in self.manifest.files:
             if not _FILE.fullmatch(stage.file):
-                raise ArtifactError(f"{stage.file!r} is no name for a stage's file", where=str(directory / "manifest.json"))
+                raise ArtifactError(
+                    f"{stage.file!r} is no name for a stage's file", where=str(directory / "manifest.json")
+                )
             self._file_of.update(dict.fromkeys(stage.tensors, stage.file))
             self.groups.update(stage.groups)
             self.scheduler = self.scheduler or stage.scheduler

@@ -17,7 +17,14 @@ import torch.distributed as dist
 
 from autopipe.runtime.transport import Channel, Pending, TransportClosed
 
-_GONE = ("connection closed by peer", "connection reset", "broken pipe", "socket closed", "timed out waiting", "aborted")
+_GONE = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "aborted",
+)
 
 
 def start_process_group(
@@ -123,7 +130,10 @@ class ProcessTransport:
         device = torch.device("cpu") if channel.kind == "control" else self.device
         pair = self._pairs.get(channel) if device.type == "cuda" else None
         buffer = torch.empty(
-            tuple(shape), dtype=dtype, device=device if pair is not None else "cpu", pin_memory=device.type == "cuda" and pair is None
+            tuple(shape),
+            dtype=dtype,
+            device=device if pair is not None else "cpu",
+            pin_memory=device.type == "cuda" and pair is None,
         )
         if buffer.numel() == 0:
             return _Received(None, buffer, device)

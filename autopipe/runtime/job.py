@@ -25,7 +25,7 @@ from autopipe.ir.plan import Plan
 class Job:
     """``steps`` 0: as many as ``epochs`` epochs hold. ``start_step``: the checkpoint to go on from, -1 for none.
 
-    ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end.
+    ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
     """
 
     steps: int
@@ -38,6 +38,7 @@ class Job:
     keep_checkpoints: int = 3
     start_step: int = -1
     record_timeline: bool = False
+    save: bool = True
 
 
 @dataclass(frozen=True, slots=True)

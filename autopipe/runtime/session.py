@@ -15,6 +15,7 @@ import torch
 from autopipe.draws import exclusive
 from autopipe.errors import RunError
 from autopipe.generate import load_constants, load_stage
+from autopipe.ir.artifact import encode
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction, Request, Traffic
@@ -78,7 +79,10 @@ def microbatches(workload: Workload, graph: Graph, item: Any, count: int, device
 
 @dataclass(slots=True)
 class RankSession:
-    """A rank that has its stages built. Make it with ``RankSession.start``."""
+    """A rank that has its stages built. Make it with ``RankSession.start``.
+
+    ``items``: epoch -> minibatches, where they are not to come from the workload's own data.
+    """
 
     job: Job
     layout: Layout
@@ -88,6 +92,7 @@ class RankSession:
     transport: Transport
     reporter: Reporter
     device: torch.device
+    items: Callable[[int], Iterator[Any]] | None = None
     _rows: dict[tuple[int, int], tuple[Instruction, ...]] = field(default_factory=dict)
 
     @staticmethod
@@ -163,15 +168,15 @@ class RankSession:
         Raises: RunError where the data ends before the steps do.
         """
         step, epoch, position = self._resume()
-        saved = step
+        saved = step if self.job.start_step >= 0 else -1
         every = self.job.checkpoint_every
         for first, epoch_now, position_now, window in self._windows(step, epoch, position):
             self._run_window(first, window)
             step, epoch, position = first + len(window), epoch_now, position_now
-            if every and step // every > saved // every:
+            if every and step // every > max(saved, 0) // every:
                 self.save(step, epoch, position)
                 saved = step
-        if saved != step or step == 0:
+        if self.job.save and saved != step:
             self.save(step, epoch, position)
 
     def _window_length(self, step: int) -> int:
@@ -220,6 +225,8 @@ class RankSession:
         return bool(self.job.epochs) and epoch >= self.job.epochs
 
     def _items(self, epoch: int) -> Iterator[Any]:
+        if self.items is not None:
+            return self.items(epoch)
         return self.workload.items(self.job.batch_size or None, epoch=epoch)
 
     def _run_window(self, first: int, items: Sequence[Any]) -> None:
@@ -255,6 +262,14 @@ class RankSession:
             )
         self.restore(source)
         return source.manifest.step, source.manifest.epoch, source.manifest.position
+
+    def restore_latest(self) -> int:
+        """Bring every stage to the newest checkpoint and return its step. Raises: RunError where there is none."""
+        source = checkpoints.Checkpoint.latest(self.run.checkpoints)
+        if source is None:
+            raise RunError(f"there is no checkpoint in {self.run.checkpoints}", remedy="autopipe train")
+        self.restore(source)
+        return source.manifest.step
 
     def restore(self, source: checkpoints.Checkpoint) -> None:
         """Bring every stage of this rank to a checkpoint's state."""
@@ -348,6 +363,12 @@ class RankSession:
             for stage in stages:
                 stage.train()
 
+    def report_timeline(self) -> None:
+        """Send off the spans that were recorded: (instruction, start, end) in the machine's monotonic seconds."""
+        if self.job.record_timeline:
+            spans = [(encode(s.instruction), s.start_seconds, s.end_seconds) for s in self.executor.spans]
+            self.reporter.event("spans", spans=spans)
+
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the parameters that this rank owns and its buffers, by the model's own names."""
         found: dict[str, torch.Tensor] = {}
@@ -356,6 +377,3 @@ class RankSession:
                 found.update({n: p.data for n, p in self.executor.stepper.owned(index).items()})
                 found.update(state.buffers(runner))
         return found
-
-
-Body = Callable[[RankSession], None]

@@ -1,7 +1,7 @@
 """One stage on one rank: forward and backward of a microbatch, and what is kept between the two.
 
 Everything that makes a split backward equal plain autograd to the last bit is here. Autograd adds the gradients of a
-value in the order in which backward reaches its readers, latest reader first. A gradient that arrives from a later stage
+value in the order in which backward reaches its readers, latest reader first. A gradient that comes from a later stage
 is therefore handed to backward as a *root*: roots are fed before anything runs, so it is the first summand, and the
 stage's own readers add to it, in their order. For a received value the root is the leaf itself (its accumulation node
 takes the root first), which is how a gradient is passed down a chain of consumers.
@@ -134,7 +134,9 @@ class StageRunner:
         for value, gradient in gradients.items():
             root = outputs.get(value, flight.received.get(value, self.parameters.get(value)))
             if root is None:
-                raise AutopipeError(f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have")
+                raise AutopipeError(
+                    f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have"
+                )
             roots.append(root)
             starts.append(gradient)
         if "" in outputs:
@@ -169,7 +171,9 @@ class StageRunner:
 
         The tensors are exchanged, not written back: autograd may have saved the originals.
         """
-        originals = [(module, name, buffer) for module in self.stage.modules() for name, buffer in module._buffers.items()]
+        originals = [
+            (module, name, buffer) for module in self.stage.modules() for name, buffer in module._buffers.items()
+        ]
         try:
             for module, name, buffer in originals:
                 if buffer is not None:

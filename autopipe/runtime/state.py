@@ -1,7 +1,7 @@
 """What a rank's stages put into a checkpoint and take out of it, under the model's own names.
 
-Keys: ``model.<name>`` a parameter or buffer, ``optimizer.<name>.<slot>`` the optimizer's tensors, ``version.<v>.<name>``
-an older weight version that a later minibatch will ask for.
+Keys: ``model.<name>`` a parameter or buffer, ``optimizer.<name>.<slot>`` the optimizer's tensors,
+``version.<v>.<name>`` an older weight version that a later minibatch will ask for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The end of a minibatch: sum up what belongs together, clip, step, share what is tied, report the loss.
 
-All that ranks must agree on passes through ``_agree``: every rank sends rank 0 a short vector, which is zero where the rank
-has nothing to say, and gets the sum back. Nothing is exchanged that the run does not need.
+All that ranks must agree on passes through ``_agree``: every rank sends rank 0 a short vector, which is zero where the
+rank has nothing to say, and gets the sum back. Nothing is exchanged that the run does not need.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Stepper:
     """Steps the stages of one rank.
 
     ``trainable``: names of all trainable parameters of the model, in its order, so that the norm of all gradients is
-    added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``on_gradients``: (stage, minibatch, parameters), called
-    when a stage's gradients are complete, before clipping.
+    added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``on_gradients``: (stage, minibatch, parameters),
+    called when a stage's gradients are complete, before clipping.
     """
 
     request: Request

@@ -1,15 +1,15 @@
 """``Transport``: how a tensor gets from one rank to another. The runtime knows this interface and nothing below it.
 
-A *channel* is one direction between two ranks for one purpose; what is sent into it comes out in the same order. A send
-never blocks (a send that waits for its receiver deadlocks 1F1B at two stages and four microbatches). A receive is posted
-early and waited for late, so that the transfer overlaps with computation.
+A *channel* is one direction between two ranks for one purpose; what is sent into it comes out in the same order. A
+send never blocks (one that waits for its receiver deadlocks 1F1B at two stages and four microbatches). A receive is
+posted early and waited for late, so that the transfer overlaps with computation.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,13 @@ import torch
 
 from autopipe.errors import AutopipeError
 
-ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL = "activation", "gradient", "tie-gradient", "tie-value", "control"
+ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL = (
+    "activation",
+    "gradient",
+    "tie-gradient",
+    "tie-value",
+    "control",
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,7 +37,8 @@ class Channel:
     to_rank: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of stage {self.from_stage} (rank {self.from_rank}) to stage {self.to_stage} (rank {self.to_rank})"
+        source, target = f"{self.from_stage} (rank {self.from_rank})", f"{self.to_stage} (rank {self.to_rank})"
+        return f"{self.kind} of stage {source} to stage {target}"
 
 
 class TransportClosed(AutopipeError):  # noqa: N818 - it is the state that a waiting rank finds, not its own failure
@@ -105,9 +112,13 @@ class ThreadHub:
             for meeting in self._sums.values():
                 meeting.barrier.abort()
 
-    def transports(self) -> Iterable[ThreadTransport]:
-        """Return the ends, one a rank."""
-        return [ThreadTransport(self, rank) for rank in range(self.world_size)]
+    def wait_for_all(self) -> None:
+        """Return when every rank has come here."""
+        self._barrier.wait(self.timeout_seconds)
+
+    def transport(self, rank: int) -> ThreadTransport:
+        """Return a rank's end."""
+        return ThreadTransport(self, rank)
 
 
 class _Sum:
@@ -155,9 +166,7 @@ class ThreadTransport:
                     if waited >= self.hub.timeout_seconds:
                         raise AutopipeError(f"nothing arrived for {waited:.0f} s: {channel}") from None
             if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-                raise AutopipeError(
-                    f"{channel}: expected {dtype}{list(shape)}, got {tensor.dtype}{list(tensor.shape)}"
-                )
+                raise AutopipeError(f"{channel}: expected {dtype}{list(shape)}, got {tensor.dtype}{list(tensor.shape)}")
             return tensor
 
         return _Arrival(take)
@@ -172,7 +181,7 @@ class ThreadTransport:
     def barrier(self) -> None:
         """Wait for every rank."""
         try:
-            self.hub._barrier.wait(self.hub.timeout_seconds)
+            self.hub.wait_for_all()
         except threading.BrokenBarrierError:
             raise TransportClosed("another rank has failed") from None
 

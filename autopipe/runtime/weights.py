@@ -1,8 +1,8 @@
 """Weight versions of one stage: the parameters as they were after so many optimizer steps.
 
-A version is a set of tensors, never a copy into tensors that autograd may have saved: between a forward and its backward
-``p.data.copy_()`` gives silently wrong gradients, while giving the parameter other memory is correct. So a step that must
-keep the old version first moves the parameters to new memory and then steps there.
+A version is a set of tensors, never a copy into tensors that autograd may have saved: between a forward and its
+backward ``p.data.copy_()`` gives silently wrong gradients, while giving the parameter other memory is correct. So a
+step that must keep the old version first moves the parameters to new memory and then steps there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Starts the ranks, watches them, and ends all of them when one fails."""

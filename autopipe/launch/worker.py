@@ -1,0 +1,147 @@
+"""What runs in a rank's process, from its first line to its last.
+
+The fork server imports this module once, torch included, so that a rank is there in a few hundredths of a second. The
+user's model file is imported in the rank and never before: an edit is always seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopipe.errors import AutopipeError
+from autopipe.ir import artifact
+from autopipe.ir.schedule import Instruction
+from autopipe.launch.heartbeat import Heartbeats
+from autopipe.runtime.distributed import ProcessTransport, start_process_group
+from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.session import Layout, RankSession
+from autopipe.runtime.transport import TransportClosed
+
+_PR_SET_PDEATHSIG = 1
+FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the supervisor tells a rank; it travels as JSON. ``body``: ``train`` or ``evaluate``."""
+
+    run: str
+    rank: int
+    world_size: int
+    store: str
+    heartbeats: str
+    body: str
+    timeout_seconds: float
+
+
+class _Pipe:
+    """The reporter of a process: events as JSON lines to the supervisor, instructions into the shared file."""
+
+    def __init__(self, connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
+        self._connection, self._heartbeats, self._rank = connection, heartbeats, rank
+
+    def at(self, instruction: str, *, waiting: bool) -> None:
+        self._heartbeats.note(self._rank, instruction, waiting)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._connection.send_bytes(json.dumps({"kind": kind, "rank": self._rank, **fields}).encode())
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent goes: kill -9 of the supervisor must leave no orphan."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def rank_main(text: str, connection: Connection) -> None:
+    """Run one rank. ``text``: a ``WorkerSpec`` as JSON."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
+    run = RunDirectory(Path(spec.run))
+    _redirect(run.log(spec.rank))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    reporter = _Pipe(connection, Heartbeats(Path(spec.heartbeats), spec.world_size), spec.rank)
+    held: list[RankSession] = []
+    try:
+        _run(spec, run, reporter, held)
+    except BaseException as error:
+        reporter.event("error", **describe(error, held[0] if held else None))
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(FAILED)  # no destructor may wait for a peer that waits for us
+    reporter.event("done")
+    connection.close()
+
+
+def _run(spec: WorkerSpec, run: RunDirectory, reporter: _Pipe, held: list[RankSession]) -> None:
+    reporter.at("starting", waiting=False)
+    job, plan, graph = run.job(), run.plan(), run.graph()
+    torch.set_num_threads(job.threads)
+    device = torch.device(job.device)
+    if device.type == "cuda":
+        index = spec.rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+    use_nccl = device.type == "cuda" and spec.world_size <= torch.cuda.device_count()
+    layout = Layout.of(plan, graph)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    reporter.at("connecting", waiting=True)
+    store = dist.FileStore(spec.store, spec.world_size)
+    start_process_group(store, spec.rank, spec.world_size, use_nccl=use_nccl, timeout_seconds=spec.timeout_seconds)
+    transport = ProcessTransport(layout.channels, layout.groups, device=device, use_nccl=use_nccl)
+    session = RankSession.start(run, job, layout, transport, reporter)
+    held.append(session)
+    if spec.body == "evaluate":
+        session.restore_latest()
+        session.evaluate(job.batch_size or None)
+    else:
+        reporter.event("ready", pid=os.getpid())
+        session.train()
+        session.report_timeline()
+    transport.close()
+
+
+def _redirect(path: Path) -> None:
+    """Send what the process prints to its log file, below Python too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def describe(error: BaseException, session: RankSession | None) -> dict[str, Any]:
+    """Turn what a rank died of into an event. ``secondary``: it only noticed that another rank is gone."""
+    current: Instruction | None = session.executor.current if session is not None else None
+    text = f"{type(error).__name__}: {error}"
+    where = remedy = ""
+    if isinstance(error, AutopipeError):
+        text, where, remedy = error.what, error.where, error.remedy
+    return {
+        "message": text,
+        "where": where,
+        "remedy": remedy,
+        "stage": current.stage if current is not None else None,
+        "instruction": str(current) if current is not None else "",
+        "microbatch": current.microbatch if current is not None else -1,
+        "traceback": "".join(traceback.format_exception(error)),
+        "secondary": isinstance(error, TransportClosed),
+        "time_ns": time.time_ns(),
+    }

@@ -1,0 +1,185 @@
+"""Equality with plain training, tensor by tensor: losses, gradients of every step, weights and buffers at the end.
+
+Gradients are compared as well as weights because an adaptive optimizer hides a gradient that is wrong by a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.reference import PlainSettings, plain_training
+from autopipe.runtime.session import Layout
+from autopipe.runtime.threads import run_in_threads
+from autopipe.schedules import make
+from autopipe.workload import Workload
+
+# float32 sums in another order: the promise where replicas, ties or a global norm change the order
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One parameter or buffer. ``error``: largest difference over steps, relative to the tensor's largest value."""
+
+    name: str
+    error: float
+    bitwise: bool
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``promised``: the result should be equal to the last bit. ``reasons``: why it is not promised."""
+
+    differences: tuple[TensorDifference, ...]
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    promised: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def bitwise(self) -> bool:
+        """Not one bit differs, losses included."""
+        return all(d.bitwise for d in self.differences) and self.losses == self.reference_losses
+
+    @property
+    def max_relative_error(self) -> float:
+        """The largest error of any tensor or loss."""
+        losses = [_scalar_error(a, b) for a, b in zip(self.losses, self.reference_losses, strict=True)]
+        return max([d.error for d in self.differences] + losses, default=0.0)
+
+    @property
+    def equal(self) -> bool:
+        """As equal as the definition promises."""
+        return self.bitwise if self.promised else self.max_relative_error <= TOLERANCE
+
+
+@dataclass(slots=True)
+class _Worst:
+    """The largest difference seen of each tensor."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    unequal: set[str] = field(default_factory=set)
+
+    def add(self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None) -> None:
+        if ours is None or theirs is None:
+            same = ours is None and theirs is None
+            error = 0.0 if same else float("inf")
+        else:
+            same = ours.shape == theirs.shape and torch.equal(ours, theirs)
+            error = 0.0 if same else relative_error(ours, theirs)
+        self.errors[name] = max(self.errors.get(name, 0.0), error)
+        if not same:
+            self.unequal.add(name)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return max |a - b| / max |b|; infinite where shapes differ or a value is not finite on one side only."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    a, b = ours.double(), theirs.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    error = float((a - b).abs()[~same].max() / b.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not itself
+
+
+def _scalar_error(a: float, b: float) -> float:
+    return relative_error(torch.tensor([a]), torch.tensor([b]))
+
+
+def why_not_bitwise(layout: Layout, job: Job) -> tuple[str, ...]:
+    """Say what in a plan changes the order of a sum, so that only closeness is promised."""
+    reasons = []
+    replicated = [stage.index for stage in layout.plan.stages if stage.replicas > 1]
+    if replicated:
+        reasons.append(f"stages {replicated} are replicated: their gradients are added up per replica first")
+    reasons.extend(
+        f"{tie.parameter} is tied over stages {[tie.owner, *tie.copies]}: each adds up its own gradient first"
+        for tie in layout.plan.ties
+        if not tie.exact
+    )
+    if job.device != "cpu":
+        reasons.append(f"{job.device} kernels may add up in another order from run to run")
+    return tuple(reasons)
+
+
+def compare(
+    workload: Workload, run: RunDirectory, job: Job, layout: Layout, items: Sequence[Any], *, draws: bool
+) -> Comparison:
+    """Train ``items`` plainly and through the plan with ranks as threads, both on one thread a rank, and compare."""
+    theirs: dict[tuple[int, str], torch.Tensor | None] = {}
+    ours: dict[tuple[int, str], torch.Tensor | None] = {}
+
+    def keep(into: dict[tuple[int, str], torch.Tensor | None], step: int, parameters: Mapping[str, Any]) -> None:
+        for name, parameter in parameters.items():
+            into[step, name] = None if parameter.grad is None else parameter.grad.detach().clone()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.threads)
+    try:
+        plain = plain_training(
+            workload,
+            items,
+            PlainSettings(
+                layout.plan.num_microbatches, layout.plan.workload.seed, draws, job.clip_grad_norm, staleness(layout)
+            ),
+            device=torch.device(job.device),
+            on_gradients=lambda step, parameters: keep(theirs, step, parameters),
+        )
+        sessions = run_in_threads(
+            run,
+            job,
+            layout,
+            lambda session: session.train(),
+            items=lambda epoch: iter(items),
+            on_gradients=lambda stage, step, parameters: keep(ours, step, parameters),
+        )
+    finally:
+        torch.set_num_threads(threads)
+    worst = _Worst()
+    for key, gradient in theirs.items():
+        worst.add(key[1], ours.get(key), gradient)
+    tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
+    for name, parameter in plain.model.named_parameters():
+        worst.add(name, tensors.get(name), parameter.data)
+    for name, buffer in plain.model.named_buffers():
+        if name in tensors:
+            worst.add(name, tensors[name], buffer)
+    losses = sessions[0].executor.stepper.losses
+    reasons = why_not_bitwise(layout, job)
+    owners = _owners(layout)
+    return Comparison(
+        tuple(
+            TensorDifference(name, error, name not in worst.unequal, owners.get(name, -1))
+            for name, error in worst.errors.items()
+        ),
+        tuple(losses[step] for step in sorted(losses)),
+        tuple(plain.losses),
+        not reasons,
+        reasons,
+    )
+
+
+def staleness(layout: Layout) -> dict[str, int]:
+    """Return delta by parameter name, where it is not 0."""
+    schedule = make(layout.plan.schedule, layout.request)
+    owners = _owners(layout)
+    return {
+        n: schedule.staleness[s] for n, s in owners.items() if n in layout.graph.parameters and schedule.staleness[s]
+    }
+
+
+def _owners(layout: Layout) -> dict[str, int]:
+    """Return the stage that steps each parameter: of a tied one the first."""
+    owners: dict[str, int] = {}
+    for stage in layout.plan.stages:
+        for name in stage.parameters:
+            owners.setdefault(name, stage.index)
+    return owners

@@ -1,0 +1,123 @@
+"""Plain training: one process, the user's own model, the loop anyone would write. What every plan is compared with.
+
+For schedules with staleness it keeps old weights, as the definition says: minibatch t reads version max(t - delta, 0)
+of each parameter, delta being that of the stage which owns it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe.draws import Draws
+from autopipe.workload import Workload
+
+OnGradients = Callable[[int, Mapping[str, nn.Parameter]], None]
+
+
+@dataclass(slots=True)
+class PlainRun:
+    """``model``: as it is after the last step. ``losses``: one a step."""
+
+    model: nn.Module
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSettings:
+    """``draws``: give every random operation the seed of its position; needed only where the model draws at all.
+
+    ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping.
+    """
+
+    num_microbatches: int
+    seed: int
+    draws: bool = True
+    clip_norm: float = 0.0
+    staleness: Mapping[str, int] = field(default_factory=dict)
+
+
+def plain_training(
+    workload: Workload,
+    items: Iterable[Any],
+    settings: PlainSettings,
+    *,
+    device: torch.device | None = None,
+    on_gradients: OnGradients | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> PlainRun:
+    """Train over ``items``, one optimizer step each.
+
+    ``on_gradients``: (step, parameters) when a step's gradients are complete, before clipping.
+    """
+    run = PlainRun(workload.build_model().to(device or torch.device("cpu")))
+    parameters = dict(run.model.named_parameters())
+    optimizer = workload.optimizer(list(parameters.items()))
+    scheduler = None if optimizer is None else workload.scheduler(optimizer)
+    history = [_data(parameters)]
+    for step, item in enumerate(items):
+        for name, parameter in parameters.items():
+            parameter.data = history[_version(step, settings.staleness.get(name, 0), len(history))][name]
+        loss = _minibatch(workload, run.model, item, step, settings, device)
+        for name, parameter in parameters.items():
+            parameter.data = history[-1][name].clone() if settings.staleness else history[-1][name]
+        if on_gradients is not None:
+            on_gradients(step, parameters)
+        if settings.clip_norm:
+            torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if scheduler is not None:
+            scheduler.step()
+        history.append(_data(parameters))
+        del history[: -1 - max(settings.staleness.values(), default=0)]
+        run.losses.append(loss)
+        if on_step is not None:
+            on_step(step, loss)
+    return run
+
+
+def _data(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: parameter.data for name, parameter in parameters.items()}
+
+
+def _version(step: int, staleness: int, held: int) -> int:
+    """Return the place in the history of version max(step - staleness, 0); the newest, of version ``step``, is last."""
+    return held - 1 - min(staleness, step)
+
+
+def _minibatch(
+    workload: Workload,
+    model: nn.Module,
+    item: Any,
+    step: int,
+    settings: PlainSettings,
+    device: torch.device | None,
+) -> float:
+    parts = workload.split(item, settings.num_microbatches)
+    total = sum(workload.num_samples(part) for part in parts)
+    shares: list[float] = []
+    weights: list[float] = []
+    for index, whole in enumerate(parts):
+        part = whole
+        if device is not None:
+            part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
+        with Draws(settings.seed, step, index) if settings.draws else contextlib.nullcontext():
+            loss, weight = workload.loss(model, part)
+        scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
+        if scaled.requires_grad:
+            scaled.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        shares.append(float(scaled.detach()))
+        weights.append(0.0 if weight is None else float(weight.detach()))
+    divisor = sum(weights) or 1.0
+    if divisor != 1.0:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= divisor
+    return sum(shares) / divisor
