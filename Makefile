@@ -1,0 +1,59 @@
+# Every target works alone on a fresh clone: each makes .venv first where it is missing or out of date.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+export OMP_NUM_THREADS := 1
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all test-gpu lint types format zoo bench bench-planner docs docs-check check
+
+help: ## what there is to make
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(READY) ## the virtual environment .venv, with the versions of constraints.txt
+
+$(READY): pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## a GPT in two pipeline stages against the plain loop, in about two minutes
+	@$(BIN)/python docs/demo.py
+
+test: $(READY) ## the tests that answer in minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY) ## all tests, also the slow ones
+	$(BIN)/python -m pytest
+
+test-gpu: $(READY) ## the tests that need a GPU
+	$(BIN)/python -m pytest tests/gpu
+
+lint: $(READY) ## ruff: rules and layout of the code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+format: $(READY) ## let ruff lay out the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+zoo: $(READY) ## capture every kind of model that is known, and say what each needed
+	$(BIN)/python benchmarks/zoo.py
+
+bench: $(READY) ## two ranks against one process, side by side
+	$(BIN)/python benchmarks/two_ranks.py
+
+bench-planner: $(READY) ## how long the planner takes, and how far from the best it is
+	$(BIN)/python benchmarks/planner.py
+
+docs: $(READY) ## write docs/cli.md from the commands themselves
+	$(BIN)/python docs/make_cli.py
+
+docs-check: $(READY) ## that docs/cli.md is what the commands say
+	$(BIN)/python docs/make_cli.py --check
+
+check: lint types docs-check ## everything that a change must pass: lint, types, docs, then the tests
+	@$(MAKE) --no-print-directory test
