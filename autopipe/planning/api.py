@@ -1,0 +1,68 @@
+"""``make_plan``: try the microbatch counts that are allowed, solve each exactly, keep the best plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.plan import Plan, Prediction
+from autopipe.ir.profile import Profile
+from autopipe.planning.build import build_plan, straight_choices
+from autopipe.planning.options import PlanOptions
+from autopipe.planning.problem import Problem, check_cluster
+from autopipe.planning.refusals import check_microbatches, check_stage_count, does_not_fit, microbatch_count
+from autopipe.planning.straight import straight_cuts
+
+Score = Callable[[Plan], Prediction]
+MOST_MICROBATCH_SIZES = 8
+
+
+def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, *, score: Score | None = None) -> Plan:
+    """Return the best plan for the options. ``score``: a better judge than the formula, such as a simulator.
+
+    Raises: PlanError when no plan can be right or none fits the memory; it names the numbers and what would.
+    """
+    check_cluster(cluster, options.num_ranks)
+    cuts = Cuts(profile.graph)
+    check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
+    fixed = microbatch_count(options)
+    check_microbatches(options.schedule_needs, options.num_stages, fixed, options.batch_size)
+    counts = candidate_counts(profile, options) if fixed is None else (fixed,)
+    plans = [
+        plan for m in counts if (plan := _straight(Problem(profile, cluster, options, cuts, m), score)) is not None
+    ]
+    if not plans:
+        raise does_not_fit(Problem(profile, cluster, options, cuts, counts[-1]))
+    return min(plans, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+
+
+def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
+    """Return the microbatch counts to try, ascending: powers of two and the measured sizes, within what was measured.
+
+    A count is left out when its microbatch is outside the measured sizes, unless that leaves none.
+    """
+    least = max(1, options.schedule_needs.least_microbatches(options.num_stages))
+    batch = options.batch_size
+    measured = [measurement.microbatch_size for measurement in profile.measurements]
+    counts = {least, batch}
+    counts.update(least * 2**k for k in range(20))
+    counts.update(math.ceil(batch / size) for size in measured)
+    possible = sorted(count for count in counts if least <= count <= batch)
+    inside = [count for count in possible if min(measured) <= math.ceil(batch / count) <= max(measured)]
+    chosen = inside or possible
+    if len(chosen) > MOST_MICROBATCH_SIZES:
+        steps = range(MOST_MICROBATCH_SIZES)
+        chosen = [chosen[round(k * (len(chosen) - 1) / (MOST_MICROBATCH_SIZES - 1))] for k in steps]
+    return tuple(chosen)
+
+
+def _straight(problem: Problem, score: Score | None) -> Plan | None:
+    stages = problem.options.num_stages
+    best, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+    if math.isinf(best):
+        return None
+    plan = build_plan(problem, straight_choices(problem, starts))
+    return plan if score is None else dataclasses.replace(plan, predicted=score(plan))

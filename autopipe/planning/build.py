@@ -1,0 +1,170 @@
+"""From chosen cuts to a ``Plan``: names, boundaries, ties, every parameter in a stage, memory recounted, prediction."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.errors import PlanError
+from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
+from autopipe.planning.memory import StageBytes, gib, recount
+from autopipe.planning.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
+from autopipe.planning.problem import Problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """One stage as the search chose it. ``seconds``: per microbatch of one replica, transfers and all-reduce included.
+
+    ``held``: microbatches in flight on each rank; ``versions``: copies of the weights.
+    """
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+    recompute: bool
+    held: int
+    versions: int
+    seconds: float
+
+
+def straight_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
+    """Return the stages of a straight plan whose stages 1.. begin at these atoms; recompute only where it is needed."""
+    edges, count = (0, *starts, problem.tables.num_atoms), problem.options.num_stages
+    choices = []
+    for stage, (i, j) in enumerate(itertools.pairwise(edges)):
+        peak, _ = problem.stage_peaks(stage, count)
+        again = problem.options.recompute
+        recompute = again == "always" or (again == "auto" and bool(peak[i, j] > problem.limit(stage)))
+        seconds = problem.stage_seconds(stage, count)[1 if recompute else 0][i, j]
+        positions = problem.tables.edges[i], problem.tables.edges[j]
+        ranks = (problem.rank_of(stage),)
+        choices.append(StageChoice(*positions, ranks, recompute, *problem.held(stage, count), float(seconds)))
+    return choices
+
+
+def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Sequence[StageBytes]) -> Prediction:
+    """Return what the plan should do: the flush formula, or m times the slowest stage where steps overlap.
+
+    The optimizer step of the slowest stage is added: to a flush because nothing overlaps it, to the others because the
+    rank that steps does not compute.
+    """
+    m, options = problem.num_microbatches, problem.options
+    times = [choice.seconds / len(choice.ranks) for choice in choices]
+    per_rank = [0.0] * options.num_ranks
+    for choice, share in zip(choices, times, strict=True):
+        for rank in choice.ranks:
+            per_rank[rank] += share
+    step = problem.profile.optimizer_seconds_per_byte * max(b.stepped for b in stage_bytes)
+    if not problem.needs.flush:
+        pipeline = m * max(per_rank)
+    elif options.stages_per_rank > 1:
+        # interleaving fills and drains with one of the rank's v stages at a time: bubble (p - 1)/v (arXiv:2104.04473)
+        pipeline = m * max(per_rank) + (options.num_ranks - 1) * max(times)
+    else:
+        pipeline = (m - 1) * max(times) + math.fsum(choice.seconds for choice in choices)
+    total = pipeline + step
+    busy = m * math.fsum(per_rank)
+    bubble = max(0.0, 1 - busy / (total * options.num_ranks)) if total else 0.0
+    return Prediction(total, options.batch_size / total if total else 0.0, bubble, max(times))
+
+
+def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
+    """Return the plan with these stages.
+
+    Raises: PlanError when the recount of a stage is over its device's memory, or a parameter is in no stage: either
+    would be a fault of the planner, and is never passed on.
+    """
+    graph, cuts, m = problem.profile.graph, problem.cuts, problem.num_microbatches
+    positions = [choice.start for choice in choices[1:]]
+    edges = (*(choice.start for choice in choices), len(graph.nodes))
+    state = state_of_stages(graph, cuts, positions)
+    sizes = graph.sizes(problem.microbatch_size)
+    boundaries = tuple(
+        Boundary(value, producer, consumers, cuts.spec(value), cuts.spec(value).num_bytes(sizes))
+        for value, producer, consumers in cuts.boundaries(positions)
+    )
+    exchanged = sum(boundary.bytes * len(boundary.consumers) for boundary in boundaries)
+    counted = [
+        recount(
+            graph,
+            cuts,
+            problem.measurement,
+            optimizer_bytes_per_byte=problem.profile.optimizer_bytes_per_byte,
+            edges=edges,
+            index=index,
+            state=state,
+        )
+        for index in range(len(choices))
+    ]
+    stages = tuple(_stage(problem, index, choice, state[index], counted[index]) for index, choice in enumerate(choices))
+    _check_memory(problem, stages)
+    check_every_parameter(graph, stages)
+    options = {"stages_per_rank": problem.options.stages_per_rank} if problem.options.stages_per_rank > 1 else {}
+    return Plan(
+        graph_digest=graph.digest,
+        workload=problem.profile.workload,
+        num_ranks=1 + max(rank for stage in stages for rank in stage.ranks),
+        stages=stages,
+        boundaries=boundaries,
+        ties=find_ties(graph, [names for names, _ in state], exchanged, problem.microbatch_size),
+        schedule=problem.needs.name,
+        schedule_options=options,
+        batch_size=problem.options.batch_size,
+        num_microbatches=m,
+        microbatch_size=problem.microbatch_size,
+        predicted=predict(problem, choices, counted),
+        notes=_notes(problem, edges),
+    )
+
+
+def _stage(problem: Problem, index: int, choice: StageChoice, state: State, counted: StageBytes) -> Stage:
+    graph, costs = problem.profile.graph, problem.measurement.costs
+    last = choice.stop == len(graph.nodes)
+    nodes = problem.cuts.stage_nodes(choice.start, choice.stop, graph.outputs if last else ())
+    speed = problem.cluster.device(choice.ranks[0]).speed
+    return Stage(
+        index=index,
+        start=choice.start,
+        stop=choice.stop,
+        first=graph.nodes[choice.start].name,
+        last=graph.nodes[choice.stop - 1].name,
+        ranks=choice.ranks,
+        parameters=state[0],
+        forward_seconds=math.fsum(costs[node.name].forward_seconds for node in nodes) / speed,
+        backward_seconds=math.fsum(costs[node.name].backward_seconds for node in nodes) / speed,
+        peak_bytes=counted.peak(choice.held, choice.versions, choice.recompute),
+        recompute=choice.recompute,
+        buffers=state[1],
+    )
+
+
+def _check_memory(problem: Problem, stages: Sequence[Stage]) -> None:
+    used: dict[int, int] = {}
+    for stage in stages:
+        for rank in stage.ranks:
+            used[rank] = used.get(rank, 0) + stage.peak_bytes
+    for rank, needed in sorted(used.items()):
+        limit = problem.cluster.device(rank).memory_bytes
+        if limit and needed > limit + 1:  # the search adds in floating point, the recount in whole bytes
+            raise PlanError(
+                f"the recount gives {gib(needed)} on rank {rank}; its device has {gib(limit)}",
+                remedy="please report this: the search and the recount must agree",
+            )
+
+
+def _notes(problem: Problem, edges: Sequence[int]) -> tuple[str, ...]:
+    graph = problem.profile.graph
+    notes = []
+    for name, home in unused_state(graph).items():
+        stage = next(s for s in range(len(edges) - 1) if edges[s] <= home < edges[s + 1])
+        kind = "parameter" if name in graph.parameters else "buffer"
+        notes.append(f"{kind} {name} is read by nothing; stage {stage} keeps it")
+    for note in notes:
+        log.info(note)
+    return tuple(notes)

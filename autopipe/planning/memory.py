@@ -1,0 +1,116 @@
+"""What a stage keeps on each of its ranks, in symbols and in bytes.
+
+With v weight versions and at most k microbatches in flight::
+
+    state        = v W + G + O            W weights and buffers, G gradients, O optimizer state
+    peak         = state + k (A + K)      A saved for backward, K batch tensors, received values, input-only results
+    with recompute
+    peak         = state + k K + A        only the inputs of the stage are kept; one microbatch's A lives at a time
+
+G counts trained parameters only, O only those that the stage itself steps. ``saved_bytes`` of a profile belong to the
+node that *makes* the tensor, so a value that a stage receives is in K of that stage and in no A of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.ir.profile import Measurement
+from autopipe.planning.options import ScheduleNeeds
+from autopipe.planning.ownership import State
+from autopipe.planning.tables import Array, Tables
+
+GIB = 2**30
+
+
+def gib(num_bytes: float) -> str:
+    """Return bytes for people: GiB with at most four digits."""
+    value = num_bytes / GIB
+    return f"{value:,.0f} GiB" if value >= 1000 else f"{value:.3g} GiB"
+
+
+def in_flight(needs: ScheduleNeeds, num_microbatches: int, ranks_from_here: int, replicas: int = 1) -> int:
+    """Return how many microbatches a rank of a stage holds at most. ``ranks_from_here``: its own and all behind it."""
+    if needs.in_flight == "all":
+        return math.ceil(num_microbatches / replicas)
+    depth = math.ceil(ranks_from_here / replicas) + needs.extra_in_flight
+    return min(depth, math.ceil(num_microbatches / replicas)) if needs.flush else depth
+
+
+def weight_versions(needs: ScheduleNeeds, num_microbatches: int, held: int, replicas: int = 1) -> int:
+    """Return how many versions of its weights a stage keeps when ``held`` microbatches are in flight on each rank."""
+    if isinstance(needs.weight_versions, int):
+        return needs.weight_versions
+    return 1 + math.ceil((held - 1) * replicas / num_microbatches)
+
+
+def peak_tables(tables: Tables, optimizer_bytes_per_byte: float, held: int, versions: int) -> tuple[Array, Array]:
+    """Return the peak bytes of every stage (i, j) without and with recompute."""
+    state = versions * tables.weight_bytes + tables.gradient_bytes + optimizer_bytes_per_byte * tables.stepped_bytes
+    kept = state + held * tables.kept_bytes
+    return kept + held * tables.saved_bytes, kept + tables.saved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """The terms of the module's formula for one stage. ``stepped``: bytes of the parameters that it steps itself."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    stepped: int
+    saved: int
+    kept: int
+
+    def peak(self, held: int, versions: int, recompute: bool) -> int:
+        """Return the peak with ``held`` microbatches in flight."""
+        state = versions * self.weights + self.gradients + self.optimizer
+        return state + held * self.kept + (1 if recompute else held) * self.saved
+
+
+def recount(
+    graph: Graph,
+    cuts: Cuts,
+    measurement: Measurement,
+    *,
+    optimizer_bytes_per_byte: float,
+    edges: tuple[int, ...],
+    index: int,
+    state: list[State],
+) -> StageBytes:
+    """Count stage ``index`` of the plan with these edges anew, node by node, sharing nothing with the search's tables.
+
+    ``state``: (parameters, buffers) of every stage.
+    """
+    sizes, costs = graph.sizes(measurement.microbatch_size), measurement.costs
+    start, stop = edges[index], edges[index + 1]
+    last = stop == len(graph.nodes)
+    nodes = cuts.stage_nodes(start, stop, graph.outputs if last else ())
+    by_name = {node.name: node for node in graph.nodes}
+    inputs = {entry.name: entry.spec.num_bytes(sizes) for entry in graph.inputs}
+    read = dict.fromkeys(value for node in nodes for value in node.inputs)
+    if last:
+        read.update(dict.fromkeys(graph.outputs))
+    kept = 0
+    for value in read:
+        node = by_name.get(value)
+        if node is None:
+            kept += inputs[value]
+        elif not node.input_only and graph.position[value] < start and node.spec is not None:
+            kept += node.spec.num_bytes(sizes)
+    kept += sum(costs[node.name].output_bytes for node in nodes if node.input_only and not node.storage)
+    saved = sum(costs[node.name].saved_bytes for node in nodes if not node.input_only)
+    parameters, buffers = state[index]
+    earlier = {name for names, _ in state[:index] for name in names}
+    trained = {
+        name: graph.parameters[name].num_bytes(sizes) for name in parameters if graph.parameters[name].requires_grad
+    }
+    weights = sum(graph.parameters[name].num_bytes(sizes) for name in parameters)
+    weights += sum(graph.buffers[name].num_bytes(sizes) for name in buffers)
+    stepped = sum(size for name, size in trained.items() if name not in earlier)
+    return StageBytes(
+        weights, sum(trained.values()), math.ceil(optimizer_bytes_per_byte * stepped), stepped, saved, kept
+    )

@@ -1,0 +1,104 @@
+"""What a plan is asked for. What a *schedule* needs is handed in as a value, never imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopipe.errors import PlanError, unknown_choice
+
+RECOMPUTE = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleNeeds:
+    """What a schedule asks of a plan. ``s`` counts stages from 0, ``p`` stages, ``m`` microbatches, ``r`` replicas.
+
+    ``flush``: the pipeline drains before each optimizer step; else steps overlap (asynchronous).
+    ``in_flight``: forwards whose backward is not done, at most: ``"all"`` is m; ``"depth"`` is
+    min(m, ceil(ranks from this stage on / r) + extra_in_flight). An asynchronous schedule does not stop at m.
+    ``weight_versions``: how many copies of the weights live at once; ``"depth"`` is 1 + ceil((in flight - 1) r / m).
+    ``min_microbatches``: the least m, or a function of p that returns it.
+    """
+
+    name: str
+    flush: bool = True
+    in_flight: str = "depth"
+    extra_in_flight: int = 0
+    weight_versions: int | str = 1
+    min_microbatches: int | Callable[[int], int] = 1
+
+    def least_microbatches(self, num_stages: int) -> int:
+        """Return the least number of microbatches that it runs with."""
+        if callable(self.min_microbatches):
+            return self.min_microbatches(num_stages)
+        return self.min_microbatches
+
+
+NEEDS: Mapping[str, ScheduleNeeds] = MappingProxyType(
+    {
+        needs.name: needs
+        for needs in (
+            ScheduleNeeds("gpipe", in_flight="all"),
+            ScheduleNeeds("1f1b"),
+            ScheduleNeeds("interleaved", min_microbatches=lambda p: p),
+            ScheduleNeeds("zero-bubble"),
+            ScheduleNeeds("2bw", flush=False, weight_versions=2, min_microbatches=lambda p: p - 1),
+            ScheduleNeeds("pipedream", flush=False, weight_versions="depth"),
+        )
+    }
+)
+"""What the schedules of the product need; a caller with a schedule of its own passes ``PlanOptions.needs``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What to plan for.
+
+    ``batch_size``: samples of one optimizer step. ``num_microbatches`` or ``microbatch_size``: at most one of
+    them; with neither, the planner tries powers of two. ``recompute``: "auto" (only where a stage does not fit
+    without), "always", "never". ``max_stages``: 0 for no limit. ``straight``: one rank a stage, ``num_ranks`` stages.
+    ``replica_choices``: "any", or "powers" of two (a faster search). ``tolerance``: how far from the best a flush plan
+    may stay, 0 for exact.
+
+    Raises: PlanError for a value that no plan can satisfy.
+    """
+
+    num_ranks: int
+    batch_size: int
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: str = "1f1b"
+    needs: ScheduleNeeds | None = None
+    recompute: str = "auto"
+    stages_per_rank: int = 1
+    straight: bool = True
+    max_stages: int = 0
+    replica_choices: str = "any"
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "batch_size", "stages_per_rank"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; at least 1 is needed")
+        for name in ("num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is {value}; at least 1 is needed")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(unknown_choice("recompute setting", self.recompute, RECOMPUTE))
+        if self.needs is None and self.schedule not in NEEDS:
+            raise PlanError(unknown_choice("schedule", self.schedule, NEEDS))
+        if self.needs is not None and self.needs.name != self.schedule:
+            raise PlanError(f"the needs of schedule {self.needs.name!r} were given for schedule {self.schedule!r}")
+
+    @property
+    def schedule_needs(self) -> ScheduleNeeds:
+        """What the schedule needs."""
+        return self.needs if self.needs is not None else NEEDS[self.schedule]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages a straight plan has."""
+        return self.num_ranks * self.stages_per_rank

@@ -1,0 +1,94 @@
+"""Which stage holds which parameter and buffer, every one of the model's, by name.
+
+State that some node reads belongs to the stages that read it. State that no node reads (a head that the loss ignores,
+a table kept for later) must still be in the checkpoint, so it goes with its neighbours: the first reader of the state
+with the longest common module path, or the last stage where nothing has a path in common.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from autopipe.errors import PlanError
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Stage, Tie
+
+State = tuple[tuple[str, ...], tuple[str, ...]]
+"""The names of a stage's parameters and of its buffers."""
+
+
+def unused_state(graph: Graph) -> dict[str, int]:
+    """Return, for every parameter and buffer that no node reads, the position of the node that it goes with."""
+    first_reader: dict[str, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for name in (*node.parameters, *node.buffers, *node.buffers_written):
+            first_reader.setdefault(name, index)
+    work = [index for index, node in enumerate(graph.nodes) if not node.input_only]
+    by_path: dict[tuple[str, ...], int] = {}
+    for name, reader in first_reader.items():
+        path = tuple(name.split(".")[:-1])
+        place = reader if not graph.nodes[reader].input_only else _next_work(work, reader)
+        for length in range(1, len(path) + 1):
+            by_path.setdefault(path[:length], place)
+    homes = {}
+    for name in (*graph.parameters, *graph.buffers):
+        if name not in first_reader:
+            path = tuple(name.split(".")[:-1])
+            prefixes = (path[:length] for length in range(len(path), 0, -1))
+            homes[name] = next((by_path[p] for p in prefixes if p in by_path), len(graph.nodes) - 1)
+    return homes
+
+
+def _next_work(work: Sequence[int], position: int) -> int:
+    return next((index for index in work if index >= position), work[-1] if work else position)
+
+
+def state_of_stages(graph: Graph, cuts: Cuts, positions: Sequence[int]) -> list[State]:
+    """Return (parameters, buffers) of every stage, each in the model's order; with what no node reads added."""
+    edges = [0, *positions, len(graph.nodes)]
+    unused = unused_state(graph)
+    stages = []
+    for start, stop in itertools.pairwise(edges):
+        outputs = graph.outputs if stop == edges[-1] else ()
+        held: set[str] = {name for name, home in unused.items() if start <= home < stop}
+        for node in cuts.stage_nodes(start, stop, outputs):
+            held.update((*node.parameters, *node.buffers, *node.buffers_written))
+        stages.append(
+            (tuple(name for name in graph.parameters if name in held), tuple(n for n in graph.buffers if n in held))
+        )
+    return stages
+
+
+def find_ties(graph: Graph, stages: Sequence[Sequence[str]], exchanged_bytes: int, batch_size: int) -> tuple[Tie, ...]:
+    """Return the parameters that several stages use; the first one owns it.
+
+    ``exact`` where the parameter is no larger than what the stages exchange for a microbatch anyway
+    (``exchanged_bytes``): then its gradient may travel with every microbatch, in plain autograd's order.
+    """
+    sizes = graph.sizes(batch_size)
+    ties = []
+    for name, spec in graph.parameters.items():
+        users = [index for index, parameters in enumerate(stages) if name in parameters]
+        if len(users) > 1:
+            ties.append(Tie(name, users[0], tuple(users[1:]), spec.num_bytes(sizes) <= exchanged_bytes))
+    return tuple(ties)
+
+
+def check_every_parameter(graph: Graph, stages: Sequence[Stage]) -> None:
+    """Refuse a plan whose stages' parameters together are not the model's, name by name.
+
+    Raises: PlanError, naming the first that is missing, or foreign, and how many there are.
+    """
+    held = {name for stage in stages for name in stage.parameters}
+    for kind, names in (
+        ("in no stage", [name for name in graph.parameters if name not in held]),
+        ("in a stage but not in the model", sorted(held - set(graph.parameters))),
+    ):
+        if names:
+            raise PlanError(
+                f"parameter {names[0]!r} is {kind} ({len(names)} of {len(graph.parameters)} parameters)",
+                where=f"plan of {graph.name}",
+                remedy="make the plan again from this model's profile",
+            )

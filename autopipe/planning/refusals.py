@@ -1,0 +1,137 @@
+"""Plans that cannot be right, refused with the numbers and the smallest change that would help, computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster, Level
+from autopipe.planning.memory import gib
+from autopipe.planning.options import PlanOptions, ScheduleNeeds
+from autopipe.planning.problem import Problem
+from autopipe.planning.straight import straight_cuts
+
+
+def check_stage_count(num_stages: int, num_legal: int, name: str) -> None:
+    """Refuse more stages than the graph can be cut into.
+
+    Raises: PlanError.
+    """
+    if num_stages > num_legal + 1:
+        raise PlanError(
+            f"{num_stages} stages asked for, but the model has {num_legal} legal cuts: {num_legal + 1} stages at most",
+            where=f"graph of {name}",
+            remedy=f"use {num_legal + 1} ranks or fewer (stages_per_rank counts too)",
+        )
+
+
+def microbatch_count(options: PlanOptions) -> int | None:
+    """Return the number of microbatches that the options fix, or None when the planner may choose.
+
+    Raises: PlanError when the batch is too small for it, or both options contradict each other.
+    """
+    m, size, batch = options.num_microbatches, options.microbatch_size, options.batch_size
+    if size is not None:
+        needed = math.ceil(batch / size)
+        if size > batch:
+            raise PlanError(
+                f"a microbatch of {size} samples is larger than the batch of {batch}",
+                remedy=f"use --microbatch-size {batch} or smaller, or --batch-size {size} or larger",
+            )
+        if m is not None and m != needed:
+            raise PlanError(
+                f"{m} microbatches of {size} samples do not make a batch of {batch}",
+                remedy=f"leave one of the three out ({needed} microbatches of {size} do)",
+            )
+        m = needed
+    if m is not None and m > batch:
+        raise PlanError(
+            f"a batch of {batch} samples cannot be cut into {m} microbatches: each needs at least one sample",
+            remedy=f"use --batch-size {m} or larger, or {batch} microbatches or fewer",
+        )
+    return m
+
+
+def check_microbatches(needs: ScheduleNeeds, num_stages: int, num_microbatches: int | None, batch_size: int) -> None:
+    """Refuse fewer microbatches than the schedule runs with; None stands for as many as the batch has samples.
+
+    Raises: PlanError.
+    """
+    least = needs.least_microbatches(num_stages)
+    given = batch_size if num_microbatches is None else num_microbatches
+    if given < least:
+        cause = f"a batch of {batch_size} gives {given}" if num_microbatches is None else f"{given} are planned"
+        raise PlanError(
+            f"schedule {needs.name!r} with {num_stages} stages needs at least {least} microbatches, and {cause}",
+            remedy=f"use {least} microbatches (a batch of {least} samples or more), fewer ranks, or another schedule",
+        )
+
+
+def does_not_fit(problem: Problem) -> PlanError:
+    """Return the error for a problem whose stages fit in no way: which stage, by how much, and what would fit."""
+    stages = problem.options.num_stages
+    over, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
+    edges = (0, *starts, problem.tables.num_atoms)
+    overflow = [float(problem.overflow_table(k, stages)[edges[k], edges[k + 1]]) for k in range(stages)]
+    worst = overflow.index(max(overflow))
+    needed = overflow[worst] + problem.limit(worst)
+    first = problem.profile.graph.nodes[problem.tables.edges[edges[worst]]].name
+    last = problem.profile.graph.nodes[problem.tables.edges[edges[worst + 1]] - 1].name
+    device = problem.device_of(worst)
+    remedy = next((text for text, change in _changes(problem) if fits(change)), "")
+    if not remedy:
+        total = device.memory_bytes + over * problem.options.stages_per_rank
+        remedy = f"nothing smaller fits: use devices with {gib(total)}, or more ranks with a larger model cut finer"
+    return PlanError(
+        f"stage {worst} needs {gib(needed)} and {gib(problem.limit(worst))} are available, "
+        f"in the plan that exceeds memory least",
+        where=f"stage {worst} of {stages} ({first} .. {last}) on {device.name}, "
+        f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.needs.name}",
+        remedy=remedy,
+    )
+
+
+def fits(problem: Problem) -> bool:
+    """Return whether any cuts fit the memory."""
+    stages = problem.options.num_stages
+    over, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
+    return over <= 0 and (stages == 1 or bool(starts))
+
+
+def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yield changes, small ones first: recompute, smaller microbatches, both, more ranks, more ranks with recompute."""
+    options = problem.options
+    recompute = dataclasses.replace(options, recompute="always")
+    can_recompute = options.recompute == "never"
+    if can_recompute:
+        yield "recompute the activations (--recompute auto)", dataclasses.replace(problem, options=recompute)
+    counts = sorted({min(problem.num_microbatches * 2**k, options.batch_size) for k in range(1, 31)})
+    for count in counts if problem.num_microbatches < options.batch_size else []:
+        size = math.ceil(options.batch_size / count)
+        smaller = dataclasses.replace(options, num_microbatches=count, microbatch_size=None)
+        yield f"use --microbatch-size {size}", dataclasses.replace(problem, options=smaller, num_microbatches=count)
+        if can_recompute:
+            both = dataclasses.replace(smaller, recompute="always")
+            text = f"use --microbatch-size {size} and --recompute auto"
+            yield text, dataclasses.replace(problem, options=both, num_microbatches=count)
+    if len(problem.cluster.devices) > 1:
+        return
+    for ranks in range(options.num_ranks + 1, problem.tables.num_atoms // options.stages_per_rank + 1):
+        if problem.needs.least_microbatches(ranks * options.stages_per_rank) > problem.num_microbatches:
+            return
+        for base, extra in ((options, ""), (recompute, " and --recompute auto"))[: 2 if can_recompute else 1]:
+            change = dataclasses.replace(base, num_ranks=ranks)
+            cluster = _grown(problem.cluster, ranks)
+            yield f"use {ranks} ranks{extra}", dataclasses.replace(problem, options=change, cluster=cluster)
+
+
+def _grown(cluster: Cluster, num_ranks: int) -> Cluster:
+    """Return the cluster, its outermost level widened until it has the ranks."""
+    if cluster.num_ranks >= num_ranks:
+        return cluster
+    outer = cluster.levels[-1]
+    inner = cluster.num_ranks // outer.count
+    wider = Level(outer.name, math.ceil(num_ranks / inner), outer.bandwidth, outer.latency_seconds)
+    return dataclasses.replace(cluster, levels=(*cluster.levels[:-1], wider))

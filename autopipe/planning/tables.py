@@ -1,0 +1,218 @@
+"""``Tables``: what a stage would cost, for every pair of cuts at once.
+
+The legal cuts divide the graph into ``n`` *atoms*; a stage is a run of atoms ``i..j-1``. Most of what it costs is no
+sum over its atoms: a value read twice in a stage is received once, a parameter read by two layers is stored once, an
+input-only node that three layers read is computed once. Each of these is a count of distinct things, and the number of
+things that the stage touches, for all pairs (i, j), is a sum of rectangles in the plane of pairs:
+
+- a thing used at atoms u1 < u2 < ... counts for (i, j) when some u has i <= u < j (``distinct``);
+- a value made at atom a and used later is received by (i, j) when a < i and some use lies in it (``distinct`` from a);
+- it is sent by (i, j) when i <= a < j and a use lies at or behind j (``rectangle``).
+
+So all tables take O(uses + n^2), exactly, and the search reads a stage's cost in O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.profile import Measurement
+from autopipe.planning.ownership import unused_state
+
+Array = npt.NDArray[np.float64]
+
+
+class PairSum:
+    """Sums rectangles over the pairs (i, j), 0 <= i, j <= n, then gives the whole table."""
+
+    def __init__(self, num_atoms: int) -> None:
+        self._corners = np.zeros((num_atoms + 2, num_atoms + 2))
+        self._n = num_atoms
+
+    def rectangle(self, i_from: int, i_to: int, j_from: int, j_to: int, weight: float) -> None:
+        """Add ``weight`` to every (i, j) with i_from <= i <= i_to and j_from <= j <= j_to."""
+        if i_from > i_to or j_from > j_to or not weight:
+            return
+        self._corners[i_from, j_from] += weight
+        self._corners[i_to + 1, j_from] -= weight
+        self._corners[i_from, j_to + 1] -= weight
+        self._corners[i_to + 1, j_to + 1] += weight
+
+    def distinct(self, uses: Iterable[int], weight: float, after: int = -1) -> None:
+        """Add ``weight`` once to every (i, j) that holds one of ``uses`` (atoms), for i > ``after``."""
+        previous = after
+        for use in sorted(set(uses)):
+            self.rectangle(previous + 1, use, use + 1, self._n, weight)
+            previous = max(previous, use)
+
+    def table(self) -> Array:
+        """Return the (n + 1, n + 1) table; entries with i >= j mean nothing."""
+        total: Array = self._corners.cumsum(axis=0).cumsum(axis=1)
+        return np.maximum(total[:-1, :-1], 0.0)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Per microbatch, for a stage of atoms i..j-1: arrays of shape (n + 1, n + 1), seconds and bytes.
+
+    ``edges``: the node position of every atom's start, and the end. ``forward_seconds`` counts the input-only nodes
+    that the stage computes for itself. ``saved_bytes``: kept from forward to backward. ``kept_bytes``: batch tensors,
+    values received and input-only results, which stay with recompute too. ``received``/``sent``: a value whose gradient
+    comes back counts twice. ``weight_bytes`` counts buffers. ``stepped_bytes``: parameters that the stage itself steps
+    (a tied one is stepped by the first stage that has it). ``tied_bytes``: parameters that other stages use as well.
+    ``edge_bytes``, shape (n + 1,): all values alive across a cut.
+    """
+
+    edges: tuple[int, ...]
+    forward_seconds: Array
+    backward_seconds: Array
+    saved_bytes: Array
+    kept_bytes: Array
+    received: Array
+    sent: Array
+    weight_bytes: Array
+    gradient_bytes: Array
+    stepped_bytes: Array
+    tied_bytes: Array
+    edge_bytes: Array
+
+    @property
+    def num_atoms(self) -> int:
+        """How many atoms: one more than the legal cuts."""
+        return len(self.edges) - 1
+
+
+def build_tables(graph: Graph, cuts: Cuts, measurement: Measurement) -> Tables:
+    """Return the tables of a graph at the measurement's microbatch size."""
+    return _Builder(graph, cuts, measurement).build()
+
+
+class _Builder:
+    """Holds what the tables share while they are filled: the atom of each node, and who reads what."""
+
+    def __init__(self, graph: Graph, cuts: Cuts, measurement: Measurement) -> None:
+        self.graph = graph
+        self.cuts = cuts
+        self.costs = measurement.costs
+        self.sizes = graph.sizes(measurement.microbatch_size)
+        self.edges = (0, *cuts.legal, len(graph.nodes))
+        self.n = len(self.edges) - 1
+        self.atom: list[int] = []
+        for index, (start, stop) in enumerate(zip(self.edges, self.edges[1:], strict=False)):
+            self.atom.extend([index] * (stop - start))
+        self.by_name = {node.name: node for node in graph.nodes}
+        self.reads = self._atoms_that_read()
+
+    def _atoms_that_read(self) -> dict[str, set[int]]:
+        """Return, for every value, the atoms whose stage needs it; through input-only nodes, what those read."""
+        reads: dict[str, set[int]] = {}
+        for index, node in enumerate(self.graph.nodes):
+            if not node.input_only:
+                for value in node.inputs:
+                    reads.setdefault(value, set()).add(self.atom[index])
+                for value in node.after:
+                    if self._input_only(value):
+                        reads.setdefault(value, set()).add(self.atom[index])
+        for value in self.graph.outputs:
+            reads.setdefault(value, set()).add(self.n - 1)
+        for node in reversed(self.graph.nodes):
+            if node.input_only and node.name in reads:
+                for value in (*node.inputs, *node.after):
+                    reads.setdefault(value, set()).update(reads[node.name])
+        return reads
+
+    def _input_only(self, value: str) -> bool:
+        node = self.by_name.get(value)
+        return node is not None and node.input_only
+
+    def build(self) -> Tables:
+        work = [(self.atom[i], node) for i, node in enumerate(self.graph.nodes) if not node.input_only]
+        copied = [node for node in self.graph.nodes if node.input_only and node.name in self.reads]
+        received, sent, kept, edge = self._values(work)
+        for entry in self.graph.inputs:
+            kept.distinct(self.reads.get(entry.name, ()), entry.spec.num_bytes(self.sizes))
+        for node in copied:
+            if not node.storage:
+                kept.distinct(self.reads[node.name], self.costs[node.name].output_bytes)
+        weights, gradients, stepped, tied = self._state(work, copied)
+        return Tables(
+            self.edges,
+            self._seconds(work, copied, "forward_seconds"),
+            self._seconds(work, copied, "backward_seconds"),
+            self._sum(work, "saved_bytes"),
+            kept.table(),
+            received.table(),
+            sent.table(),
+            weights.table(),
+            gradients.table(),
+            stepped,
+            tied.table(),
+            edge,
+        )
+
+    def _sum(self, work: Sequence[tuple[int, Node]], field: str) -> Array:
+        atoms = np.zeros(self.n + 1)
+        for atom, node in work:
+            atoms[atom + 1] += getattr(self.costs[node.name], field)
+        return _between(atoms)
+
+    def _seconds(self, work: Sequence[tuple[int, Node]], copied: Sequence[Node], field: str) -> Array:
+        extra = PairSum(self.n)
+        for node in copied:
+            extra.distinct(self.reads[node.name], getattr(self.costs[node.name], field))
+        return self._sum(work, field) + extra.table()
+
+    def _values(self, work: Sequence[tuple[int, Node]]) -> tuple[PairSum, PairSum, PairSum, Array]:
+        received, sent, kept = PairSum(self.n), PairSum(self.n), PairSum(self.n)
+        edge = np.zeros(self.n + 1)
+        for made, node in work:
+            later = {atom for atom in self.reads.get(node.name, ()) if atom > made}
+            if node.spec is None or not later:
+                continue
+            size = node.spec.num_bytes(self.sizes)
+            traffic = size * (2 if node.spec.requires_grad else 1)
+            received.distinct(later, traffic, after=made)
+            kept.distinct(later, size, after=made)
+            sent.rectangle(0, made, made + 1, max(later), traffic)
+            edge[made + 1 : max(later) + 1] += size
+        return received, sent, kept, edge
+
+    def _state(
+        self, work: Sequence[tuple[int, Node]], copied: Sequence[Node]
+    ) -> tuple[PairSum, PairSum, Array, PairSum]:
+        weights, gradients, tied = PairSum(self.n), PairSum(self.n), PairSum(self.n)
+        stepped = np.zeros(self.n + 1)
+        users: dict[str, set[int]] = {}
+        for atom, node in work:
+            for name in (*node.parameters, *node.buffers, *node.buffers_written):
+                users.setdefault(name, set()).add(atom)
+        for node in copied:
+            for name in (*node.parameters, *node.buffers):
+                users.setdefault(name, set()).update(self.reads[node.name])
+        for name, home in unused_state(self.graph).items():
+            users[name] = {self.atom[home]}
+        for name, spec in self.graph.parameters.items():
+            size, atoms = spec.num_bytes(self.sizes), users[name]
+            weights.distinct(atoms, size)
+            if spec.requires_grad:
+                gradients.distinct(atoms, size)
+                stepped[min(atoms) + 1] += size
+            if len(atoms) > 1:
+                tied.distinct(atoms, size)
+                tied.rectangle(0, min(atoms), max(atoms) + 1, self.n, -size)
+        for name, spec in self.graph.buffers.items():
+            weights.distinct(users[name], spec.num_bytes(self.sizes))
+        return weights, gradients, _between(stepped), tied
+
+
+def _between(amounts: Array) -> Array:
+    """Return the table of sums over atoms i..j-1; ``amounts[a + 1]`` is atom a's."""
+    prefix: Array = amounts.cumsum()
+    table: Array = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+    return table

@@ -1,0 +1,189 @@
+"""Random graphs with skips, views, in-place changes, glued and input-only nodes; a brute force that shares no code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+
+
+def random_graph(rng: random.Random, num_nodes: int) -> Graph:
+    """Return a graph whose values are read by random later nodes, the last one being the loss."""
+    nodes: list[Node] = []
+    parameters: dict[str, TensorSpec] = {}
+    buffers: dict[str, TensorSpec] = {}
+    for index in range(num_nodes):
+        earlier = [node.name for node in nodes]
+        work = [node.name for node in nodes if not node.input_only]
+        last = index == num_nodes - 1
+        free = not last and index > 0 and rng.random() < 0.2
+        pool = ["x", *(node.name for node in nodes if node.input_only)] if free else earlier
+        inputs = list(dict.fromkeys(rng.sample(pool, min(len(pool), rng.choice((0, 1, 1, 2)))))) if pool else []
+        if not free and work and work[-1] not in inputs and (last or rng.random() < 0.9):
+            inputs.append(work[-1])
+        if not inputs:
+            inputs = ["x"]
+        own = []
+        if not free and rng.random() < 0.6:
+            own = [f"layers.{index}.weight"]
+            parameters[own[0]] = TensorSpec((rng.randrange(1, 400),), "float32", rng.random() < 0.85)
+        if not free and parameters and rng.random() < 0.15:
+            own.append(rng.choice(list(parameters)))
+        held = []
+        if not free and rng.random() < 0.2:
+            held = [f"layers.{index}.mean"]
+            buffers[held[0]] = TensorSpec((rng.randrange(1, 50),), "float32")
+        mutates = (inputs[-1],) if inputs[-1] != "x" and (inputs[-1] in work) != free and rng.random() < 0.1 else ()
+        spec = TensorSpec(("s0", rng.randrange(1, 60)), "float32", not free and rng.random() < 0.8)
+        nodes.append(
+            Node(
+                name=f"n{index}",
+                kind="call_function",
+                target="f",
+                inputs=tuple(inputs),
+                after=tuple(node.name for node in nodes if node.input_only and set(node.mutates) & set(inputs)),
+                spec=None if not last and rng.random() < 0.06 else spec,
+                parameters=tuple(dict.fromkeys(own)),
+                buffers=tuple(held),
+                buffers_written=tuple(held) if rng.random() < 0.5 else (),
+                mutates=mutates,
+                storage=inputs[-1] if mutates or (inputs[-1] != "x" and rng.random() < 0.08) else "",
+                input_only=free,
+                glued=index > 0 and rng.random() < 0.06,
+            )
+        )
+    if rng.random() < 0.3:
+        parameters["unused.weight"] = TensorSpec((rng.randrange(1, 99),), "float32", True)
+    if rng.random() < 0.3:
+        parameters["layers.0.spare"] = TensorSpec((rng.randrange(1, 99),), "float32", True)
+    return Graph(
+        name="random",
+        inputs=(Input("x", TensorSpec(("s0", 3), "float32")),),
+        symbols=(Symbol("s0", "x", 0, 4),),
+        nodes=tuple(nodes),
+        outputs=(nodes[-1].name,),
+        parameters=parameters,
+        buffers=buffers,
+        aliases={},
+    )
+
+
+def profile_of(graph: Graph, rng: random.Random, sizes: tuple[int, ...] = (4,)) -> Profile:
+    """Return random costs, linear in the microbatch size; views and input-only nodes save nothing."""
+    base = {
+        node.name: (rng.lognormvariate(-7, 0.8), 0.0 if node.input_only else rng.lognormvariate(-6.5, 0.8))
+        for node in graph.nodes
+    }
+    saved = {node.name: 0 if node.input_only or node.storage else rng.randrange(0, 4000) for node in graph.nodes}
+    measurements = tuple(
+        Measurement(
+            size,
+            {
+                name: NodeCost(f * size / 4, b * size / 4, rng.randrange(1, 2000) * size // 4, saved[name] * size // 4)
+                for name, (f, b) in base.items()
+            },
+        )
+        for size in sizes
+    )
+    workload = WorkloadSpec("model.py", {}, {}, (), 0)
+    return Profile(workload, graph, Device("cpu", "test", 0), measurements, 1e-9, rng.choice((0.0, 1.0, 2.0)))
+
+
+def cluster_of(rng: random.Random, num_ranks: int, memory: int = 0, *, mixed: bool = False) -> Cluster:
+    """Return a cluster of one or two levels."""
+    bandwidth = 10 ** rng.uniform(5, 8)
+    levels: tuple[Level, ...] = (Level("node", num_ranks, bandwidth, 1e-6),)
+    if num_ranks % 2 == 0 and rng.random() < 0.5:
+        levels = (Level("node", 2, bandwidth, 1e-6), Level("net", num_ranks // 2, bandwidth / 7, 1e-5))
+    devices: tuple[ClusterDevice, ...] = (ClusterDevice("device", memory, 1.0),)
+    if mixed:
+        devices = tuple(
+            ClusterDevice(f"device{r}", int(memory * rng.uniform(0.6, 1.5)), rng.choice((0.5, 1.0, 2.0)))
+            for r in range(num_ranks)
+        )
+    return Cluster(levels, devices, "test")
+
+
+def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
+    """Return (seconds, seconds with recompute, peak, peak with recompute) of one straight stage, counted naively."""
+    graph, cuts, costs = profile.graph, Cuts(profile.graph), profile.at(size).costs
+    sizes = graph.sizes(size)
+    edges = [0, *positions, len(graph.nodes)]
+    last = k == len(edges) - 2
+    nodes = cuts.stage_nodes(edges[k], edges[k + 1], graph.outputs if last else ())
+    boundaries = cuts.boundaries(positions)
+    traffic = {value: cuts.spec(value).num_bytes(sizes) for value, _, _ in boundaries}
+    both = {value: size * (2 if cuts.spec(value).requires_grad else 1) for value, size in traffic.items()}
+    received = [value for value, _, consumers in boundaries if k in consumers]
+    sent = [value for value, producer, _ in boundaries if producer == k]
+    stage_parameters = []
+    for s in range(len(edges) - 1):
+        held_nodes = cuts.stage_nodes(edges[s], edges[s + 1])
+        names = {name for node in held_nodes for name in node.parameters}
+        stage_parameters.append(names)
+    read = set().union(*stage_parameters)
+    for name in graph.parameters:
+        if name not in read:
+            first = [
+                i
+                for i, node in enumerate(graph.nodes)
+                if name.startswith("layers.0.")
+                and any(q.startswith("layers.0.") for q in (*node.parameters, *node.buffers))
+            ]
+            shared = [
+                i
+                for i, node in enumerate(graph.nodes)
+                if name.startswith("layers.")
+                and any(q.startswith("layers.") for q in (*node.parameters, *node.buffers))
+            ]
+            home = (first or shared or [len(graph.nodes) - 1])[0]
+            stage_parameters[next(s for s in range(len(edges) - 1) if edges[s] <= home < edges[s + 1])].add(name)
+    mine = stage_parameters[k]
+    byte = {name: spec.num_bytes(sizes) for name, spec in graph.parameters.items()}
+    trained = [name for name in mine if graph.parameters[name].requires_grad]
+    stepped = [name for name in trained if not any(name in stage_parameters[s] for s in range(k))]
+    tied = [name for name in mine if any(name in stage_parameters[s] for s in range(len(edges) - 1) if s != k)]
+    buffers = {name for node in nodes for name in (*node.buffers, *node.buffers_written)}
+    state = versions * (sum(byte[n] for n in mine) + sum(graph.buffers[n].num_bytes(sizes) for n in buffers))
+    state += sum(byte[n] for n in trained) + profile.optimizer_bytes_per_byte * sum(byte[n] for n in stepped)
+    leaf = any("x" in node.inputs for node in nodes)
+    kept = sum(traffic[v] for v in received) + (graph.inputs[0].spec.num_bytes(sizes) if leaf else 0)
+    kept += sum(costs[node.name].output_bytes for node in nodes if node.input_only and not node.storage)
+    saved = sum(costs[node.name].saved_bytes for node in nodes)
+    forward = sum(costs[node.name].forward_seconds for node in nodes)
+    seconds = (forward + sum(costs[node.name].backward_seconds for node in nodes)) / cluster.device(k).speed
+    charged = False
+    for other, names in ((k - 1, received), (k + 1, sent)):
+        if 0 <= other < len(edges) - 1:
+            link = cluster.link(k, other)
+            seconds += sum(both[v] for v in names) / link.bandwidth + 2 * link.latency_seconds
+            if not charged:
+                seconds += 2 * sum(byte[n] for n in tied) / m / link.bandwidth
+                charged = True
+    again = seconds + forward / cluster.device(k).speed
+    return seconds, again, state + held * (kept + saved), state + held * kept + saved
+
+
+def brute_force_straight(profile, cluster, num_ranks, m, size, needs_all, recompute):
+    """Return the least slowest-stage cost over every choice of legal cuts; infinite when nothing fits."""
+    best = math.inf
+    for positions in itertools.combinations(Cuts(profile.graph).legal, num_ranks - 1):
+        worst = 0.0
+        for k in range(num_ranks):
+            held = m if needs_all else min(m, num_ranks - k)
+            plain, again, peak, peak_again = stage_by_hand(profile, cluster, positions, k, m, size, held, 1)
+            limit = cluster.device(k).memory_bytes or math.inf
+            options = []
+            if recompute != "always" and peak <= limit:
+                options.append(plain)
+            elif recompute != "never" and peak_again <= limit:
+                options.append(again)
+            worst = max(worst, options[0] if options else math.inf)
+        best = min(best, worst)
+    return best
