@@ -22,7 +22,6 @@ from autopipe.runtime.routes import Edge, Routes
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import Stepper
 from autopipe.runtime.transport import ACTIVATION, GRADIENT, Channel, Pending, Transport
-from autopipe.runtime.weights import WeightVersions
 
 # how many compute instructions ahead a receive is posted: one lets a transfer hide behind the computation before it
 LOOKAHEAD = 2
@@ -48,7 +47,6 @@ class Executor:
     request: Request
     routes: Routes
     runners: dict[int, StageRunner]
-    versions: dict[int, WeightVersions]
     stepper: Stepper
     transport: Transport
     specs: Mapping[str, TensorSpec]
@@ -187,18 +185,17 @@ class Executor:
         if not self._training:
             self._deliver(ACTIVATION, instruction, runner.evaluate(key, inputs, received, microbatch.factor))
             return
-        self.versions[instruction.stage].use(instruction.weight_version + self._offset)
+        runner.versions.use(instruction.weight_version + self._offset)
         self._deliver(ACTIVATION, instruction, runner.forward(key, inputs, received, microbatch.factor))
 
     def _backward(self, instruction: Instruction) -> None:
         runner = self.runners[instruction.stage]
-        if runner.recompute:
-            self.versions[instruction.stage].use(instruction.weight_version + self._offset)
+        runner.versions.use(instruction.weight_version + self._offset)
         key = self._key(instruction)
         self._deliver(GRADIENT, instruction, runner.backward(key, self._take(GRADIENT, instruction)))
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.stepper.reduce(instruction.stage)
+        self.stepper.reduce(instruction.stage, instruction.minibatch + self._offset)
 
     def _step(self, instruction: Instruction) -> None:
         self.stepper.step(instruction.stage, instruction.minibatch + self._offset)

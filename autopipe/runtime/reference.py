@@ -112,7 +112,7 @@ def _minibatch(
             loss, weight = workload.loss(model, part)
         scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
         if scaled.requires_grad:
-            scaled.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+            torch.autograd.backward(scaled)
         shares.append(float(scaled.detach()))
         weights.append(0.0 if weight is None else float(weight.detach()))
     divisor = sum(weights) or 1.0

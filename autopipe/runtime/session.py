@@ -112,7 +112,6 @@ class RankSession:
             workload = Workload.from_spec(plan.workload)
         schedule = make(plan.schedule, replace(request, num_minibatches=1))
         runners: dict[int, StageRunner] = {}
-        versions: dict[int, WeightVersions] = {}
         carrying = {value for values in layout.routes.backward.values() for value in values}
         mine = [stage for stage in plan.stages if transport.rank in stage.ranks]
         constants = load_constants(run.stages)
@@ -127,19 +126,17 @@ class RankSession:
                 for tie in plan.ties
                 if tie.exact and stage.index in (tie.owner, *tie.copies)
             }
-            runner = StageRunner(
+            runners[stage.index] = StageRunner(
                 adopted,
+                WeightVersions(adopted, schedule.staleness[stage.index], graph.aliases),
                 seed=plan.workload.seed,
                 carries_gradient=frozenset(carrying),
                 exact_ties=ties,
                 recompute=stage.recompute,
             )
-            runners[stage.index] = runner
-            versions[stage.index] = WeightVersions(runner.parameters, schedule.staleness[stage.index])
         stepper = Stepper(
             request=request,
             runners=runners,
-            versions=versions,
             optimizers={},
             schedulers={},
             ties=plan.ties,
@@ -156,7 +153,7 @@ class RankSession:
         specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
         specs.update({tie.parameter: graph.parameters[tie.parameter] for tie in plan.ties})
         executor = Executor(
-            plan, request, layout.routes, runners, versions, stepper, transport, specs, reporter, job.record_timeline
+            plan, request, layout.routes, runners, stepper, transport, specs, reporter, job.record_timeline
         )
         return RankSession(job, layout, workload, run, executor, transport, reporter, device)
 
@@ -279,7 +276,6 @@ class RankSession:
                 source,
                 runner,
                 stepper.owned(index),
-                self.executor.versions[index],
                 stepper.optimizers[index],
                 stepper.schedulers[index],
             )
@@ -294,7 +290,7 @@ class RankSession:
             if plan.stages[index].ranks[0] != self.transport.rank:
                 continue
             owned = stepper.owned(index)
-            tensors = state.collect(runner, owned, self.executor.versions[index], stepper.optimizers[index])
+            tensors = state.collect(runner, owned, stepper.optimizers[index])
             checkpoints.write_stage(
                 temporary,
                 index,

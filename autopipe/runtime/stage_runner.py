@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from autopipe.errors import AutopipeError
+from autopipe.runtime.weights import WeightVersions
 from autopipe.stage import Stage
 
 Key = tuple[int, int]
@@ -44,6 +44,7 @@ class StageRunner:
     def __init__(
         self,
         stage: Stage,
+        versions: WeightVersions,
         *,
         seed: int,
         carries_gradient: frozenset[str],
@@ -54,7 +55,7 @@ class StageRunner:
         self.seed = seed
         self.carries_gradient = carries_gradient
         self.recompute = recompute
-        self.parameters: dict[str, nn.Parameter] = dict(stage.named_parameters())
+        self.versions = versions
         self.exact_ties = dict(exact_ties)
         self.flights: dict[Key, _Flight] = {}
         self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -132,7 +133,7 @@ class StageRunner:
         roots: list[torch.Tensor] = []
         starts: list[torch.Tensor | None] = []
         for value, gradient in gradients.items():
-            root = outputs.get(value, flight.received.get(value, self.parameters.get(value)))
+            root = outputs.get(value, flight.received.get(value, self.versions.in_use.get(value)))
             if root is None:
                 raise AutopipeError(
                     f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have"
@@ -143,7 +144,7 @@ class StageRunner:
             roots.append(outputs[""])
             starts.append(None)
         if roots:
-            torch.autograd.backward(roots, starts)  # type: ignore[arg-type]  # None stands for ones, as documented
+            torch.autograd.backward(roots, starts)  # None stands for ones
         return self._collect(flight)
 
     def _collect(self, flight: _Flight) -> dict[str, torch.Tensor]:
@@ -160,7 +161,7 @@ class StageRunner:
         for name, owned in self.exact_ties.items():
             if owned:
                 continue
-            parameter = self.parameters[name]
+            parameter = self.versions.in_use[name]
             gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = None
         return gradients

@@ -25,11 +25,12 @@ def buffers(runner: StageRunner) -> dict[str, torch.Tensor]:
 
 
 def collect(
-    runner: StageRunner, owned: Mapping[str, nn.Parameter], versions: WeightVersions, optimizer: Optimizer | None
+    runner: StageRunner, owned: Mapping[str, nn.Parameter], optimizer: Optimizer | None
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of a stage that a checkpoint holds. ``owned``: the parameters that this stage steps."""
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in owned.items()}
     tensors.update({f"model.{name}": buffer for name, buffer in buffers(runner).items()})
+    versions = runner.versions
     for version in versions.versions:
         if version != versions.newest:
             for name, tensor in versions.tensors(version).items():
@@ -69,7 +70,6 @@ def restore(
     checkpoint: Checkpoint,
     runner: StageRunner,
     owned: Mapping[str, nn.Parameter],
-    versions: WeightVersions,
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
 ) -> None:
@@ -78,13 +78,13 @@ def restore(
     Raises: ArtifactError where the checkpoint lacks a tensor of this stage.
     """
     held = buffers(runner)
-    names = [f"model.{name}" for name in (*runner.parameters, *held)]
+    names = [f"model.{name}" for name in (*runner.versions.masters, *held)]
     tensors = checkpoint.read(names)
     step = checkpoint.manifest.step
     with torch.no_grad():
-        for name, tensor in {**runner.parameters, **held}.items():
+        for name, tensor in {**runner.versions.masters, **held}.items():
             tensor.data = tensors[f"model.{name}"].to(tensor.device, tensor.dtype)
-    _restore_versions(checkpoint, runner, versions, step)
+    _restore_versions(checkpoint, runner.versions, step)
     if optimizer is not None:
         _restore_optimizer(checkpoint, owned, optimizer)
     if scheduler is not None:
@@ -93,16 +93,15 @@ def restore(
         scheduler.load_state_dict({**state, **numbers})
 
 
-def _restore_versions(checkpoint: Checkpoint, runner: StageRunner, versions: WeightVersions, step: int) -> None:
+def _restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: int) -> None:
     versions.start_at(step)
-    found: dict[int, dict[str, torch.Tensor]] = {step: dict(versions.tensors(step))}
+    moving = versions.tensors(step)
     for back in range(1, versions.staleness + 1):
         version = step - back
-        names = [name for name in versions.parameters if f"version.{version}.{name}" in checkpoint.names]
-        if version >= 0 and len(names) == len(versions.parameters) and names:
-            read = checkpoint.read([f"version.{version}.{name}" for name in names])
-            found[version] = {n: read[f"version.{version}.{n}"].to(versions.parameters[n].device) for n in names}
-    versions.restore(found)
+        if version < 0 or not moving:
+            break
+        read = checkpoint.read([f"version.{version}.{name}" for name in moving])
+        versions.add_old(version, {n: read[f"version.{version}.{n}"].to(moving[n].device) for n in moving})
 
 
 def _restore_optimizer(checkpoint: Checkpoint, owned: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:

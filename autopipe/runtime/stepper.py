@@ -20,7 +20,6 @@ from autopipe.ir.schedule import Request
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.transport import CONTROL, TIE_GRADIENT, TIE_VALUE, Channel, Transport
-from autopipe.runtime.weights import WeightVersions
 
 GradientHook = Callable[[int, int, Mapping[str, nn.Parameter]], None]
 
@@ -36,7 +35,6 @@ class Stepper:
 
     request: Request
     runners: Mapping[int, StageRunner]
-    versions: Mapping[int, WeightVersions]
     optimizers: Mapping[int, Optimizer | None]
     schedulers: Mapping[int, LRScheduler | None]
     ties: Sequence[Tie]
@@ -54,15 +52,20 @@ class Stepper:
     def _last_stage(self) -> int:
         return self.request.num_stages - 1
 
+    def parameters(self, stage: int) -> dict[str, nn.Parameter]:
+        """Return the parameters of a stage, by first name, as the optimizer sees them."""
+        return self.runners[stage].versions.masters
+
     def owned(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage steps: its own, not its copies of tied ones."""
         copies = {tie.parameter for tie in self.ties if stage in tie.copies}
-        return {name: p for name, p in self.runners[stage].parameters.items() if name not in copies}
+        return {name: p for name, p in self.parameters(stage).items() if name not in copies}
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, minibatch: int) -> None:
         """Add up the gradients of a stage's replicas. The losses carry their shares, so the sum is the gradient."""
         group = self.request.stage_ranks[stage]
-        parameters = [p for p in self.runners[stage].parameters.values() if p.requires_grad]
+        self.runners[stage].versions.begin_step(minibatch)
+        parameters = [p for p in self.parameters(stage).values() if p.requires_grad]
         if len(group) < 2 or not parameters:
             return
         present = torch.tensor([float(p.grad is not None) for p in parameters])
@@ -77,16 +80,16 @@ class Stepper:
 
     def step(self, stage: int, minibatch: int) -> None:
         """Carry out S of a stage, and after the rank's last one report the loss."""
+        versions = self.runners[stage].versions
+        versions.begin_step(minibatch)
         self._sum_ties(stage)
         if not self._stepped:
             self._scale = self._agree_on_scale(minibatch)
         self._apply_scale(stage, minibatch)
         optimizer, scheduler = self.optimizers[stage], self.schedulers[stage]
-        versions = self.versions[stage]
-        versions.begin_step()
         if optimizer is not None:
             optimizer.step()
-        for parameter in self.runners[stage].parameters.values():
+        for parameter in self.parameters(stage).values():
             parameter.grad = None
         self._share_ties(stage)
         versions.end_step()
@@ -108,15 +111,15 @@ class Stepper:
             if stage in tie.copies:
                 if tie.owner in self.runners:
                     continue
-                parameter = self.runners[stage].parameters[tie.parameter]
+                parameter = self.parameters(stage)[tie.parameter]
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self._hand_over(Channel(TIE_GRADIENT, stage, tie.owner, self.transport.rank, owner), gradient)
             elif stage == tie.owner:
-                parameter = self.runners[stage].parameters[tie.parameter]
+                parameter = self.parameters(stage)[tie.parameter]
                 for copy in reversed(tie.copies):
                     if copy in self.runners:
-                        gradient = self.runners[copy].parameters[tie.parameter].grad
-                        parameter.grad = _sum(gradient, parameter.grad)
+                        local = self.parameters(copy)[tie.parameter].grad
+                        parameter.grad = _sum(local, parameter.grad)
                         continue
                     source = self.request.stage_ranks[copy][0]
                     channel = Channel(TIE_GRADIENT, copy, stage, source, self.transport.rank)
@@ -129,17 +132,17 @@ class Stepper:
         """Give every copy of a tied parameter its owner's new value, so that they stay equal to the last bit."""
         for tie in self.ties:
             if stage == tie.owner:
-                parameter = self.runners[stage].parameters[tie.parameter]
+                parameter = self.parameters(stage)[tie.parameter]
                 owners = self.request.stage_ranks[stage]
                 for copy in tie.copies:
                     if copy in self.runners:
-                        self.runners[copy].parameters[tie.parameter].data = parameter.data.clone()
+                        self.parameters(copy)[tie.parameter].data = parameter.data.clone()
                         continue
                     for index, rank in enumerate(self.request.stage_ranks[copy]):
                         if owners[index % len(owners)] == self.transport.rank:
                             self._hand_over(Channel(TIE_VALUE, stage, copy, self.transport.rank, rank), parameter.data)
             elif stage in tie.copies and tie.owner not in self.runners:
-                parameter = self.runners[stage].parameters[tie.parameter]
+                parameter = self.parameters(stage)[tie.parameter]
                 owners = self.request.stage_ranks[tie.owner]
                 index = self.request.stage_ranks[stage].index(self.transport.rank)
                 source = owners[index % len(owners)]
@@ -239,8 +242,8 @@ class Stepper:
             if other != 0:
                 self.reporter.at("loss", waiting=True)
                 total += self.transport.receive(Channel(CONTROL, 0, 0, other, 0), total.shape, total.dtype).wait()
-        loss = sum(total[0].tolist())
-        return loss / (sum(total[1].tolist()) or 1.0) if self.weighted else loss
+        loss = float(sum(total[0].tolist()))
+        return loss / (float(sum(total[1].tolist())) or 1.0) if self.weighted else loss
 
     def _report(self, minibatch: int) -> None:
         loss = self.collect_loss(minibatch)

@@ -1,8 +1,11 @@
 """Weight versions of one stage: the parameters as they were after so many optimizer steps.
 
-A version is a set of tensors, never a copy into tensors that autograd may have saved: between a forward and its
-backward ``p.data.copy_()`` gives silently wrong gradients, while giving the parameter other memory is correct. So a
-step that must keep the old version first moves the parameters to new memory and then steps there.
+Between a forward and its backward, autograd holds the very ``Parameter`` that a multiplication, a convolution or a layer
+norm read. Copying into it, and also ``p.data = other``, then gives silently wrong gradients (a test shows it). So every
+version is a set of ``Parameter`` objects of its own, and the stage's modules are handed the objects of the version that
+an instruction names. The optimizer steps *masters*, which no forward ever sees, on new memory each time.
+
+With staleness 0 there is one version, the modules hold the masters, and steps are in place.
 """
 
 from __future__ import annotations
@@ -16,58 +19,96 @@ from autopipe.errors import AutopipeError
 
 
 class WeightVersions:
-    """``staleness`` 0 keeps one version, and steps in place; d keeps up to d + 1."""
+    """``staleness`` d keeps up to d + 1 versions. ``names``: other name -> the model's first name of a parameter.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], staleness: int) -> None:
-        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    ``masters``: first name -> the parameter that the optimizer steps. ``in_use``: what the modules hold now.
+    """
+
+    def __init__(self, module: nn.Module, staleness: int, names: Mapping[str, str] | None = None) -> None:
         self.staleness = staleness
+        self.masters: dict[str, nn.Parameter] = {}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        first = names or {}
+        for path, owner in module.named_modules(remove_duplicate=False):
+            for key, parameter in owner._parameters.items():
+                if parameter is None:
+                    continue
+                full = f"{path}.{key}" if path else key
+                name = first.get(full, full)
+                self.masters.setdefault(name, parameter)
+                self._places.setdefault(name, []).append((owner, key))
+        self.in_use: dict[str, nn.Parameter] = dict(self.masters)
         self.newest = 0
-        self._data: dict[int, dict[str, torch.Tensor]] = {0: self._current()}
+        self._used = -1
+        self._begun = False
+        self._leaves: dict[int, dict[str, nn.Parameter]] = {}
         self.peak_versions = 1
+        self.start_at(0)
 
-    def _current(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self.parameters.items()}
+    def _moving(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.masters.items() if parameter.requires_grad}
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The versions held, oldest first."""
-        return tuple(sorted(self._data))
+        return tuple(sorted(self._leaves))
 
     def start_at(self, version: int) -> None:
-        """Say that the current weights have already seen ``version`` steps."""
-        self.newest, self._data = version, {version: self._current()}
+        """Say that the masters' values have already seen ``version`` steps; older versions are forgotten."""
+        self.newest, self._leaves = version, {}
+        self._add(version, {name: parameter.data for name, parameter in self._moving().items()})
+        self.use(version)
 
-    def restore(self, versions: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Take over versions from a checkpoint; the newest becomes current."""
-        self._data = {version: dict(tensors) for version, tensors in versions.items()}
-        self.newest = max(self._data)
-        self.use(self.newest)
+    def add_old(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over an older version, from a checkpoint."""
+        self._add(version, tensors)
 
-    def tensors(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a version."""
-        return self._data[version]
+    def _add(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.staleness == 0:
+            self._leaves[version] = self._moving()
+        else:
+            self._leaves[version] = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """Return the values of a version."""
+        return {name: parameter.data for name, parameter in self._leaves[version].items()}
 
     def use(self, version: int) -> None:
-        """Make the parameters hold a version. Raises: AutopipeError where it is not held."""
-        if version not in self._data:
+        """Hand the modules a version. Raises: AutopipeError where it is not held."""
+        if version not in self._leaves:
             raise AutopipeError(f"weight version {version} is not held; held: {list(self.versions)}")
-        if self.staleness == 0:
-            return  # there is one, and the parameters hold it
-        for name, tensor in self._data[version].items():
-            if self.parameters[name].data is not tensor:
-                self.parameters[name].data = tensor
-
-    def begin_step(self) -> None:
-        """Make the newest version current, on memory of its own where older ones are still needed."""
-        self.use(self.newest)
+        if version == self._used:
+            return
+        self._used = version
+        self.in_use.update(self._leaves[version])
         if self.staleness:
-            for parameter in self.parameters.values():
-                parameter.data = parameter.data.clone()
+            for name, leaf in self._leaves[version].items():
+                for owner, key in self._places[name]:
+                    # not owner._parameters[key]: an LSTM keeps a list of its weights, and renews it in __setattr__
+                    setattr(owner, key, leaf)
+
+    def begin_step(self, minibatch: int) -> None:
+        """Give the masters the gradients of a minibatch, and memory of their own to be stepped on.
+
+        A second call before ``end_step`` does nothing: whoever needs the gradients first makes it.
+        """
+        if self.staleness == 0 or self._begun:
+            return
+        self._begun = True
+        leaves = self._leaves[max(minibatch - self.staleness, 0)]
+        for name, master in self._moving().items():
+            master.data = master.data.clone()
+            master.grad, leaves[name].grad = leaves[name].grad, None
 
     def end_step(self) -> None:
-        """Name what the parameters hold now the next version, and let go of those that no one will ask for."""
+        """Name what the masters hold now the next version, and let go of those that no one will ask for."""
         self.newest += 1
-        self._data[self.newest] = self._current()
-        self.peak_versions = max(self.peak_versions, len(self._data) if self.staleness else 1)
-        for version in [v for v in self._data if v < self.newest - self.staleness]:
-            del self._data[version]
+        if self.staleness == 0:
+            self._leaves = {self.newest: self._leaves.popitem()[1]}
+            self._used = self.newest
+            return
+        self._begun = False
+        self._add(self.newest, {name: master.data for name, master in self._moving().items()})
+        self.peak_versions = max(self.peak_versions, len(self._leaves))
+        for version in [v for v in self._leaves if v < self.newest - self.staleness]:
+            del self._leaves[version]

@@ -1,0 +1,55 @@
+"""Random draws depend on (seed, minibatch, microbatch, position) and on nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopipe import draws
+
+
+def test_the_seed_of_a_draw_is_fixed_for_all_time() -> None:
+    # a checkpoint made today must go on with the same masks tomorrow
+    assert draws.seed_of(0, 0, 0, 0) == 1195769770526638388
+    assert draws.seed_of(1, 2, 3, 4) == draws.seed_of(1, 2, 3, 4)
+    seen = {draws.seed_of(s, t, j, k) for s in range(4) for t in range(4) for j in range(4) for k in range(4)}
+    assert len(seen) == 256
+    assert all(0 <= value < 2**63 for value in seen)
+
+
+def test_a_call_draws_the_same_alone_as_within_the_whole_forward() -> None:
+    x = torch.ones(64)
+    with draws.Draws(7, 3, 2):
+        whole = [F.dropout(x, 0.5), torch.rand(8), F.dropout(x, 0.1)]
+    alone = []
+    for position, call in enumerate([lambda: F.dropout(x, 0.5), lambda: torch.rand(8), lambda: F.dropout(x, 0.1)]):
+        with draws.at((7, 3, 2), position):
+            alone.append(call())
+    assert all(torch.equal(a, b) for a, b in zip(whole, alone, strict=True))
+
+
+def test_a_call_with_several_draws_gives_each_its_own_position() -> None:
+    lstm = nn.LSTM(4, 4, num_layers=3, dropout=0.5)
+    x = torch.randn(5, 2, 4)
+    with draws.Draws(0, 0, 0) as mode:
+        whole = lstm(x)[0]
+    count = mode.position
+    assert count == 2
+    with draws.at((0, 0, 0), 0, count):
+        assert torch.equal(lstm(x)[0], whole)
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with draws.Draws(0, 0, 0) as mode:
+        F.scaled_dot_product_attention(q, q, q)
+        assert mode.position == 0
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        assert mode.position == 1
+
+
+def test_evaluation_draws_nothing() -> None:
+    with draws.Draws(0, 0, 0) as mode:
+        nn.Dropout(0.5).eval()(torch.ones(4))
+    assert mode.position == 0

@@ -1,0 +1,119 @@
+"""Plain training of a user's model file: what any run of autopipe must be equal to. Shares no code with it.
+
+The file is imported as it is, its hooks are called as a script would call them. For schedules with staleness, old weights
+are kept, and minibatch t reads version max(t - delta, 0) of each parameter. The seeds of random operations are written
+out again from their definition: SplitMix64 over (seed, minibatch, microbatch, position of the ATen call).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+M64 = 2**64
+
+
+def splitmix(*parts: int) -> int:
+    z = 0
+    for part in parts:
+        z = (z + part + 0x9E3779B97F4A7C15) % M64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % M64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % M64
+        z = z ^ (z >> 31)
+    return z // 2
+
+
+class Seeds(TorchDispatchMode):
+    """Seeds every op that torch tags as random, in the order in which they come."""
+
+    def __init__(self, *where: int) -> None:
+        super().__init__()
+        self.where, self.count = where, itertools.count()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
+            torch.manual_seed(splitmix(*self.where, next(self.count)))
+        return func(*args, **(kwargs or {}))
+
+
+def load(path: Path) -> ModuleType:
+    """Import a user's file."""
+    spec = importlib.util.spec_from_file_location(f"oracle_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def chunks(value: Any, count: int) -> list[Any]:
+    """Cut a batch: a tensor by ``tensor_split``, a tuple or dict entry by entry; empty parts are left out."""
+    if isinstance(value, torch.Tensor):
+        return [part for part in torch.tensor_split(value, count) if part.shape[0]]
+    if isinstance(value, dict):
+        parts = {key: chunks(entry, count) for key, entry in value.items()}
+        return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+    return [tuple(row) for row in zip(*(chunks(entry, count) for entry in value), strict=True)]
+
+
+def samples(value: Any) -> int:
+    while not isinstance(value, torch.Tensor):
+        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    return value.shape[0]
+
+
+def loss_of(module: ModuleType, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    if isinstance(batch, dict):
+        return model(**batch).loss
+    inputs, target = batch
+    output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    return module.loss(output, target)
+
+
+def train(
+    path: Path,
+    items: Iterable[Any],
+    num_microbatches: int,
+    *,
+    seed: int = 0,
+    staleness: Callable[[str], int] = lambda name: 0,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[list[float], torch.nn.Module, list[dict[str, torch.Tensor]]]:
+    """Return the losses, the trained model, and the gradients of every step."""
+    torch.manual_seed(seed)
+    module = load(path)
+    torch.manual_seed(seed)
+    build = next(getattr(module, n) for n in ("model", "build_model", "get_model", "create_model", "Model") if hasattr(module, n))
+    model = build if isinstance(build, torch.nn.Module) else build(**(arguments or {}))
+    model.train()
+    parameters = dict(model.named_parameters())
+    make = getattr(module, "optimizer", None)
+    optimizer = make(list(parameters.items())) if make else torch.optim.AdamW([p for p in parameters.values() if p.requires_grad])
+    versions = [{name: p.detach().clone() for name, p in parameters.items()}]
+    losses, gradients = [], []
+    for t, item in enumerate(items):
+        for name, p in parameters.items():
+            p.data = versions[max(t - staleness(name), 0)][name].clone()
+        total, n = 0.0, samples(item)
+        for j, part in enumerate(chunks(item, num_microbatches)):
+            with Seeds(seed, t, j):
+                loss = loss_of(module, model, part)
+            share = loss * (samples(part) / n)
+            share.backward()
+            total += share.item()
+        losses.append(total)
+        gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        for name, p in parameters.items():
+            p.data = versions[t][name].clone()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        versions.append({name: p.detach().clone() for name, p in parameters.items()})
+    return losses, model, gradients

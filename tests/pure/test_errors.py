@@ -1,0 +1,45 @@
+"""Every class of error says what, where and what to try."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe import errors
+from autopipe.errors import AutopipeError, ScheduleError, WorkerError, unknown_choice
+
+CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutopipeError)]
+
+
+@pytest.mark.parametrize("kind", [c for c in CLASSES if c is not WorkerError])
+def test_the_text_holds_what_where_and_what_to_try(kind: type[AutopipeError]) -> None:
+    error = kind("it broke", where="model.py:3", remedy="mend it")
+    assert str(error).splitlines() == ["it broke", "  at:  model.py:3", "  try: mend it"]
+    assert error.exit_code == 1
+
+
+def test_a_workers_error_names_rank_stage_and_instruction() -> None:
+    error = WorkerError("ValueError: boom", rank=1, stage=2, instruction="2F3@0", where="model.py:7")
+    assert "at:  rank 1, stage 2, instruction 2F3@0; model.py:7" in str(error)
+    assert error.exit_code == 3
+
+
+def test_a_schedules_error_shows_its_rule_and_its_grid() -> None:
+    text = str(ScheduleError("B before F", rule="backward-after-forward", grid="0 | >B0<"))
+    assert text.startswith("[backward-after-forward] B before F")
+    assert text.endswith("0 | >B0<")
+
+
+def test_an_error_without_words_is_a_bug_of_ours() -> None:
+    with pytest.raises(ValueError, match="must say what happened"):
+        AutopipeError(" ")
+
+
+def test_the_tree_is_drawn_in_the_docstring() -> None:
+    for kind in CLASSES:
+        assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_an_unknown_choice_is_answered_with_the_nearest() -> None:
+    assert unknown_choice("schedule", "1f1", ["gpipe", "1f1b"]) == (
+        "unknown schedule '1f1'; known: 1f1b, gpipe. Did you mean '1f1b'?"
+    )
