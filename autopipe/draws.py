@@ -59,15 +59,15 @@ def _reseed(value: int, generator: torch.Generator | None = None) -> None:
         generator.manual_seed(value)
         return
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotation for it
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
 
 
-class Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
     """While active, the k-th random ATen operation draws from ``seed_of(seed, minibatch, microbatch, first + k)``."""
 
     def __init__(self, seed: int, minibatch: int, microbatch: int, first: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # nor has its __init__
         self.where = seed, minibatch, microbatch
         self.position = first
 

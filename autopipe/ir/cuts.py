@@ -80,8 +80,8 @@ class Cuts:
             for value in node.mutates:
                 last_change[self.storage(value)] = index
         for storage, changed in last_change.items():
-            node = self._by_name.get(storage)
-            if node is None or node.input_only:
+            owner = self._by_name.get(storage)
+            if owner is None or owner.input_only:
                 continue
             for position in range(first_made[storage] + 1, changed + 1):
                 allowed[position] = False
@@ -153,8 +153,8 @@ class Cuts:
                     consumers.setdefault(value, set()).add(stage_of[index])
         last = len(positions)
         for value in self.graph.outputs:
-            node = self._by_name.get(value)
-            if node is not None and not node.input_only and stage_of[self.graph.position[value]] != last:
+            made = self._by_name.get(value)
+            if made is not None and not made.input_only and stage_of[self.graph.position[value]] != last:
                 consumers.setdefault(value, set()).add(last)
         order = self.graph.position
         return [

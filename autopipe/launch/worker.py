@@ -101,7 +101,9 @@ def _run(spec: WorkerSpec, run: RunDirectory, reporter: _Pipe, held: list[RankSe
     layout = Layout.of(plan, graph)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     reporter.at("connecting", waiting=True)
-    store = dist.FileStore(spec.store, spec.world_size)
+    store = dist.FileStore(  # type: ignore[attr-defined]  # exported, though not by name
+        spec.store, spec.world_size
+    )
     start_process_group(store, spec.rank, spec.world_size, use_nccl=use_nccl, timeout_seconds=spec.timeout_seconds)
     transport = ProcessTransport(layout.channels, layout.groups, device=device, use_nccl=use_nccl)
     session = RankSession.start(run, job, layout, transport, reporter)
