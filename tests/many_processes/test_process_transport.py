@@ -1,0 +1,102 @@
+"""The transport between processes: order, overlap, sums, and an end that is gone."""
+
+from __future__ import annotations
+
+import torch
+from ranks import run_ranks
+
+from autopipe.runtime.distributed import ProcessTransport
+from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, Channel, TransportClosed
+
+FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)
+BACKWARD = Channel(GRADIENT, 1, 0, 1, 0)
+SKIP = Channel(ACTIVATION, 0, 3, 0, 1)
+CHANNELS = [FORWARD, BACKWARD, SKIP, Channel(CONTROL, 0, 0, 0, 1)]
+
+
+def channels_do_not_mix(rank: int, world: int) -> list[float]:
+    transport = ProcessTransport(CHANNELS)
+    found = []
+    if rank == 0:
+        for value in range(4):
+            transport.send(FORWARD, torch.full((3,), float(value)))
+            transport.send(SKIP, torch.full((3,), 10.0 + value))
+    else:
+        skipped = [transport.receive(SKIP, (3,), torch.float32) for _ in range(4)]
+        found = [transport.receive(FORWARD, (3,), torch.float32).wait()[0].item() for _ in range(4)]
+        found += [pending.wait()[0].item() for pending in skipped]
+    transport.close()
+    return found
+
+
+def test_what_is_sent_comes_out_of_its_own_channel_in_order() -> None:
+    assert run_ranks(channels_do_not_mix, 2)[1] == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
+
+
+def both_send_first(rank: int, world: int) -> float:
+    transport = ProcessTransport(CHANNELS)
+    out, back = (FORWARD, BACKWARD) if rank == 0 else (BACKWARD, FORWARD)
+    big = torch.full((1 << 22,), float(rank))  # 16 MiB: no socket buffer holds it
+    transport.send(out, big)
+    found = transport.receive(back, big.shape, big.dtype).wait()[-1].item()
+    transport.close()
+    return found
+
+
+def test_a_send_never_waits_for_its_receiver() -> None:
+    assert run_ranks(both_send_first, 2) == [1.0, 0.0]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64]
+
+
+def every_dtype(rank: int, world: int) -> list[bool]:
+    transport = ProcessTransport(CHANNELS)
+    same = []
+    for dtype in DTYPES:
+        tensor = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
+        for sent in (tensor, tensor.transpose(0, 2), tensor[:, :0]):
+            if rank == 0:
+                transport.send(FORWARD, sent)
+            else:
+                same.append(torch.equal(transport.receive(FORWARD, sent.shape, dtype).wait(), sent))
+    transport.close()
+    return same
+
+
+def test_every_dtype_and_layout_arrives_as_it_was() -> None:
+    answer = run_ranks(every_dtype, 2)[1]
+    assert len(answer) == 3 * len(DTYPES) and all(answer)
+
+
+def sums(rank: int, world: int) -> list[float]:
+    transport = ProcessTransport(CHANNELS, [(0, 1, 2), (0, 2)])
+    everyone, some = torch.tensor([float(rank + 1)]), torch.tensor([float(rank + 1)])
+    transport.all_reduce((0, 1, 2), everyone)
+    if rank != 1:
+        transport.all_reduce((0, 2), some)
+    transport.barrier()
+    transport.close()
+    return [everyone.item(), some.item()]
+
+
+def test_a_sum_is_over_its_group_alone() -> None:
+    assert run_ranks(sums, 3) == [[6.0, 4.0], [6.0, 2.0], [6.0, 4.0]]
+
+
+def one_leaves(rank: int, world: int) -> str:
+    transport = ProcessTransport(CHANNELS)
+    if rank == 0:
+        import os
+
+        os.close(os.dup(0))
+        return "left"
+    try:
+        transport.receive(FORWARD, (3,), torch.float32).wait()
+    except TransportClosed as error:
+        return str(type(error).__name__)
+    return "nothing happened"
+
+
+def test_an_end_that_is_gone_is_told_apart_from_a_failure_of_ones_own() -> None:
+    assert run_ranks(one_leaves, 2) == ["left", "TransportClosed"]
