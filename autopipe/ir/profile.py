@@ -9,13 +9,18 @@ from autopipe.ir.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """How to find the user's model again: TARGET, its arguments, and hooks given as options. See ``workload``."""
+    """How to find the user's model again: TARGET, its arguments, and hooks given as options. See ``workload``.
+
+    ``optimizer``: one of torch's by name, "" for the file's own hook or AdamW. ``lr``: None for the optimizer's own.
+    """
 
     target: str
     arguments: dict[str, str]
     hooks: dict[str, str]
     inputs: tuple[str, ...]
     seed: int
+    optimizer: str = ""
+    lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,7 @@
+"""The user's model file -> ``Workload``: how to build the model, feed it, take its loss and step it."""
+
+from autopipe.workload.hooks import HOOKS
+from autopipe.workload.items import Item
+from autopipe.workload.workload import DEFAULT_BATCH_SIZE, LoadOptions, Workload, load_workload
+
+__all__ = ["DEFAULT_BATCH_SIZE", "HOOKS", "Item", "LoadOptions", "Workload", "load_workload"]

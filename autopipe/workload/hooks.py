@@ -1,0 +1,148 @@
+"""Hooks: what a model file may define beside the model, each also an option of TARGET syntax.
+
+=================  ====================================  ===============================================
+hook               signature                             without it
+=================  ====================================  ===============================================
+example_inputs     (batch_size) -> tuple or dict         the first batch of ``data``
+loss               (output, target) -> scalar[, weight]  ``output.loss``, ``output["loss"]``, a scalar
+data               (batch_size) or () -> iterable        synthetic batches from ``example_inputs``
+optimizer          (named_parameters) -> Optimizer       AdamW
+scheduler          (optimizer) -> LRScheduler            none
+evaluate_data      as ``data``                           none
+=================  ====================================  ===============================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe.errors import ModelFileError, unknown_choice
+from autopipe.workload.targets import Target, import_target, look_up, users_code
+
+HOOKS = {
+    "example_inputs": "(batch_size) -> tuple or dict",
+    "loss": "(output, target) -> scalar, or (scalar, weight)",
+    "data": "(batch_size) or () -> iterable of (inputs, target) or dict",
+    "optimizer": "(named_parameters) -> torch.optim.Optimizer",
+    "scheduler": "(optimizer) -> LRScheduler",
+    "evaluate_data": "(batch_size) or () -> iterable of (inputs, target) or dict",
+}
+_ARGUMENTS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One hook: ``function`` is what is called (or iterated, where it is no function), ``path`` its file."""
+
+    name: str
+    function: Any
+    origin: str
+    path: str
+
+    @property
+    def label(self) -> str:
+        """The hook for people: ``data of gpt.py``."""
+        return f"{self.name} of {self.origin}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; what it raises becomes a ModelFileError with the user's line."""
+        with users_code(self.label, self.path):
+            return self.function(*args, **kwargs)
+
+    @property
+    def takes_batch_size(self) -> bool:
+        """Whether a data hook can be given a batch size."""
+        return callable(self.function) and takes(self.function, 1)
+
+    @property
+    def needs_batch_size(self) -> bool:
+        """Whether a data hook must be given a batch size."""
+        return callable(self.function) and not takes(self.function, 0)
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Tell whether a callable can be called with ``count`` positional arguments. What cannot be read is believed."""
+    target = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def find_hooks(module: ModuleType, label: str, options: Mapping[str, str]) -> dict[str, Hook]:
+    """Return the hooks of a model file, each replaced by its option where one is given.
+
+    Raises: ModelFileError for an unknown hook, one that is not there, and one of the wrong shape.
+    """
+    for name in options:
+        if name not in HOOKS:
+            raise ModelFileError(unknown_choice("hook", name, HOOKS))
+    found = {}
+    for name in HOOKS:
+        if name in options:
+            found[name] = _from_option(name, options[name], module, label)
+        elif vars(module).get(name) is not None:
+            path = getattr(module, "__file__", None) or ""
+            found[name] = _checked(Hook(name, _instance(vars(module)[name], name, label, path), label, path))
+    return found
+
+
+def _from_option(name: str, text: str, model_module: ModuleType, model_label: str) -> Hook:
+    if text.startswith(":"):
+        target, module, label = Target(model_label, text[1:]), model_module, model_label
+    else:
+        target = Target.parse(text)
+        module, label = import_target(target), target.label
+    path = getattr(module, "__file__", None) or ""
+    value = look_up(module, target.attribute or name, label)
+    return _checked(Hook(name, _instance(value, name, label, path), text.lstrip(":"), path))
+
+
+def _instance(value: Any, name: str, label: str, path: str) -> Any:
+    """Make an instance where a class is given (``torch.nn:CrossEntropyLoss``), but for classes of optimizers."""
+    if not isinstance(value, type) or (name == "optimizer" and issubclass(value, torch.optim.Optimizer)):
+        return value
+    with users_code(f"{name} of {label}: making a {value.__name__}", path):
+        return value()
+
+
+def _checked(hook: Hook) -> Hook:
+    value, wanted = hook.function, f"wanted {hook.name}{HOOKS[hook.name]}"
+    if not callable(value):
+        if (
+            hook.name in ("data", "evaluate_data")
+            and hasattr(value, "__iter__")
+            and not isinstance(value, (str, bytes))
+        ):
+            if isinstance(value, Iterator):
+                raise _wrong(hook, "is an iterator, which can be read only once", f"{wanted}, or a DataLoader")
+            return hook
+        raise _wrong(hook, f"is a {type(value).__name__}", wanted)
+    if hook.name in _ARGUMENTS:
+        if not takes(value, _ARGUMENTS[hook.name]):
+            raise _wrong(hook, f"cannot be called with {_ARGUMENTS[hook.name]} argument(s)", wanted)
+    elif not takes(value, 0) and not takes(value, 1):
+        raise _wrong(hook, "can be called neither with a batch size nor without", wanted)
+    if hook.name == "loss" and isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
+        raise _wrong(hook, "has parameters of its own, which no stage would train", "make them part of the model")
+    return hook
+
+
+def _wrong(hook: Hook, problem: str, remedy: str) -> ModelFileError:
+    where = hook.path
+    code = getattr(hook.function, "__code__", None)
+    if code is not None:
+        where = f"{code.co_filename}:{code.co_firstlineno}"
+    return ModelFileError(f"{hook.label} {problem}", where=where, remedy=remedy)

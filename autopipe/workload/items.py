@@ -1,0 +1,252 @@
+"""One minibatch as the user's data gives it: checked, named leaf by leaf, cut along dimension 0, rebuilt.
+
+An ``Item`` is ``(inputs, target)`` or a dict. Its tensors are *samples-first*: dimension 0 counts samples, ``n`` of
+them, and ``n`` is that of the first tensor with a dimension. A tensor whose dimension 0 differs from ``n`` (a table, a
+class weight) and everything that is no tensor belongs to the whole batch and goes to every microbatch as it is. That is
+only believed where other leaves do agree; a batch in which nothing agrees is not samples-first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopipe.errors import ModelFileError
+
+Item: TypeAlias = "tuple[Any, Any] | dict[str, Any]"
+_INPUTS: Any = pytree.SequenceKey(0)  # the place of the inputs in (inputs, target)
+
+
+def normalised(item: Any, origin: str) -> Item:
+    """Return an item as a tuple of two or a plain dict.
+
+    Raises: ModelFileError, naming ``origin``, when it is neither, or holds something that cannot be cut.
+    """
+    if isinstance(item, Mapping):
+        found: Item = {str(key): value for key, value in item.items()}
+    elif isinstance(item, (tuple, list)) and len(item) == 2:
+        found = (item[0], item[1])
+    else:
+        size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+        raise ModelFileError(
+            f"{origin} gave a {type(item).__name__}{size}; wanted (inputs, target) or a dict",
+            remedy="put several inputs into one tuple: ((a, b), target)",
+        )
+    for path, leaf in _paths(found):
+        if not isinstance(leaf, Tensor):
+            _check_other(leaf, path, origin)
+    return found
+
+
+def _check_other(leaf: Any, path: str, origin: str) -> None:
+    """Refuse a leaf that is no tensor but holds an array or tensors: it would reach every microbatch uncut."""
+    kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+    if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
+        raise ModelFileError(
+            f"{origin} gave a {kind} at {path}; only torch tensors can be cut into microbatches",
+            remedy="convert it with torch.as_tensor",
+        )
+    inside = list(vars(leaf).values()) if hasattr(leaf, "__dict__") else []
+    if dataclasses.is_dataclass(leaf):
+        inside = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    if any(isinstance(value, Tensor) for value in inside):
+        raise ModelFileError(
+            f"{origin} gave a {kind} at {path}, which holds tensors that cannot be cut",
+            remedy="give the tensors themselves in a tuple, list or dict",
+        )
+
+
+def _paths(item: Item) -> Iterator[tuple[str, Any]]:
+    """Give every leaf with the path of people: ``inputs[0]``, ``target``, ``['labels']``."""
+    leaves, _ = pytree.tree_flatten_with_path(item)
+    for path, leaf in leaves:
+        text = pytree.keystr(path)
+        if isinstance(item, tuple):
+            text = ("inputs" if path[0] == _INPUTS else "target") + pytree.keystr(path[1:])
+        yield text, leaf
+
+
+def shapes(item: Item) -> str:
+    """Return the tensors of an item for people: ``inputs: float32[8, 3], target: int64[8]``."""
+    return ", ".join(
+        f"{path}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(size) for size in leaf.shape)}]"
+        for path, leaf in _paths(item)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def num_samples(item: Item) -> int:
+    """Return n: dimension 0 of the first tensor that has one.
+
+    Raises: ModelFileError when there is none.
+    """
+    for leaf in pytree.tree_leaves(item):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    raise ModelFileError(
+        "the batch holds no tensor with a dimension",
+        remedy="give samples-first tensors: dimension 0 counts the samples",
+    )
+
+
+def check_samples_first(item: Item, origin: str, batch_size: int | None = None) -> None:
+    """Refuse an item whose tensors do not agree on dimension 0.
+
+    Raises: ModelFileError with all shapes.
+    """
+    count = num_samples(item)
+    sized = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    problem = ""
+    if len(sized) > 1 and all(leaf.shape[0] != count for leaf in sized[1:]):
+        problem = "its tensors differ in dimension 0"
+    elif isinstance(item, tuple):
+        targets = [leaf for leaf in pytree.tree_leaves(item[1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if targets and all(leaf.shape[0] != count for leaf in targets):
+            problem = "the target's dimension 0 differs from the inputs'"
+    if not problem and batch_size is not None and count > batch_size:
+        problem = f"it was asked for {batch_size} samples and gave {count}"
+    if problem:
+        raise ModelFileError(
+            f"{origin} gave a batch that is not samples-first: {problem} ({shapes(item)})",
+            remedy="dimension 0 of every tensor must count the samples; transpose in the model what needs it otherwise",
+        )
+
+
+def split(item: Item, num_microbatches: int) -> list[Item]:
+    """Cut an item as ``torch.tensor_split`` does; parts without a sample are left out."""
+    count = num_samples(item)
+    leaves, structure = pytree.tree_flatten(item)
+    parts = min(num_microbatches, count)
+    cut = [leaf.tensor_split(parts) if _is_batched(leaf, count) else (leaf,) * parts for leaf in leaves]
+    return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
+
+
+def resized(item: Item, batch_size: int) -> Item:
+    """Return an item of exactly ``batch_size`` samples: the first ones, repeated from the start where too few."""
+    count = num_samples(item)
+    if count == batch_size:
+        return item
+    if count == 0:
+        raise ModelFileError(f"the batch has no samples ({shapes(item)})", remedy="leave empty batches out of the data")
+    index = torch.arange(batch_size) % count
+
+    def choose(leaf: Any) -> Any:
+        return leaf[index.to(leaf.device)] if _is_batched(leaf, count) else leaf
+
+    found: Item = pytree.tree_map(choose, item)
+    return found
+
+
+def _is_batched(leaf: Any, count: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
+
+
+def leaf_names(item: Item, arguments: Sequence[str]) -> dict[int, str]:
+    """Return a name for every tensor of an item, by its place among the leaves: an identifier, and a stable one.
+
+    ``arguments``: the parameters of the model's forward, which name the inputs of a tuple. ``(inputs, target)`` gives
+    the parameter's name and ``target``; a dict gives its keys; what is nested gets its keys and places as suffixes.
+    """
+    found: dict[int, str] = {}
+    for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path(item)[0]):
+        if not isinstance(leaf, Tensor):
+            continue
+        keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path]
+        if isinstance(item, tuple):
+            inputs = path[0] == _INPUTS
+            keys = _argument(item[0], keys[1:], arguments) if inputs else ["target", *keys[1:]]
+        found[place] = _unique(_identifier("_".join(keys)), found.values())
+    return found
+
+
+def _argument(inputs: Any, keys: list[str], arguments: Sequence[str]) -> list[str]:
+    """Name what lies at ``keys`` of the inputs by the argument that it becomes."""
+    if isinstance(inputs, Mapping):
+        return keys
+    position = int(keys[0]) if isinstance(inputs, (tuple, list)) else 0
+    name = arguments[position] if position < len(arguments) else f"input_{position}"
+    return [name, *keys[1:]]
+
+
+def _identifier(text: str) -> str:
+    name = re.sub(r"\W", "_", text, flags=re.ASCII)
+    if not name or name[0].isdigit():
+        name = f"input_{name}"
+    return f"{name}_" if keyword.iskeyword(name) or name == "self" else name
+
+
+def _unique(name: str, taken: Any) -> str:
+    known, candidate, number = set(taken), name, 2
+    while candidate in known:
+        candidate, number = f"{name}_{number}", number + 1
+    return candidate
+
+
+def map_tensors(item: Item, change: Callable[[Tensor], Tensor]) -> Item:
+    """Return the item with every tensor changed, as for moving it to a device."""
+    found: Item = pytree.tree_map_only(Tensor, change, item)
+    return found
+
+
+# --- synthetic inputs -------------------------------------------------------------------------------------------------
+
+_SHORT = {
+    "f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16",
+    "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "u8": "uint8",
+}  # fmt: skip
+_LONG = {*_SHORT.values(), "bool"}
+_INPUT = re.compile(r"\s*([A-Za-z_]\w*)\s*:\s*(\w+)\s*\[([\d\s,]*)\]\s*(?:<\s*(\d+)\s*>?)?\s*")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SyntheticInput:
+    """One ``--input``: ``x:i64[8,128]<1000>``. ``bound``: exclusive upper bound of integers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bound: int
+
+    @classmethod
+    def parse(cls, text: str) -> SyntheticInput:
+        """Read the text of one ``--input``.
+
+        Raises: ModelFileError with the form that was wanted.
+        """
+        match = _INPUT.fullmatch(text)
+        example = 'write NAME:DTYPE[SHAPE], with <BOUND> for integers: "x:i64[8,128]<1000>"'
+        if match is None:
+            raise ModelFileError(f"--input {text!r} cannot be read", remedy=example)
+        name, dtype, shape, bound = match.groups()
+        dtype = _SHORT.get(dtype, dtype)
+        if dtype not in _LONG:
+            known = ", ".join(sorted([*_SHORT, *_LONG]))
+            raise ModelFileError(f"--input {text!r}: unknown dtype {dtype!r}; known: {known}", remedy=example)
+        if bound is not None and int(bound) < 1:
+            raise ModelFileError(f"--input {text!r}: no integer is below {bound}", remedy=example)
+        sizes = tuple(int(size) for size in shape.split(",") if size.strip())
+        return cls(name, dtype, sizes, int(bound) if bound else 2)
+
+    def draw(self, batch_size: int | None) -> Tensor:
+        """Return random values of this shape, dimension 0 being ``batch_size`` where one is given."""
+        shape = self.shape if batch_size is None or not self.shape else (batch_size, *self.shape[1:])
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape).to(dtype)
+        return torch.randint(0, min(self.bound, torch.iinfo(dtype).max) if dtype != torch.bool else 2, shape).to(dtype)
+
+
+def synthetic(inputs: Sequence[SyntheticInput], batch_size: int | None, arguments: Sequence[str]) -> Item:
+    """Return one item of ``--input`` tensors, by name; one called ``target`` is the target if the model takes none."""
+    drawn: dict[str, Any] = {entry.name: entry.draw(batch_size) for entry in inputs}
+    if "target" in drawn and "target" not in arguments:
+        target = drawn.pop("target")
+        return drawn, target
+    return drawn

@@ -1,0 +1,77 @@
+"""The optimizer: the user's hook, or one of torch's by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from autopipe.errors import ModelFileError, unknown_choice
+from autopipe.workload.hooks import Hook
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+def known_optimizers() -> dict[str, type[Optimizer]]:
+    """Return torch's optimizers by lower-case name, without those that need a closure or sparse gradients."""
+    found = {}
+    for name, value in vars(torch.optim).items():
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer:
+            found[name.lower()] = value
+    return {name: found[name] for name in sorted(found) if name not in ("lbfgs", "sparseadam")}
+
+
+def named_optimizer(name: str) -> type[Optimizer]:
+    """Return the class of ``--optimizer NAME``.
+
+    Raises: ModelFileError with the known names.
+    """
+    known = known_optimizers()
+    if name.lower() not in known:
+        raise ModelFileError(
+            unknown_choice("optimizer", name, known), remedy="or give a function: --optimizer file.py:ATTR"
+        )
+    return known[name.lower()]
+
+
+def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
+    """Call the user's optimizer hook, or instantiate the class that it is, and put ``--lr`` in.
+
+    Raises: ModelFileError when it fails, gives something else, or leaves several learning rates to one ``--lr``.
+    """
+    if isinstance(hook.function, type):
+        return checked(hook, hook(list(named)) if lr is None else hook(list(named), lr=lr))
+    optimizer = checked(hook, hook(list(named)))
+    if lr is not None:
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+        if len(rates) > 1:
+            raise ModelFileError(
+                f"{hook.label} uses {len(rates)} learning rates ({', '.join(f'{rate:g}' for rate in rates)}), "
+                f"and --lr {lr:g} cannot stand for all of them",
+                where=hook.path,
+                remedy="set them in the hook and leave --lr out",
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+    return optimizer
+
+
+def checked(hook: Hook, made: object) -> Optimizer:
+    """Return what the hook made, if it is an optimizer.
+
+    Raises: ModelFileError otherwise.
+    """
+    if not isinstance(made, Optimizer):
+        raise ModelFileError(
+            f"{hook.label} gave a {type(made).__name__}, not a torch.optim.Optimizer",
+            where=hook.path,
+            remedy="return the optimizer of the parameters that it is given",
+        )
+    return made
+
+
+def default_optimizer(kind: type[Optimizer], named: Named, lr: float | None) -> Optimizer:
+    """Return one of torch's optimizers, with its own defaults but for ``lr``."""
+    return make_optimizer(Hook("optimizer", kind, f"torch.optim.{kind.__name__}", ""), named, lr)

@@ -1,0 +1,194 @@
+"""TARGET text -> the user's module and the object in it.
+
+::
+
+    TARGET := path/to/file.py[:ATTR] | package.module[:ATTR]
+
+A file is run as ``python file.py`` would run it, with its folder first on ``sys.path``, but under the name of its stem
+instead of ``__main__``. A stem that the standard library or an installed package owns (``random.py``) gets a private
+name instead, so that nobody else's import is answered with it. Loading a file again runs it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autopipe.errors import AutopipeError, ModelFileError
+
+_MARK = "__autopipe_loaded__"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parsed TARGET. ``attribute`` is "" where none is named; it may be dotted."""
+
+    location: str
+    attribute: str
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Cut a TARGET at its last colon.
+
+        Raises: ModelFileError for an empty location.
+        """
+        location, colon, attribute = text.strip().rpartition(":")
+        # a colon inside a path (a drive letter) is not the one before an attribute
+        if not colon or any(sign in attribute for sign in "/\\"):
+            location, attribute = text.strip(), ""
+        if not location:
+            raise ModelFileError(
+                f"{text!r} names no file and no module",
+                remedy="give path/to/file.py[:ATTR] or package.module[:ATTR]",
+            )
+        return cls(location, attribute)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the location is a path rather than a dotted module name."""
+        return self.location.endswith(".py") or any(sign in self.location for sign in "/\\")
+
+    @property
+    def label(self) -> str:
+        """The location for people: a file's name without its folder."""
+        return Path(self.location).name if self.is_file else self.location
+
+
+def import_target(target: Target) -> ModuleType:
+    """Import what a TARGET points to.
+
+    Raises: ModelFileError when it is not there, or when the user's own code fails; ``where`` is then their line.
+    """
+    return _import_file(target.location) if target.is_file else _import_package(target.location)
+
+
+def _import_file(location: str) -> ModuleType:
+    path = Path(location).expanduser().resolve()
+    if path.is_dir():
+        raise ModelFileError(f"{location} is a folder, not a Python file", where=str(path), remedy="name the .py file")
+    if not path.is_file():
+        raise ModelFileError(f"there is no file {location}", where=str(path), remedy=_nearby(path))
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelFileError(f"{location} is no Python file", where=str(path), remedy="give a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    setattr(module, _MARK, True)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        with users_code(f"importing {path.name}", str(path)):
+            spec.loader.exec_module(module)
+    except ModelFileError:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+def _nearby(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent} either; check the path"
+    files = sorted(entry.name for entry in path.parent.glob("*.py"))[:8]
+    return f"Python files in that folder: {', '.join(files) or 'none'}"
+
+
+def _module_name(path: Path) -> str:
+    private = f"autopipe_model_{path.stem}"
+    present = sys.modules.get(path.stem)
+    if present is not None:
+        same = getattr(present, "__file__", None) == str(path)
+        return path.stem if same or hasattr(present, _MARK) else private
+    if path.stem in sys.stdlib_module_names:
+        return private
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != path.parent]
+    with contextlib.suppress(Exception):  # a broken finder of an installed package is not the user's problem
+        if importlib.machinery.PathFinder.find_spec(path.stem, elsewhere) is not None:
+            return private
+    return path.stem
+
+
+def _import_package(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:  # a parent package that is missing or fails
+        missing = isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name)
+        if not missing:
+            raise _wrap(f"importing {name}", "", error) from error
+        found = None
+    if found is None:
+        parent, _, last = name.rpartition(".")
+        hints = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
+        hints += [f"{parent}:{last}"] if parent and parent in sys.modules else []
+        remedy = f"did you mean {' or '.join(hints)}?" if hints else "give path/to/file.py, or an installed module"
+        raise ModelFileError(f"there is no module {name!r}", remedy=remedy)
+    with users_code(f"importing {name}", found.origin or ""):
+        return importlib.import_module(name)
+
+
+def look_up(module: ModuleType, attribute: str, label: str) -> Any:
+    """Return an attribute, which may be dotted, of the user's module.
+
+    Raises: ModelFileError naming the attribute and the public names that are there.
+    """
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            names = [n for n in vars(module) if not n.startswith("_") and not isinstance(vars(module)[n], ModuleType)]
+            raise ModelFileError(
+                f"{label} has no {attribute!r}",
+                where=getattr(module, "__file__", None) or module.__name__,
+                remedy=f"names there: {', '.join(names[:20]) or 'none'}",
+            )
+        value = getattr(value, part)
+    return value
+
+
+@contextlib.contextmanager
+def users_code(doing: str, path: str) -> Iterator[None]:
+    """Turn what the user's code raises into a ModelFileError whose ``where`` is the line of theirs that failed."""
+    try:
+        yield
+    except AutopipeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _wrap(doing, path, error) from error
+
+
+def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
+    what = f"{doing} failed: {type(error).__name__}: {error}"
+    remedy = "correct that line; python on the file alone shows the same error"
+    if isinstance(error, SystemExit):
+        what, remedy = f"{doing} ended the program (sys.exit)", 'put that part under `if __name__ == "__main__":`'
+    elif isinstance(error, ModuleNotFoundError):
+        remedy = f"install {error.name}, or correct the import"
+    return ModelFileError(what, where=user_line(error, path), remedy=remedy)
+
+
+def user_line(error: BaseException, path: str) -> str:
+    """Return ``file:line in function: text`` of the last frame in ``path``, else of the last frame there is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return path
+    own = [frame for frame in frames if path and frame.filename == path]
+    frame = (own or frames)[-1]
+    text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"

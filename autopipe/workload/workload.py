@@ -1,0 +1,400 @@
+"""``Workload``: the user's model file, ready for use.
+
+How a batch meets the model::
+
+    (inputs, target)   loss(model(*inputs), target)     inputs: a tensor, a tuple of arguments, or a dict of them
+    dict               model(**batch), whose output carries the loss; with a loss hook: loss(output, batch)
+    no loss hook       output.loss, output["loss"], or an output that is the scalar itself
+
+``loss`` lets the user's own exceptions through, because tracing runs it too. ``explained`` turns them into an error
+with the shapes of the batch: put it around the first real call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from autopipe.draws import exclusive, seed_of
+from autopipe.errors import AutopipeError, ModelFileError
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.workload import items
+from autopipe.workload.building import Builder, find_builder, forward_names
+from autopipe.workload.hooks import Hook, find_hooks
+from autopipe.workload.isolation import PrivateRandom
+from autopipe.workload.items import Item, SyntheticInput
+from autopipe.workload.optimizers import default_optimizer, make_optimizer, named_optimizer
+from autopipe.workload.targets import Target, import_target, user_line, users_code
+
+DEFAULT_BATCH_SIZE = 32
+SYNTHETIC_BATCHES = 64  # in one epoch, where nothing but example_inputs says what the data is
+_TRAINING, _EVALUATION, _EXAMPLE = 0, 1, 2  # streams of random numbers, so that none repeats another's
+_DATA = 1 << 40  # a position that no operation of a model has
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the command line says about the model. ``hooks``: hook name -> TARGET. ``inputs``: ``--input`` texts.
+
+    ``optimizer``: a name of ``torch.optim``, or a TARGET. ``lr``: None for the optimizer's own.
+    """
+
+    target: str
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)
+    inputs: Sequence[str] = ()
+    optimizer: str = ""
+    lr: float | None = None
+    seed: int = 0
+
+
+def load_workload(options: LoadOptions) -> Workload:
+    """Import the user's file, find the model and the hooks.
+
+    Raises: ModelFileError naming what was looked for, or the user's line that failed.
+    """
+    hooks, optimizer = dict(options.hooks), options.optimizer
+    if ":" in optimizer or optimizer.endswith(".py"):
+        hooks["optimizer"], optimizer = optimizer, ""
+    return Workload(
+        WorkloadSpec(
+            options.target, dict(options.arguments), hooks, tuple(options.inputs), options.seed, optimizer, options.lr
+        )
+    )
+
+
+class Workload:
+    """The user's model file: builds the model, iterates the data, takes the loss, makes the optimizer."""
+
+    def __init__(self, spec: WorkloadSpec) -> None:
+        self.spec = spec
+        target = Target.parse(spec.target)
+        with _seeded(spec.seed):  # a model may be built by the import
+            module = import_target(target)
+        self._path = getattr(module, "__file__", None) or ""
+        self._builder: Builder = find_builder(module, target.attribute, target.label, spec.arguments)
+        self._hooks = find_hooks(module, target.label, spec.hooks)
+        self._inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
+        self._optimizer = named_optimizer(spec.optimizer or "adamw")
+
+    @classmethod
+    def from_spec(cls, spec: WorkloadSpec) -> Workload:
+        """Load again what another process loaded.
+
+        Raises: ModelFileError as ``load_workload`` does.
+        """
+        return cls(spec)
+
+    @property
+    def name(self) -> str:
+        """The model for people: ``gpt.py:build_model``."""
+        return self._builder.origin
+
+    @property
+    def has_evaluation_data(self) -> bool:
+        """Whether there is an ``evaluate_data`` hook."""
+        return "evaluate_data" in self._hooks
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is a ``data`` hook; without one the batches are synthetic."""
+        return "data" in self._hooks
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        """Build the model once, with the initial weights of ``torch.manual_seed(seed)``, in training mode.
+
+        Raises: ModelFileError when the user's code fails.
+        """
+        with _seeded(self.spec.seed):
+            model = self._builder.build()
+        self._forward_names = forward_names(model)
+        return model.train()
+
+    @functools.cached_property
+    def _forward_names(self) -> tuple[str, ...]:
+        value = self._builder.value
+        if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
+            return forward_names(value)
+        with exclusive(), torch.random.fork_rng():
+            try:
+                with torch.device("meta"):  # only the signature is wanted
+                    return forward_names(self._builder.build())
+            except ModelFileError:
+                return forward_names(self._builder.build())
+
+    # --- the batches --------------------------------------------------------------------------------------------------
+
+    def example_item(self, batch_size: int | None = None) -> Item:
+        """Return one batch of exactly ``batch_size`` samples (None: as many as it comes with). The same every time.
+
+        Raises: ModelFileError when there is nothing to make one from, or it has the wrong shape.
+        """
+        if self._inputs or "example_inputs" in self._hooks:
+            item = self._synthetic(PrivateRandom(self._stream(_EXAMPLE, 0)), batch_size)
+        else:
+            size = batch_size if "data" in self._hooks and self._hooks["data"].takes_batch_size else None
+            item = next(self.items(size))
+        return item if batch_size is None else items.resized(item, batch_size)
+
+    def items(self, batch_size: int | None = None, *, epoch: int = 0) -> Iterator[Item]:
+        """Iterate one epoch of training data: the same minibatches in the same order in every process.
+
+        Raises: ModelFileError when the data fails, gives nothing, is not samples-first, or takes no batch size.
+        """
+        if "data" in self._hooks:
+            return self._iterate(self._hooks["data"], batch_size, _TRAINING, epoch)
+        return self._synthetic_epoch(batch_size, epoch)
+
+    def evaluation_items(self, batch_size: int | None = None) -> Iterator[Item]:
+        """Iterate the evaluation data.
+
+        Raises: ModelFileError as ``items`` does, and when there is no ``evaluate_data``.
+        """
+        if not self.has_evaluation_data:
+            raise ModelFileError(
+                f"{self.name} has no evaluation data: looked for evaluate_data",
+                where=self._path,
+                remedy="define evaluate_data(batch_size) in the model file, or give --eval-data",
+            )
+        return self._iterate(self._hooks["evaluate_data"], batch_size, _EVALUATION, 0)
+
+    def _stream(self, stream: int, epoch: int) -> int:
+        return seed_of(self.spec.seed, stream, epoch, _DATA)
+
+    def _iterate(self, hook: Hook, batch_size: int | None, stream: int, epoch: int) -> Iterator[Item]:
+        if batch_size is not None and not hook.takes_batch_size:
+            raise ModelFileError(
+                f"--batch-size {batch_size}: {hook.label} takes no batch_size and decides for itself",
+                where=hook.path,
+                remedy=f"write {hook.name}(batch_size), or leave --batch-size out",
+            )
+        if batch_size is None and hook.needs_batch_size:
+            batch_size = DEFAULT_BATCH_SIZE
+        return self._walk(hook, batch_size, PrivateRandom(self._stream(stream, epoch)), epoch)
+
+    def _walk(self, hook: Hook, batch_size: int | None, private: PrivateRandom, epoch: int) -> Iterator[Item]:
+        with private.active(), users_code(hook.label, hook.path):
+            source = hook.function
+            if callable(source):
+                source = source() if batch_size is None else source(batch_size)
+            if not hasattr(source, "__iter__"):
+                raise ModelFileError(
+                    f"{hook.label} gave a {type(source).__name__}, which cannot be iterated",
+                    where=hook.path,
+                    remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
+                )
+            iterator = iter(source)
+        count = 0
+        while True:
+            with private.active(), users_code(f"{hook.label}, batch {count}", hook.path):
+                try:
+                    found = next(iterator)
+                except StopIteration:
+                    break
+            item = items.normalised(found, hook.label)
+            items.check_samples_first(item, hook.label, batch_size)
+            yield item
+            count += 1
+        if not count:
+            again = " (it ran out: return an iterable that starts anew)" if epoch else ""
+            raise ModelFileError(
+                f"{hook.label} gave nothing in epoch {epoch}{again}",
+                where=hook.path,
+                remedy="give at least one batch per epoch; check the path of the data and the batch size",
+            )
+
+    def _synthetic_epoch(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
+        private = PrivateRandom(self._stream(_TRAINING, epoch))
+        for _ in range(SYNTHETIC_BATCHES):
+            yield self._synthetic(private, batch_size)
+
+    def _synthetic(self, private: PrivateRandom, batch_size: int | None) -> Item:
+        if self._inputs:
+            with private.active():
+                item = items.synthetic(self._inputs, batch_size, self._forward_names)
+            items.check_samples_first(item, "--input", batch_size)
+            return item
+        hook = self._hooks.get("example_inputs")
+        if hook is None:
+            raise ModelFileError(
+                f"nothing to feed {self.name}: looked for data and example_inputs",
+                where=self._path,
+                remedy='define data(batch_size) in the model file, or give --input "x:f32[8,16]"',
+            )
+        with private.active():
+            found = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
+        if not isinstance(found, Mapping) and ("loss" not in self._hooks or isinstance(found, Tensor)):
+            found = self._as_item(found, hook)
+        item = items.normalised(found, hook.label)
+        items.check_samples_first(item, hook.label, batch_size)
+        return item
+
+    def _as_item(self, found: Any, hook: Hook) -> Any:
+        """Read a tuple of example inputs where no loss hook asks for a target: the arguments of the model."""
+        if "loss" in self._hooks:
+            raise ModelFileError(
+                f"{hook.label} gave a tensor, but the loss of {self.name} needs a target too",
+                where=hook.path,
+                remedy="return (inputs, target), as data does",
+            )
+        if isinstance(found, (tuple, list)) and len(found) == 2 and not isinstance(found[0], Tensor):
+            return found  # ((a, b), target) or ({...}, target): an item already
+        return (found, None)
+
+    # --- one item -----------------------------------------------------------------------------------------------------
+
+    def leaves(self, item: Item) -> dict[str, Tensor]:
+        """Return the tensors of an item under stable names (identifiers), in order."""
+        flat = pytree.tree_leaves(item)
+        return {name: flat[place] for place, name in self._names(item).items()}
+
+    def with_leaves(self, item: Item, leaves: Mapping[str, Tensor]) -> Item:
+        """Return an item of the same structure with other tensors; ``leaves`` names all of them or some."""
+        flat, structure = pytree.tree_flatten(item)
+        for place, name in self._names(item).items():
+            flat[place] = leaves.get(name, flat[place])
+        found: Item = pytree.tree_unflatten(flat, structure)
+        return found
+
+    def _names(self, item: Item) -> dict[int, str]:
+        return items.leaf_names(item, self._forward_names if isinstance(item, tuple) else ())
+
+    def num_samples(self, item: Item) -> int:
+        """Return how many samples an item holds."""
+        return items.num_samples(item)
+
+    def split(self, item: Item, num_microbatches: int) -> list[Item]:
+        """Cut an item along dimension 0 as ``torch.tensor_split`` does; parts without a sample are left out."""
+        return items.split(item, num_microbatches)
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    def loss(self, model: nn.Module, item: Item) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a batch, and its weight in the minibatch mean where the loss hook gives one.
+
+        Raises: ModelFileError when no scalar loss comes out; the user's own exceptions as they are.
+        """
+        if isinstance(item, Mapping):
+            output, target = model(**item), item
+        else:
+            inputs, target = item
+            if isinstance(inputs, Mapping):
+                output = model(**inputs)
+            else:
+                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        hook = self._hooks.get("loss")
+        found = _carried(output) if hook is None else hook.function(output, target)
+        weight = None
+        if hook is not None and isinstance(found, (tuple, list)) and len(found) == 2:
+            found, weight = found
+        if not isinstance(found, Tensor):
+            raise self._no_loss(output, found)
+        if found.dim() != 0:
+            raise ModelFileError(
+                f"the loss of {self.name} has shape {tuple(found.shape)}; wanted a scalar",
+                where=hook.path if hook else self._path,
+                remedy="reduce it, for example with .mean()",
+            )
+        if weight is not None and not isinstance(weight, Tensor):
+            weight = torch.full((), weight, dtype=found.dtype, device=found.device)
+        return found, weight
+
+    def _no_loss(self, output: Any, found: Any) -> ModelFileError:
+        if "loss" in self._hooks:
+            hook = self._hooks["loss"]
+            return ModelFileError(
+                f"{hook.label} gave a {type(found).__name__}; wanted a scalar tensor, or (scalar, weight)",
+                where=hook.path,
+                remedy="return the loss as a tensor",
+            )
+        return ModelFileError(
+            f"the output of {self.name} ({type(output).__name__}) carries no loss: looked for a loss hook, "
+            'output.loss, output["loss"] and a scalar output',
+            where=self._path,
+            remedy="define loss(output, target) in the model file, give --loss torch.nn:CrossEntropyLoss, "
+            "or put labels into the batch",
+        )
+
+    @contextlib.contextmanager
+    def explained(self, item: Item) -> Iterator[None]:
+        """Turn what the model raises on a batch into a ModelFileError with the shapes and the user's line."""
+        try:
+            yield
+        except (AutopipeError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ModelFileError(
+                f"the batch does not fit {self.name} ({items.shapes(item)}): {type(error).__name__}: {error}",
+                where=user_line(error, self._path),
+                remedy="compare the shapes with what the model's forward takes; see example_inputs, data and --input",
+            ) from error
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def optimizer(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Optimizer | None:
+        """Return the optimizer of some of the parameters; None where none of them is trained.
+
+        Raises: ModelFileError when the user's hook fails or gives something else.
+        """
+        trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+        if not trained:
+            return None
+        hook = self._hooks.get("optimizer")
+        if hook is None or self.spec.optimizer:
+            return default_optimizer(self._optimizer, trained, self.spec.lr)
+        return make_optimizer(hook, trained, self.spec.lr)
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return the learning-rate scheduler of an optimizer, None without a hook.
+
+        Raises: ModelFileError when the user's hook fails or gives something else.
+        """
+        hook = self._hooks.get("scheduler")
+        if hook is None:
+            return None
+        made = hook(optimizer)
+        if not isinstance(made, LRScheduler):
+            raise ModelFileError(
+                f"{hook.label} gave a {type(made).__name__}, not a torch.optim.lr_scheduler.LRScheduler",
+                where=hook.path,
+                remedy="return the scheduler of the optimizer that it is given",
+            )
+        return made
+
+
+def _carried(output: Any) -> Any:
+    """Return the loss that a model's output carries, or None."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", None)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed every generator for a build. torch's is left as the build leaves it; the others are put back."""
+    with exclusive():
+        numpy_state, random_state = np.random.get_state(), random.getstate()
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(random_state)
