@@ -1,7 +1,8 @@
 """The user's model file -> ``Workload``: how to build the model, feed it, take its loss and step it."""
 
+from autopipe.workload.batches import DEFAULT_BATCH_SIZE
 from autopipe.workload.hooks import HOOKS
 from autopipe.workload.items import Item
-from autopipe.workload.workload import DEFAULT_BATCH_SIZE, LoadOptions, Workload, load_workload
+from autopipe.workload.workload import LoadOptions, Workload, load_workload
 
 __all__ = ["DEFAULT_BATCH_SIZE", "HOOKS", "Item", "LoadOptions", "Workload", "load_workload"]

@@ -58,13 +58,31 @@ class Hook:
 
     @property
     def takes_batch_size(self) -> bool:
-        """Whether a data hook can be given a batch size."""
-        return callable(self.function) and takes(self.function, 1)
+        """Whether a data hook can be given a batch size: it names it, or cannot do without its first argument."""
+        return callable(self.function) and (_names_batch_size(self.function) or self.needs_batch_size)
+
+    def source(self, batch_size: int | None) -> Any:
+        """Return what a data hook iterates; call it outside of ``__call__``'s care."""
+        if not callable(self.function):
+            return self.function
+        if batch_size is None:
+            return self.function()
+        if _names_batch_size(self.function):
+            return self.function(batch_size=batch_size)
+        return self.function(batch_size)
 
     @property
     def needs_batch_size(self) -> bool:
         """Whether a data hook must be given a batch size."""
         return callable(self.function) and not takes(self.function, 0)
+
+
+def _names_batch_size(function: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(function).parameters.get("batch_size")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

@@ -27,21 +27,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from autopipe.draws import exclusive, seed_of
+from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import items
+from autopipe.workload.batches import Batches
 from autopipe.workload.building import Builder, find_builder, forward_names
-from autopipe.workload.hooks import Hook, find_hooks
-from autopipe.workload.isolation import PrivateRandom
+from autopipe.workload.hooks import find_hooks
 from autopipe.workload.items import Item, SyntheticInput
 from autopipe.workload.optimizers import default_optimizer, make_optimizer, named_optimizer
-from autopipe.workload.targets import Target, import_target, user_line, users_code
-
-DEFAULT_BATCH_SIZE = 32
-SYNTHETIC_BATCHES = 64  # in one epoch, where nothing but example_inputs says what the data is
-_TRAINING, _EVALUATION, _EXAMPLE = 0, 1, 2  # streams of random numbers, so that none repeats another's
-_DATA = 1 << 40  # a position that no operation of a model has
+from autopipe.workload.targets import Target, import_target, user_line
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,8 @@ class Workload:
         self._path = getattr(module, "__file__", None) or ""
         self._builder: Builder = find_builder(module, target.attribute, target.label, spec.arguments)
         self._hooks = find_hooks(module, target.label, spec.hooks)
-        self._inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
+        inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
+        self._batches = Batches(self.name, self._path, spec.seed, self._hooks, inputs, lambda: self._forward_names)
         self._optimizer = named_optimizer(spec.optimizer or "adamw")
 
     @classmethod
@@ -129,7 +125,7 @@ class Workload:
         value = self._builder.value
         if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
             return forward_names(value)
-        with exclusive(), torch.random.fork_rng():
+        with exclusive(), torch.random.fork_rng(devices=()):
             try:
                 with torch.device("meta"):  # only the signature is wanted
                     return forward_names(self._builder.build())
@@ -143,117 +139,21 @@ class Workload:
 
         Raises: ModelFileError when there is nothing to make one from, or it has the wrong shape.
         """
-        if self._inputs or "example_inputs" in self._hooks:
-            item = self._synthetic(PrivateRandom(self._stream(_EXAMPLE, 0)), batch_size)
-        else:
-            size = batch_size if "data" in self._hooks and self._hooks["data"].takes_batch_size else None
-            item = next(self.items(size))
-        return item if batch_size is None else items.resized(item, batch_size)
+        return self._batches.example(batch_size)
 
     def items(self, batch_size: int | None = None, *, epoch: int = 0) -> Iterator[Item]:
         """Iterate one epoch of training data: the same minibatches in the same order in every process.
 
         Raises: ModelFileError when the data fails, gives nothing, is not samples-first, or takes no batch size.
         """
-        if "data" in self._hooks:
-            return self._iterate(self._hooks["data"], batch_size, _TRAINING, epoch)
-        return self._synthetic_epoch(batch_size, epoch)
+        return self._batches.training(batch_size, epoch)
 
     def evaluation_items(self, batch_size: int | None = None) -> Iterator[Item]:
         """Iterate the evaluation data.
 
         Raises: ModelFileError as ``items`` does, and when there is no ``evaluate_data``.
         """
-        if not self.has_evaluation_data:
-            raise ModelFileError(
-                f"{self.name} has no evaluation data: looked for evaluate_data",
-                where=self._path,
-                remedy="define evaluate_data(batch_size) in the model file, or give --eval-data",
-            )
-        return self._iterate(self._hooks["evaluate_data"], batch_size, _EVALUATION, 0)
-
-    def _stream(self, stream: int, epoch: int) -> int:
-        return seed_of(self.spec.seed, stream, epoch, _DATA)
-
-    def _iterate(self, hook: Hook, batch_size: int | None, stream: int, epoch: int) -> Iterator[Item]:
-        if batch_size is not None and not hook.takes_batch_size:
-            raise ModelFileError(
-                f"--batch-size {batch_size}: {hook.label} takes no batch_size and decides for itself",
-                where=hook.path,
-                remedy=f"write {hook.name}(batch_size), or leave --batch-size out",
-            )
-        if batch_size is None and hook.needs_batch_size:
-            batch_size = DEFAULT_BATCH_SIZE
-        return self._walk(hook, batch_size, PrivateRandom(self._stream(stream, epoch)), epoch)
-
-    def _walk(self, hook: Hook, batch_size: int | None, private: PrivateRandom, epoch: int) -> Iterator[Item]:
-        with private.active(), users_code(hook.label, hook.path):
-            source = hook.function
-            if callable(source):
-                source = source() if batch_size is None else source(batch_size)
-            if not hasattr(source, "__iter__"):
-                raise ModelFileError(
-                    f"{hook.label} gave a {type(source).__name__}, which cannot be iterated",
-                    where=hook.path,
-                    remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
-                )
-            iterator = iter(source)
-        count = 0
-        while True:
-            with private.active(), users_code(f"{hook.label}, batch {count}", hook.path):
-                try:
-                    found = next(iterator)
-                except StopIteration:
-                    break
-            item = items.normalised(found, hook.label)
-            items.check_samples_first(item, hook.label, batch_size)
-            yield item
-            count += 1
-        if not count:
-            again = " (it ran out: return an iterable that starts anew)" if epoch else ""
-            raise ModelFileError(
-                f"{hook.label} gave nothing in epoch {epoch}{again}",
-                where=hook.path,
-                remedy="give at least one batch per epoch; check the path of the data and the batch size",
-            )
-
-    def _synthetic_epoch(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
-        private = PrivateRandom(self._stream(_TRAINING, epoch))
-        for _ in range(SYNTHETIC_BATCHES):
-            yield self._synthetic(private, batch_size)
-
-    def _synthetic(self, private: PrivateRandom, batch_size: int | None) -> Item:
-        if self._inputs:
-            with private.active():
-                item = items.synthetic(self._inputs, batch_size, self._forward_names)
-            items.check_samples_first(item, "--input", batch_size)
-            return item
-        hook = self._hooks.get("example_inputs")
-        if hook is None:
-            raise ModelFileError(
-                f"nothing to feed {self.name}: looked for data and example_inputs",
-                where=self._path,
-                remedy='define data(batch_size) in the model file, or give --input "x:f32[8,16]"',
-            )
-        with private.active():
-            found = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
-        if not isinstance(found, Mapping) and ("loss" not in self._hooks or isinstance(found, Tensor)):
-            found = self._as_item(found, hook)
-        item = items.normalised(found, hook.label)
-        items.check_samples_first(item, hook.label, batch_size)
-        return item
-
-    def _as_item(self, found: Any, hook: Hook) -> Any:
-        """Read a tuple of example inputs where no loss hook asks for a target: the arguments of the model."""
-        if "loss" in self._hooks:
-            raise ModelFileError(
-                f"{hook.label} gave a tensor, but the loss of {self.name} needs a target too",
-                where=hook.path,
-                remedy="return (inputs, target), as data does",
-            )
-        if isinstance(found, (tuple, list)) and len(found) == 2 and not isinstance(found[0], Tensor):
-            return found  # ((a, b), target) or ({...}, target): an item already
-        return (found, None)
+        return self._batches.evaluation(batch_size)
 
     # --- one item -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,153 @@
+"""Where the batches come from: the user's data, or tensors made from ``example_inputs`` and ``--input``.
+
+Every epoch calls the data hook anew and iterates what it gives, with random numbers of its own (``PrivateRandom``)
+seeded by (seed, stream, epoch): so an epoch is the same in every process, and after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopipe.draws import seed_of
+from autopipe.errors import ModelFileError
+from autopipe.workload import items
+from autopipe.workload.hooks import Hook
+from autopipe.workload.isolation import PrivateRandom
+from autopipe.workload.items import Item, SyntheticInput
+from autopipe.workload.targets import users_code
+
+DEFAULT_BATCH_SIZE = 32
+SYNTHETIC_BATCHES = 64  # in one epoch, where nothing but example_inputs says what the data is
+_TRAINING, _EVALUATION, _EXAMPLE = 0, 1, 2  # streams of random numbers, so that none repeats another's
+_DATA = 1 << 40  # a position that no operation of a model has
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches of one workload. ``name`` and ``path`` are for errors; ``arguments`` gives the forward's names."""
+
+    name: str
+    path: str
+    seed: int
+    hooks: Mapping[str, Hook]
+    inputs: Sequence[SyntheticInput]
+    arguments: Callable[[], tuple[str, ...]]
+
+    def example(self, batch_size: int | None) -> Item:
+        """Return one batch of exactly ``batch_size`` samples (None: as many as it comes with). The same every time.
+
+        Raises: ModelFileError when there is nothing to make one from, or it has the wrong shape.
+        """
+        if self.inputs or "example_inputs" in self.hooks:
+            item = self._synthetic(PrivateRandom(self._stream(_EXAMPLE, 0)), batch_size)
+        else:
+            size = batch_size if "data" in self.hooks and self.hooks["data"].takes_batch_size else None
+            item = next(self.training(size, 0))
+        return item if batch_size is None else items.resized(item, batch_size)
+
+    def training(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
+        """Iterate one epoch of training data: the same minibatches in the same order in every process.
+
+        Raises: ModelFileError when the data fails, gives nothing, is not samples-first, or takes no batch size.
+        """
+        if "data" in self.hooks:
+            return self._iterate(self.hooks["data"], batch_size, _TRAINING, epoch)
+        return self._synthetic_epoch(batch_size, epoch)
+
+    def evaluation(self, batch_size: int | None) -> Iterator[Item]:
+        """Iterate the evaluation data.
+
+        Raises: ModelFileError as ``items`` does, and when there is no ``evaluate_data``.
+        """
+        if "evaluate_data" not in self.hooks:
+            raise ModelFileError(
+                f"{self.name} has no evaluation data: looked for evaluate_data",
+                where=self.path,
+                remedy="define evaluate_data(batch_size) in the model file, or give --eval-data",
+            )
+        return self._iterate(self.hooks["evaluate_data"], batch_size, _EVALUATION, 0)
+
+    def _stream(self, stream: int, epoch: int) -> int:
+        return seed_of(self.seed, stream, epoch, _DATA)
+
+    def _iterate(self, hook: Hook, batch_size: int | None, stream: int, epoch: int) -> Iterator[Item]:
+        if batch_size is not None and not hook.takes_batch_size:
+            raise ModelFileError(
+                f"--batch-size {batch_size}: {hook.label} takes no batch_size and decides for itself",
+                where=hook.path,
+                remedy=f"write {hook.name}(batch_size), or leave --batch-size out",
+            )
+        if batch_size is None and hook.needs_batch_size:
+            batch_size = DEFAULT_BATCH_SIZE
+        return self._walk(hook, batch_size, PrivateRandom(self._stream(stream, epoch)), epoch)
+
+    def _walk(self, hook: Hook, batch_size: int | None, private: PrivateRandom, epoch: int) -> Iterator[Item]:
+        with private.active(), users_code(hook.label, hook.path):
+            source = hook.source(batch_size)
+            if not hasattr(source, "__iter__"):
+                raise ModelFileError(
+                    f"{hook.label} gave a {type(source).__name__}, which cannot be iterated",
+                    where=hook.path,
+                    remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
+                )
+            iterator = iter(source)
+        count = 0
+        while True:
+            with private.active(), users_code(f"{hook.label}, batch {count}", hook.path):
+                try:
+                    found = next(iterator)
+                except StopIteration:
+                    break
+            item = items.normalised(found, hook.label)
+            items.check_samples_first(item, hook.label, batch_size)
+            yield item
+            count += 1
+        if not count:
+            again = " (it ran out: return an iterable that starts anew)" if epoch else ""
+            raise ModelFileError(
+                f"{hook.label} gave nothing in epoch {epoch}{again}",
+                where=hook.path,
+                remedy="give at least one batch per epoch; check the path of the data and the batch size",
+            )
+
+    def _synthetic_epoch(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
+        private = PrivateRandom(self._stream(_TRAINING, epoch))
+        for _ in range(SYNTHETIC_BATCHES):
+            yield self._synthetic(private, batch_size)
+
+    def _synthetic(self, private: PrivateRandom, batch_size: int | None) -> Item:
+        if self.inputs:
+            with private.active():
+                item = items.synthetic(self.inputs, batch_size, self.arguments())
+            items.check_samples_first(item, "--input", batch_size)
+            return item
+        hook = self.hooks.get("example_inputs")
+        if hook is None:
+            raise ModelFileError(
+                f"nothing to feed {self.name}: looked for data and example_inputs",
+                where=self.path,
+                remedy='define data(batch_size) in the model file, or give --input "x:f32[8,16]"',
+            )
+        with private.active():
+            found = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
+        if not isinstance(found, Mapping) and ("loss" not in self.hooks or isinstance(found, Tensor)):
+            found = self._as_item(found, hook)
+        item = items.normalised(found, hook.label)
+        items.check_samples_first(item, hook.label, batch_size)
+        return item
+
+    def _as_item(self, found: Any, hook: Hook) -> Any:
+        """Read a tuple of example inputs where no loss hook asks for a target: the arguments of the model."""
+        if "loss" in self.hooks:
+            raise ModelFileError(
+                f"{hook.label} gave a tensor, but the loss of {self.name} needs a target too",
+                where=hook.path,
+                remedy="return (inputs, target), as data does",
+            )
+        if isinstance(found, (tuple, list)) and len(found) == 2 and not isinstance(found[0], Tensor):
+            return found  # ((a, b), target) or ({...}, target): an item already
+        return (found, None)
