@@ -1,7 +1,7 @@
 """Plain training of a user's model file: what any run of autopipe must be equal to. Shares no code with it.
 
-The file is imported as it is, its hooks are called as a script would call them. For schedules with staleness, old weights
-are kept, and minibatch t reads version max(t - delta, 0) of each parameter. The seeds of random operations are written
+The file is imported as it is, its hooks are called as a script would call them. For schedules with staleness, old
+weights are kept, and minibatch t reads version max(t - delta, 0) of each parameter. The seeds of random operations are written
 out again from their definition: SplitMix64 over (seed, minibatch, microbatch, position of the ATen call).
 """
 
@@ -91,12 +91,18 @@ def train(
     torch.manual_seed(seed)
     module = load(path)
     torch.manual_seed(seed)
-    build = next(getattr(module, n) for n in ("model", "build_model", "get_model", "create_model", "Model") if hasattr(module, n))
+    build = next(
+        getattr(module, n) for n in ("model", "build_model", "get_model", "create_model", "Model") if hasattr(module, n)
+    )
     model = build if isinstance(build, torch.nn.Module) else build(**(arguments or {}))
     model.train()
     parameters = dict(model.named_parameters())
     make = getattr(module, "optimizer", None)
-    optimizer = make(list(parameters.items())) if make else torch.optim.AdamW([p for p in parameters.values() if p.requires_grad])
+    optimizer = (
+        make(list(parameters.items()))
+        if make
+        else torch.optim.AdamW([p for p in parameters.values() if p.requires_grad])
+    )
     versions = [{name: p.detach().clone() for name, p in parameters.items()}]
     losses, gradients = [], []
     for t, item in enumerate(items):

@@ -57,7 +57,7 @@ class LocalLauncher:
     watchdog_seconds: float = 300.0
     _ranks: list[_Rank] = field(default_factory=list)
 
-    def launch(self, body: str = "train") -> None:
+    def launch(self, body: str = "train", *, batch_size: int = 0, evaluation_data: str = "") -> None:
         """Start the ranks and return when all are done.
 
         Raises: WorkerError for the first failure. Whatever way it ends, no rank is left.
@@ -65,16 +65,17 @@ class LocalLauncher:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, _sigterm_as_interrupt():
+            asked = {"body": body, "batch_size": batch_size, "evaluation_data": evaluation_data}
             beats = Heartbeats(Path(scratch) / "heartbeats", self.world_size, create=True)
             try:
                 for rank in range(self.world_size):
-                    self._ranks.append(self._start(context, rank, Path(scratch), body))
+                    self._ranks.append(self._start(context, rank, Path(scratch), asked))
                 self._watch(beats)
             finally:
                 self._kill()
                 beats.close()
 
-    def _start(self, context: Any, rank: int, scratch: Path, body: str) -> _Rank:
+    def _start(self, context: Any, rank: int, scratch: Path, asked: dict[str, Any]) -> _Rank:
         from autopipe.launch.worker import WorkerSpec, rank_main
 
         receive, send = context.Pipe(duplex=False)
@@ -84,8 +85,8 @@ class LocalLauncher:
             world_size=self.world_size,
             store=str(scratch / "store"),
             heartbeats=str(scratch / "heartbeats"),
-            body=body,
             timeout_seconds=max(self.watchdog_seconds * 2, 60.0),
+            **asked,
         )
         process = context.Process(
             target=rank_main, args=(json.dumps(artifact.encode(spec)), send), name=f"rank {rank}", daemon=True

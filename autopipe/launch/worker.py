@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,10 @@ FAILED = 3
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the supervisor tells a rank; it travels as JSON. ``body``: ``train`` or ``evaluate``."""
+    """What the supervisor tells a rank; it travels as JSON. ``body``: ``train`` or ``evaluate``.
+
+    ``batch_size``, ``evaluation_data`` (a TARGET): for ``evaluate``, in place of the run's own; 0 and "" leave them.
+    """
 
     run: str
     rank: int
@@ -46,6 +49,8 @@ class WorkerSpec:
     heartbeats: str
     body: str
     timeout_seconds: float
+    batch_size: int = 0
+    evaluation_data: str = ""
 
 
 class _Pipe:
@@ -98,6 +103,9 @@ def _run(spec: WorkerSpec, run: RunDirectory, reporter: _Pipe, held: list[RankSe
         index = spec.rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
     use_nccl = device.type == "cuda" and spec.world_size <= torch.cuda.device_count()
+    if spec.evaluation_data:
+        hooks = {**plan.workload.hooks, "evaluate_data": spec.evaluation_data}
+        plan = replace(plan, workload=replace(plan.workload, hooks=hooks))
     layout = Layout.of(plan, graph)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     reporter.at("connecting", waiting=True)
@@ -110,7 +118,7 @@ def _run(spec: WorkerSpec, run: RunDirectory, reporter: _Pipe, held: list[RankSe
     held.append(session)
     if spec.body == "evaluate":
         session.restore_latest()
-        session.evaluate(job.batch_size or None)
+        session.evaluate(spec.batch_size or job.batch_size or None)
     else:
         reporter.event("ready", pid=os.getpid())
         session.train()

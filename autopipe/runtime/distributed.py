@@ -28,7 +28,7 @@ _GONE = (
 
 
 def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: bool, timeout_seconds: float) -> None:
-    """Join the ranks together at ``store``, a torch store. Gloo is always there: control messages are small CPU tensors."""
+    """Join the ranks at ``store``, a torch store. Gloo is always there: control messages are small CPU tensors."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
         store=store,

@@ -79,6 +79,7 @@ class Executor:
         handlers: dict[str, Callable[[Instruction], None]] = {
             "F": self._forward, "B": self._backward, "SF": self._send, "SB": self._send,
             "RF": self._receive, "RB": self._receive, "R": self._reduce, "S": self._step,
+            "I": self._backward_inputs, "W": self._backward_weights,
         }  # fmt: skip
         ahead = self._post_points(row)
         for index, instruction in enumerate(row):
@@ -193,6 +194,15 @@ class Executor:
         runner.versions.use(instruction.weight_version + self._offset)
         key = self._key(instruction)
         self._deliver(GRADIENT, instruction, runner.backward(key, self._take(GRADIENT, instruction)))
+
+    def _backward_inputs(self, instruction: Instruction) -> None:
+        runner = self.runners[instruction.stage]
+        runner.versions.use(instruction.weight_version + self._offset)
+        gradients = runner.backward_inputs(self._key(instruction), self._take(GRADIENT, instruction))
+        self._deliver(GRADIENT, instruction, gradients)
+
+    def _backward_weights(self, instruction: Instruction) -> None:
+        self.runners[instruction.stage].backward_weights(self._key(instruction))
 
     def _reduce(self, instruction: Instruction) -> None:
         self.stepper.reduce(instruction.stage, instruction.minibatch + self._offset)

@@ -25,6 +25,7 @@ from autopipe.ir.plan import Plan
 class Job:
     """``steps`` 0: as many as ``epochs`` epochs hold. ``start_step``: the checkpoint to go on from, -1 for none.
 
+    ``evaluation_note``: why the stages cannot evaluate, "" where they can.
     ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
     """
 
@@ -39,6 +40,7 @@ class Job:
     start_step: int = -1
     record_timeline: bool = False
     save: bool = True
+    evaluation_note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

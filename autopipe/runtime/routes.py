@@ -17,12 +17,16 @@ from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, TIE_GRADIE
 Edge = tuple[int, int]
 
 
+def tied(parameter: str) -> str:
+    """Return the name under which a tied parameter's gradient travels; no value of a graph has such a name."""
+    return f"parameter:{parameter}"
+
+
 @dataclass(frozen=True, slots=True)
 class Routes:
     """For every edge (from stage, to stage) the values that one message holds, in order.
 
     ``forward``: boundary values. ``backward``: boundary values whose gradient it carries, then tied parameters.
-    ``relays[s]``: values (or tied parameters) received by stage s whose gradient also comes from a later stage.
     """
 
     forward: dict[Edge, tuple[str, ...]]
@@ -46,7 +50,7 @@ class Routes:
                 chain(boundary.value, (boundary.producer, *boundary.consumers))
         for tie in plan.ties:
             if tie.exact:
-                chain(tie.parameter, (tie.owner, *tie.copies))
+                chain(tied(tie.parameter), (tie.owner, *tie.copies))
         return Routes(
             {edge: tuple(values) for edge, values in sorted(forward.items())},
             {edge: tuple(values) for edge, values in sorted(backward.items())},

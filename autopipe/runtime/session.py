@@ -24,7 +24,7 @@ from autopipe.runtime import state
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor, Microbatch
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.routes import Routes, channels
+from autopipe.runtime.routes import Routes, channels, tied
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import GradientHook, Stepper
 from autopipe.runtime.transport import Channel, Transport
@@ -151,7 +151,7 @@ class RankSession:
         stepper.optimizers = optimizers
         stepper.schedulers = {i: None if o is None else workload.scheduler(o) for i, o in optimizers.items()}
         specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
-        specs.update({tie.parameter: graph.parameters[tie.parameter] for tie in plan.ties})
+        specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
         executor = Executor(
             plan, request, layout.routes, runners, stepper, transport, specs, reporter, job.record_timeline
         )
@@ -232,6 +232,8 @@ class RankSession:
             first + index: microbatches(self.workload, self.layout.graph, item, plan.num_microbatches, self.device)
             for index, item in enumerate(items)
         }
+        for index, item in enumerate(items):
+            self.executor.stepper.samples[first + index] = self.workload.num_samples(item)
         if REGISTRY[plan.schedule].synchronous:
             self.executor.run(self._row(0, len(items)), minibatches, offset=first)
         else:

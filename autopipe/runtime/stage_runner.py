@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.errors import AutopipeError
+from autopipe.runtime.routes import tied
+from autopipe.runtime.split_backward import PendingWeights, backward_inputs
 from autopipe.runtime.weights import WeightVersions
 from autopipe.stage import Stage
 
@@ -58,6 +60,7 @@ class StageRunner:
         self.versions = versions
         self.exact_ties = dict(exact_ties)
         self.flights: dict[Key, _Flight] = {}
+        self._pending: dict[Key, PendingWeights] = {}
         self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def forward(
@@ -125,7 +128,30 @@ class StageRunner:
         Raises: AutopipeError where a gradient that the plan promised does not come about.
         """
         flight = self.flights.pop(key)
+        roots, starts = self._starts(flight, gradients)
+        if roots:
+            torch.autograd.backward(roots, starts)  # None stands for ones
+        return self._collect(flight)
+
+    def backward_inputs(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the half of a backward that earlier stages wait for, and return what they wait for."""
+        flight = self.flights.pop(key)
+        roots, starts = self._starts(flight, gradients)
+        received = [tensor for value, tensor in flight.received.items() if value in self.carries_gradient]
+        copies = [name for name, owned in self.exact_ties.items() if not owned]
+        self._pending[key] = backward_inputs(roots, starts, received, self.versions.in_use, copies)
+        return self._collect(flight)
+
+    def backward_weights(self, key: Key) -> None:
+        """Run the other half: the gradients of the weights."""
+        self._pending.pop(key).finish(self.versions.in_use)
+
+    def _starts(
+        self, flight: _Flight, gradients: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return where a backward starts and with which gradients; None stands for ones."""
         outputs = flight.outputs
+        ties = {tied(name): self.versions.in_use[name] for name in self.exact_ties}
         if self.recompute:
             with self._frozen_buffers():
                 again = self._run(flight)
@@ -133,7 +159,7 @@ class StageRunner:
         roots: list[torch.Tensor] = []
         starts: list[torch.Tensor | None] = []
         for value, gradient in gradients.items():
-            root = outputs.get(value, flight.received.get(value, self.versions.in_use.get(value)))
+            root = outputs.get(value, flight.received.get(value, ties.get(value)))
             if root is None:
                 raise AutopipeError(
                     f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have"
@@ -143,9 +169,7 @@ class StageRunner:
         if "" in outputs:
             roots.append(outputs[""])
             starts.append(None)
-        if roots:
-            torch.autograd.backward(roots, starts)  # None stands for ones
-        return self._collect(flight)
+        return roots, starts
 
     def _collect(self, flight: _Flight) -> dict[str, torch.Tensor]:
         gradients = {}
@@ -162,7 +186,7 @@ class StageRunner:
             if owned:
                 continue
             parameter = self.versions.in_use[name]
-            gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[tied(name)] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = None
         return gradients
 

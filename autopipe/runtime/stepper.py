@@ -30,7 +30,8 @@ class Stepper:
 
     ``trainable``: names of all trainable parameters of the model, in its order, so that the norm of all gradients is
     added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``on_gradients``: (stage, minibatch, parameters),
-    called when a stage's gradients are complete, before clipping.
+    called when a stage's gradients are complete, before clipping. ``losses``: of every minibatch, on rank 0.
+    ``samples``: how many each minibatch holds, set by whoever reads the data.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Stepper:
     clip_norm: float | None = None
     on_gradients: GradientHook | None = None
     losses: dict[int, float] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
     _stepped: list[int] = field(default_factory=list)
     _scale: tuple[float, float | None] = (1.0, None)
 
@@ -249,7 +251,8 @@ class Stepper:
         loss = self.collect_loss(minibatch)
         if loss is not None:
             self.losses[minibatch] = loss
-            self.reporter.event("step", step=minibatch, loss=loss, time=time.time())
+            samples = self.samples.pop(minibatch, 0)
+            self.reporter.event("step", step=minibatch, loss=loss, samples=samples, time=time.time())
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """Weight versions of one stage: the parameters as they were after so many optimizer steps.
 
-Between a forward and its backward, autograd holds the very ``Parameter`` that a multiplication, a convolution or a layer
-norm read. Copying into it, and also ``p.data = other``, then gives silently wrong gradients (a test shows it). So every
+Between a forward and its backward, autograd holds the very ``Parameter`` that a product, a convolution or a layer norm
+read. Copying into it, and also ``p.data = other``, then gives silently wrong gradients (a test shows it). So every
 version is a set of ``Parameter`` objects of its own, and the stage's modules are handed the objects of the version that
 an instruction names. The optimizer steps *masters*, which no forward ever sees, on new memory each time.
 
