@@ -1,0 +1,207 @@
+"""The best plan for a profile in PipeDream's format, under PipeDream's own cost formulas, for comparison.
+
+Every cut of the DAG is a candidate (``states``), one level of links is solved by parametric search
+(``kernels.solve_flat``), several by contiguous and by nested placement, keeping the better
+(``kernels.solve_contiguous``, ``nested``). Straight pipelines and plain data parallelism are members of the space.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.errors import PlanError
+from autopipe.planning.kernels import HUGE, solve_contiguous, solve_flat
+from autopipe.planning.nested import dense_seconds, from_source, inner_values, walk
+from autopipe.planning.pipedream_format import LayerGraph
+from autopipe.planning.states import Dag, Floats, States
+
+MOST_IDEALS = 20_000
+MOST_STATES_PLACED = 2_000
+MOST_NESTED_STEPS = 6e9
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``counts`` and ``bandwidths`` (bytes per second): one entry a link level, innermost first. 0 memory: no limit."""
+
+    counts: tuple[int, ...]
+    bandwidths: tuple[float, ...]
+    memory_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts or len(self.counts) != len(self.bandwidths) or min(self.counts) < 1:
+            raise PlanError("a machine needs one count of at least 1 and one bandwidth for every link level")
+        if min(self.bandwidths) <= 0:
+            raise PlanError("bandwidths must be larger than 0")
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices."""
+        return math.prod(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStage:
+    """Layers by name, on ``replicas`` devices; nested plans name groups of the outermost level instead."""
+
+    layers: tuple[str, ...]
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """``cost_seconds``: the bottleneck per minibatch. ``space``: how it was found (for people)."""
+
+    cost_seconds: float
+    stages: tuple[LayerStage, ...]
+    space: str
+
+    @property
+    def configuration(self) -> str:
+        """Replicas of each stage, as the papers write it: ``15-1``."""
+        return "-".join(str(stage.replicas) for stage in self.stages)
+
+
+def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) -> LayerPlan:
+    """Return the cheapest plan under PipeDream's formulas. ``straight``: every stage on one device.
+
+    Raises: PlanError when nothing fits the memory.
+    """
+    machine = _without_trivial_levels(machine)
+    search = _Search(graph, machine, straight)
+    best: LayerPlan | None = None
+    for states, final in search.spaces():
+        found = search.solve(states, best.cost_seconds if best else HUGE, final)
+        if found is not None and (best is None or found.cost_seconds < best.cost_seconds):
+            best = found
+    if best is None:
+        raise PlanError(
+            f"no plan fits {machine.memory_bytes / 2**30:.3g} GiB a device",
+            where=f"{len(graph.names)} layers on {machine.num_devices} devices",
+            remedy="use more devices or more memory",
+        )
+    return best
+
+
+def data_parallel_seconds(graph: LayerGraph, machine: Machine) -> float:
+    """Return PipeDream's prediction for plain data parallelism over all devices, level by level."""
+    seconds = math.fsum(graph.forward_seconds) + math.fsum(graph.backward_seconds)
+    size, below = math.fsum(graph.parameter_bytes), 1
+    for count, bandwidth in zip(machine.counts, machine.bandwidths, strict=True):
+        seconds = (seconds + 4 * (count - 1) * size / (bandwidth * count) / below) / count
+        below = count
+    return seconds
+
+
+def _without_trivial_levels(machine: Machine) -> Machine:
+    levels = [(c, b) for c, b in zip(machine.counts, machine.bandwidths, strict=True) if c > 1]
+    levels = levels or [(1, machine.bandwidths[0])]
+    return Machine(tuple(c for c, _ in levels), tuple(b for _, b in levels), machine.memory_bytes)
+
+
+class _Search:
+    """One graph on one machine: the state spaces to try, and how to solve one."""
+
+    def __init__(self, graph: LayerGraph, machine: Machine, straight: bool) -> None:
+        self.graph, self.machine, self.straight = graph, machine, straight
+        self.limit = machine.memory_bytes or HUGE
+        self.dag = Dag(graph)
+        self.orders: dict[str, list[int]] = {}
+
+    def spaces(self) -> Iterator[tuple[States, bool]]:
+        """Yield state spaces, small ones first, and whether nothing later holds all that this one does.
+
+        Linear orders, then the lattice where it is small; several more orders where it is not.
+        """
+        level = self.orders["level order"] = self.dag.order(deep=False)
+        edges = set(self.graph.edges)
+        if all(pair in edges for pair in itertools.pairwise(level)):
+            # one path through all layers: its prefixes are all ideals
+            yield self.dag.chain_states(level, "level order"), True
+            return
+        deep = self.orders["deep order"] = self.orders["lattice"] = self.dag.order(deep=True)
+        ideals = self.dag.ideals(deep, MOST_IDEALS if len(self.machine.counts) == 1 else MOST_STATES_PLACED)
+        if ideals is None:
+            yield from self._many_orders(deep)
+            return
+        yield self.dag.chain_states(level, "level order"), False
+        yield self.dag.chain_states(deep, "deep order"), False
+        yield self.dag.lattice_states(deep, ideals), True
+
+    def _many_orders(self, deep: list[int]) -> Iterator[tuple[States, bool]]:
+        """Yield six linear orders, and where they are few enough the ideals of all of them together."""
+        found: dict[int, None] = {}
+        place = {layer: index for index, layer in enumerate(deep)}
+        for ties in ("first", "last", "listed"):
+            for deeply in (False, True):
+                name = f"{'deep' if deeply else 'level'} order, {ties} first"
+                order = self.orders[name] = self.dag.order(deep=deeply, ties=ties)
+                yield self.dag.chain_states(order, name), True
+                found.update(dict.fromkeys(itertools.accumulate((1 << place[layer] for layer in order), initial=0)))
+        if len(found) <= MOST_STATES_PLACED:
+            yield self.dag.lattice_states(deep, sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))), False
+
+    def solve(self, states: States, known: float, final: bool) -> LayerPlan | None:
+        """Return the best plan over the states if it is cheaper than ``known``. ``final``: nested placement too."""
+        machine = self.machine
+        arrays = (states.pointers, states.supersets, states.seconds, states.parameters, states.activations)
+        if len(machine.counts) == 1:
+            cost, after, replicas = solve_flat(
+                *arrays, states.crossing, machine.bandwidths[0], machine.counts[0], self.limit, self.straight, known
+            )
+            if cost >= known:
+                return None
+            rows, i = [], 0
+            while i < states.count - 1:
+                rows.append((i, int(after[i]), int(replicas[i])))
+                i = int(after[i])
+            return self._plan(states, float(cost), rows, "")
+        widths = np.cumprod((1, *machine.counts)).astype(np.int64)
+        bandwidths = np.array(machine.bandwidths)
+        cost, stages = solve_contiguous(
+            *arrays, states.crossing, widths, bandwidths, machine.num_devices, self.limit, self.straight, known
+        )
+        best = None
+        if cost < known:
+            best = self._plan(states, float(cost), [(int(r[0]), int(r[1]), int(r[3])) for r in stages], "contiguous, ")
+        if not final or self.straight or self.machine.memory_bytes:
+            return best
+        return self._nested(states, min(known, float(cost))) or best
+
+    def _nested(self, states: States, known: float) -> LayerPlan | None:
+        counts, bandwidths, n = self.machine.counts, self.machine.bandwidths, states.count
+        middle = n**3 / 6 if len(counts) > 2 or counts[-1] > 2 else n**2
+        if middle * max(counts[:-1]) ** 2 / 2 > MOST_NESTED_STEPS:
+            return None
+        C, P, X = states.seconds, states.parameters, states.crossing
+        V: Floats = dense_seconds(states.pointers, states.supersets, C)
+        below, ranks = 1, 1
+        for level, (count, bandwidth) in enumerate(zip(counts[:-1], bandwidths, strict=False)):
+            ranks *= count
+            groups = counts[-1] if level == len(counts) - 2 and known < HUGE else 0
+            V = inner_values(V, C, P, X, count, bandwidth, below, groups, ranks, known)
+            below = count
+        back = np.zeros((n, counts[-1] + 1, 2), np.int32)
+        W = from_source(V, P, X, 0, counts[-1], bandwidths[-1], below, HUGE, back)
+        cost = float(W[n - 1, counts[-1]])
+        if cost >= known:
+            return None
+        rows = [tuple(int(x) for x in row) for row in walk(back, n, counts[-1])]
+        return self._plan(states, cost, rows, "nested (groups), ")
+
+    def _plan(self, states: States, cost: float, rows: Sequence[tuple[int, ...]], how: str) -> LayerPlan:
+        order = self.orders[states.space]
+        stages = []
+        for i, j, replicas in rows:
+            if states.chain:
+                layers = order[i:j]
+            else:
+                inside = states.ideals[j] & ~states.ideals[i]
+                layers = [layer for place, layer in enumerate(order) if inside >> place & 1]
+            stages.append(LayerStage(tuple(self.graph.names[layer] for layer in layers), replicas))
+        return LayerPlan(cost, tuple(stages), how + states.space)
