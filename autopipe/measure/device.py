@@ -1,0 +1,69 @@
+"""The device that is measured on, as a value, and its state put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from autopipe.errors import ProfileError
+from autopipe.ir.profile import Device
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """Return the device of ``auto``, ``cpu`` or ``cuda``.
+
+    Raises: ProfileError when there is no such device here.
+    """
+    if str(name) == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ProfileError(f"unknown device {str(name)!r}", remedy="give auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ProfileError(
+            "there is no CUDA device here, or this torch has no CUDA",
+            remedy="use --device cpu, or see what autopipe doctor finds",
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ProfileError(f"cannot measure on {device.type}", remedy="give auto, cpu or cuda")
+    return device
+
+
+def describe_device(device: torch.device, threads: int) -> Device:
+    """Return what a profile says of the device it was taken on. ``memory_bytes``: all that it has."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return Device("cuda", str(found.name), int(found.total_memory), threads)
+    return Device("cpu", _processor(), int(psutil.virtual_memory().total), threads)
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "cpu"
+
+
+@contextlib.contextmanager
+def quiet(device: torch.device, threads: int) -> Iterator[None]:
+    """Measure with ``threads`` intra-op threads; put threads and random numbers back behind the block."""
+    before = torch.get_num_threads()
+    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    numpy_state, random_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=devices):
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+            np.random.set_state(numpy_state)
+            random.setstate(random_state)

@@ -1,0 +1,94 @@
+"""``measure``: times and bytes of every node, at one or more microbatch sizes.
+
+At each size: one walk node by node gives values and rough times (``walk``); the nodes are joined to runs that take long
+enough to time (``segments``); each run is timed forward with gradients and backward, on real values, and what is the
+same is timed once; a run's time is divided among its nodes by the rough times. In the end the whole model is timed, and
+the nodes are scaled so that they add up to it: runs by themselves find their data in the cache, a whole pass does not.
+
+Where the whole does not fit the device, that last step is left out; only one run's tensors are there at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopipe.errors import ProfileError
+from autopipe.ir.profile import Measurement, Profile, WorkloadSpec
+from autopipe.measure.clock import Clock
+from autopipe.measure.device import describe_device, find_device, quiet
+from autopipe.measure.size import Captured, Progress, SizeRun
+from autopipe.measure.stepping import optimizer_cost
+
+_log = logging.getLogger(__name__)
+
+
+class Fed(Protocol):
+    """The part of a workload that is used here."""
+
+    spec: WorkloadSpec
+
+    def example_item(self, batch_size: int, /) -> Any:
+        """Return a batch of so many samples."""
+
+    def leaves(self, item: Any, /) -> dict[str, Tensor]:
+        """Return its tensors by the names of the graph's inputs."""
+
+    def optimizer(self, named_parameters: list[tuple[str, nn.Parameter]], /) -> Optimizer | None:
+        """Return the optimizer of some of the parameters."""
+
+
+def measure(
+    capture: Captured,
+    workload: Fed,
+    *,
+    device: str | torch.device = "auto",
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure a captured model. ``progress``: called with what is being done and the part that is done, 0 .. 1.
+
+    The model's parameters, buffers and gradients, and the random numbers of the program, are left as they were.
+
+    A size at which the model cannot run (a BatchNorm of one sample) or does not fit is left out, with a warning.
+
+    Raises: ProfileError when a node fails on the device, or a run of nodes does not fit it, at every size.
+    """
+    where, sizes = find_device(device), sorted(set(microbatch_sizes))
+    if not sizes or sizes[0] < 1:
+        raise ProfileError(f"microbatch sizes {list(microbatch_sizes)} are not positive", remedy="give 1,2,4,8 or so")
+    report = progress or (lambda text, part: None)
+    graph = capture.graph
+    measurements: list[Measurement] = []
+    failures: list[ProfileError] = []
+    with quiet(where, threads):
+        for index, size in enumerate(sizes):
+            batch = {k: v.to(where) for k, v in workload.leaves(workload.example_item(size)).items()}
+            missing = [entry.name for entry in graph.inputs if entry.name not in batch]
+            if missing:
+                raise ProfileError(
+                    f"the batch has no {missing[0]!r}, which the graph reads (it has {', '.join(batch)})",
+                    remedy="profile again; the model's inputs have changed since it was traced",
+                )
+
+            def said(text: str, part: float, index: int = index, size: int = size) -> None:
+                report(f"microbatch of {size}: {text}", (index + part) / (len(sizes) + 1))
+
+            try:
+                measurements.append(SizeRun(capture, Clock(where, threads), size, batch, said).measurement())
+            except ProfileError as error:
+                failures.append(error)
+                _log.warning("a microbatch of %d is left out of the profile: %s", size, error.what)
+        if not measurements:
+            raise failures[0]
+        report("optimizer step", len(sizes) / (len(sizes) + 1))
+        trained = {name: spec.requires_grad for name, spec in graph.parameters.items()}
+        seconds, state = optimizer_cost(capture.module, trained, workload, Clock(where, threads))
+    report("done", 1.0)
+    return Profile(workload.spec, graph, describe_device(where, threads), tuple(measurements), seconds, state)

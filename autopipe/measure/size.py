@@ -1,0 +1,259 @@
+"""The measurement of one microbatch size: walk, join to runs, time each kind of run once, compare with the whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.profile import Measurement, NodeCost
+from autopipe.measure.clock import Clock, Times, repeat
+from autopipe.measure.piece import Piece, State, storage_of, tensors_of
+from autopipe.measure.segments import segments
+from autopipe.measure.walk import Saved, Values, Weights, call, explained, inputs_of, no_leaf, region
+
+LEAST_SECONDS = 1e-3  # a shorter run of nodes is joined with its neighbours: the clock and autograd's start weigh in
+BUDGET_SECONDS = 0.25  # for the repetitions of one run
+NOISY = 0.1  # relative spread, or stolen time, above which a profile is not to be trusted
+_log = logging.getLogger(__name__)
+Progress = Callable[[str, float], None]
+
+
+class Captured(Protocol):
+    """What the tracer hands over, as far as it is used here."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The same nodes under the same names, over the user's modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A run of nodes: what it reads and does not make, and what of it is read behind it."""
+
+    about: tuple[Node, ...]
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def changes(self) -> bool:
+        """Whether a node changes memory in place."""
+        return any(node.mutates for node in self.about)
+
+
+@dataclass
+class Run:
+    """What was found of one run of nodes, for all runs that are the same."""
+
+    seconds: tuple[float, float]
+    spread: float
+    saved_bytes: list[int]
+    grads: list[tuple[bool, ...]]  # of its values, whether a gradient flows through each of their tensors
+    counted: list[int]  # the places of those whose memory is counted
+
+
+@dataclass
+class SizeRun:
+    """Everything at one microbatch size. ``runs``: the distinct runs of nodes that were timed."""
+
+    capture: Captured
+    clock: Clock
+    size: int
+    batch: Mapping[str, Tensor]
+    said: Progress
+    least_seconds: float = LEAST_SECONDS
+    runs: dict[Any, Run] = field(default_factory=dict, init=False)
+    num_segments: int = field(default=0, init=False)
+    costs: dict[str, NodeCost] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.graph = self.capture.graph
+        self.root = self.capture.module
+        self.nodes = {node.name: node for node in self.root.graph.nodes}
+        self.keys: dict[str, Any] = {}
+        self.rough: dict[str, tuple[float, float]] = {}
+        self.output_bytes: dict[str, int] = {}
+
+    def measurement(self) -> Measurement:
+        """Walk, time the runs, time the whole.
+
+        Raises: ProfileError as ``measure`` does.
+        """
+        self._walk()
+        seconds = [self.rough[node.name][0] for node in self.graph.nodes]
+        chosen = segments(self.graph, seconds, self.least_seconds)
+        self.num_segments = len(chosen)
+        values, counted = self._start(), set[int]()
+        for index, (start, stop) in enumerate(chosen):
+            part = 0.2 + 0.6 * index / len(chosen)
+            self.said(f"nodes {start} to {stop} of {len(self.graph.nodes)}", part)
+            self._segment(start, stop, values, counted)
+        self.said("the whole model", 0.8)
+        return Measurement(self.size, self.costs, self._compare(self._whole()))
+
+    def _start(self) -> Values:
+        return Values({name: leaf.clone() for name, leaf in self.batch.items()})
+
+    def _walk(self) -> None:
+        values, weights = self._start(), Weights(self.clock)
+        weights.calibrate()
+        count = len(self.graph.nodes)
+        for index, node in enumerate(self.graph.nodes):
+            self.said(f"node {node.name}", 0.2 * index / count)
+            with explained(node, self.size):
+                key, forward, backward = weights.step(self.nodes[node.name], node, values, self.root)
+            self.keys[node.name], self.rough[node.name] = key, (forward, backward)
+            result = values.by_name[node.name]
+            self.output_bytes[node.name] = sum(t.numel() * t.element_size() for t in tensors_of(result))
+            self._forget(values, index)
+
+    def _forget(self, values: Values, position: int) -> None:
+        """Drop what nothing behind ``position`` reads."""
+        for name in [n for n in values.by_name if self.graph.last_use.get(n, -1) <= position]:
+            del values.by_name[name]
+
+    # --- one run of nodes ---------------------------------------------------------------------------------------------
+
+    def _segment(self, start: int, stop: int, values: Values, counted: set[int]) -> None:
+        about = self.graph.nodes[start:stop]
+        nodes = tuple(self.nodes[node.name] for node in about)
+        outputs = tuple(node.name for node in about if self.graph.last_use.get(node.name, -1) >= stop)
+        stretch = Stretch(about, nodes, tuple(inputs_of(nodes)), outputs)
+        key = self._key(stretch, values, counted)
+        with explained(about[0], self.size):
+            if key not in self.runs:
+                self.runs[key] = self._measured(stretch, values, counted)
+            run = self.runs[key]
+            self._advance(stretch, values, counted, run)
+        self._divide(about, run)
+        self._forget(values, stop - 1)
+        counted &= {storage_of(tensor) for value in values.by_name.values() for tensor in tensors_of(value)}
+
+    def _key(self, stretch: Stretch, values: Values, counted: set[int]) -> Any:
+        """Return what decides what a run costs: its nodes, how they are wired, and which inputs' memory is counted."""
+        place = {name: index - len(stretch.inputs) for index, name in enumerate(stretch.inputs)}
+        place.update({node.name: index for index, node in enumerate(stretch.nodes)})
+        wires = tuple(
+            tuple(place[source.name] for source in node.all_input_nodes if source.op != "get_attr")
+            for node in stretch.nodes
+        )
+        already = tuple(
+            any(storage_of(tensor) in counted for tensor in tensors_of(values.by_name[name])) for name in stretch.inputs
+        )
+        ends = tuple(place[name] for name in stretch.outputs)
+        return tuple(self.keys[node.name] for node in stretch.nodes), wires, already, ends
+
+    def _measured(self, stretch: Stretch, values: Values, counted: set[int]) -> Run:
+        private = stretch.changes
+        state, saved, seen = State(self.root, self.clock.device), Saved(), set(counted)
+        made = {name: no_leaf(values.fresh(name, private=private), private) for name in stretch.inputs}
+        if private:  # the copies stand for memory that may be counted already
+            for name in stretch.inputs:
+                seen |= self._copies(made[name], values.by_name[name], counted)
+        saved.run(stretch.nodes, made, state, seen)
+        results = [made[node.name] for node in stretch.nodes]
+        grads = [tuple(tensor.requires_grad for tensor in tensors_of(result)) for result in results]
+        done = [i for i, result in enumerate(results) if any(storage_of(t) in seen for t in tensors_of(result))]
+        kept = [saved.bytes[node.name] for node in stretch.nodes]
+        del made, results, saved
+
+        piece = Piece(stretch.nodes, stretch.inputs, stretch.outputs, state)
+        times = repeat(lambda: self._once(piece, values, private), BUDGET_SECONDS)
+        return Run(times.medians, times.spread, kept, grads, done)
+
+    @staticmethod
+    def _copies(copied: Any, original: Any, counted: set[int]) -> set[int]:
+        pairs = zip(tensors_of(copied), tensors_of(original), strict=True)
+        return {storage_of(a) for a, b in pairs if storage_of(b) in counted}
+
+    def _once(self, piece: Piece, values: Values, private: bool) -> tuple[float, float]:
+        """Time a forward and a backward of a piece, as a stage runs them."""
+        leaves = [values.fresh(name, private=private) for name in piece.inputs]
+        given = [no_leaf(leaf, private) for leaf in leaves]
+        results, forward = self.clock.time(lambda: piece(given))
+        outputs = [tensor for tensor in tensors_of(results) if tensor.requires_grad]
+        if not outputs:
+            return forward, 0.0
+        grads = [torch.ones_like(output) for output in outputs]
+        _, backward = self.clock.time(lambda: torch.autograd.backward(outputs, grads))
+        return forward, backward
+
+    def _advance(self, stretch: Stretch, values: Values, counted: set[int], run: Run) -> None:
+        """Make the values of a run, without gradients, for the runs behind it."""
+        state = State(self.root, self.clock.device)
+        for index, node in enumerate(stretch.nodes):
+            with region(node, grad=False):
+                values.by_name[node.name] = call(node, values.by_name, state)
+            values.grads[node.name] = run.grads[index]
+        for index in run.counted:
+            counted.update(storage_of(tensor) for tensor in tensors_of(values.by_name[stretch.nodes[index].name]))
+
+    def _divide(self, about: Sequence[Node], run: Run) -> None:
+        """Give each node its part of a run's time."""
+        forward = _shares([self.rough[node.name][0] for node in about])
+        backward = _shares([self.rough[node.name][1] for node in about])
+        for node, f, b, saved in zip(about, forward, backward, run.saved_bytes, strict=True):
+            self.costs[node.name] = NodeCost(
+                f * run.seconds[0], b * run.seconds[1], self.output_bytes[node.name], saved
+            )
+
+    # --- the whole model ----------------------------------------------------------------------------------------------
+
+    def _whole(self) -> Times | None:
+        """Time the whole model; None where it does not fit."""
+        nodes = [self.nodes[node.name] for node in self.graph.nodes]
+        private = any(node.mutates for node in self.graph.nodes)
+        values = self._start()
+        try:
+            piece = Piece(nodes, inputs_of(nodes), self._outputs(), State(self.root, self.clock.device))
+            return repeat(lambda: self._once(piece, values, private), 3 * BUDGET_SECONDS, fewest=4)
+        except torch.OutOfMemoryError:
+            _log.info("microbatch of %d: the whole model does not fit; its runs of nodes stand for it", self.size)
+            return None
+
+    def _outputs(self) -> list[str]:
+        made = {node.name for node in self.graph.nodes}
+        return [name for name in self.graph.outputs if name in made]
+
+    def _compare(self, whole: Times | None) -> float:
+        """Scale the nodes to the whole pass, warn where the machine was too noisy, and return the spread."""
+        spread = max((run.spread for run in self.runs.values()), default=0.0) if whole is None else whole.spread
+        if spread > NOISY or self.clock.stolen > NOISY:
+            _log.warning(
+                "microbatch of %d: the times vary by %.0f %%, and other programs took %.0f %% of the time; "
+                "measure again on a quieter machine before trusting the plan",
+                self.size, 100 * spread, 100 * self.clock.stolen,
+            )  # fmt: skip
+        if whole is None:
+            return spread
+        sums = sum(c.forward_seconds for c in self.costs.values()), sum(c.backward_seconds for c in self.costs.values())
+        factors = [total / part if part else 1.0 for total, part in zip(whole.medians, sums, strict=True)]
+        _log.info(
+            "microbatch of %d: forward %.3f ms, backward %.3f ms; %d runs of nodes (%d timed) add up to %.2f and %.2f",
+            self.size, 1e3 * whole.medians[0], 1e3 * whole.medians[1], self.num_segments, len(self.runs),
+            1 / factors[0] if factors[0] else 0.0, 1 / factors[1] if factors[1] else 0.0,
+        )  # fmt: skip
+        self.costs = {
+            name: replace(
+                cost,
+                forward_seconds=cost.forward_seconds * factors[0],
+                backward_seconds=cost.backward_seconds * factors[1],
+            )
+            for name, cost in self.costs.items()
+        }
+        return spread
+
+
+def _shares(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)

@@ -1,0 +1,54 @@
+"""What an optimizer step costs, per byte of parameters: seconds, and bytes of state."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopipe.measure.clock import Clock
+from autopipe.measure.piece import State, tensors_of
+
+_MOST_BYTES = 256 << 20  # of parameters: enough to time, and never a whole large model twice
+_REPEATS = 5
+
+
+class HasOptimizer(Protocol):
+    """The part of a workload that is used here."""
+
+    def optimizer(self, named_parameters: list[tuple[str, nn.Parameter]], /) -> Optimizer | None:
+        """Return the optimizer of some of the parameters."""
+
+
+def optimizer_cost(
+    root: nn.Module, parameters: Mapping[str, bool], workload: HasOptimizer, clock: Clock
+) -> tuple[float, float]:
+    """Return (seconds per byte, bytes of state per byte) of one step. ``parameters``: path -> whether it is trained.
+
+    The step runs on copies with random gradients.
+    """
+    state, named, size = State(root, clock.device), [], 0
+    for path, trained in parameters.items():
+        copied = state.attribute(path) if trained and size < _MOST_BYTES else None
+        if isinstance(copied, nn.Parameter):
+            named.append((path, copied))
+            size += copied.numel() * copied.element_size()
+    optimizer = workload.optimizer(named) if size else None
+    if optimizer is None:
+        return 0.0, 0.0
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        for _, parameter in named:
+            parameter.grad = torch.randn_like(parameter)
+        seconds.append(clock.time(optimizer.step)[1])
+    kept = sum(_state_bytes(entry) for entry in optimizer.state.values())
+    return statistics.median(seconds[1:]) / size, kept / size
+
+
+def _state_bytes(entry: object) -> int:
+    tensors: list[Tensor] = tensors_of(entry)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

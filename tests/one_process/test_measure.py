@@ -1,0 +1,395 @@
+"""What a profile holds. Times are never compared with numbers here; bytes, coverage and side effects are."""
+
+import logging
+import operator
+import types
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from autopipe.errors import ProfileError
+from autopipe.ir.graph import Graph, Input, Node
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+from autopipe.measure import measure
+from autopipe.measure.clock import Clock, Times, repeat
+from autopipe.measure.device import find_device
+from autopipe.measure.piece import Piece, State
+from autopipe.measure.segments import block_of, segments
+from autopipe.measure.size import SizeRun
+
+SPEC = WorkloadSpec("net.py", {}, {}, (), 0)
+QUIET = lambda text, part: None  # noqa: E731
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """A stack with its loss, as the tracer would see it."""
+
+    def __init__(self, blocks=3, width=8):
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.batch_norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x, target):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(self.batch_norm(x)) - target).square().mean()
+
+
+def spec_of(value):
+    if not isinstance(value, torch.Tensor):
+        return None
+    return TensorSpec(tuple(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad)
+
+
+def captured(model, **inputs):
+    """Make a capture with torch's own symbolic tracer: enough for models that it can follow."""
+    module = fx.symbolic_trace(model)
+    ShapeProp(module).propagate(*inputs.values())
+    names = list(inputs)
+    nodes = []
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        reads = tuple(dict.fromkeys(n.name for n in node.all_input_nodes if n.op != "get_attr"))
+        path = str(node.target) if node.op == "call_module" else ""
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            path = list(stack)[-1]
+        in_place = node.op == "call_method" and str(node.target).endswith("_")
+        meta = node.meta.get("tensor_meta")
+        spec = None if meta is None or node.meta["type"] is not torch.Tensor else TensorSpec((), "float32", True)
+        mutates = (node.args[0].name,) if in_place else ()
+        if node.op == "call_module" and getattr(module.get_submodule(node.target), "inplace", False):
+            mutates = (node.args[0].name,)
+        nodes.append(
+            Node(
+                node.name, node.op, str(node.target), reads, spec, module_path=path, mutates=mutates,
+                storage=mutates[0] if mutates else "", glued=node.target is operator.getitem, source="net.py:7",
+            )
+        )  # fmt: skip
+    outputs = tuple(n.name for n in next(n for n in module.graph.nodes if n.op == "output").all_input_nodes)
+    graph = Graph(
+        "net", tuple(Input(name, spec_of(inputs[name])) for name in names), (), tuple(nodes), outputs,
+        {name: spec_of(p) for name, p in model.named_parameters()},
+        {name: spec_of(b) for name, b in model.named_buffers()}, {},
+    )  # fmt: skip
+    return types.SimpleNamespace(graph=graph, module=module)
+
+
+class Workload:
+    """Feeds tensors of the right shapes."""
+
+    spec = SPEC
+
+    def __init__(self, make=torch.optim.AdamW, **shapes):
+        self.make, self.shapes = make, shapes
+
+    def example_item(self, batch_size):
+        generator = torch.Generator().manual_seed(0)
+        return {k: torch.randn((batch_size, *v), generator=generator) for k, v in self.shapes.items()}
+
+    def leaves(self, item):
+        return item
+
+    def optimizer(self, named):
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        return self.make(trained) if trained else None
+
+
+def stack_of(blocks=3, width=8):
+    model = Stack(blocks, width)
+    workload = Workload(x=(4,), target=(2,))
+    return model, captured(model, **workload.example_item(5)), workload
+
+
+def size_run(capture, workload, size, least_seconds=1e-9):
+    return SizeRun(capture, Clock(torch.device("cpu")), size, workload.example_item(size), QUIET, least_seconds)
+
+
+def independent_saved_bytes(forward, model, *inputs):
+    """Count what one plain forward keeps: every memory once, without the model's own."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    held = {}
+
+    def pack(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward(*inputs)
+    found = sum(t.untyped_storage().nbytes() for pointer, t in held.items() if pointer not in own)
+    assert loss.requires_grad
+    return found
+
+
+def test_every_node_is_covered_at_every_size_and_nothing_is_negative():
+    _, capture, workload = stack_of()
+    profile = measure(capture, workload, device="cpu", microbatch_sizes=(4, 2, 4))
+    assert [m.microbatch_size for m in profile.measurements] == [2, 4]
+    for measurement in profile.measurements:
+        assert set(measurement.costs) == {node.name for node in capture.graph.nodes}
+        assert sum(cost.forward_seconds for cost in measurement.costs.values()) > 0
+        assert sum(cost.backward_seconds for cost in measurement.costs.values()) > 0
+        assert measurement.spread >= 0
+    assert profile.workload is SPEC and profile.graph is capture.graph
+    assert (profile.device.kind, profile.device.threads) == ("cpu", 1) and profile.device.memory_bytes > 0
+
+
+@pytest.mark.parametrize("least_seconds", [1e-9, 10.0])
+@pytest.mark.parametrize("size", [2, 3])
+def test_saved_bytes_are_those_of_one_plain_forward_however_the_runs_lie(least_seconds, size):
+    model, capture, workload = stack_of()
+    run = size_run(capture, workload, size, least_seconds)
+    found = run.measurement()
+    expected = independent_saved_bytes(model, model, *workload.example_item(size).values())
+    assert sum(cost.saved_bytes for cost in found.costs.values()) == expected
+
+
+def test_output_bytes_are_those_of_the_values():
+    _, capture, workload = stack_of(width=8)
+    costs = measure(capture, workload, device="cpu", microbatch_sizes=(3,)).measurements[0].costs
+    assert costs["first"].output_bytes == 3 * 8 * 4
+    assert costs["blocks_0_up"].output_bytes == 3 * 16 * 4
+    assert costs["mean"].output_bytes == 4
+
+
+def test_parameters_buffers_gradients_and_random_numbers_are_left_alone():
+    model, capture, workload = stack_of()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    measure(capture, workload, device="cpu", microbatch_sizes=(2,))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert model.first.weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+
+
+def test_equal_blocks_are_timed_once():
+    _, capture, workload = stack_of(blocks=12)
+    run = size_run(capture, workload, 4, least_seconds=1e-9)
+    run.measurement()
+    few = size_run(*(stack_of(blocks=3)[1:]), 4, least_seconds=1e-9)
+    few.measurement()
+    assert run.num_segments >= 12
+    assert len(run.runs) <= len(few.runs) + 1
+    ups = [run.costs[f"blocks_{i}_up"] for i in range(2, 12)]
+    assert len({cost.saved_bytes for cost in ups}) == 1
+
+
+def test_blocks_of_another_width_are_not_taken_for_equal():
+    model = Stack(2)
+    model.blocks[1].up, model.blocks[1].down = nn.Linear(8, 24), nn.Linear(24, 8)
+    workload = Workload(x=(4,), target=(2,))
+    capture = captured(model, **workload.example_item(5))
+    costs = measure(capture, workload, device="cpu", microbatch_sizes=(2,)).measurements[0].costs
+    assert costs["blocks_0_up"].output_bytes == 2 * 16 * 4
+    assert costs["blocks_1_up"].output_bytes == 2 * 24 * 4
+
+
+def test_a_model_changed_in_place_and_with_tuples_is_measured():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            x = self.relu(self.layer(x).mul_(2))
+            a, b = x.chunk(2, dim=1)[0], x.chunk(2, dim=1)[1]
+            return (a * b.detach()).sum()
+
+    model, workload = Net(), Workload(x=(4,))
+    capture = captured(model, **workload.example_item(5))
+    run = size_run(capture, workload, 3, least_seconds=1e-9)
+    found = run.measurement()
+    x = workload.example_item(3)["x"]
+    assert sum(cost.saved_bytes for cost in found.costs.values()) == independent_saved_bytes(model, model, x)
+
+
+def test_a_model_without_data_is_measured_run_by_run():
+    _, capture, workload = stack_of()
+    capture.module.to("meta")
+    costs = measure(capture, workload, device="cpu", microbatch_sizes=(2,)).measurements[0].costs
+    assert costs["first"].output_bytes == 2 * 8 * 4
+    assert capture.module.first.weight.is_meta
+
+
+def test_a_whole_model_that_does_not_fit_is_measured_by_its_runs(monkeypatch, caplog):
+    _, capture, workload = stack_of()
+    count = len(capture.graph.nodes)
+
+    class Small(Piece):
+        def __init__(self, nodes, inputs, outputs, state):
+            if len(nodes) == count:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().__init__(nodes, inputs, outputs, state)
+
+    monkeypatch.setattr("autopipe.measure.size.Piece", Small)
+    with caplog.at_level(logging.INFO, "autopipe"):
+        found = size_run(capture, workload, 2, least_seconds=1e-9).measurement()
+    assert "does not fit" in caplog.text
+    assert sum(cost.forward_seconds for cost in found.costs.values()) > 0
+
+
+def test_a_run_that_does_not_fit_is_an_error_with_the_remedy(monkeypatch):
+    _, capture, workload = stack_of()
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("autopipe.measure.size.Piece", full)
+    with pytest.raises(ProfileError, match="do not fit the device, even by themselves, at a microbatch of 2") as caught:
+        measure(capture, workload, device="cpu", microbatch_sizes=(2,))
+    assert "--microbatch-sizes" in caught.value.remedy
+
+
+def test_a_node_that_fails_is_named_with_the_users_line():
+    _, capture, workload = stack_of()
+    workload.shapes["x"] = (5,)
+    with pytest.raises(ProfileError, match=r"measuring first \(first\) at a microbatch of 2 failed") as caught:
+        measure(capture, workload, device="cpu", microbatch_sizes=(2,))
+    assert caught.value.where == "net.py:7"
+
+
+def test_a_size_at_which_the_model_cannot_run_is_left_out_with_a_warning(caplog):
+    _, capture, workload = stack_of()  # its BatchNorm refuses a single sample
+    with caplog.at_level(logging.WARNING, "autopipe"):
+        profile = measure(capture, workload, device="cpu", microbatch_sizes=(1, 2))
+    assert [m.microbatch_size for m in profile.measurements] == [2]
+    assert "a microbatch of 1 is left out" in caplog.text and "more than 1 value per channel" in caplog.text
+
+
+def test_a_batch_without_an_input_of_the_graph_is_an_error():
+    _, capture, workload = stack_of()
+    del workload.shapes["target"]
+    with pytest.raises(ProfileError, match="the batch has no 'target'"):
+        measure(capture, workload, device="cpu", microbatch_sizes=(2,))
+
+
+def test_sizes_and_devices_are_checked():
+    _, capture, workload = stack_of()
+    with pytest.raises(ProfileError, match="are not positive"):
+        measure(capture, workload, device="cpu", microbatch_sizes=(0, 2))
+    with pytest.raises(ProfileError, match="unknown device 'gpu'"):
+        find_device("gpu")
+    with pytest.raises(ProfileError, match="cannot measure on meta"):
+        find_device("meta")
+    if not torch.cuda.is_available():
+        assert find_device("auto").type == "cpu"
+        with pytest.raises(ProfileError, match="there is no CUDA device"):
+            find_device("cuda")
+
+
+@pytest.mark.parametrize(("make", "states"), [(torch.optim.AdamW, 2.0), (torch.optim.SGD, 0.0)])
+def test_the_optimizers_step_and_state_are_measured(make, states):
+    _, capture, workload = stack_of(width=64)
+    workload.make = make
+    profile = measure(capture, workload, device="cpu", microbatch_sizes=(2,))
+    assert profile.optimizer_seconds_per_byte > 0
+    assert profile.optimizer_bytes_per_byte == pytest.approx(states, abs=0.01)
+
+
+def test_nothing_to_train_costs_no_step():
+    model = Stack().requires_grad_(False)
+    workload = Workload(x=(4,), target=(2,))
+    profile = measure(captured(model, **workload.example_item(5)), workload, device="cpu", microbatch_sizes=(2,))
+    assert (profile.optimizer_seconds_per_byte, profile.optimizer_bytes_per_byte) == (0.0, 0.0)
+    assert all(cost.backward_seconds == cost.saved_bytes == 0 for cost in profile.measurements[0].costs.values())
+
+
+def test_progress_goes_from_nothing_to_all():
+    _, capture, workload = stack_of()
+    seen = []
+    measure(capture, workload, device="cpu", microbatch_sizes=(2, 3), progress=lambda text, part: seen.append(part))
+    assert seen == sorted(seen) and seen[-1] == 1.0 and 0 <= seen[0] < 0.1
+
+
+def test_regions_without_gradient_and_under_autocast_are_entered():
+    _, capture, _ = stack_of()
+    nodes = {node.name: node for node in capture.module.graph.nodes}
+    nodes["first"].meta["grad"] = False
+    nodes["blocks_0_norm"].meta["autocast"] = (("cpu", torch.bfloat16, True, True),)
+    nodes["blocks_0_up"].meta["autocast"] = (("cpu", torch.bfloat16, True, True),)
+    chosen = [nodes[name] for name in ("first", "blocks_0_norm", "blocks_0_up", "relu", "blocks_0_down")]
+    outputs = ("first", "blocks_0_up", "blocks_0_down")
+    piece = Piece(chosen, ["x"], outputs, State(capture.module, torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        piece([torch.zeros(2, 4)])  # the last one gets bfloat16, outside of the region
+    first, up = Piece(chosen[:3], ["x"], outputs[:2], State(capture.module, torch.device("cpu")))([torch.zeros(2, 4)])
+    assert not first.requires_grad and up.dtype is torch.bfloat16 and up.requires_grad
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_the_outermost_numbered_module():
+    assert block_of("model.layers.3.mlp.experts.7.up") == "model.layers.3"
+    assert block_of("features.12") == "features.12"
+    assert block_of("head") == ""
+
+
+def chain(paths):
+    """Return a chain of one node for each module path."""
+    spec, nodes, last = TensorSpec(("s0", 2), "float32", True), [], "x"
+    for index, path in enumerate(paths):
+        nodes.append(Node(f"n{index}", "call_module", path, (last,), spec, module_path=path))
+        last = f"n{index}"
+    return Graph("chain", (Input("x", spec),), (), tuple(nodes), (last,), {}, {}, {})
+
+
+def test_runs_cover_all_nodes_and_respect_the_blocks():
+    graph = chain(["embed", *(f"blocks.{i}.{part}" for i in range(3) for part in "abcd"), "head"])
+    found = segments(graph, [0.1] + [1.0] * 12 + [0.1], 2.0)
+    assert found == [(0, 1), (1, 3), (3, 5), (5, 7), (7, 9), (9, 11), (11, 13), (13, 14)]
+
+
+def test_blocks_that_are_too_short_are_joined_whole():
+    graph = chain([f"blocks.{i}.{part}" for i in range(4) for part in "ab"])
+    assert segments(graph, [1.0] * 8, 3.0) == [(0, 4), (4, 8)]
+    assert segments(graph, [1.0] * 8, 100.0) == [(0, 8)]
+
+
+def test_the_median_and_spread_of_repeated_times():
+    times = Times((1.0, 2.0, 3.0, 4.0, 5.0), (1.0,) * 5)
+    assert times.medians == (3.0, 1.0)
+    assert times.spread == pytest.approx(3.0 / 4.0)  # quartiles 1.5 and 4.5 of the forwards, median 3 + 1
+
+
+def test_repeating_warms_up_once_and_stops_at_the_budget():
+    calls = []
+
+    def once():
+        calls.append(1)
+        return 1.0, 1.0
+
+    assert len(repeat(once, 8.0).forward) == 4 and len(calls) == 5
+    assert len(repeat(once, 0.0).forward) == 3
+    assert len(repeat(once, 1e9).forward) == 15
+
+
+def test_a_noisy_machine_is_warned_about(caplog):
+    _, capture, workload = stack_of()
+    run = size_run(capture, workload, 2)
+    run.clock.wall_seconds, run.clock.own_seconds = 1000.0, 500.0
+    with caplog.at_level(logging.WARNING, "autopipe"):
+        run.measurement()
+    assert "other programs took 50 % of the time" in caplog.text
