@@ -1,0 +1,39 @@
+"""The same pipelines on a GPU: two ranks share one device, tensors are staged through the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopipe.workflow import runs
+from autopipe.workflow.settings import (
+    CheckSettings,
+    ModelSettings,
+    PlanSettings,
+    ProfileSettings,
+    TrainSettings,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
+
+
+def settings(sample: str, folder: Path, gpus: int) -> PlanSettings:
+    profile = ProfileSettings(ModelSettings(str(SAMPLES / sample)), work_dir=folder, device="cuda")
+    return PlanSettings(profile, gpus=gpus, batch_size=16, schedule="1f1b", num_microbatches=4)
+
+
+@pytest.mark.parametrize("sample", ["gpt.py", "resnet.py", "unet.py"])
+def test_a_check_on_the_gpu_is_within_the_noise_of_its_kernels(sample: str, tmp_path: Path) -> None:
+    report = runs.check(CheckSettings(settings(sample, tmp_path, 2), steps=2))
+    assert report.max_relative_error < 1e-3, report
+
+
+def test_two_ranks_on_one_device_train_to_the_losses_of_one(tmp_path: Path) -> None:
+    losses = []
+    for gpus in (1, 2):
+        plan = settings("gpt.py", tmp_path / str(gpus), gpus)
+        losses.append(runs.train(TrainSettings(plan, steps=5), lambda kind, fields: None).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
