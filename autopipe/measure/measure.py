@@ -3,7 +3,7 @@
 At each size: one walk node by node gives values and rough times (``walk``); the nodes are joined to runs that take long
 enough to time (``segments``); each run is timed forward with gradients and backward, on real values, and what is the
 same is timed once; a run's time is divided among its nodes by the rough times. In the end the whole model is timed, and
-the nodes are scaled so that they add up to it: runs by themselves find their data in the cache, a whole pass does not.
+the nodes are scaled half way towards adding up to it.
 
 Where the whole does not fit the device, that last step is left out; only one run's tensors are there at a time.
 """

@@ -99,7 +99,8 @@ class SizeRun:
             self.said(f"nodes {start} to {stop} of {len(self.graph.nodes)}", part)
             self._segment(start, stop, values, counted)
         self.said("the whole model", 0.8)
-        return Measurement(self.size, self.costs, self._compare(self._whole()))
+        spread = self._compare(self._whole())
+        return Measurement(self.size, self.costs, spread)
 
     def _start(self) -> Values:
         return Values({name: leaf.clone() for name, leaf in self.batch.items()})
@@ -226,7 +227,7 @@ class SizeRun:
         return [name for name in self.graph.outputs if name in made]
 
     def _compare(self, whole: Times | None) -> float:
-        """Scale the nodes to the whole pass, warn where the machine was too noisy, and return the spread."""
+        """Scale the nodes half way to the whole pass, warn where the machine was too noisy, return the spread."""
         spread = max((run.spread for run in self.runs.values()), default=0.0) if whole is None else whole.spread
         if spread > NOISY or self.clock.stolen > NOISY:
             _log.warning(
@@ -237,11 +238,13 @@ class SizeRun:
         if whole is None:
             return spread
         sums = sum(c.forward_seconds for c in self.costs.values()), sum(c.backward_seconds for c in self.costs.values())
-        factors = [total / part if part else 1.0 for total, part in zip(whole.medians, sums, strict=True)]
+        parts = [part / total if total else 1.0 for total, part in zip(whole.medians, sums, strict=True)]
+        # runs by themselves find their data in the cache, the whole meets a full allocator; a stage lies between
+        factors = [part**-0.5 if part else 1.0 for part in parts]
         _log.info(
             "microbatch of %d: forward %.3f ms, backward %.3f ms; %d runs of nodes (%d timed) add up to %.2f and %.2f",
             self.size, 1e3 * whole.medians[0], 1e3 * whole.medians[1], self.num_segments, len(self.runs),
-            1 / factors[0] if factors[0] else 0.0, 1 / factors[1] if factors[1] else 0.0,
+            *parts,
         )  # fmt: skip
         self.costs = {
             name: replace(
