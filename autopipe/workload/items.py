@@ -97,12 +97,13 @@ def num_samples(item: Item) -> int:
 
 
 def check_samples_first(item: Item, origin: str, batch_size: int | None = None) -> None:
-    """Refuse an item whose tensors do not agree on dimension 0.
+    """Refuse an item whose tensors do not agree on dimension 0. ``batch_size``: what was asked for.
 
     Raises: ModelFileError with all shapes.
     """
     count = num_samples(item)
-    sized = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    leaves = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    sized = [leaf for leaf in leaves if leaf.shape[0] != 1 or count == 1]  # 1 broadcasts
     problem = ""
     if len(sized) > 1 and all(leaf.shape[0] != count for leaf in sized[1:]):
         problem = "its tensors differ in dimension 0"
@@ -112,6 +113,8 @@ def check_samples_first(item: Item, origin: str, batch_size: int | None = None) 
             problem = "the target's dimension 0 differs from the inputs'"
     if not problem and batch_size is not None and count > batch_size:
         problem = f"it was asked for {batch_size} samples and gave {count}"
+    if not problem and batch_size not in (None, count) and all(leaf.shape[1:2] == (batch_size,) for leaf in leaves):
+        problem = f"the {batch_size} samples that it was asked for are in dimension 1"
     if problem:
         raise ModelFileError(
             f"{origin} gave a batch that is not samples-first: {problem} ({shapes(item)})",

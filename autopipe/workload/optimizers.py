@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from autopipe.errors import ModelFileError, unknown_choice
 from autopipe.workload.hooks import Hook
 
+T = TypeVar("T")
 Named = Sequence[tuple[str, Parameter]]
 
 
@@ -42,8 +44,8 @@ def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
     Raises: ModelFileError when it fails, gives something else, or leaves several learning rates to one ``--lr``.
     """
     if isinstance(hook.function, type):
-        return checked(hook, hook(list(named)) if lr is None else hook(list(named), lr=lr))
-    optimizer = checked(hook, hook(list(named)))
+        return checked(hook, hook(list(named)) if lr is None else hook(list(named), lr=lr), Optimizer)
+    optimizer = checked(hook, hook(list(named)), Optimizer)
     if lr is not None:
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         if len(rates) > 1:
@@ -58,16 +60,16 @@ def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
     return optimizer
 
 
-def checked(hook: Hook, made: object) -> Optimizer:
-    """Return what the hook made, if it is an optimizer.
+def checked(hook: Hook, made: object, kind: type[T]) -> T:
+    """Return what the hook made, if it is of the kind that was asked for.
 
     Raises: ModelFileError otherwise.
     """
-    if not isinstance(made, Optimizer):
+    if not isinstance(made, kind):
         raise ModelFileError(
-            f"{hook.label} gave a {type(made).__name__}, not a torch.optim.Optimizer",
+            f"{hook.label} gave a {type(made).__name__}, not a torch {kind.__name__}",
             where=hook.path,
-            remedy="return the optimizer of the parameters that it is given",
+            remedy=f"return the {kind.__name__} from it",
         )
     return made
 

@@ -13,6 +13,7 @@ with the shapes of the batch: put it around the first real call.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from autopipe.workload.batches import Batches
 from autopipe.workload.building import Builder, find_builder, forward_names
 from autopipe.workload.hooks import find_hooks
 from autopipe.workload.items import Item, SyntheticInput
-from autopipe.workload.optimizers import default_optimizer, make_optimizer, named_optimizer
+from autopipe.workload.optimizers import checked, default_optimizer, make_optimizer, named_optimizer
 from autopipe.workload.targets import Target, import_target, user_line
 
 
@@ -83,6 +84,7 @@ class Workload:
         self._hooks = find_hooks(module, target.label, spec.hooks)
         inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
         self._batches = Batches(self.name, self._path, spec.seed, self._hooks, inputs, lambda: self._forward_names)
+        self._losses: dict[torch.device, nn.Module] = {}
         self._optimizer = named_optimizer(spec.optimizer or "adamw")
 
     @classmethod
@@ -197,7 +199,7 @@ class Workload:
             else:
                 output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
         hook = self._hooks.get("loss")
-        found = _carried(output) if hook is None else hook.function(output, target)
+        found = _carried(output) if hook is None else self._loss_function(output)(output, target)
         weight = None
         if hook is not None and isinstance(found, (tuple, list)) and len(found) == 2:
             found, weight = found
@@ -212,6 +214,18 @@ class Workload:
         if weight is not None and not isinstance(weight, Tensor):
             weight = torch.full((), weight, dtype=found.dtype, device=found.device)
         return found, weight
+
+    def _loss_function(self, output: Any) -> Any:
+        """Return the loss hook; one that holds tensors (class weights) is copied once to the device of the output."""
+        function = self._hooks["loss"].function
+        held = list(function.buffers()) if isinstance(function, nn.Module) else []
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] if held else []
+        if not tensors or all(buffer.device == tensors[0].device for buffer in held):
+            return function
+        device = tensors[0].device
+        if device not in self._losses:
+            self._losses[device] = copy.deepcopy(function).to(device)
+        return self._losses[device]
 
     def _no_loss(self, output: Any, found: Any) -> ModelFileError:
         if "loss" in self._hooks:
@@ -266,14 +280,7 @@ class Workload:
         hook = self._hooks.get("scheduler")
         if hook is None:
             return None
-        made = hook(optimizer)
-        if not isinstance(made, LRScheduler):
-            raise ModelFileError(
-                f"{hook.label} gave a {type(made).__name__}, not a torch.optim.lr_scheduler.LRScheduler",
-                where=hook.path,
-                remedy="return the scheduler of the optimizer that it is given",
-            )
-        return made
+        return checked(hook, hook(optimizer), LRScheduler)
 
 
 def _carried(output: Any) -> Any:

@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,6 +73,36 @@ def test_a_sample_gives_examples_and_the_same_data_twice(load, name):
         assert torch.equal(a, b)
     if workload.has_evaluation_data:
         assert len(list(workload.evaluation_items(64))) > 0
+
+
+DIGEST = """
+import hashlib, sys, torch
+from autopipe.workload import LoadOptions, load_workload
+found = hashlib.sha256()
+for path in sys.argv[1:]:
+    workload = load_workload(LoadOptions(path))
+    for _, item in zip(range(3), workload.items(8)):
+        for leaf in workload.leaves(item).values():
+            found.update(leaf.contiguous().numpy().tobytes())
+    for parameter in workload.build_model().parameters():
+        found.update(parameter.detach().numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_samples_are_the_same_in_every_process():
+    for module in set(NEEDS.values()):
+        pytest.importorskip(module)
+    paths = [str(FOLDER / f"{name}.py") for name in SAMPLES]
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST, *paths], capture_output=True, text=True, check=True, cwd=FOLDER.parent,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -178,6 +178,7 @@ NOT_SAMPLES_FIRST = {
     "time first": "(torch.zeros(7, 4, 3), torch.zeros(4))",
     "the target alone differs": "((torch.zeros(4, 3), torch.zeros(4)), torch.zeros(5))",
     "a dict in which nothing agrees": "{'x': torch.zeros(4, 3), 'labels': torch.zeros(5)}",
+    "time first, and short": "(torch.zeros(3, 4, 5), torch.zeros(3, 4))",
     "more samples than asked for": "(torch.zeros(9, 3), torch.zeros(9, 2))",
 }
 
@@ -205,6 +206,12 @@ def test_an_item_that_cannot_be_cut_is_refused(load, batch, said):
         f"def data(): return [{batch}]\n"
     )
     assert said in fails(lambda: list(workload.items(None))).what
+
+
+def test_a_table_that_broadcasts_is_no_disagreement(load):
+    workload = load(MODEL + "def data(): return [{'x': torch.zeros(4, 3), 'places': torch.zeros(1, 7)}]\n")
+    item = next(workload.items(None))
+    assert [part["places"].shape[0] for part in workload.split(item, 2)] == [1, 1]
 
 
 def test_splitting_is_tensor_split_of_every_batched_leaf_and_the_rest_is_shared():
@@ -414,6 +421,14 @@ def test_a_loss_that_is_no_tensor_is_an_error(load):
     assert "gave a float; wanted a scalar tensor" in error.what
 
 
+def test_a_loss_that_holds_tensors_follows_the_model_to_its_device(load):
+    workload = load(MODEL + DATA + "loss = nn.CrossEntropyLoss(weight=torch.ones(2))\n")
+    x, target = next(workload.items(4))
+    model = workload.build_model().to("meta")
+    assert workload.loss(model, (x.to("meta"), target.softmax(1).to("meta")))[0].is_meta
+    assert not workload.loss(workload.build_model(), (x, target.softmax(1)))[0].is_meta
+
+
 def test_a_batch_that_does_not_fit_is_explained_with_its_shapes_and_the_users_line(load):
     workload = load(MODEL + "def data(): return [(torch.zeros(4, 5), torch.zeros(4, 2))]\n")
     item, model = next(workload.items(None)), workload.build_model()
@@ -467,7 +482,7 @@ def test_an_optimizer_hook_that_fails_or_gives_something_else_is_the_users(load)
     error = fails(lambda: broken.optimizer(named(2)))
     assert "optimizer of net_of_batches.py failed: IndexError" in error.what and "named[7]" in error.where
     other = load(MODEL + "def optimizer(named): return 3\n")
-    assert "gave a int, not a torch.optim.Optimizer" in fails(lambda: other.optimizer(named(2))).what
+    assert "gave a int, not a torch Optimizer" in fails(lambda: other.optimizer(named(2))).what
 
 
 def test_a_scheduler_is_made_of_the_optimizer_and_checked(load):
@@ -476,4 +491,4 @@ def test_a_scheduler_is_made_of_the_optimizer_and_checked(load):
     assert isinstance(workload.scheduler(optimizer), torch.optim.lr_scheduler.StepLR)
     assert load(MODEL).scheduler(optimizer) is None
     broken = load(MODEL + "def scheduler(optimizer): return 3\n")
-    assert "not a torch.optim.lr_scheduler.LRScheduler" in fails(lambda: broken.scheduler(optimizer)).what
+    assert "gave a int, not a torch LRScheduler" in fails(lambda: broken.scheduler(optimizer)).what
