@@ -25,18 +25,33 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, *, score
 
     Raises: PlanError when no plan can be right or none fits the memory; it names the numbers and what would.
     """
+    problems = make_problems(profile, cluster, options)
+    plans = [plan for problem in problems if (plan := solve_problem(problem)) is not None]
+    if not plans:
+        raise does_not_fit(problems[-1])
+    needs = options.schedule_needs
+    runnable = [plan for plan in plans if needs.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+    if not runnable:
+        check_microbatches(needs, len(plans[-1].stages), plans[-1].num_microbatches, options.batch_size)
+    if score is not None:
+        runnable = [dataclasses.replace(plan, predicted=score(plan)) for plan in runnable]
+    return min(runnable, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+
+
+def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[Problem]:
+    """Return one problem for each number of microbatches to try.
+
+    Raises: PlanError when the options cannot be met, whatever the memory.
+    """
     check_cluster(cluster, options.num_ranks)
     cuts = Cuts(profile.graph)
-    check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
+    if options.straight:
+        check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
     fixed = microbatch_count(options)
-    check_microbatches(options.schedule_needs, options.num_stages, fixed, options.batch_size)
+    least_stages = options.num_stages if options.straight else 1
+    check_microbatches(options.schedule_needs, least_stages, fixed, options.batch_size)
     counts = candidate_counts(profile, options) if fixed is None else (fixed,)
-    plans = [
-        plan for m in counts if (plan := _straight(Problem(profile, cluster, options, cuts, m), score)) is not None
-    ]
-    if not plans:
-        raise does_not_fit(Problem(profile, cluster, options, cuts, counts[-1]))
-    return min(plans, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+    return [Problem(profile, cluster, options, cuts, m) for m in counts]
 
 
 def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
@@ -44,7 +59,7 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 
     A count is left out when its microbatch is outside the measured sizes, unless that leaves none.
     """
-    least = max(1, options.schedule_needs.least_microbatches(options.num_stages))
+    least = max(1, options.schedule_needs.least_microbatches(options.num_stages if options.straight else 1))
     batch = options.batch_size
     measured = [measurement.microbatch_size for measurement in profile.measurements]
     counts = {least, batch}
@@ -59,10 +74,13 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _straight(problem: Problem, score: Score | None) -> Plan | None:
+def solve_problem(problem: Problem) -> Plan | None:
+    """Return the best plan for one number of microbatches, or None when nothing fits the memory."""
+    if not problem.options.straight:
+        from autopipe.planning.replicated import solve  # loads numba, which takes its time, only where it is needed
+
+        choices = solve(problem)
+        return None if choices is None else build_plan(problem, choices)
     stages = problem.options.num_stages
     best, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
-    if math.isinf(best):
-        return None
-    plan = build_plan(problem, straight_choices(problem, starts))
-    return plan if score is None else dataclasses.replace(plan, predicted=score(plan))
+    return None if math.isinf(best) else build_plan(problem, straight_choices(problem, starts))

@@ -55,7 +55,7 @@ def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Seque
     rank that steps does not compute.
     """
     m, options = problem.num_microbatches, problem.options
-    times = [choice.seconds / len(choice.ranks) for choice in choices]
+    times = [choice.seconds / len(choice.ranks) for choice in choices]  # tau: each replica's share of the period
     per_rank = [0.0] * options.num_ranks
     for choice, share in zip(choices, times, strict=True):
         for rank in choice.ranks:
@@ -67,7 +67,7 @@ def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Seque
         # interleaving fills and drains with one of the rank's v stages at a time: bubble (p - 1)/v (arXiv:2104.04473)
         pipeline = m * max(per_rank) + (options.num_ranks - 1) * max(times)
     else:
-        pipeline = (m - 1) * max(times) + math.fsum(choice.seconds for choice in choices)
+        pipeline = (m - 1) * max(times) + math.fsum(times)
     total = pipeline + step
     busy = m * math.fsum(per_rank)
     bubble = max(0.0, 1 - busy / (total * options.num_ranks)) if total else 0.0
@@ -105,11 +105,12 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
     stages = tuple(_stage(problem, index, choice, state[index], counted[index]) for index, choice in enumerate(choices))
     _check_memory(problem, stages)
     check_every_parameter(graph, stages)
+    num_used = 1 + max(rank for stage in stages for rank in stage.ranks)
     options = {"stages_per_rank": problem.options.stages_per_rank} if problem.options.stages_per_rank > 1 else {}
     return Plan(
         graph_digest=graph.digest,
         workload=problem.profile.workload,
-        num_ranks=1 + max(rank for stage in stages for rank in stage.ranks),
+        num_ranks=num_used,
         stages=stages,
         boundaries=boundaries,
         ties=find_ties(graph, [names for names, _ in state], exchanged, problem.microbatch_size),
@@ -119,7 +120,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         num_microbatches=m,
         microbatch_size=problem.microbatch_size,
         predicted=predict(problem, choices, counted),
-        notes=_notes(problem, edges),
+        notes=_notes(problem, edges, num_used),
     )
 
 
@@ -158,9 +159,11 @@ def _check_memory(problem: Problem, stages: Sequence[Stage]) -> None:
             )
 
 
-def _notes(problem: Problem, edges: Sequence[int]) -> tuple[str, ...]:
-    graph = problem.profile.graph
+def _notes(problem: Problem, edges: Sequence[int], num_used: int) -> tuple[str, ...]:
+    graph, given = problem.profile.graph, problem.options.num_ranks
     notes = []
+    if num_used < given:
+        notes.append(f"{given - num_used} of {given} ranks stay unused: with them the slowest stage is no faster")
     for name, home in unused_state(graph).items():
         stage = next(s for s in range(len(edges) - 1) if edges[s] <= home < edges[s + 1])
         kind = "parameter" if name in graph.parameters else "buffer"

@@ -58,7 +58,7 @@ class PlanOptions:
 
     ``batch_size``: samples of one optimizer step. ``num_microbatches`` or ``microbatch_size``: at most one of
     them; with neither, the planner tries powers of two. ``recompute``: "auto" (only where a stage does not fit
-    without), "always", "never". ``max_stages``: 0 for no limit. ``straight``: one rank a stage, ``num_ranks`` stages.
+    without), "always", "never". ``straight``: one rank a stage, ``num_ranks`` stages.
     ``replica_choices``: "any", or "powers" of two (a faster search). ``tolerance``: how far from the best a flush plan
     may stay, 0 for exact.
 
@@ -74,7 +74,6 @@ class PlanOptions:
     recompute: str = "auto"
     stages_per_rank: int = 1
     straight: bool = True
-    max_stages: int = 0
     replica_choices: str = "any"
     tolerance: float = 0.0
 
@@ -88,6 +87,11 @@ class PlanOptions:
                 raise PlanError(f"{name} is {value}; at least 1 is needed")
         if self.recompute not in RECOMPUTE:
             raise PlanError(unknown_choice("recompute setting", self.recompute, RECOMPUTE))
+        if self.stages_per_rank > 1 and not self.straight:
+            raise PlanError(
+                "several stages a rank and replicated stages do not go together",
+                remedy="use stages_per_rank 1, or a straight pipeline",
+            )
         if self.needs is None and self.schedule not in NEEDS:
             raise PlanError(unknown_choice("schedule", self.schedule, NEEDS))
         if self.needs is not None and self.needs.name != self.schedule:

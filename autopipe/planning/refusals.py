@@ -71,6 +71,11 @@ def check_microbatches(needs: ScheduleNeeds, num_stages: int, num_microbatches: 
 
 def does_not_fit(problem: Problem) -> PlanError:
     """Return the error for a problem whose stages fit in no way: which stage, by how much, and what would fit."""
+    if not problem.options.straight:
+        # the straight plans are among those that do not fit, and what makes one fit helps
+        ranks = min(problem.options.num_ranks, problem.tables.num_atoms)
+        options = dataclasses.replace(problem.options, straight=True, num_ranks=ranks)
+        problem = dataclasses.replace(problem, options=options)
     stages = problem.options.num_stages
     over, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
     edges = (0, *starts, problem.tables.num_atoms)

@@ -1,0 +1,220 @@
+# ruff: noqa: PLR0917 - compiled loops take arrays one by one
+
+"""The search with replicas, memory and recompute over one order of atoms: the loops, compiled where numba is installed.
+
+A stage is atoms i..j-1 on r ranks, with d ranks behind it, so on ranks a = G - d - r and the next r - 1. Its time for
+one microbatch, and the share of it that counts for the period::
+
+    t   = (F + B) / s + R / b_in + 2 l_in + S / b_out + 2 l_out          + F / s with recompute
+    tau = t / r + (2 (r-1)/r g / b_ring + 2 (r-1) l_ring + 2 tied / b) / m
+
+    n <= ceil(d/r) + 1 + extra, and in a flush n <= ceil(m/r)            microbatches in flight; all: n = ceil(m/r)
+    v W + g' + n (A + K) <= memory, else, with recompute, v W + g' + n K + A <= memory
+
+Two engines, both asked about a bottleneck T; ``replicated`` asks until the best is settled:
+
+- ``least_ranks`` (equal devices and links): the fewest ranks for atoms i.. with every tau <= T. Fewer ranks behind
+  never hurt, so one number a cut is enough, whatever G is: O(n^2) a T.
+- ``least_sum`` (any cluster, and every flush): the least sum of tau for atoms i.. on exactly d ranks with every
+  tau <= T: O(n^2 G R) a T.
+
+Source: planner of PipeDream (SOSP 2019) for the problem; the parametric form and the closed form of r are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from autopipe.planning.compiled import compiled
+
+Array = Any  # arrays inside compiled code: numba infers the type
+HUGE = 1e300
+
+# places in the tuple of tables; TIME and RING are t and k m of one replica, for equal devices and links only
+COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
+# places in the placement tables, each indexed by (first rank, replicas); by (0, 0) alone where all ranks are equal
+SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
+# places in the vector of rules
+MICROBATCHES, RANKS, EXTRA, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
+
+
+@compiled
+def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
+    """Return (microbatches in flight on a rank, weight versions). A VERSIONS of 0 stands for "as deep as in flight"."""
+    m = rules[MICROBATCHES]
+    share = math.ceil(m / r)
+    held = math.ceil((d + r) / r) + rules[EXTRA]
+    if rules[ALL] > 0:
+        held = share
+    elif rules[FLUSH] > 0:
+        held = min(held, share)
+    versions = rules[VERSIONS]
+    if versions == 0:
+        versions = 1 + math.ceil((held - 1) * r / m)
+    return held, versions
+
+
+@compiled
+def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
+    """Return (tau, recompute) of a stage, or (HUGE, 0) where it does not fit. All engines use this one definition."""
+    a, q = int(rules[RANKS]) - d - r, r
+    if rules[EQUAL] > 0:
+        a, q = 0, 0
+    m = rules[MICROBATCHES]
+    held, versions = held_and_versions(rules, r, d)
+    fixed = versions * tables[WEIGHTS][i, j] + tables[STATE][i, j] + held * tables[KEPT][i, j]
+    saved, memory = tables[SAVED][i, j], place[MEMORY, a, q]
+    again = 0
+    if rules[MAY_KEEP] > 0 and fixed + held * saved <= memory:
+        again = 0
+    elif rules[MAY_RECOMPUTE] > 0 and fixed + saved <= memory:
+        again = 1
+    else:
+        return HUGE, 0
+    speed = place[SPEED, a, q]
+    t = (tables[COMPUTE][i, j] + again * tables[FORWARD][i, j]) / speed
+    tied = 0.0
+    if i > 0:
+        t += tables[RECEIVED][i, j] * place[IN_SECONDS, a, q] + place[IN_LATENCY, a, q]
+        tied = tables[TIED][i, j] * place[IN_SECONDS, a, q]
+    if d > 0:
+        t += tables[SENT][i, j] * place[OUT_SECONDS, a, q] + place[OUT_LATENCY, a, q]
+        if i == 0:
+            tied = tables[TIED][i, j] * place[OUT_SECONDS, a, q]
+    share = 2 * tied
+    if r > 1:
+        share += 2 * (r - 1) / r * tables[GRADIENT][i, j] * place[RING_SECONDS, a, q]
+        share += 2 * (r - 1) * place[RING_LATENCY, a, q]
+    return t / r + share / m, again
+
+
+@compiled
+def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: int, most: int, T: float) -> int:
+    """Return the least r <= most with tau <= T, or most + 1. For equal devices and links.
+
+    tau is convex in r, so the r that are fast enough are a run, which begins no sooner than at the closed form. Where
+    the weight versions are fixed, memory gives a least r too, by the number in flight that it allows.
+    """
+    t, k = tables[TIME][i, j], tables[RING][i, j] / rules[MICROBATCHES]
+    r = 1
+    if t > T:
+        # t/r + k (1 - 1/r) <= T  needs  r >= (t - k)/(T - k)
+        if k >= T or t - k > (T - k) * most * (1 + 1e-9):
+            return most + 1
+        r = math.ceil((t - k) / (T - k) - 1e-9)
+    if rules[VERSIONS] > 0:
+        free = place[MEMORY, 0, 0] - rules[VERSIONS] * tables[WEIGHTS][i, j] - tables[STATE][i, j]
+        each = tables[KEPT][i, j]
+        if rules[MAY_RECOMPUTE] > 0:
+            free -= tables[SAVED][i, j]
+        else:
+            each += tables[SAVED][i, j]
+        if free < 0:
+            return most + 1
+        if each > 0 and free < each * 1e9:
+            allowed = math.floor(free / each + 1e-9)
+            if allowed < 1:
+                return most + 1
+            by_share = math.ceil(rules[MICROBATCHES] / allowed)
+            behind = allowed - 1 - rules[EXTRA]
+            by_depth = most + 1
+            if d == 0 and behind >= 0:
+                by_depth = 1
+            elif behind > 0:
+                by_depth = math.ceil(d / behind)
+            if rules[ALL] > 0:
+                r = max(r, by_share)
+            elif rules[FLUSH] > 0:
+                r = max(r, min(by_share, by_depth))
+            else:
+                r = max(r, by_depth)
+    slope = 2 * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
+    while r <= most:
+        tau, again = stage(tables, place, rules, i, j, r, d)
+        if tau <= T:
+            return r
+        # too slow, though it fits, and slower from here on: (t - k)/r^2 is what one more replica gains, slope its price
+        if tau < HUGE and again == 0 and t - k <= slope * r * r:
+            return most + 1
+        r += 1
+    return most + 1
+
+
+@compiled
+def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> int:
+    """Fill g[i], the fewest ranks for atoms i.. with every tau <= T; return g[0].
+
+    The closed form gives a lower bound for every end j; the end with the least bound is asked exactly first, and then
+    only those whose bound is still lower than the best count.
+    """
+    n, G = len(g) - 1, int(rules[RANKS])
+    budget = T * place[SPEED, 0, 0] * (1 + 1e-9)
+    bounds = np.empty(n + 1)
+    g[n] = 0
+    for i in range(n - 1, -1, -1):
+        seconds, time, ring = tables[COMPUTE][i], tables[TIME][i], tables[RING][i]
+        lowest, first, known = G, 0, i
+        best = G + 1
+        for again in range(2):
+            for j in range(i + 1, n + 1):
+                d = g[j]
+                # recomputed input-only nodes make the seconds not quite additive, but they never fall as j grows
+                if seconds[j] > budget * (lowest if again == 0 else best - 1):
+                    break
+                if j > known:
+                    known, count, t, k = j, 1.0, time[j], ring[j] / rules[MICROBATCHES]
+                    if t > T:
+                        count = (t - k) / (T - k) - 1e-9 if k < T else HUGE
+                    bounds[j] = count + d
+                if again == 0:
+                    if bounds[j] <= lowest - (first > 0):
+                        lowest, first = math.ceil(bounds[j]), j
+                elif bounds[j] <= best - 1 and d + 1 < best:
+                    best = min(best, d + least_replicas(tables, place, rules, i, j, d, best - 1 - d, T))
+            if again == 0 and first > 0:
+                d = g[first]
+                best = min(best, d + least_replicas(tables, place, rules, i, first, d, G - d, T))
+        g[i] = best
+    return int(g[0])
+
+
+@compiled
+def least_sum(
+    tables: Any, place: Array, rules: Array, replica_choices: Array, T: float, top_speed: float,
+    h: Array, choice: Array,
+) -> None:  # fmt: skip
+    """Fill h[i, d], the least sum of tau of atoms i.. on exactly d ranks with every tau <= T; choice[i, d] = (j, r).
+
+    Only (i, d) that can be part of a plan are followed: d ranks must be able to do what is behind i within T, and the
+    others what is before it. Where devices and links are equal only the memory depends on d.
+    """
+    n, G = h.shape[0] - 1, int(rules[RANKS])
+    seconds = tables[COMPUTE]
+    h[:] = HUGE
+    h[n, 0] = 0.0
+    for i in range(n - 1, -1, -1):
+        before = math.ceil(seconds[0, i] / (T * top_speed) - 1e-9) if i > 0 else 0
+        most = G - max(before, 1 if i > 0 else 0)
+        for r in replica_choices:
+            for j in range(i + 1, n + 1):
+                if seconds[i, j] > T * top_speed * r * (1 + 1e-9):
+                    break
+                first = 0 if j == n else max(1, math.ceil(seconds[j, n] / (T * top_speed) - 1e-9))
+                last = 0 if j == n else most - r
+                tau, held = HUGE, -1.0
+                for d in range(first, min(last, most - r) + 1):
+                    if h[j, d] >= h[i, d + r]:
+                        continue
+                    if rules[EQUAL] > 0:
+                        now, _ = held_and_versions(rules, r, d)
+                        if now != held or rules[VERSIONS] == 0:
+                            tau, _ = stage(tables, place, rules, i, j, r, d)
+                            held = now
+                    else:
+                        tau, _ = stage(tables, place, rules, i, j, r, d)
+                    if tau <= T and tau + h[j, d] < h[i, d + r]:
+                        h[i, d + r] = tau + h[j, d]
+                        choice[i, d + r, 0], choice[i, d + r, 1] = j, r

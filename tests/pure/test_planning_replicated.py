@@ -1,0 +1,244 @@
+"""Replicated stages, both objectives, memory, recompute, unequal devices and links: against brute force."""
+
+import itertools
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from planning_cases import cluster_of, profile_of, random_graph
+
+from autopipe.errors import PlanError
+from autopipe.ir.cuts import Cuts
+from autopipe.planning import PlanOptions, make_plan
+
+SCHEDULES = ("gpipe", "1f1b", "2bw", "pipedream")
+
+
+def random_case(seed):
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randrange(3, 10))
+    profile = profile_of(graph, rng)
+    ranks = rng.randrange(1, 6)
+    m = rng.choice((4, 5, 8, 12))
+    memory = rng.choice((0, rng.randrange(4000, 60000)))
+    cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.3)
+    options = PlanOptions(
+        ranks,
+        4 * m,
+        m,
+        schedule=rng.choice(SCHEDULES),
+        recompute=rng.choice(("auto", "auto", "never", "always")),
+        straight=False,
+        replica_choices=rng.choice(("any", "any", "powers")),
+    )
+    return profile, cluster, options
+
+
+def narrowest(cluster, a, b):
+    """Return (bandwidth, latency) of the worst level that a message between two ranks may pass."""
+    used, size = [], 1
+    for level in cluster.levels:
+        size *= level.count
+        if level.count > 1:
+            used.append(level)
+        if a // size == b // size:
+            break
+    used = used or [cluster.levels[0]]
+    return min(level.bandwidth for level in used), max(level.latency_seconds for level in used)
+
+
+class ByHand:
+    """The costs of a case, straight from the graph."""
+
+    def __init__(self, profile, cluster, options):
+        self.profile, self.cluster, self.options = profile, cluster, options
+        self.graph, self.cuts = profile.graph, Cuts(profile.graph)
+        self.costs, self.sizes = profile.at(4).costs, profile.graph.sizes(4)
+        self.edges = (0, *self.cuts.legal, len(self.graph.nodes))
+        self.users = {}
+        for index, node in enumerate(self.graph.nodes):
+            for name in node.parameters:
+                self.users.setdefault(name, []).append(index)
+        layers = [
+            i
+            for i, n in enumerate(self.graph.nodes)
+            if any(q.startswith("layers.") for q in (*n.parameters, *n.buffers))
+        ]
+        zero = [
+            i
+            for i, n in enumerate(self.graph.nodes)
+            if any(q.startswith("layers.0.") for q in (*n.parameters, *n.buffers))
+        ]
+        for name in self.graph.parameters:
+            if name not in self.users:
+                homes = {"layers.0.spare": zero or layers}.get(name, [])
+                self.users[name] = [homes[0] if homes else len(self.graph.nodes) - 1]
+
+    def amounts(self, i, j):
+        """Return the sums of a stage of atoms i..j-1, from its nodes."""
+        start, stop = self.edges[i], self.edges[j]
+        graph, costs = self.graph, self.costs
+        last = stop == len(graph.nodes)
+        nodes = self.cuts.stage_nodes(start, stop, graph.outputs if last else ())
+        names = {node.name for node in nodes}
+        byte = {n.name: n.spec.num_bytes(self.sizes) for n in graph.nodes if n.spec is not None}
+        back = {n.name: 2 if n.spec is not None and n.spec.requires_grad else 1 for n in graph.nodes}
+        work = {n.name: k for k, n in enumerate(graph.nodes) if not n.input_only}
+        read = {v for n in nodes for v in n.inputs} | (set(graph.outputs) if last else set())
+        received = [v for v in read if v in work and work[v] < start]
+        later = {v for n in graph.nodes[stop:] if not n.input_only for v in n.inputs}
+        later |= set(graph.outputs) if not last else set()
+        sent = [v for v in later if v in work and start <= work[v] < stop]
+        size = {name: spec.num_bytes(self.sizes) for name, spec in graph.parameters.items()}
+        mine = [name for name, users in self.users.items() if any(start <= u < stop for u in users)]
+        trained = [name for name in mine if graph.parameters[name].requires_grad]
+        stepped = [name for name in trained if start <= self.users[name][0] < stop]
+        tied = [name for name in mine if not all(start <= u < stop for u in self.users[name])]
+        buffers = {b for n in nodes for b in (*n.buffers, *n.buffers_written)}
+        free = [n for n in nodes if n.input_only and not n.storage]
+        assert names
+        return {
+            "forward": sum(costs[n.name].forward_seconds for n in nodes),
+            "backward": sum(costs[n.name].backward_seconds for n in nodes),
+            "saved": sum(costs[n.name].saved_bytes for n in nodes if not n.input_only),
+            "kept": sum(byte[v] for v in received)
+            + sum(costs[n.name].output_bytes for n in free)
+            + (graph.inputs[0].spec.num_bytes(self.sizes) if "x" in read else 0),
+            "received": sum(byte[v] * back[v] for v in received),
+            "sent": sum(byte[v] * back[v] for v in sent),
+            "weights": sum(size[n] for n in mine) + sum(graph.buffers[b].num_bytes(self.sizes) for b in buffers),
+            "gradients": sum(size[n] for n in trained),
+            "optimizer": self.profile.optimizer_bytes_per_byte * sum(size[n] for n in stepped),
+            "tied": sum(size[n] for n in tied),
+        }
+
+    def tau(self, x, a, r, d):
+        """Return tau of a stage with amounts x on ranks a..a+r-1, d ranks behind; infinite when it does not fit."""
+        m, options, cluster = self.options.num_microbatches, self.options, self.cluster
+        schedule = options.schedule
+        depth = math.ceil((d + r) / r)
+        held = {"gpipe": math.ceil(m / r), "1f1b": min(depth, math.ceil(m / r))}.get(schedule, depth)
+        versions = {"2bw": 2, "pipedream": 1 + math.ceil((held - 1) * r / m)}.get(schedule, 1)
+        speed = min(cluster.device(k).speed for k in range(a, a + r))
+        memory = min(cluster.device(k).memory_bytes or math.inf for k in range(a, a + r))
+        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + held * x["kept"]
+        if options.recompute != "always" and fixed + held * x["saved"] <= memory:
+            t = (x["forward"] + x["backward"]) / speed
+        elif options.recompute != "never" and fixed + x["saved"] <= memory:
+            t = (2 * x["forward"] + x["backward"]) / speed
+        else:
+            return math.inf
+        tied = 0.0
+        if a > 0:
+            bandwidth, latency = narrowest(cluster, a - 1, a + r - 1)
+            t += x["received"] / bandwidth + 2 * latency
+            tied = 2 * x["tied"] / bandwidth
+        if d > 0:
+            bandwidth, latency = narrowest(cluster, a, a + r)
+            t += x["sent"] / bandwidth + 2 * latency
+            tied = tied if a > 0 else 2 * x["tied"] / bandwidth
+        bandwidth, latency = narrowest(cluster, a, a + r - 1)
+        ring = 2 * (r - 1) / r * x["gradients"] / bandwidth + 2 * (r - 1) * latency
+        return t / r + (ring + tied) / m
+
+    def best(self, equal):
+        """Return the least objective over all cuts and replica counts."""
+        m, ranks = self.options.num_microbatches, self.options.num_ranks
+        flush = self.options.schedule in ("gpipe", "1f1b")
+        n = len(self.edges) - 1
+        amounts = {pair: self.amounts(*pair) for pair in itertools.combinations(range(n + 1), 2)}
+        counts = [r for r in range(1, ranks + 1) if self.options.replica_choices == "any" or r in (1, 2, 4)]
+        best = math.inf
+        for total in range(1, ranks + 1) if equal else (ranks,):
+            for p in range(1, min(n, total) + 1):
+                for replicas in itertools.product(counts, repeat=p):
+                    if sum(replicas) != total:
+                        continue
+                    for cuts in itertools.combinations(range(1, n), p - 1):
+                        edges = (0, *cuts, n)
+                        taus = []
+                        for k in range(p):
+                            before, behind = sum(replicas[:k]), sum(replicas[k + 1 :])
+                            taus.append(self.tau(amounts[edges[k], edges[k + 1]], before, replicas[k], behind))
+                        best = min(best, (m - 1) * max(taus) + sum(taus) if flush else max(taus))
+        return best
+
+
+def objective(plan):
+    """Return what the search minimised, from the plan's own prediction."""
+    m = plan.num_microbatches
+    return plan.predicted.step_seconds if plan.schedule in ("gpipe", "1f1b") else plan.predicted.bottleneck_seconds * m
+
+
+def check(seed):
+    profile, cluster, options = random_case(seed)
+    equal = len(set(cluster.devices)) == 1 and len([x for x in cluster.levels if x.count > 1]) <= 1
+    expected = ByHand(profile, cluster, options).best(equal)
+    m = options.num_microbatches
+    try:
+        plan = make_plan(profile, cluster, options)
+    except PlanError:
+        return math.inf, expected, None
+    trained = {n for n, spec in profile.graph.parameters.items() if spec.requires_grad}
+    users = {n: next(k for k, s in enumerate(plan.stages) if n in s.parameters) for n in trained}
+    owned = [
+        sum(profile.graph.parameters[n].num_bytes({}) for n, k in users.items() if k == s.index) for s in plan.stages
+    ]
+    step = max(owned) * profile.optimizer_seconds_per_byte
+    if options.schedule in ("gpipe", "1f1b"):
+        return plan.predicted.step_seconds - step, expected, plan
+    assert plan.predicted.step_seconds == pytest.approx(m * plan.predicted.bottleneck_seconds + step)
+    return plan.predicted.bottleneck_seconds, expected, plan
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_no_replicated_plan_is_better_than_the_one_found(block):
+    for seed in range(block * 100, block * 100 + 100):
+        found, expected, plan = check(seed)
+        assert found == pytest.approx(expected, rel=1e-8), seed
+        if plan is not None:
+            _, cluster, _ = random_case(seed)
+            for stage in plan.stages:
+                limits = [cluster.device(rank).memory_bytes for rank in stage.ranks]
+                assert not any(limits) or stage.peak_bytes <= min(limits) + 1
+
+
+def test_the_cases_reach_replicas_branches_recompute_and_refusals():
+    seen = dict.fromkeys(("replicated", "pipeline", "recompute", "skip", "refused", "data parallel"), 0)
+    for seed in range(300):
+        profile, cluster, options = random_case(seed)
+        try:
+            plan = make_plan(profile, cluster, options)
+        except PlanError:
+            seen["refused"] += 1
+            continue
+        seen["replicated"] += any(s.replicas > 1 for s in plan.stages) and len(plan.stages) > 1
+        seen["pipeline"] += len(plan.stages) > 1
+        seen["recompute"] += any(s.recompute for s in plan.stages) and options.recompute == "auto"
+        seen["skip"] += any(b.consumers != (b.producer + 1,) for b in plan.boundaries)
+        seen["data parallel"] += len(plan.stages) == 1 and plan.num_ranks > 1
+    assert min(seen.values()) >= 5, seen
+
+
+def test_without_numba_the_same_plans_come_out():
+    here = Path(__file__).resolve()
+    program = (
+        "import test_planning_replicated as t, planning_cases\n"
+        "from autopipe.ir.artifact import canonical\n"
+        "for seed in range(25):\n"
+        "    profile, cluster, options = t.random_case(seed)\n"
+        "    try: print(canonical(t.make_plan(profile, cluster, options)))\n"
+        "    except t.PlanError as error: print(error)\n"
+    )
+    outputs = []
+    for environment in ({}, {"AUTOPIPE_NO_NUMBA": "1"}, {"PYTHONHASHSEED": "7"}):
+        path = f"{here.parents[2]}:{here.parent}"
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path, **environment}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True)
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(outputs[0]) > 10000
