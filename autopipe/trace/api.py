@@ -1,0 +1,105 @@
+"""``capture``: the user's workload -> the graph of its training forward, checked against the model itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+from torch import Tensor, fx, nn
+
+from autopipe.ir.graph import Graph
+from autopipe.trace.assemble import assemble
+from autopipe.trace.describe import describe
+from autopipe.trace.evaluation import Arguments, evaluation
+from autopipe.trace.follow import Followed, follow
+from autopipe.trace.naming import rename
+from autopipe.trace.verify import verify as verify_capture
+from autopipe.workload import Item, Workload
+
+SYMBOLIC = "calls of the model, batch size symbolic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """The training forward of one microbatch: as data (``graph``) and as something that runs (``module``).
+
+    ``module``: node names are those of ``graph``, placeholders its inputs; it holds the user's own modules and tensors
+    under their original paths. ``constants``: tensors that are neither parameter nor buffer, by attribute name.
+    ``method``: how it was captured, for people. ``evaluation``: node -> its (args, kwargs) in evaluation mode, where
+    they differ; ``evaluation_note``: why evaluation cannot use this graph, or "". ``notes``: what people should know.
+    ``exact``: every bit was as in the model where it was verified; None where it was not.
+    """
+
+    graph: Graph
+    module: fx.GraphModule
+    constants: dict[str, Tensor]
+    method: str
+    evaluation: dict[str, Arguments]
+    evaluation_note: str
+    notes: tuple[str, ...]
+    exact: bool | None = None
+
+
+def capture(
+    workload: Workload,
+    *,
+    batch_size: int = 5,
+    allow_data_dependent: bool = False,
+    verify: bool = True,
+    model: nn.Module | None = None,
+) -> Capture:
+    """Follow the loss of one batch and return its graph. The model, where one is given, is left exactly as it was.
+
+    ``batch_size``: of the batch that is followed; the next number that no size of the model equals is taken, so that
+    none is mistaken for the batch. Memory: no weight is copied; ``verify`` keeps one gradient per parameter, twice.
+
+    Raises: TraceError with the user's line when the model cannot be followed, or when the graph is not the model.
+    """
+    model = workload.build_model() if model is None else model
+    batch_size = _distinct(workload, model, batch_size)
+    item = workload.example_item(batch_size)
+    captured: Capture = follow(workload, model, item, lambda found: _captured(workload, model, item, found))
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if not verify or on_meta:
+        note = ("not verified: the model is on the meta device",) if on_meta else ()
+        return dataclasses.replace(captured, notes=captured.notes + note)
+    exact = verify_capture(workload, model, captured.module, captured.graph, [item, _other(workload, batch_size)])
+    return dataclasses.replace(captured, exact=exact)
+
+
+def _captured(workload: Workload, model: nn.Module, item: Item, found: Followed) -> Capture:
+    found.recorder.notes[:] = dict.fromkeys(found.recorder.notes)
+    rename(found.graph)
+    graph = describe(found, workload.name)
+    constants = dict(sorted(found.recorder.constants.items()))
+    found.borrowed.snapshot.restore()  # the module is made of the real tensors
+    module = assemble(model, found.graph, constants)
+    arguments, note = evaluation(workload, model, item, found)
+    return Capture(graph, module, constants, SYMBOLIC, arguments, note, tuple(found.recorder.notes))
+
+
+def _distinct(workload: Workload, model: nn.Module, batch_size: int) -> int:
+    """Return the first number from ``batch_size`` on that is no size of the model or of the batch's other dimensions."""
+    sizes = {int(size) for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    item = workload.example_item(batch_size)
+    leaves = workload.leaves(item)
+    sizes |= {int(size) for leaf in leaves.values() for size in leaf.shape[1:]}
+    candidate = batch_size
+    while candidate in sizes or candidate < 2:
+        candidate += 1
+    return candidate
+
+
+def _other(workload: Workload, batch_size: int) -> Item:
+    """Return a batch of another size, of other samples where the data has them."""
+    other = 3 if batch_size != 3 else 4
+    both = workload.example_item(batch_size + other)
+    leaves = workload.leaves(both)
+    count = workload.num_samples(both)
+    cut: dict[str, Any] = {
+        name: leaf[batch_size:] if leaf.dim() and leaf.shape[0] == count else leaf for name, leaf in leaves.items()
+    }
+    return workload.with_leaves(both, cut)
+
+

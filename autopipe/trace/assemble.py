@@ -1,0 +1,55 @@
+"""The recorded graph and the user's model -> a ``GraphModule`` that holds the user's own modules and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, fx, nn
+
+from autopipe.errors import TraceError
+
+
+def assemble(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> fx.GraphModule:
+    """Return the graph as a module. Nothing is copied: parameters are the model's own, under their original names.
+
+    Raises: TraceError when a call has an argument that cannot be written as source text.
+    """
+    module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(model).__name__)
+    for node in graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr" and target in constants:
+            setattr(module, target, constants[target])
+        elif node.op == "get_attr":
+            _install_tensor(module, model, target)
+        elif node.op == "call_module":
+            parent, _, name = target.rpartition(".")
+            _container(module, model, parent).add_module(name, model.get_submodule(target))
+    try:
+        module.graph = graph
+    except (SyntaxError, RuntimeError) as error:
+        raise TraceError(f"a call has an argument that cannot be written down: {error}") from error
+    module.training = model.training  # not train(): that would reach into the user's modules
+    return module
+
+
+def _container(module: nn.Module, model: nn.Module, path: str) -> nn.Module:
+    """Return what stands at ``path``, empty containers being made on the way; the user's own module where it is there."""
+    for name in path.split(".") if path else ():
+        child = module._modules.get(name)
+        if child is None:
+            child = nn.Module()
+            module.add_module(name, child)
+        module = child
+    return module
+
+
+def _install_tensor(module: nn.Module, model: nn.Module, target: str) -> None:
+    path, _, name = target.rpartition(".")
+    owner = model.get_submodule(path)
+    place = _container(module, model, path)
+    if place is owner:
+        return
+    if name in owner._parameters:
+        place.register_parameter(name, owner._parameters[name])
+    else:
+        place.register_buffer(name, owner._buffers[name], persistent=name not in owner._non_persistent_buffers_set)

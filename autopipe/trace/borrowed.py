@@ -1,0 +1,181 @@
+"""The user's model while it is followed: its tensors lent out as fake ones, and everything put back afterwards.
+
+Fake tensors have a shape and no data, so following a model touches no weight, allocates nothing and draws nothing.
+They stand in the model's own dictionaries while it runs; behind the ``with`` block the model is what it was before,
+including what its forward wrote to its attributes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import UninitializedTensorMixin
+
+from autopipe.errors import TraceError
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def first_names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """Return id of a parameter or buffer -> its first name, and other name -> first name for the tied ones."""
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for entries in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in entries:
+            first = names.setdefault(id(tensor), name)
+            if first != name:
+                aliases[name] = first
+    return names, aliases
+
+
+class Snapshot:
+    """The attributes of every module, Python's own ones one level deep, and the random states; ``restore`` puts them back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        for module in model.modules():
+            attributes = vars(module)
+            self._attributes.append((attributes, dict(attributes)))
+            for value in attributes.values():
+                if isinstance(value, (list, dict, set)):
+                    self._containers.append((value, value.copy()))
+        self._random = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def random_drawn(self) -> str:
+        """Name Python's or numpy's generator where it was drawn from since the snapshot, else ""."""
+        if random.getstate() != self._random[2]:
+            return "Python's random"
+        now: Any = np.random.get_state()
+        before: Any = self._random[1]
+        if now[2:] != before[2:] or not np.array_equal(now[1], before[1]):
+            return "numpy.random"
+        return ""
+
+    def changed(self, model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
+        """Give (path, attribute, value before, value now) of every plain attribute that was bound anew."""
+        for (path, module), (attributes, before) in zip(model.named_modules(), self._attributes, strict=False):
+            if vars(module) is not attributes:
+                continue
+            for name, value in attributes.items():
+                if name not in _REGISTRIES and before.get(name, _ABSENT) is not value:
+                    yield path, name, before.get(name), value
+
+    def restore(self) -> None:
+        """Put everything back, in the same dictionaries and lists."""
+        for container, before in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
+        for attributes, before in self._attributes:
+            attributes.clear()
+            attributes.update(before)
+        torch.set_rng_state(self._random[0])
+        np.random.set_state(self._random[1])
+        random.setstate(self._random[2])
+
+
+_ABSENT = object()
+
+
+class Borrowed:
+    """A context in which the model's tensors are fake. ``state``: id of a fake -> first name of what it stands for.
+
+    ``plain``: id of a fake -> (name, tensor) for tensors that are plain attributes, neither parameter nor buffer.
+    ``of_real``: id of a real tensor -> its fake.
+    """
+
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+        self.model, self.mode, self.device = model, mode, device
+        self.names, self.aliases = first_names(model)
+        self.state: dict[int, str] = {}
+        self.plain: dict[int, tuple[str, Tensor]] = {}
+        self.of_real: dict[int, Tensor] = {}
+        self.fake: dict[str, Tensor] = {}  # first name -> fake
+        self.snapshot = Snapshot(model)
+
+    def __enter__(self) -> Borrowed:
+        try:
+            self._lend()
+        except BaseException:
+            self.snapshot.restore()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.snapshot.restore()
+
+    def _lend(self) -> None:
+        for path, module in self.model.named_modules():
+            for registry in (module._parameters, module._buffers):
+                for key, tensor in list(registry.items()):
+                    if tensor is not None:
+                        registry[key] = self._registered(tensor)
+        for path, module in self.model.named_modules():
+            for key, value in list(vars(module).items()):
+                if key in _REGISTRIES or key.endswith("_hooks"):
+                    continue
+                name = f"{path}.{key}" if path else key
+                if isinstance(value, Tensor):
+                    vars(module)[key] = self._lent(value, name)
+                elif type(value) in (list, tuple):
+                    if any(isinstance(item, Tensor) for item in value):
+                        lent = [self._lent(item, f"{name}.{i}") for i, item in enumerate(value)]
+                        vars(module)[key] = type(value)(lent)
+                elif type(value) is dict and any(isinstance(item, Tensor) for item in value.values()):
+                    vars(module)[key] = {k: self._lent(item, f"{name}.{k}") for k, item in value.items()}
+
+    def _registered(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self.of_real:
+            return self.of_real[id(tensor)]
+        name = self.names[id(tensor)]
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise TraceError(
+                f"parameter {name} has no shape yet (a lazy module)",
+                remedy="run the model on one batch in build_model before returning it",
+            )
+        fake = self._convert(tensor)
+        self.state[id(fake)] = name
+        self.of_real[id(tensor)] = self.fake[name] = fake
+        return fake
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return self.mode.from_tensor(tensor, static_shapes=True)
+        with self.mode:  # a model built without memory is followed as if it lay where the batch lies
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    def _lent(self, value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if id(value) in self.of_real:
+            return self.of_real[id(value)]
+        if value.requires_grad:
+            return value  # said so where it is used
+        fake = self._convert(value)
+        self.plain[id(fake)] = name, value
+        self.of_real[id(value)] = fake
+        return fake
+
+    def reassigned_buffers(self) -> Mapping[str, Tensor]:
+        """Return first name -> new value of the buffers that the forward bound to another tensor."""
+        found: dict[str, Tensor] = {}
+        for name, now in self.model.named_buffers(remove_duplicate=False):
+            first = self.aliases.get(name, name)
+            if first in self.fake and now is not self.fake[first]:
+                found.setdefault(first, now)
+        return found

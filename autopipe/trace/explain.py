@@ -1,0 +1,139 @@
+"""What went wrong in the user's model -> a ``TraceError``: the construct, the line, and the smallest edit."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopipe.errors import AutopipeError, TraceError
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OWN = str(Path(__file__).parent.parent) + os.sep
+_SKIPPED = (_TORCH, _OWN, "<frozen", str(Path(sysconfig.get_paths()["stdlib"])) + os.sep + "contextlib.py")
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+_READS = {
+    "item": "keep the value a tensor instead of calling .item()",
+    "tolist": "keep the values a tensor instead of calling .tolist()",
+    "numpy": "use torch operations instead of numpy",
+    "__bool__": "replace the `if` by torch.where(condition, a, b), or decide by something known before the batch",
+    "__int__": "keep the value a tensor, or take it from a shape",
+    "__float__": "keep the value a tensor",
+    "__index__": "keep the value a tensor, or take it from a shape",
+    "__contains__": "use (x == value).any() as a tensor",
+    "equal": "use (a == b).all() as a tensor with torch.where",
+    "allclose": "leave the check out of forward",
+    "nonzero": "multiply by a mask instead of selecting rows by it",
+    "masked_select": "multiply by a mask instead of selecting by it",
+    "unique": "compute it when the batch is made, and pass it as an input",
+    "__getitem__": "use torch.where or a 0/1 factor instead of x[mask]",
+    "bincount": "give torch.nn.functional.one_hot(x, n).sum(0) a fixed n",
+    "repeat_interleave": "pass output_size=",
+    "one_hot": "pass num_classes=",
+}
+
+
+def is_users(filename: str) -> bool:
+    """Tell whether a file is the user's (or a model library's), not torch's or ours."""
+    return not filename.startswith(_SKIPPED)
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame, from ``frame`` outwards, that is the user's."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def calling_frame() -> FrameType | None:
+    """Return the user's frame that is running now."""
+    return users_frame(sys._getframe(1))
+
+
+def short_path(filename: str) -> str:
+    """Return a path that says no more than it must: below the working directory, or below ``site-packages``."""
+    for marker in ("site-packages", "dist-packages"):
+        head, found, tail = filename.partition(f"{os.sep}{marker}{os.sep}")
+        if found:
+            return tail
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except ValueError:
+        return filename
+
+
+def place(filename: str, line: int) -> str:
+    """Return ``file:line: source line`` for people."""
+    text = linecache.getline(filename, line).strip()
+    return f"{filename}:{line}" + (f": {text}" if text else "")
+
+
+def here() -> str:
+    """Return the place in the user's code that is running now."""
+    frame = calling_frame()
+    return place(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+
+
+def place_of(error: BaseException) -> str:
+    """Return the user's line that an exception came through last."""
+    trace: TracebackType | None = error.__traceback__
+    found = ""
+    for frame, line in traceback.walk_tb(trace):
+        if is_users(frame.f_code.co_filename):
+            found = place(frame.f_code.co_filename, line)
+    return found
+
+
+def explained(error: Exception, construct: str) -> TraceError:
+    """Return the ``TraceError`` for what the user's forward raised while it was followed.
+
+    ``construct``: the torch call that was running, by name, or "".
+    """
+    if isinstance(error, TraceError):
+        return error
+    where = place_of(error)
+    name = construct.rpartition(".")[2]
+    if isinstance(error, DATA_DEPENDENT):
+        what = f"{name or 'a call'}: its result depends on the numbers in the batch, so the model is not one fixed graph"
+        remedy = _READS.get(name, "make the result independent of the data, for example with torch.where")
+        return TraceError(
+            what,
+            where=where,
+            remedy=f"{remedy}; or --allow-data-dependent to keep the way this batch goes, checked at every step",
+        )
+    if isinstance(error, UnsupportedFakeTensorException):
+        return TraceError(f"{name or 'a call'} cannot be followed without data: {error}", where=where)
+    text = str(error).strip().splitlines()
+    head = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    if isinstance(error, AutopipeError):
+        head = error.what
+    return TraceError(
+        f"the model failed while it was followed{f' in {name}' if name else ''}: {head}",
+        where=where,
+        remedy="run the model on one batch by itself; if that works, this line does something that needs real numbers",
+    )
+
+
+def unsupported(what: str, remedy: str) -> TraceError:
+    """Return a ``TraceError`` for a construct, at the user's line that runs now."""
+    return TraceError(what, where=here(), remedy=remedy)
+
+
+def type_name(value: Any) -> str:
+    """Return the dotted name of a value's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,40 @@
+"""Which modules become one node of the graph: those of ``torch.nn``, whose forward is torch's own business.
+
+A leaf keeps its own behaviour in training and evaluation, its parametrizations and its running statistics. A user's
+block is never a leaf: the graph shows the calls inside it, and cuts may lie there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
+    """Tell whether a module is one node. ``state``: ids of the tensors that the graph knows as the model's own.
+
+    A forward hook of the user's is seen only from inside. A module whose tensors were exchanged
+    (``torch.func.functional_call``) is not the module that a stage would have.
+    """
+    place = type(module).__module__
+    if isinstance(module, _CONTAINERS) or place.startswith("torch.nn.modules.transformer"):
+        return False
+    if not place.startswith(("torch.nn.", "torch.ao.nn.")):
+        return False
+    for part in module.modules():
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+            if not _torchs_own(hook):
+                return False
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and id(tensor) not in state:
+                return False
+    return True
+
+
+def _torchs_own(hook: Any) -> bool:
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return place.startswith("torch.nn.utils.")

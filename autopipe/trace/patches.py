@@ -1,0 +1,135 @@
+"""What must be different in torch while a model is followed, and is put back whatever happens.
+
+Besides the call of modules and of custom autograd functions: ``torch.compiler.is_compiling()`` says yes, so that model
+libraries take the path without data-dependent shortcuts (transformers drops an all-ones mask otherwise); user-level
+``checkpoint()`` runs its function once; and reads of ``module.training`` by the user's code are noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from autopipe.trace.explain import here
+from autopipe.trace.recorder import Recorder
+
+_AUTOCAST = torch.amp.autocast_mode.autocast
+
+
+class TrainingReads:
+    """Stands for ``nn.Module.training`` and notes whether anybody but a leaf module asked for it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.seen = False
+
+    def __get__(self, module: Any, owner: Any) -> Any:
+        if module is None:
+            return self
+        if self.recorder.listening:
+            self.seen = True
+        return vars(module)["training"]
+
+    def __set__(self, module: Any, value: bool) -> None:
+        vars(module)["training"] = value
+
+
+@contextlib.contextmanager
+def following(recorder: Recorder) -> Iterator[TrainingReads]:
+    """Bring the calls of modules, custom functions and autocast regions to the recorder."""
+    call = nn.Module.__call__
+    apply = torch.autograd.Function.__dict__["apply"]
+    enter, leave = _AUTOCAST.__enter__, _AUTOCAST.__exit__
+    checkpointed = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    reads = TrainingReads(recorder)
+
+    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(call, module, *args, **kwargs)
+
+    def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        original = types.MethodType(apply.__func__, cls)
+        if not recorder.listening:
+            return original(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            note_checkpoint()
+            return args[0](*args[2:])
+        if cls is torch.nn.modules._functions.BackwardHookFunction:
+            out = original(*args, **kwargs)
+            for value, of in zip(out if isinstance(out, tuple) else (out,), args, strict=True):
+                recorder.alias(value, of)
+            recorder.notes.append(f"a backward hook of a module is not run in stages ({here()})")
+            return out
+        return recorder.call_custom(cls, original, *args, **kwargs)
+
+    def note_checkpoint() -> None:
+        if not any("checkpoint()" in note for note in recorder.notes):
+            recorder.notes.append(
+                f"checkpoint() in the model is flattened; recompute is decided per stage instead ({here()})"
+            )
+
+    def checkpoint_once(*args: Any, **kwargs: Any) -> Iterator[None]:
+        note_checkpoint()
+        yield
+
+    def autocast_enter(self: Any) -> Any:
+        if recorder.listening:
+            recorder.autocast.append((self.device, self.fast_dtype, self._enabled, self._cache_enabled))
+        return enter(self)
+
+    def autocast_exit(self: Any, *error: Any) -> Any:
+        if recorder.listening and recorder.autocast:
+            recorder.autocast.pop()
+        return leave(self, *error)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (nn.Module, "__call__", module_call),
+        (torch.autograd.Function, "apply", classmethod(function_apply)),
+        (_AUTOCAST, "__enter__", autocast_enter),
+        (_AUTOCAST, "__exit__", autocast_exit),
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint_once),
+        (torch.compiler, "is_compiling", lambda: True),
+        (torch.compiler, "is_exporting", lambda: True),
+        (nn.Module, "training", reads),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
+            setattr(owner, name, value)
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+        yield reads
+
+
+_ABSENT = object()
+
+
+def _restore(owner: Any, name: str, before: Any) -> None:
+    if before is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def flat_checkpoints() -> Iterator[None]:
+    """Run what user-level ``checkpoint()`` wraps once and keep everything, as the captured graph does.
+
+    The recomputation would draw other random numbers than the forward, since each draw is seeded by its position.
+    """
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def once(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = once
+    torch.utils.checkpoint.CheckpointFunction.apply = lambda run, preserve, *args: run(*args)
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
+        del torch.utils.checkpoint.CheckpointFunction.apply

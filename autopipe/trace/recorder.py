@@ -1,0 +1,382 @@
+"""The model's forward, as it runs -> an ``fx.Graph`` of the calls it makes.
+
+The user's Python runs for real; a ``TorchFunctionMode`` sees every public torch call, and ``patches`` brings the calls
+of modules and of custom autograd functions here. A call becomes a node when a tensor comes out or one is changed in
+place. Values are known by the identity of the tensor object, so dataclasses, caches, dicts and hooks need no support.
+
+What a later step must know of a call and cannot see in the graph goes into ``node.meta``::
+
+    val       the fake result              stack     modules around it, outermost first: (path, type, which call)
+    grad      grad mode                    autocast  effective regions: (device, dtype, enabled, cache)
+    source    (file, line)                 frame     the user's frame it was made in, by number
+    random    (position, count) of draws   mutates   nodes whose memory it changes; written: buffers it changes
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopipe.draws import is_random
+from autopipe.trace.borrowed import Borrowed
+from autopipe.trace.explain import calling_frame, unsupported
+from autopipe.trace.leaves import is_leaf
+from autopipe.trace.symbols import Symbols
+from autopipe.trace.targets import Call, property_name, written
+
+_NEVER_RECORDED = {"size", "dim", "__len__", "stride", "_set_grad_enabled", "numel", "is_floating_point", "__hash__"}
+_PLAIN_PROPERTIES = {"shape", "dtype", "device", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
+_REFUSED = {
+    "backward": ("backward() inside the forward", "let the trainer run the backward of the loss"),
+    "register_hook": ("a tensor hook (register_hook) in the forward", "change the gradient in a torch.autograd.Function"),
+    "register_post_accumulate_grad_hook": ("a gradient hook in the forward", "register it once, outside of forward"),
+}
+
+
+class RandomCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
+    """Counts the random ATen operations of the forward, as ``autopipe.draws.Draws`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor has its __init__
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += is_random(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchFunctionMode):
+    """Records one forward. Use it inside ``patches.following``; then ``graph`` and ``constants`` are the result."""
+
+    def __init__(self, borrowed: Borrowed, symbols: Symbols, *, watch: bool = False) -> None:
+        super().__init__()
+        self.borrowed, self.symbols, self.watch = borrowed, symbols, watch
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self.constant_fakes: list[Tensor] = []
+        self.random = RandomCount()
+        self.notes: list[str] = []
+        self.custom_functions: list[str] = []
+        self.construct = ""  # the call that runs now, for messages
+        self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
+        self._owner = threading.get_ident()
+        self._paused = 0
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Any] = []  # ids are only unique among objects that live
+        self._stack: list[tuple[str, str, int]] = []
+        self._calls: dict[str, int] = {}
+        self._frames: dict[int, Any] = {}
+        self._paths: dict[int, str] = {}
+        for path, module in borrowed.model.named_modules():
+            self._paths.setdefault(id(module), path)
+
+    # --- inputs and outputs -------------------------------------------------------------------------------------------
+
+    def add_input(self, name: str, value: Tensor) -> None:
+        """Declare a tensor of the batch."""
+        node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        self._bind_tensor(value, node)
+        self.symbols.declare(node, value)
+
+    def set_output(self, values: tuple[Tensor, ...]) -> None:
+        """Declare what the forward returns."""
+        self.graph.output(tuple(self._ref(value) for value in values))
+
+    def append(self, kind: str, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        """Write a call that the user did not make (size arithmetic, the copy into a buffer), as at this point."""
+        node: fx.Node = getattr(self.graph, kind)(target, args)
+        self._tag(node)
+        return node
+
+    # --- calls of functions -------------------------------------------------------------------------------------------
+
+    @property
+    def listening(self) -> bool:
+        """Whether calls are recorded now: not inside a recorded call, not in another thread."""
+        return not self._paused and threading.get_ident() == self._owner
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not self.listening or name in _NEVER_RECORDED:
+            return func(*args, **kwargs)
+        if name == "__get__" and property_name(func) in _PLAIN_PROPERTIES:
+            return func(*args, **kwargs)
+        if name in _REFUSED and isinstance(args[0], Tensor):
+            raise unsupported(f"{_REFUSED[name][0]} cannot be cut into stages", _REFUSED[name][1])
+        if func is torch.autograd.grad:
+            raise unsupported("torch.autograd.grad inside the forward cannot be cut into stages", "leave it out")
+        if name == "__set__":
+            return self._set(func, args)
+        return self._call(lambda a, k: func(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name)
+
+    def _set(self, func: Any, args: tuple[Any, ...]) -> Any:
+        attribute = property_name(func)
+        if attribute == "requires_grad":
+            args[0].requires_grad_(args[1])
+            node = self.append("call_method", "requires_grad_", (self._ref(args[0]), args[1]))
+            self._bind_in_place(args[0], node)
+            return None
+        if attribute == "data":
+            raise unsupported("x.data = y changes a tensor behind autograd's back", "use x.copy_(y) under torch.no_grad()")
+        return func(*args)
+
+    def _call(
+        self,
+        run: Callable[[Any, Any], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        form: Callable[[tuple[Any, ...], dict[str, Any]], Call],
+        name: str,
+        state: Iterable[Tensor] = (),
+    ) -> Any:
+        """Run one call and record it. ``state``: tensors besides its arguments that it may change."""
+        self.construct = name
+        args, kwargs = self._known(args), self._known(kwargs)
+        touched = [*_tensors((args, kwargs)), *state]
+        versions = [tensor._version for tensor in touched]
+        first = self.random.count
+        self._paused += 1
+        try:
+            out = run(args, kwargs)
+        finally:
+            self._paused -= 1
+        changed = [t for t, version in zip(touched, versions, strict=True) if t._version != version]
+        if not changed and next(_tensors(out), None) is None:
+            return out
+        call = form(args, kwargs)
+        node = self._record(call, changed, (first, self.random.count - first))
+        if name in ("__setitem__", "__delitem__"):
+            return out
+        in_place = name.endswith("_") and not name.endswith("__")
+        return self._bind(out, node, in_place or any(out is tensor for tensor in changed))
+
+    def _record(self, call: Call, changed: list[Tensor], random: tuple[int, int]) -> fx.Node:
+        args = self._argument(call.args)
+        kwargs = {key: self._argument(value) for key, value in call.kwargs.items()}
+        mutates = [self._ref(tensor) for tensor in changed if id(tensor) in self._nodes]
+        node: fx.Node = getattr(self.graph, call.kind)(call.target, args, kwargs)
+        self._tag(node)
+        node.meta["random"] = random
+        node.meta["mutates"] = list(dict.fromkeys(entry for entry in mutates if entry.op != "get_attr"))
+        node.meta["changed"] = changed
+        return node
+
+    # --- calls of modules and of custom autograd functions ------------------------------------------------------------
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run ``module(*args, **kwargs)``: one node where it is a leaf, else what its forward calls."""
+        path = self._paths.get(id(module))
+        if not self.listening or path is None:
+            return original(module, *args, **kwargs)
+        which = self._calls[path] = self._calls.get(path, -1) + 1
+        self._stack.append((path, type(module).__name__, which))
+        try:
+            if not path or not is_leaf(module, self.borrowed.state):
+                return original(module, *args, **kwargs)
+            return self._call(
+                lambda a, k: original(module, *a, **k),
+                args,
+                kwargs,
+                lambda a, k: Call("call_module", path, a, k),
+                path,
+                list(module.buffers()),
+            )
+        finally:
+            self._stack.pop()
+
+    def call_custom(self, function: type, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``function.apply``: one node, so that the user's own backward is kept."""
+        name = f"{function.__module__}.{function.__qualname__}"
+        if "<locals>" in name:
+            raise unsupported(f"{name} is defined inside a function, so no stage could import it", "move it to the module")
+        self.custom_functions.append(name)
+        return self._call(
+            lambda a, k: apply(*a, **k), args, kwargs, lambda a, k: Call("call_function", apply, a, k), name
+        )
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def node_of(self, value: Tensor) -> fx.Node:
+        """Return the node of a tensor."""
+        return self._ref(value)
+
+    def _ref(self, value: Tensor) -> fx.Node:
+        node = self._nodes.get(id(value))
+        if node is not None:
+            return node
+        name = self.borrowed.state.get(id(value))
+        if name is None and id(value) in self.borrowed.plain:
+            label, real = self.borrowed.plain[id(value)]
+            name = self._add_constant(label, real)
+            self.constant_fakes.append(value)
+        if name is None:
+            raise unsupported(
+                f"a tensor of shape {tuple(value.shape)} was made by a call that cannot be followed",
+                "make it with a public torch function in forward, or in __init__ with register_buffer",
+            )
+        node = self.graph.get_attr(name)
+        node.meta["val"] = value
+        self._bind_tensor(value, node)
+        return node
+
+    def _add_constant(self, label: str, value: Tensor) -> str:
+        name = "constant_" + "".join(c if c.isalnum() else "_" for c in label)
+        while name in self.constants:
+            name += "_"
+        with unset_fake_temporarily():
+            self.constants[name] = value.detach().clone()
+        return name
+
+    def _known(self, value: Any) -> Any:
+        """Return arguments with every real tensor replaced by its fake one; it is a constant of the graph."""
+        if isinstance(value, Tensor):
+            if isinstance(value, FakeTensor):
+                return value
+            return self._constant(value)
+        if isinstance(value, (list, tuple, dict)) and any(not isinstance(t, FakeTensor) for t in _tensors(value)):
+            if isinstance(value, dict):
+                return {key: self._known(item) for key, item in value.items()}
+            items = [self._known(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    def _constant(self, value: Tensor) -> Tensor:
+        fake = self.borrowed.of_real.get(id(value))
+        if fake is None:
+            if value.requires_grad:
+                raise unsupported(
+                    f"a tensor of shape {tuple(value.shape)} that requires a gradient is no parameter of the model",
+                    "register it in the model as an nn.Parameter, or detach() it",
+                )
+            fake = self.borrowed.mode.from_tensor(value, static_shapes=True)
+            self.borrowed.plain[id(fake)] = str(len(self.borrowed.plain)), value
+            self.borrowed.of_real[id(value)] = fake
+            self._alive += [value, fake]
+        return fake
+
+    def _argument(self, value: Any) -> Any:
+        """Return an argument as ``fx`` takes it: tensors and symbolic sizes as nodes."""
+        if isinstance(value, Tensor):
+            return self._ref(value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        if isinstance(value, (list, tuple)):
+            if hasattr(value, "_fields") and next(_tensors(value), None) is not None:
+                return self.append("call_function", type(value), tuple(self._argument(item) for item in value))
+            items = [self._argument(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._argument(item) for item in (value.start, value.stop, value.step)))
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray):
+            with unset_fake_temporarily():
+                real = torch.from_numpy(value.copy())
+            return self._ref(self._constant(real))
+        if isinstance(value, torch.Generator):
+            raise unsupported("a torch.Generator of the model's own", "leave generator= out; every draw gets its own seed")
+        return value
+
+    def _size(self, value: Any) -> Any:
+        try:
+            found = self.symbols.node(value.node.expr, self.append)
+        except KeyError as error:
+            raise unsupported(
+                f"a size is computed with {error.args[0]}, which cannot be written down ({value.node.expr})",
+                "compute it from x.shape with + - * // %",
+            ) from None
+        return bool(found) if isinstance(value, torch.SymBool) and not isinstance(found, fx.Node) else found
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _bind(self, out: Any, node: fx.Node, in_place: bool) -> Any:
+        """Make ``node`` the source of the tensors in ``out``; return what the user's code gets."""
+        if isinstance(out, Tensor):
+            node.meta["val"] = out
+            if in_place:
+                self._bind_in_place(out, node)
+                return out
+            if id(out) in self._nodes or id(out) in self.borrowed.state or id(out) in self.borrowed.plain:
+                # x.contiguous() may be x itself; the user's x must stay what it was, so this is another object
+                self._paused += 1
+                out = node.meta["val"] = out.view_as(out)
+                self._paused -= 1
+            self._bind_tensor(out, node)
+            return out
+        if isinstance(out, (list, tuple)):
+            for index, item in enumerate(out):
+                self._bind_item(item, node, index)
+        elif isinstance(out, dict):
+            for key, item in out.items():
+                self._bind_item(item, node, key)
+        return out
+
+    def _bind_item(self, item: Any, node: fx.Node, key: Any) -> None:
+        if next(_tensors(item), None) is None or (isinstance(item, Tensor) and id(item) in self._nodes):
+            return
+        part = self.append("call_function", operator.getitem, (node, key))
+        self._bind(item, part, in_place=True)
+
+    def _bind_in_place(self, value: Tensor, node: fx.Node) -> None:
+        if id(value) not in self.borrowed.state and id(value) not in self.borrowed.plain:
+            self._bind_tensor(value, node)
+
+    def _bind_tensor(self, value: Tensor, node: fx.Node) -> None:
+        self._nodes[id(value)] = node
+        self._alive.append(value)
+
+    def alias(self, value: Tensor, of: Tensor) -> None:
+        """Say that ``value`` is ``of`` under another object."""
+        self._bind_tensor(value, self._ref(of))
+
+    def _tag(self, node: fx.Node) -> None:
+        if self.watch and self.borrowed.snapshot.random_drawn():
+            raise unsupported("random numbers from outside of torch", "")
+        frame = calling_frame()
+        if frame is not None:
+            node.meta["source"] = frame.f_code.co_filename, frame.f_lineno
+            node.meta["frame"] = id(frame)
+        node.meta["stack"] = tuple(self._stack)
+        node.meta["grad"] = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        node.meta["autocast"] = effective_autocast(self.autocast)
+
+
+def effective_autocast(regions: Iterable[tuple[str, torch.dtype, bool, bool]]) -> tuple[Any, ...]:
+    """Return the regions that matter: the innermost of each device, unless it switches off what nothing switched on."""
+    found: dict[str, Any] = {}
+    for region in regions:
+        device, _, enabled, _ = region
+        if enabled or device in found:
+            found[device] = region
+    return tuple(region for region in found.values() if region[2])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Give every tensor in nested tuples, lists, dicts and slices."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, slice):
+        yield from _tensors((value.start, value.stop, value.step))

@@ -1,0 +1,116 @@
+"""Sizes that may differ from batch to batch: symbolic integers -> nodes of the graph, and -> text.
+
+A symbolic integer that the model's Python computed (``x.shape[0] * 16``) is an expression of a few symbols, each being
+one dimension of one tensor of the batch. Where a call takes one, the arithmetic is written into the graph anew, from
+``input.size(dimension)``, so that every stage can do it from its own copy of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_TWO = {
+    "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+    "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "Pow": operator.pow, "PowByNatural": operator.pow,
+    "FloatPow": operator.pow, "LShift": operator.lshift, "RShift": operator.rshift,
+}  # fmt: skip
+_ONE: dict[str, Callable[..., Any]] = {
+    "ToFloat": float, "TruncToInt": math.trunc, "FloorToInt": math.floor, "CeilToInt": math.ceil,
+    "RoundToInt": round, "OpaqueUnaryFn_sqrt": math.sqrt, "OpaqueUnaryFn_log": math.log, "OpaqueUnaryFn_exp": math.exp,
+    "OpaqueUnaryFn_log2": math.log2, "floor": math.floor, "ceiling": math.ceil, "Abs": abs,
+}  # fmt: skip
+_MANY: dict[str, Callable[..., Any]] = {"Max": max, "Min": min}
+_TEXT = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", "Pow": "**", "PowByNatural": "**"}
+
+
+@dataclass
+class Symbols:
+    """The symbols of one trace. ``source``: symbol -> (node of the input, dimension); ``names``: symbol -> ``s0``."""
+
+    shape_env: ShapeEnv | None = None
+    source: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
+    names: dict[Any, str] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict)
+
+    def declare(self, node: fx.Node, value: Tensor) -> None:
+        """Take the symbolic dimensions of an input; the first input that has a symbol is its source."""
+        for dimension, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                if size.node.expr not in self.source:
+                    self.source[size.node.expr] = node, dimension
+                    self.names[size.node.expr] = f"s{len(self.names)}"
+
+    def simplified(self, expression: Any) -> Any:
+        """Return the expression with what has been learnt about its symbols put in."""
+        return self.shape_env.replace(expression) if self.shape_env is not None else expression
+
+    def node(self, expression: Any, call: Callable[[str, Any, tuple[Any, ...]], fx.Node]) -> Any:
+        """Return a number, or the node that computes the expression; ``call(kind, target, args)`` makes nodes.
+
+        Raises: KeyError with the name of a function that has no plain counterpart.
+        """
+        expression = self.simplified(expression)
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_number:
+            return float(expression)
+        if expression not in self._made:
+            self._made[expression] = self._compute(expression, call)
+        return self._made[expression]
+
+    def _compute(self, expression: Any, call: Callable[[str, Any, tuple[Any, ...]], fx.Node]) -> Any:
+        if expression.is_Symbol:
+            node, dimension = self.source[expression]
+            return call("call_method", "size", (node, dimension))
+        kind = type(expression).__name__
+        args = [self.node(arg, call) for arg in expression.args]
+        if expression.is_Add or expression.is_Mul:
+            target = operator.add if expression.is_Add else operator.mul
+            total = args[0]
+            for arg in args[1:]:
+                total = call("call_function", target, (total, arg))
+            return total
+        if kind in _TWO:
+            return call("call_function", _TWO[kind], (args[0], args[1]))
+        if kind in _ONE:
+            return call("call_function", _ONE[kind], (args[0],))
+        if kind in _MANY:
+            return call("call_function", _MANY[kind], tuple(args))
+        raise KeyError(kind)
+
+    def text(self, size: int | torch.SymInt) -> int | str | None:
+        """Return a dimension for a ``TensorSpec``: a number, Python integer arithmetic, or None where it is neither."""
+        if isinstance(size, int):
+            return size
+        expression = self.simplified(size.node.expr)
+        if expression.is_Integer:
+            return int(expression)
+        return _printed(expression, self.names)
+
+
+def _printed(expression: Any, names: Mapping[Any, str]) -> str | None:
+    if expression.is_Integer:
+        return str(int(expression))
+    if expression.is_Symbol:
+        return names.get(expression)
+    parts = [_printed(arg, names) for arg in expression.args]
+    if None in parts:
+        return None
+    wrapped = [part if part.isalnum() else f"({part})" for part in parts if part is not None]
+    kind = type(expression).__name__
+    if expression.is_Add:
+        return "+".join(wrapped)
+    if expression.is_Mul:
+        return "*".join(sorted(wrapped, key=lambda part: part[:1].isdigit() or part.startswith("(-")))
+    if kind in _TEXT and not (kind == "Pow" and expression.args[1].is_negative):
+        return f"{wrapped[0]}{_TEXT[kind]}{wrapped[1]}"
+    return None
