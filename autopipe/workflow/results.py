@@ -12,11 +12,12 @@ from autopipe.ir.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """``path``: the file. ``notes``: what was done or taken from before, and what a person should know of the model."""
+    """``path``: the file. ``notes``: what was done or taken from before. ``warnings``: what is to know of the model."""
 
     profile: Profile
     path: str
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class PlanResult:
     path: str
     planning_seconds: float
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,8 @@ class CheckSettings:
 class TrainSettings:
     """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
 
-    ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``run_dir`` None: a new one in the work directory.
+    ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``run_dir`` None: a new one
+    in the work directory.
     """
 
     plan: PlanSettings
@@ -125,7 +126,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateSettings:
-    """``run`` None: the newest run of the work directory. ``data``: a TARGET instead of the file's ``evaluate_data``."""
+    """``run`` None: the newest one of the work directory. ``data``: a TARGET instead of the file's ``evaluate_data``."""
 
     run: Path | None = None
     work_dir: Path = WORK_DIRECTORY

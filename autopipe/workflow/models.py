@@ -1,0 +1,129 @@
+"""Settings -> the user's model, captured; and its profile, measured only where the stored one no longer holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from autopipe.errors import RunError
+from autopipe.ir import artifact
+from autopipe.ir.profile import Profile, WorkloadSpec
+from autopipe.measure import measure
+from autopipe.trace import Capture, capture
+from autopipe.workflow.settings import ModelSettings, ProfileSettings
+from autopipe.workflow.store import Work
+from autopipe.workload import LoadOptions, Workload, load_workload
+
+MICROBATCH_SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The user's model file, loaded, and what was captured of it."""
+
+    workload: Workload
+    capture: Capture
+
+
+def load_model(settings: ProfileSettings, work: Work, *, verify: bool) -> Model:
+    """Load the model that is meant and capture it. Raises: RunError where no model was ever named."""
+    workload = _workload(settings.model, work)
+    work.progress(f"capturing {workload.name}", 0.0)
+    captured = capture(workload, allow_data_dependent=settings.allow_data_dependent, verify=verify)
+    return Model(workload, captured)
+
+
+def _workload(model: ModelSettings, work: Work) -> Workload:
+    if model.said:
+        return load_workload(
+            LoadOptions(
+                model.target,
+                model.arguments,
+                {name: text for name, text in model.hooks.items() if name != "optimizer"},
+                model.inputs,
+                model.hooks.get("optimizer", ""),
+                model.learning_rate,
+                model.seed or 0,
+            )
+        )
+    stored = work.found(Profile, work.store.profile)
+    if stored is None:
+        raise RunError(
+            f"no model was named, and {work.store.profile} does not say which",
+            remedy="give the model file: autopipe COMMAND path/to/file.py",
+        )
+    spec = stored.workload
+    options = LoadOptions(
+        spec.target,
+        spec.arguments | model.arguments,
+        spec.hooks | {name: text for name, text in model.hooks.items() if name != "optimizer"},
+        model.inputs or spec.inputs,
+        model.hooks.get("optimizer", spec.optimizer),
+        spec.lr if model.learning_rate is None else model.learning_rate,
+        spec.seed if model.seed is None else model.seed,
+    )
+    return load_workload(options)
+
+
+def measure_model(
+    model: Model, settings: ProfileSettings, store: Store, progress: Progress, sizes: tuple[int, ...] = ()
+) -> Profile:
+    """Measure a captured model and write profile.json."""
+    wanted = settings.microbatch_sizes or tuple(sorted({*MICROBATCH_SIZES, *sizes}))
+    found = measure(
+        model.capture,
+        model.workload,
+        device=settings.device or "auto",
+        microbatch_sizes=wanted,
+        threads=settings.threads or 1,
+        progress=work.progress,
+    )
+    artifact.save(found, work.store.profile)
+    return found
+
+
+def ensure_profile(
+    settings: ProfileSettings, store: Store, progress: Progress, notes: list[str], sizes: tuple[int, ...] = ()
+) -> tuple[Model, Profile]:
+    """Return the model and its profile: the stored one where model, device and sizes are still the same."""
+    stored = work.found(Profile, work.store.profile)
+    # a graph that was verified once, and is the same again, needs no second proof
+    model = load_model(settings, work, verify=settings.verify and stored is None)
+    reason = "there was none" if stored is None else _stale(stored, model, settings)
+    if stored is not None and not reason:
+        work.notes.append(f"profile of {stored.graph.name} taken from before")
+        spec = model.workload.spec
+        if stored.workload != spec:
+            stored = dataclasses.replace(stored, workload=spec)
+            artifact.save(stored, work.store.profile)
+        return model, stored
+    if stored is not None and settings.verify:
+        model = load_model(settings, work, verify=True)
+    found = measure_model(model, settings, work, sizes)
+    work.notes.append(f"measured {len(found.graph.nodes)} nodes: {reason}")
+    return model, found
+
+
+def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
+    """Return why a stored profile no longer holds, "" where it does."""
+    if stored.graph.digest != model.capture.graph.digest:
+        return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
+    if _costs_of(stored.workload) != _costs_of(model.workload.spec):
+        return "the options of the model changed"
+    wanted = settings.device
+    if wanted == "auto":
+        import torch
+
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted is not None and wanted.partition(":")[0] != stored.device.kind:
+        return f"the device changed ({stored.device.kind} -> {wanted})"
+    if settings.threads is not None and settings.threads != stored.device.threads:
+        return f"the threads of a rank changed ({stored.device.threads} -> {settings.threads})"
+    measured = {measurement.microbatch_size for measurement in stored.measurements}
+    missing = [size for size in settings.microbatch_sizes or () if size not in measured]
+    return f"microbatch size {missing[0]} was not measured" if missing else ""
+
+
+def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:
+    """Return the part of a spec that decides what the model costs: any seed and learning rate cost the same."""
+    return dataclasses.replace(spec, seed=0, lr=None)

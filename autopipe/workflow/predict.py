@@ -1,0 +1,81 @@
+"""Plan + Profile + Cluster -> Timeline and Prediction, by the one simulator.
+
+A flush repeats itself every minibatch, so one is simulated. A schedule whose steps overlap is simulated over several,
+and what one minibatch adds is its step.
+"""
+
+from __future__ import annotations
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.plan import Plan, Prediction
+from autopipe.ir.profile import Profile
+from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.timeline import Timeline
+from autopipe.runtime.routes import Edge, Routes, tied
+from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
+
+WINDOW = 8
+
+
+def schedule_of(plan: Plan, num_minibatches: int = 1) -> Schedule:
+    """Return the schedule that a plan names, without communication."""
+    request = Request(plan.stage_ranks, plan.num_microbatches, num_minibatches, options=dict(plan.schedule_options))
+    return make(plan.schedule, request)
+
+
+def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
+    """Return what the simulator is to charge, from the plan's figures."""
+    graph = profile.graph
+    copies = {(tie.parameter, copy) for tie in plan.ties for copy in tie.copies}
+    stages = []
+    for stage in plan.stages:
+        owned = sum(graph.parameters[n].num_bytes({}) for n in stage.parameters if (n, stage.index) not in copies)
+        link = cluster.link(stage.ranks[0], stage.ranks[-1])
+        # a ring sends and receives 2 (r - 1) / r of the gradients at each rank
+        share = 2 * (stage.replicas - 1) / stage.replicas
+        reduce_seconds = share * owned / link.bandwidth + (link.latency_seconds if share else 0.0)
+        backward = stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0)
+        stages.append(
+            StageCosts(
+                stage.forward_seconds,
+                backward,
+                backward / 2,
+                backward / 2,
+                step_seconds=profile.optimizer_seconds_per_byte * owned,
+                reduce_seconds=reduce_seconds,
+            )
+        )
+    return Costs(tuple(stages), _edges(plan, profile, cluster))
+
+
+def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:
+    routes = Routes.of(plan)
+    num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
+    num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
+    edges: dict[Edge, EdgeCosts] = {}
+    for edge, values in (*routes.forward.items(), *routes.backward.items()):
+        total = sum(num_bytes[value] for value in values)
+        link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
+        handing = getattr(profile, "send_seconds", 0.0) + getattr(profile, "send_seconds_per_byte", 0.0) * total
+        edges[edge] = EdgeCosts(total / link.bandwidth, link.latency_seconds, handing, 0.0)
+    return edges
+
+
+def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches: int = 1) -> Timeline:
+    """Return the simulated timeline of some minibatches."""
+    lowered = lower(schedule_of(plan, num_minibatches), Routes.of(plan).traffic)
+    return simulate(lowered, costs_of(plan, profile, cluster))
+
+
+def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
+    """Return what a plan should do. ``bubble_fraction``: of one minibatch, or of the steady state without a flush."""
+    if not any(schedule_of(plan).staleness):
+        timeline = timeline_of(plan, profile, cluster)
+        seconds, bubble = timeline.seconds, timeline.bubble_fraction
+    else:
+        short, long = (timeline_of(plan, profile, cluster, count) for count in (WINDOW, 2 * WINDOW))
+        seconds = (long.seconds - short.seconds) / WINDOW
+        busy = sum(long.busy_seconds(rank) - short.busy_seconds(rank) for rank in range(plan.num_ranks)) / WINDOW
+        bubble = 1 - busy / (seconds * plan.num_ranks) if seconds else 0.0
+    bottleneck = max(stage.seconds / stage.replicas for stage in plan.stages)
+    return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)

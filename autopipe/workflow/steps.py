@@ -1,0 +1,165 @@
+"""The steps before a run: profile, plan, generate, simulate, and ``prepare``, which does what is missing or stale.
+
+What is stale is found by capturing the model afresh: its digest is compared with the artifact's. A command that names
+a step does that step again; a step before it is taken from the work directory where it still holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.errors import ArtifactError
+from autopipe.generate import generate as generate_stages
+from autopipe.generate import load_constants, load_stage
+from autopipe.ir import artifact
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.schedules import render
+from autopipe.workflow.choose import choose_plan, ensure_plan
+from autopipe.workflow.models import ensure_profile, load_model, measure_model
+from autopipe.workflow.predict import predict, schedule_of, timeline_of
+from autopipe.workflow.requests import PlanRequest
+from autopipe.workflow.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
+from autopipe.workflow.settings import WORK_DIRECTORY, ModelSettings, PlanSettings, ProfileSettings, Progress
+from autopipe.workflow.store import PlanRecord, Store, Work
+from autopipe.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that a run starts from. ``notes``: what was done or taken from before; ``warnings``: of the model."""
+
+    workload: Workload
+    graph: Graph
+    profile: Profile
+    cluster: Cluster
+    plan: Plan
+    stages: Path
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    evaluation_note: str = ""
+
+
+def profile(settings: ProfileSettings, progress: Progress | None = None) -> ProfileResult:
+    """Capture and measure the model, and write profile.json."""
+    work = Work.begin(settings.work_dir, progress)
+    model = load_model(settings, work, verify=settings.verify)
+    found = measure_model(model, settings, work)
+    work.notes.append(f"measured {len(found.graph.nodes)} nodes, captured by {model.capture.method}")
+    return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
+
+
+def plan(settings: PlanSettings, progress: Progress | None = None) -> PlanResult:
+    """Plan anew, from a profile that is taken from before where it still holds, and write plan.json."""
+    work = Work.begin(settings.work_dir, progress)
+    model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
+    made, record, seconds = choose_plan(model.workload, found, PlanRequest.of(settings), work)
+    return PlanResult(
+        made,
+        found,
+        record.cluster,
+        str(work.store.plan),
+        seconds,
+        (*work.notes, *assumptions(record)),
+        model.capture.notes,
+    )
+
+
+def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) -> GenerateResult:
+    """Write the stage files of the stored plan.
+
+    Raises: ArtifactError where there is no plan, or the model is no longer the one that was planned.
+    """
+    work = Work.begin(work_dir, progress)
+    made, _ = work.store.stored_plan()
+    model = load_model(ProfileSettings(ModelSettings(), work_dir), work, verify=False)
+    if model.capture.graph.digest != made.graph_digest:
+        raise ArtifactError(
+            f"the plan is of model {made.graph_digest}, and the model is now {model.capture.graph.digest}",
+            where=str(work.store.plan),
+            remedy=f"autopipe plan {made.workload.target} --gpus {made.num_ranks}",
+        )
+    files = generate_stages(model.capture, made, work.store.stages)
+    return GenerateResult(made, tuple(str(path) for path in files), tuple(work.notes))
+
+
+def simulate(
+    work_dir: Path = WORK_DIRECTORY, schedule: str | None = None, progress: Progress | None = None
+) -> SimulateResult:
+    """Simulate the stored plan, under another schedule where one is named, and write timeline.json."""
+    store = Work.begin(work_dir, progress).store
+    made, record = store.stored_plan()
+    found = store.stored_profile()
+    notes: tuple[str, ...] = ()
+    if schedule is not None and schedule != made.schedule:
+        notes = (f"the plan is for {made.schedule}; simulated with {schedule}, the same stages",)
+        made = dataclasses.replace(made, schedule=schedule, schedule_options={})
+    timeline = timeline_of(made, found, record.cluster)
+    made = dataclasses.replace(made, predicted=predict(made, found, record.cluster))
+    artifact.save(timeline, store.timeline)
+    return SimulateResult(made, timeline, render(schedule_of(made)), str(store.timeline), notes)
+
+
+def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepared:
+    """Do every step that is missing or stale, and say so.
+
+    Raises: RunError where nobody said how many ranks; whatever the steps raise.
+    """
+    work = Work.begin(settings.work_dir, progress)
+    model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
+    made, record = ensure_plan(model.workload, found, settings, work)
+    if made.workload != model.workload.spec:
+        # a seed or a learning rate changes what is trained, not how it is cut
+        made = dataclasses.replace(made, workload=model.workload.spec)
+        artifact.save(made, work.store.plan)
+    if _stages_hold(work.store, made):
+        work.notes.append("stage files taken from before")
+    else:
+        generate_stages(model.capture, made, work.store.stages)
+        work.notes.append(f"wrote {len(made.stages)} stage files to {work.store.stages}")
+    return Prepared(
+        workload=model.workload,
+        graph=model.capture.graph,
+        profile=found,
+        cluster=record.cluster,
+        plan=made,
+        stages=work.store.stages,
+        notes=(*work.notes, *assumptions(record)),
+        warnings=model.capture.notes,
+        evaluation_note=model.capture.evaluation_note,
+    )
+
+
+def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
+    """Return the microbatch sizes that the settings speak of, so that they are measured and not extrapolated."""
+    if settings.microbatch_size is not None:
+        return (settings.microbatch_size,)
+    if settings.batch_size is not None and settings.num_microbatches:
+        return (-(-settings.batch_size // settings.num_microbatches),)
+    return ()
+
+
+def _stages_hold(store: Store, made: Plan) -> bool:
+    """Whether every stage file is there and of this model and plan."""
+    try:
+        for stage in made.stages:
+            load_stage(store.stages, stage.index, graph_digest=made.graph_digest, plan_digest=made.digest)
+        load_constants(store.stages)
+    except ArtifactError:
+        return False
+    return True
+
+
+def assumptions(record: PlanRecord) -> tuple[str, ...]:
+    """Return what a plan takes for granted and nobody measured, for people."""
+    if record.cluster.source != "assumed":
+        return ()
+    level, device = record.cluster.levels[0], record.cluster.devices[0]
+    return (
+        f"assumed: {level.bandwidth / 1e9:.3g} GB/s between ranks, {device.memory_bytes / 2**30:.1f} GiB a rank "
+        "(--cluster, --gpu-memory and --link say otherwise)",
+    )
