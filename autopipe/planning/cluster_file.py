@@ -1,0 +1,150 @@
+"""``cluster.toml`` and the quantities in it ("80GiB", "400Gbit/s", "5us") as a ``Cluster``."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from autopipe.errors import PlanError, unknown_choice
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+
+QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2}))?\s*([A-Za-z/]*)\s*")
+PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+# fractions, because 5 * 1e-6 is not 5e-6
+SECONDS = {unit: Fraction(1, 10**digits) for unit, digits in (("s", 0), ("ms", 3), ("us", 6), ("ns", 9))}
+BYTES = {prefix + "B": Fraction(factor) for prefix, factor in PREFIXES.items()}
+RATES = {f"{unit}/s": factor for unit, factor in BYTES.items()}
+RATES |= {f"{prefix}bit/s": Fraction(factor, 8) for prefix, factor in PREFIXES.items()}
+RATES |= {f"{prefix}bps": Fraction(factor, 8) for prefix, factor in PREFIXES.items()}
+
+
+def parse_bytes(text: str, *, where: str = "") -> int:
+    """Return bytes: "16GiB", "80GB", "512 MiB". Raises: PlanError."""
+    return round(_parse(text, BYTES, "a size in bytes such as 16GiB", where))
+
+
+def parse_bandwidth(text: str, *, where: str = "") -> float:
+    """Return bytes per second: "10GB/s", "400Gbit/s", "25Gbps". Raises: PlanError."""
+    return _parse(text, RATES, "a bandwidth such as 10GB/s or 400Gbit/s", where)
+
+
+def parse_seconds(text: str, *, where: str = "") -> float:
+    """Return seconds: "5us", "1.5 ms". Raises: PlanError."""
+    return _parse(text, SECONDS, "a time such as 5us", where)
+
+
+def _parse(text: str, units: dict[str, Fraction], wanted: str, where: str) -> float:
+    match = QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise PlanError(f"{text!r} is not {wanted}", where=where)
+    number, exponent, unit = match.groups()
+    if unit not in units:
+        what = f"{text!r} has no unit" if not unit else unknown_choice("unit", unit, units)
+        raise PlanError(what, where=where, remedy=f"write {wanted}")
+    return float(Fraction(f"{number}e{exponent or 0}") * units[unit])
+
+
+def uniform_cluster(num_ranks: int, *, memory: str = "", link: str = "10GB/s", latency: str = "5us") -> Cluster:
+    """Return a cluster of equal devices behind one kind of link, from options as a user types them.
+
+    Raises: PlanError for a quantity that cannot be read.
+    """
+    device = ClusterDevice("device", parse_bytes(memory) if memory else 0)
+    level = Level("link", num_ranks, _positive(parse_bandwidth(link), "link"), parse_seconds(latency))
+    return Cluster((level,), (device,), f"options: {num_ranks} ranks, {memory or 'no memory limit'}, {link}")
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Return the cluster of a file.
+
+    ``[device]`` describes all ranks; ``[[device]]``, repeated, describes them in rank order, each for ``count`` ranks.
+
+    Raises: PlanError naming the file and the key for anything that is missing, unknown or of the wrong kind.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path.name} cannot be read: {error}", where=str(path)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{path.name} is not TOML: {error}", where=str(path)) from None
+    return parse_cluster(document, str(path))
+
+
+def parse_cluster(document: dict[str, Any], where: str) -> Cluster:
+    """Return the cluster of a TOML document; see ``read_cluster``."""
+    _only_keys(document, {"source", "device", "level"}, where)
+    levels = document.get("level", [])
+    devices = document.get("device", {})
+    if not isinstance(levels, list) or not levels:
+        raise PlanError(
+            "no [[level]] is given", where=where, remedy="add one [[level]] per kind of link, innermost first"
+        )
+    parsed = tuple(_level(entry, f"{where}: level {index}") for index, entry in enumerate(levels))
+    num_ranks = math.prod(level.count for level in parsed)
+    source = _text(document, "source", where, "given")
+    if isinstance(devices, dict):
+        return Cluster(parsed, (_device(devices, f"{where}: device"),), source)
+    listed: list[ClusterDevice] = []
+    for index, entry in enumerate(devices):
+        place = f"{where}: device {index}"
+        listed.extend([_device(entry, place)] * _whole(entry, "count", place, 1))
+    if len(listed) != num_ranks:
+        counts = " x ".join(str(level.count) for level in parsed)
+        raise PlanError(
+            f"[[device]] describes {len(listed)} ranks, the levels hold {counts} = {num_ranks}",
+            where=where,
+            remedy="give one [device] for all, or counts that add up",
+        )
+    return Cluster(parsed, tuple(listed), source)
+
+
+def _level(entry: Any, where: str) -> Level:
+    _only_keys(entry, {"name", "count", "bandwidth", "latency"}, where)
+    if "bandwidth" not in entry or "count" not in entry:
+        missing = "count" if "count" not in entry else "bandwidth"
+        raise PlanError(f"{missing} is missing", where=where, remedy='write count = 4 and bandwidth = "10GB/s"')
+    bandwidth = _positive(parse_bandwidth(entry["bandwidth"], where=f"{where}.bandwidth"), f"{where}.bandwidth")
+    latency = parse_seconds(_text(entry, "latency", where, "0s"), where=f"{where}.latency")
+    return Level(_text(entry, "name", where, "level"), _whole(entry, "count", where, 1), bandwidth, latency)
+
+
+def _device(entry: Any, where: str) -> ClusterDevice:
+    _only_keys(entry, {"name", "memory", "speed", "count"}, where)
+    memory = parse_bytes(entry["memory"], where=f"{where}.memory") if "memory" in entry else 0
+    speed = entry.get("speed", 1.0)
+    if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
+        raise PlanError(f"speed is {speed!r}; a number larger than 0 is needed", where=where)
+    return ClusterDevice(_text(entry, "name", where, "device"), memory, float(speed))
+
+
+def _only_keys(entry: Any, known: set[str], where: str) -> None:
+    if not isinstance(entry, dict):
+        raise PlanError(f"a table is needed, found {entry!r}", where=where)
+    for key in entry:
+        if key not in known:
+            raise PlanError(unknown_choice("key", key, known), where=where)
+
+
+def _text(entry: dict[str, Any], key: str, where: str, default: str) -> str:
+    value = entry.get(key, default)
+    if not isinstance(value, str):
+        raise PlanError(f"{key} is {value!r}; a text in quotes is needed", where=where)
+    return value
+
+
+def _whole(entry: dict[str, Any], key: str, where: str, default: int) -> int:
+    value = entry.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{key} is {value!r}; a whole number of at least 1 is needed", where=where)
+    return value
+
+
+def _positive(value: float, where: str) -> float:
+    if not value > 0:
+        raise PlanError("a bandwidth must be larger than 0", where=where)
+    return value

@@ -1,0 +1,129 @@
+"""cluster.toml and its quantities: what is read, and what is refused."""
+
+import pytest
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.planning.cluster_file import (
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+    read_cluster,
+    uniform_cluster,
+)
+
+# the example of the command line's reference
+EXAMPLE = """\
+source = "datasheet"
+[device]
+name = "V100-16GB"
+memory = "16GiB"
+speed = 1.0
+[[level]]
+name = "node"
+count = 4
+bandwidth = "10GB/s"
+latency = "5us"
+[[level]]
+name = "cluster"
+count = 4
+bandwidth = "1.25GB/s"
+latency = "20us"
+"""
+
+
+def cluster_from(tmp_path, text):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return read_cluster(path)
+
+
+def test_the_documented_file_is_read(tmp_path):
+    assert cluster_from(tmp_path, EXAMPLE) == Cluster(
+        (Level("node", 4, 1e10, 5e-6), Level("cluster", 4, 1.25e9, 2e-5)),
+        (ClusterDevice("V100-16GB", 16 * 2**30, 1.0),),
+        "datasheet",
+    )
+
+
+def test_devices_may_differ_by_rank(tmp_path):
+    head, _, levels = EXAMPLE.partition("[[level]]")
+    mixed = '[[device]]\nname = "fast"\ncount = 12\nspeed = 2\n[[device]]\nname = "slow"\ncount = 4\n[[level]]'
+    cluster = cluster_from(tmp_path, mixed + levels)
+    assert [cluster.device(rank).name for rank in (0, 11, 12, 15)] == ["fast", "fast", "slow", "slow"]
+    assert cluster.device(0).speed == 2.0
+    with pytest.raises(PlanError, match=r"describes 5 ranks, the levels hold 4 x 4 = 16"):
+        cluster_from(tmp_path, mixed.replace("12", "1") + levels)
+    assert head
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("80GiB", 80 * 2**30), ("16 GB", 16 * 10**9), ("1.5MiB", 3 * 2**19), ("512B", 512), ("2e3kB", 2 * 10**6)],
+)
+def test_sizes(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("10GB/s", 1e10), ("400Gbit/s", 5e10), ("25Gbps", 3.125e9), ("1GiB/s", 2.0**30), ("8bit/s", 1.0)],
+)
+def test_bandwidths(text, value):
+    assert parse_bandwidth(text) == value
+
+
+def test_times():
+    assert [parse_seconds(text) for text in ("5us", "1.5 ms", "2s", "7ns")] == [5e-6, 1.5e-3, 2.0, 7e-9]
+
+
+@pytest.mark.parametrize(
+    ("call", "text", "message"),
+    [
+        (parse_bytes, "80", "'80' has no unit"),
+        (parse_bytes, "80Gib", "unknown unit 'Gib'"),
+        (parse_bytes, "lots", "'lots' is not a size in bytes such as 16GiB"),
+        (parse_bandwidth, "400Gbit", "Did you mean 'Gbit/s'"),
+        (parse_seconds, "-1s", "'-1s' is not a time such as 5us"),
+        (parse_bytes, 16, "16 is not a size in bytes"),
+    ],
+)
+def test_a_quantity_without_a_known_unit_is_refused(call, text, message):
+    with pytest.raises(PlanError, match=message):
+        call(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "where"),
+    [
+        (("source =", "sorce ="), "unknown key 'sorce'; known: device, level, source. Did you mean 'source'", ""),
+        (("speed = 1.0", "speed = 0"), "speed is 0; a number larger than 0 is needed", ": device"),
+        (("count = 4", "count = 0"), "count is 0; a whole number of at least 1 is needed", ": level 0"),
+        (('bandwidth = "10GB/s"\n', ""), "bandwidth is missing", ": level 0"),
+        (('"10GB/s"', '"0GB/s"'), "a bandwidth must be larger than 0", ": level 0.bandwidth"),
+        (('"16GiB"', "16"), "16 is not a size in bytes", ": device.memory"),
+        (('"node"', "3"), "name is 3; a text in quotes is needed", ": level 0"),
+        (("[device]", "[device"), "cluster.toml is not TOML", ""),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_key(tmp_path, change, message, where):
+    with pytest.raises(PlanError) as caught:
+        cluster_from(tmp_path, EXAMPLE.replace(*change))
+    assert message in caught.value.what
+    assert caught.value.where == f"{tmp_path / 'cluster.toml'}{where}"
+
+
+def test_a_missing_file_and_a_file_without_levels_are_refused(tmp_path):
+    with pytest.raises(PlanError, match=r"no\.toml cannot be read"):
+        read_cluster(tmp_path / "no.toml")
+    with pytest.raises(PlanError, match=r"no \[\[level\]\] is given"):
+        cluster_from(tmp_path, 'source = "x"\n')
+
+
+def test_options_make_a_uniform_cluster():
+    cluster = uniform_cluster(512, memory="80GiB", link="400Gbit/s")
+    assert cluster.num_ranks == 512
+    assert cluster.device(511).memory_bytes == 80 * 2**30
+    assert cluster.link(0, 511).bandwidth == 5e10
+    with pytest.raises(PlanError, match="larger than 0"):
+        uniform_cluster(2, link="0GB/s")
