@@ -68,12 +68,12 @@ class Times:
         return statistics.median(self.forward), statistics.median(self.backward)
 
     @property
-    def spread(self) -> float:
-        """The interquartile range of forward plus backward, relative to the median; 0 for fewer than four."""
+    def spread(self) -> float | None:
+        """The interquartile range of forward plus backward, relative to the median; None for fewer than four."""
         totals = [f + b for f, b in zip(self.forward, self.backward, strict=True)]
         middle = statistics.median(totals)
         if len(totals) < 4 or middle == 0:
-            return 0.0
+            return None
         low, _, high = statistics.quantiles(totals, n=4)
         return (high - low) / middle
 

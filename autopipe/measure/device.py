@@ -45,6 +45,13 @@ def describe_device(device: torch.device, threads: int) -> Device:
     return Device("cpu", _processor(), int(psutil.virtual_memory().total), threads)
 
 
+def available_bytes(device: torch.device) -> int:
+    """Return how many bytes are free on a device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
 def _processor() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

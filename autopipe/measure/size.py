@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -13,12 +15,14 @@ from torch import Tensor, fx
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.profile import Measurement, NodeCost
 from autopipe.measure.clock import Clock, Times, repeat
+from autopipe.measure.device import available_bytes
 from autopipe.measure.piece import Piece, State, storage_of, tensors_of
 from autopipe.measure.segments import segments
 from autopipe.measure.walk import Saved, Values, Weights, call, explained, inputs_of, no_leaf, region
 
 LEAST_SECONDS = 1e-3  # a shorter run of nodes is joined with its neighbours: the clock and autograd's start weigh in
 BUDGET_SECONDS = 0.25  # for the repetitions of one run
+LONG_SECONDS = 0.5  # a whole pass that takes longer is repeated twice only
 NOISY = 0.1  # relative spread, or stolen time, above which a profile is not to be trusted
 _log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
@@ -56,7 +60,7 @@ class Run:
     """What was found of one run of nodes, for all runs that are the same."""
 
     seconds: tuple[float, float]
-    spread: float
+    spread: float | None
     saved_bytes: list[int]
     grads: list[tuple[bool, ...]]  # of its values, whether a gradient flows through each of their tensors
     counted: list[int]  # the places of those whose memory is counted
@@ -211,16 +215,29 @@ class SizeRun:
     # --- the whole model ----------------------------------------------------------------------------------------------
 
     def _whole(self) -> Times | None:
-        """Time the whole model; None where it does not fit."""
-        nodes = [self.nodes[node.name] for node in self.graph.nodes]
-        private = any(node.mutates for node in self.graph.nodes)
+        """Time the whole model; None where it does not fit. A long pass is repeated less often."""
+        about = self.graph.nodes
+        nodes, private = [self.nodes[node.name] for node in about], any(node.mutates for node in about)
         values = self._start()
+        if self._needed_bytes() > available_bytes(self.clock.device):
+            self._say_unfit()
+            return None
+        seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in self.costs.values())
         try:
             piece = Piece(nodes, inputs_of(nodes), self._outputs(), State(self.root, self.clock.device))
-            return repeat(lambda: self._once(piece, values, private), 3 * BUDGET_SECONDS, fewest=4)
+            once = functools.partial(self._once, piece, values, private)
+            return repeat(once, 3 * BUDGET_SECONDS, fewest=4 if seconds < LONG_SECONDS else 2)
         except torch.OutOfMemoryError:
-            _log.info("microbatch of %d: the whole model does not fit; its runs of nodes stand for it", self.size)
+            self._say_unfit()
             return None
+
+    def _needed_bytes(self) -> int:
+        """Parameters copied, their gradients, and what is saved: less than a pass takes at its peak, but most of it."""
+        parameters = sum(2 * spec.num_bytes({}) for spec in self.graph.parameters.values())
+        return parameters + sum(cost.saved_bytes for cost in self.costs.values())
+
+    def _say_unfit(self) -> None:
+        _log.info("microbatch of %d: the whole model does not fit; its runs of nodes stand for it", self.size)
 
     def _outputs(self) -> list[str]:
         made = {node.name for node in self.graph.nodes}
@@ -228,7 +245,11 @@ class SizeRun:
 
     def _compare(self, whole: Times | None) -> float:
         """Scale the nodes half way to the whole pass, warn where the machine was too noisy, return the spread."""
-        spread = max((run.spread for run in self.runs.values()), default=0.0) if whole is None else whole.spread
+        if whole is not None and whole.spread is not None:
+            spread = whole.spread
+        else:
+            known = [run.spread for run in self.runs.values() if run.spread is not None]
+            spread = statistics.median(known) if known else 0.0
         if spread > NOISY or self.clock.stolen > NOISY:
             _log.warning(
                 "microbatch of %d: the times vary by %.0f %%, and other programs took %.0f %% of the time; "

@@ -249,6 +249,15 @@ def test_a_whole_model_that_does_not_fit_is_measured_by_its_runs(monkeypatch, ca
     assert sum(cost.forward_seconds for cost in found.costs.values()) > 0
 
 
+def test_a_whole_model_that_would_not_fit_is_not_even_tried(monkeypatch, caplog):
+    _, capture, workload = stack_of()
+    monkeypatch.setattr("autopipe.measure.size.available_bytes", lambda device: 1000)
+    with caplog.at_level(logging.INFO, "autopipe"):
+        found = size_run(capture, workload, 2).measurement()
+    assert "does not fit" in caplog.text and "add up to" not in caplog.text
+    assert sum(cost.forward_seconds for cost in found.costs.values()) > 0
+
+
 def test_a_run_that_does_not_fit_is_an_error_with_the_remedy(monkeypatch):
     _, capture, workload = stack_of()
 
@@ -371,6 +380,7 @@ def test_blocks_that_are_too_short_are_joined_whole():
 def test_the_median_and_spread_of_repeated_times():
     times = Times((1.0, 2.0, 3.0, 4.0, 5.0), (1.0,) * 5)
     assert times.medians == (3.0, 1.0)
+    assert Times((1.0,) * 3, (1.0,) * 3).spread is None
     assert times.spread == pytest.approx(3.0 / 4.0)  # quartiles 1.5 and 4.5 of the forwards, median 3 + 1
 
 
