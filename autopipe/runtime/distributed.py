@@ -27,6 +27,11 @@ _GONE = (
 )
 
 
+def backends() -> dict[str, bool]:
+    """Return which of the backends that a run can use this torch was built with."""
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+
+
 def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: bool, timeout_seconds: float) -> None:
     """Join the ranks at ``store``, a torch store. Gloo is always there: control messages are small CPU tensors."""
     dist.init_process_group(

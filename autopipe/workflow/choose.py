@@ -1,4 +1,4 @@
-"""A request becomes a plan: which cluster, batch and schedules are meant, and whether the stored plan still answers it."""
+"""A request becomes a plan: which cluster, batch and schedules are meant; and whether the stored plan answers it."""
 
 from __future__ import annotations
 

@@ -65,9 +65,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     return load_workload(options)
 
 
-def measure_model(
-    model: Model, settings: ProfileSettings, store: Store, progress: Progress, sizes: tuple[int, ...] = ()
-) -> Profile:
+def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
     """Measure a captured model and write profile.json."""
     wanted = settings.microbatch_sizes or tuple(sorted({*MICROBATCH_SIZES, *sizes}))
     found = measure(
@@ -82,9 +80,7 @@ def measure_model(
     return found
 
 
-def ensure_profile(
-    settings: ProfileSettings, store: Store, progress: Progress, notes: list[str], sizes: tuple[int, ...] = ()
-) -> tuple[Model, Profile]:
+def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> tuple[Model, Profile]:
     """Return the model and its profile: the stored one where model, device and sizes are still the same."""
     stored = work.found(Profile, work.store.profile)
     # a graph that was verified once, and is the same again, needs no second proof

@@ -126,7 +126,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateSettings:
-    """``run`` None: the newest one of the work directory. ``data``: a TARGET instead of the file's ``evaluate_data``."""
+    """``run`` None: the newest one of the work directory. ``data``: a TARGET in place of the ``evaluate_data`` hook."""
 
     run: Path | None = None
     work_dir: Path = WORK_DIRECTORY

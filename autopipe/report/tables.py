@@ -1,0 +1,184 @@
+"""Tables for people, as rich renderables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.ir.timeline import Timeline
+from autopipe.report.text import in_bytes, in_seconds
+
+if TYPE_CHECKING:
+    from autopipe.workflow.doctor import Examination
+    from autopipe.workflow.results import CheckReport, EvaluateResult, ExportResult, TrainResult
+
+WORST_PARAMETERS = 8
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    """Return an empty table; the first ``left`` columns hold text, the others numbers."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
+    return table
+
+
+def profile_table(profile: Profile) -> Table:
+    """Return one row a measured microbatch size."""
+    device = f"{profile.device.name}, {profile.device.threads} thread" + ("s" if profile.device.threads > 1 else "")
+    table = _table(
+        f"{profile.graph.name} on {device if profile.device.kind == 'cpu' else profile.device.name}",
+        "microbatch",
+        "forward",
+        "backward",
+        "kept for backward",
+        "spread",
+        left=0,
+    )
+    for measurement in profile.measurements:
+        costs = measurement.costs.values()
+        table.add_row(
+            str(measurement.microbatch_size),
+            in_seconds(sum(cost.forward_seconds for cost in costs)),
+            in_seconds(sum(cost.backward_seconds for cost in costs)),
+            in_bytes(sum(cost.saved_bytes for cost in costs)),
+            f"{measurement.spread:.1%}",
+        )
+    return table
+
+
+def stage_table(plan: Plan, cluster: Cluster) -> Table:
+    """Return one row a stage: what it holds, how long a microbatch takes, what it needs, what it sends on."""
+    table = _table(
+        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
+        "stage",
+        "ranks",
+        "first .. last",
+        "a microbatch",
+        "memory",
+        "of",
+        "sends",
+        left=3,
+    )
+    for stage in plan.stages:
+        sent = sum(b.bytes * len(b.consumers) for b in plan.boundaries if b.producer == stage.index)
+        limit = cluster.device(stage.ranks[0]).memory_bytes
+        table.add_row(
+            str(stage.index),
+            ",".join(str(rank) for rank in stage.ranks),
+            f"{stage.first} .. {stage.last}" + (" (recompute)" if stage.recompute else ""),
+            in_seconds(stage.seconds),
+            in_bytes(stage.peak_bytes),
+            in_bytes(limit) if limit else "no limit",
+            in_bytes(sent) if sent else "-",
+        )
+    return table
+
+
+def prediction_lines(plan: Plan, profile: Profile) -> str:
+    """Return what the plan should do, against one rank that does it all."""
+    predicted = plan.predicted
+    alone = profile.at(plan.microbatch_size)
+    one = plan.num_microbatches * sum(c.forward_seconds + c.backward_seconds for c in alone.costs.values())
+    lines = [
+        f"predicted: {in_seconds(predicted.step_seconds)} a step, {predicted.samples_per_second:.1f} samples/s, "
+        f"{predicted.bubble_fraction:.1%} idle, slowest stage {in_seconds(predicted.bottleneck_seconds)} a microbatch",
+    ]
+    if one and predicted.step_seconds and plan.num_ranks > 1:
+        ratio = one / predicted.step_seconds
+        lines.append(f"one rank alone: {in_seconds(one)} a step; this plan is {ratio:.2f} times as fast")
+    for tie in plan.ties:
+        copies = ", ".join(str(copy) for copy in tie.copies)
+        how = "bit-equal to plain training" if tie.exact else "the copies' sums are added once a step"
+        lines.append(f"tied: {tie.parameter} lives in stage {tie.owner}, copied to {copies} ({how})")
+    return "\n".join(lines)
+
+
+def simulation(plan: Plan, timeline: Timeline, grid: str) -> tuple[str, ...]:
+    """Return the schedule as a grid, and what the simulation says."""
+    busy = ", ".join(f"{timeline.busy_seconds(rank) / (timeline.seconds or 1):.0%}" for rank in range(plan.num_ranks))
+    return (
+        f"{plan.schedule}, {len(plan.stages)} stages, {plan.num_microbatches} microbatches:",
+        grid.rstrip("\n"),
+        f"simulated: {in_seconds(timeline.seconds)} a step, {plan.predicted.samples_per_second:.1f} samples/s, "
+        f"{timeline.bubble_fraction:.1%} idle; ranks busy {busy}",
+    )
+
+
+def check(report: CheckReport) -> tuple[Any, ...]:
+    """Return the verdict and the worst parameters."""
+    if report.bitwise:
+        verdict = f"equal to plain training, to the last bit: {len(report.parameters)} tensors, {_losses(report)}"
+        return (verdict,)
+    word = "equal to plain training within rounding" if report.equal else "NOT equal to plain training"
+    worst = sorted(report.parameters, key=lambda entry: (-entry.error, entry.name))[:WORST_PARAMETERS]
+    table = _table("largest differences", "parameter", "stage", "relative error")
+    for entry in worst:
+        table.add_row(entry.name, str(entry.owner), f"{entry.error:.3g}")
+    return (f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}", table)
+
+
+def _losses(report: CheckReport) -> str:
+    count = len(report.losses)
+    return f"{count} step{'s' if count != 1 else ''}"
+
+
+def training(result: TrainResult) -> str:
+    """Return a run in one paragraph."""
+    if not result.losses:
+        return f"no step was left to do; run directory {result.run_dir}"
+    return (
+        f"{result.steps} steps in {in_seconds(result.seconds)} on {result.ranks} ranks ({result.stages} stages, "
+        f"{result.schedule}): loss {result.losses[0]:.6f} -> {result.losses[-1]:.6f}, "
+        f"{result.samples_per_second:.1f} samples/s\n"
+        f"checkpoint: {result.checkpoint or 'none'}"
+    )
+
+
+def evaluation(result: EvaluateResult) -> str:
+    """Return the evaluation in one line."""
+    return (
+        f"loss {result.loss:.6f} over {result.samples} samples, weights of step {result.step}, "
+        f"in {in_seconds(result.seconds)}"
+    )
+
+
+def exported(result: ExportResult) -> str:
+    """Return what was written."""
+    return f"{result.path}: {result.tensors} tensors, {in_bytes(result.bytes)}, weights of step {result.step}"
+
+
+def findings(result: Examination) -> Table:
+    """Return one row a finding of ``doctor``."""
+    table = _table("this machine", "", "what", "found", "try", left=4)
+    for finding in result.findings:
+        table.add_row(
+            {"ok": "ok", "note": "-", "problem": "!!"}[finding.state], finding.name, finding.found, finding.fix
+        )
+    return table
+
+
+def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str], doing: str) -> Table:
+    """Return the table that is shown while a run runs."""
+    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
+    table.add_column(justify="right", style="bold")
+    table.add_column()
+    if doing:
+        table.add_row("now", doing)
+    if start:
+        of = f" of {start['steps']}" if start["steps"] else ""
+        table.add_row("step", f"{step['step'] + 1 if step else start['start_step']}{of}")
+    if step:
+        table.add_row("loss", f"{step['loss']:.6f}")
+        table.add_row("samples/s", f"{step['samples_per_second']:.1f}")
+        table.add_row("seconds", f"{step['seconds']:.1f}")
+    for rank, state in enumerate(states):
+        table.add_row(f"rank {rank}", state)
+    return table

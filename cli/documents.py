@@ -1,0 +1,125 @@
+"""Results -> what ``--json`` prints. The keys are a contract: add freely, rename nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopipe.ir.plan import Plan
+    from autopipe.workflow.doctor import Examination
+    from autopipe.workflow.results import (
+        CheckReport,
+        GenerateResult,
+        PlanResult,
+        ProfileResult,
+        SimulateResult,
+        TrainResult,
+    )
+
+
+def fields_of(result: Any) -> dict[str, Any]:
+    """Return a result that is as flat as its document."""
+    return dataclasses.asdict(result)
+
+
+def profile(result: ProfileResult) -> dict[str, Any]:
+    """Return the profile in short; the file has it in full."""
+    found = result.profile
+    return {
+        "path": result.path,
+        "model": found.graph.name,
+        "graph_digest": found.graph.digest,
+        "device": dataclasses.asdict(found.device),
+        "nodes": len(found.graph.nodes),
+        "parameters": sum(spec.num_bytes({}) for spec in found.graph.parameters.values()),
+        "measurements": [
+            {
+                "microbatch_size": m.microbatch_size,
+                "forward_seconds": sum(cost.forward_seconds for cost in m.costs.values()),
+                "backward_seconds": sum(cost.backward_seconds for cost in m.costs.values()),
+                "saved_bytes": sum(cost.saved_bytes for cost in m.costs.values()),
+                "spread": m.spread,
+            }
+            for m in found.measurements
+        ],
+        "notes": result.notes,
+        "warnings": result.warnings,
+    }
+
+
+def _plan(found: Plan) -> dict[str, Any]:
+    return {
+        "stages": [
+            {
+                "index": stage.index,
+                "ranks": stage.ranks,
+                "replicas": stage.replicas,
+                "first": stage.first,
+                "last": stage.last,
+                "seconds": stage.seconds,
+                "peak_bytes": stage.peak_bytes,
+                "parameters": stage.parameters,
+                "recompute": stage.recompute,
+            }
+            for stage in found.stages
+        ],
+        "boundaries": [
+            {"value": b.value, "producer": b.producer, "consumers": b.consumers, "spec": str(b.spec), "bytes": b.bytes}
+            for b in found.boundaries
+        ],
+        "ties": [dataclasses.asdict(tie) for tie in found.ties],
+        "ranks": found.num_ranks,
+        "schedule": found.schedule,
+        "batch_size": found.batch_size,
+        "num_microbatches": found.num_microbatches,
+        "microbatch_size": found.microbatch_size,
+        "recompute": [stage.recompute for stage in found.stages],
+        "predicted": dataclasses.asdict(found.predicted),
+        "graph_digest": found.graph_digest,
+        "plan_digest": found.digest,
+    }
+
+
+def plan(result: PlanResult) -> dict[str, Any]:
+    """Return the plan, and how long the search took."""
+    return _plan(result.plan) | {
+        "planning_seconds": result.planning_seconds,
+        "cluster": dataclasses.asdict(result.cluster),
+        "path": result.path,
+        "notes": result.notes,
+        "warnings": result.warnings,
+    }
+
+
+def generate(result: GenerateResult) -> dict[str, Any]:
+    """Return the files, in stage order."""
+    return {"files": result.files, "plan_digest": result.plan.digest, "notes": result.notes}
+
+
+def simulate(result: SimulateResult) -> dict[str, Any]:
+    """Return the plan with what the simulation says of it."""
+    timeline = result.timeline
+    return _plan(result.plan) | {
+        "seconds": timeline.seconds,
+        "bubble_fraction": timeline.bubble_fraction,
+        "busy_seconds": [timeline.busy_seconds(rank) for rank in range(timeline.num_ranks)],
+        "grid": result.grid,
+        "path": result.path,
+        "notes": result.notes,
+    }
+
+
+def check(report: CheckReport) -> dict[str, Any]:
+    """Return every parameter's error."""
+    return fields_of(report)
+
+
+def train(result: TrainResult) -> dict[str, Any]:
+    """Return the run."""
+    return fields_of(result)
+
+
+def doctor(result: Examination) -> dict[str, Any]:
+    """Return every finding."""
+    return {"healthy": result.healthy, "findings": [dataclasses.asdict(finding) for finding in result.findings]}

@@ -1,0 +1,117 @@
+"""A run while it runs: one live table on a terminal, plain lines elsewhere. All of it on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autopipe.workflow.settings import Events
+
+from .terminal import Terminal
+
+LINE_EVERY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Lines:
+    """Prints a line for what happens; steps at most once a second, so that a log stays readable."""
+
+    terminal: Terminal
+    clock: Callable[[], float] = time.monotonic
+    subject: str = ""
+    steps: int = 0
+    printed: float = field(default=float("-inf"))
+
+    def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Take an event."""
+        say = self.terminal.say
+        if kind == "progress":
+            subject = str(fields["what"]).partition(":")[0]
+            if subject != self.subject:
+                self.subject = subject
+                say(f"  {fields['what']} ...")
+        elif kind == "note":
+            say(f"  {fields['text']}")
+        elif kind == "start":
+            self.steps = fields["steps"]
+            say(f"training on {fields['ranks']} ranks, run directory {fields['run_dir']}")
+        elif kind == "step":
+            self._step(fields)
+        elif kind == "checkpoint":
+            say(f"  checkpoint of step {fields['step']}: {fields['path']}")
+        elif kind == "evaluation":
+            say(f"  evaluation loss {fields['loss']:.6f} over {fields['samples']} samples")
+
+    def _step(self, fields: Mapping[str, Any]) -> None:
+        now = self.clock()
+        if now - self.printed < LINE_EVERY_SECONDS and fields["step"] + 1 != self.steps:
+            return
+        self.printed = now
+        self.terminal.say(step_line(fields, self.steps))
+
+
+def step_line(fields: Mapping[str, Any], steps: int) -> str:
+    """Return a step for people; steps count from 1 there."""
+    of = f"/{steps}" if steps else ""
+    return (
+        f"  step {fields['step'] + 1}{of}  loss {fields['loss']:.6f}  {fields['samples_per_second']:.1f} samples/s"
+        f"  {fields['seconds']:.1f} s"
+    )
+
+
+class Table:
+    """The live table: step, loss, samples/s, and what every rank does."""
+
+    def __init__(self, terminal: Terminal, console: Console) -> None:
+        from rich.live import Live
+
+        self.terminal = terminal
+        self.start: Mapping[str, Any] = {}
+        self.step: Mapping[str, Any] = {}
+        self.states: tuple[str, ...] = ()
+        self.doing = ""
+        self.live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._render)
+
+    def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Take an event."""
+        if kind == "progress":
+            self.doing = f"{fields['what']} {fields['fraction']:.0%}"
+        elif kind == "note":
+            self.live.console.print(f"  {fields['text']}")
+        elif kind == "start":
+            self.start, self.doing = fields, ""
+            self.live.console.print(f"training on {fields['ranks']} ranks, run directory {fields['run_dir']}")
+        elif kind == "step":
+            self.step = fields
+        elif kind == "ranks":
+            self.states = tuple(fields["states"])
+        elif kind == "checkpoint":
+            self.live.console.print(f"  checkpoint of step {fields['step']}: {fields['path']}")
+
+    def _render(self) -> Any:
+        from autopipe.report.tables import live
+
+        return live(self.start, self.step, self.states, self.doing)
+
+
+@contextlib.contextmanager
+def watching(terminal: Terminal) -> Iterator[Events]:
+    """Give the function that takes a run's events."""
+    if terminal.verbosity < 0:
+        yield lambda kind, fields: None
+    elif not sys.stderr.isatty():
+        yield Lines(terminal)
+    else:
+        table = Table(terminal, terminal.console(stderr=True))
+        with table.live:
+            yield table
+            last, steps = table.step, table.start.get("steps", 0)
+        if last:
+            terminal.say(step_line(last, steps))

@@ -1,0 +1,108 @@
+"""The ``autopipe`` command: the list of commands, each imported when it is called for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from autopipe import __version__
+from autopipe.errors import unknown_choice
+
+from . import config, options
+from .failures import guarded
+from .terminal import Terminal
+
+# command -> (module, its one-line help): `autopipe --help` imports none of them
+COMMANDS: dict[str, tuple[str, str]] = {
+    "profile": ("planning", "Measure what each part of a model costs."),
+    "plan": ("planning", "Cut the model into stages, one or more ranks each."),
+    "generate": ("planning", "Write the stages as readable Python files."),
+    "simulate": ("planning", "Play the plan through without running it."),
+    "check": ("running", "Compare the plan with plain training, parameter by parameter."),
+    "train": ("running", "Train; does every step that is missing or stale first."),
+    "eval": ("running", "Evaluate a run on held-out data, in its stages."),
+    "export": ("running", "Write a run's weights as one file for the untouched model."),
+    "report": ("later", "Draw a run as an HTML page. Not there yet."),
+    "sweep": ("later", "Train several models or settings on few devices. Not there yet."),
+    "doctor": ("doctor", "Look at this machine: versions, devices, memory, disk, gloo."),
+}
+
+# \b keeps click from joining the lines
+HELP = """Train an existing PyTorch model, unchanged, in pipeline stages, and prove that it is the same training.
+
+\b
+  autopipe train model.py --gpus 2      every step at once
+  autopipe check model.py --gpus 2      is it the same as plain training?
+  autopipe export -o model.safetensors  one file for the untouched model
+"""
+
+
+class Commands(click.Group):
+    """A group that imports a command's module when the command is called, and turns failures into exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        # not relative: mypy and the tests know this folder as cli, its users as autopipe.cli
+        module = importlib.import_module(f"{__package__}.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name + "_command")
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the command; an unknown one is answered with the nearest."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(unknown_choice("command", args[0], COMMANDS), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list without importing the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, with this project's exit codes and error texts."""
+        typed = args[0] if args else kwargs.get("args")
+        # a usage error comes before --json is read
+        terminal = Terminal(json="--json" in (sys.argv[1:] if typed is None else typed))
+        kwargs = {**kwargs, "standalone_mode": False, "obj": terminal}
+        return guarded(lambda: super(Commands, self).main(*args, **kwargs), terminal)
+
+
+@click.command(
+    "autopipe",
+    cls=Commands,
+    help=HELP,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "AUTOPIPE",
+        "max_content_width": 100,
+    },
+    epilog="Options come from the command line, then AUTOPIPE_* variables, then autopipe.toml or [tool.autopipe] in "
+    "pyproject.toml, then the default.",
+)
+@click.version_option(__version__, "--version", prog_name="autopipe", message="%(prog)s %(version)s")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(exists=True, dir_okay=False),
+    is_eager=True,
+    expose_value=False,
+    callback=config.apply,
+    help="Settings file. [default: autopipe.toml, then pyproject.toml]",
+)
+@options.verbosity
+def autopipe() -> None:
+    """Hold the commands."""
+
+
+def main() -> None:
+    """Run the console script."""
+    autopipe(prog_name="autopipe")

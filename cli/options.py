@@ -1,0 +1,184 @@
+"""Options that several commands share, and the settings that they make."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from autopipe.workflow.settings import (
+    WORK_DIRECTORY,
+    ClusterSettings,
+    ModelSettings,
+    PlanSettings,
+    ProfileSettings,
+)
+
+from . import types
+from .terminal import Terminal
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Option(click.Option):
+    """An option whose variable is ``AUTOPIPE_<COMMAND>_<NAME>``, or ``AUTOPIPE_<NAME>`` for every command."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """Look for the command's own variable first."""
+        import os
+
+        found = super().resolve_envvar_value(ctx)
+        return found if found is not None else os.environ.get(f"AUTOPIPE_{(self.name or '').upper()}") or None
+
+
+option = functools.partial(click.option, cls=Option)
+
+
+def _set_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.ensure_object(Terminal).json = bool(value)
+
+
+def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    terminal = ctx.ensure_object(Terminal)
+    terminal.debug = terminal.debug or value
+
+
+def _add_verbosity(sign: int) -> Callable[[click.Context, click.Parameter, int], None]:
+    def callback(ctx: click.Context, param: click.Parameter, value: int) -> None:
+        terminal = ctx.ensure_object(Terminal)
+        terminal.verbosity += sign * value
+        terminal.start_log()
+
+    return callback
+
+
+def _apply(function: Function, *decorators: Callable[[Any], Any]) -> Function:
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+def verbosity(function: Function) -> Function:
+    """Add -v, -q and --debug."""
+    return _apply(
+        function,
+        option("-v", "--verbose", count=True, expose_value=False, callback=_add_verbosity(1), help="Say more."),
+        option("-q", "--quiet", count=True, expose_value=False, callback=_add_verbosity(-1), help="Say only errors."),
+        option("--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Errors with their traceback."),
+    )
+
+
+def output(function: Function) -> Function:
+    """Add --json and what ``verbosity`` adds; the function takes the ``Terminal`` first."""
+    with_json = option(
+        "--json", is_flag=True, expose_value=False, callback=_set_json, help="One JSON document on stdout, no tables."
+    )
+    return _apply(click.pass_obj(function), with_json, verbosity)  # type: ignore[return-value]  # same function, wrapped
+
+
+work_dir = option(
+    "--work-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=WORK_DIRECTORY,
+    show_default=True,
+    help="Where the artifacts are.",
+)
+
+model_options: tuple[Callable[[Any], Any], ...] = (
+    option("--arg", type=types.PAIR, multiple=True, help="Argument of the model, name=value. Repeatable."),
+    option("--input", "input", multiple=True, help='A made-up input, such as "x:i64[8,128]<1000". Repeatable.'),
+    option("--loss", metavar="TARGET", help="(output, target) -> scalar, such as torch.nn:CrossEntropyLoss."),
+    option("--data", metavar="TARGET", help="Training data, instead of the file's `data`."),
+    option("--eval-data", metavar="TARGET", help="Held-out data, instead of the file's `evaluate_data`."),
+    option("--optimizer", metavar="NAME|TARGET", help="Such as adamw, or a function of the named parameters."),
+    option("--lr", type=float, help="Learning rate."),
+    option("--seed", type=int, help="Of the initial weights and of every random operation. [default: 0]"),
+)
+profile_options: tuple[Callable[[Any], Any], ...] = (
+    option("--device", type=types.one_of("device", "auto", "cpu", "cuda"), help="What to run on. [default: auto]"),
+    option("--microbatch-sizes", type=types.SIZES, help="Sizes to measure. [default: 1,2,4,8]"),
+    option("--threads-per-rank", type=types.COUNT, help="Of each rank on a CPU. [default: 1]"),
+    option("--allow-data-dependent", is_flag=True, help="Accept branches that depend on the data, as first taken."),
+    option("--no-verify", is_flag=True, help="Skip the comparison of the captured model with the original."),
+)
+plan_options: tuple[Callable[[Any], Any], ...] = (
+    option("--gpus", type=types.COUNT, metavar="N", help="How many ranks; on a CPU, processes."),
+    option("--batch-size", type=types.COUNT, metavar="B", help="Samples of one optimizer step."),
+    option("--schedule", type=types.SCHEDULE, metavar="auto|NAME", help="Order of the work. [default: auto]"),
+    option(
+        "--cluster",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File that describes devices and links.",
+    ),
+    option("--gpu-memory", type=types.BYTES, metavar="SIZE", help="Of each device, such as 24GiB."),
+    option("--link", type=types.RATE, metavar="RATE", help="Between devices, such as 25Gbit/s."),
+    option("--num-microbatches", type=types.COUNT, metavar="M", help="Parts of a minibatch."),
+    option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),
+    option(
+        "--recompute",
+        type=types.one_of("recompute setting", "auto", "always", "never"),
+        help="Run forwards twice to save memory. [default: auto, where it does not fit without]",
+    ),
+)
+
+
+def model(function: Function) -> Function:
+    """Add the options of the user's model."""
+    return _apply(function, *model_options)
+
+
+def profiling(function: Function) -> Function:
+    """Add the options of model and measurement."""
+    return _apply(function, *model_options, *profile_options, work_dir)
+
+
+def planning(function: Function) -> Function:
+    """Add the options of model, measurement and plan."""
+    return _apply(function, *plan_options, *model_options, *profile_options, work_dir)
+
+
+def profile_settings(target: str | None, given: dict[str, Any]) -> ProfileSettings:
+    """Return the settings of the options that ``profiling`` adds."""
+    hooks = {"loss": given["loss"], "data": given["data"], "optimizer": given["optimizer"]}
+    hooks["evaluate_data"] = given["eval_data"]
+    found = ModelSettings(
+        target or "",
+        dict(given["arg"]),
+        {name: text for name, text in hooks.items() if text},
+        tuple(given["input"]),
+        given["lr"],
+        given["seed"],
+    )
+    return ProfileSettings(
+        found,
+        given["work_dir"],
+        given["device"],
+        given["microbatch_sizes"],
+        given["threads_per_rank"],
+        given["allow_data_dependent"],
+        not given["no_verify"],
+    )
+
+
+def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
+    """Return the settings of the options that ``planning`` adds.
+
+    Raises: click.UsageError where two of them exclude each other.
+    """
+    for first, second in (("num_microbatches", "microbatch_size"), ("cluster", "gpu_memory"), ("cluster", "link")):
+        if given[first] is not None and given[second] is not None:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in (first, second))
+            raise click.UsageError(f"{names} exclude each other; give one")
+    return PlanSettings(
+        profile_settings(target, given),
+        given["gpus"],
+        given["batch_size"],
+        given["schedule"],
+        ClusterSettings(given["cluster"], given["gpu_memory"], given["link"]),
+        given["num_microbatches"],
+        given["microbatch_size"],
+        given["recompute"],
+    )

@@ -1,0 +1,160 @@
+"""check, train, eval, export: the commands that run ranks, or use what a run left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autopipe.workflow.settings import (
+    WORK_DIRECTORY,
+    CheckSettings,
+    EvaluateSettings,
+    ExportSettings,
+    TrainSettings,
+)
+
+from . import documents, failures, options, types
+from .terminal import Terminal
+
+LAUNCHERS = ("local", "ssh", "slurm", "env", "ray")
+run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
+
+
+@click.command("check")
+@click.argument("target", required=False)
+@options.planning
+@options.option("--steps", type=types.COUNT, default=2, show_default=True, metavar="K", help="Optimizer steps.")
+@options.output
+def check_command(terminal: Terminal, target: str | None, steps: int, **given: Any) -> int:
+    """Train a few steps plainly and in stages, and compare every parameter.
+
+    Exit code 1 where they are not equal. The model file is code, and it is run.
+    """
+    from autopipe.report import tables
+    from autopipe.workflow import runs
+
+    settings = CheckSettings(options.plan_settings(target, given), steps)
+    with terminal.progress() as progress:
+        report = runs.check(settings, progress)
+    terminal.notes(report.notes, report.warnings)
+    terminal.table(*tables.check(report))
+    terminal.document("check", documents.check(report))
+    if report.equal:
+        terminal.next("autopipe train")
+    return 0 if report.equal else 1
+
+
+@click.command("train")
+@click.argument("target", required=False)
+@options.planning
+@options.option("--steps", type=types.COUNT, metavar="K", help="Optimizer steps.")
+@options.option("--epochs", type=types.COUNT, metavar="E", help="Passes over the data. [default: 1]")
+@options.option(
+    "--precision",
+    type=types.one_of("precision", "fp32", "bf16", "fp16"),
+    default="fp32",
+    show_default=True,
+    help="Of the arithmetic.",
+)
+@options.option("--clip-grad-norm", type=click.FloatRange(min=0), default=0.0, metavar="X", help="Largest norm.")
+@options.option("--checkpoint-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: at the end.")
+@options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")
+@options.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
+@options.option("--launcher", type=types.one_of("launcher", *LAUNCHERS), default="local", show_default=True)
+@options.option("--hosts", metavar="h1,h2", help="For --launcher ssh.")
+@options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is kept.")
+@options.option("--timeline", is_flag=True, help="Record what each rank did when.")
+@options.output
+def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
+    """Train in stages. Every step that is missing or stale is done first, and said.
+
+    Without TARGET, the stored plan. The model file is code, and it is run.
+    """
+    from autopipe.errors import RunError
+
+    if given["launcher"] != "local" or given["hosts"]:
+        name = given["launcher"] if given["launcher"] != "local" else "ssh"
+        raise RunError(
+            f"--launcher {name} is not there yet",
+            remedy="use --launcher local, which starts the ranks as processes on this machine",
+        )
+    if given["steps"] is not None and given["epochs"] is not None:
+        raise click.UsageError("--steps and --epochs exclude each other; give one")
+    settings = TrainSettings(
+        options.plan_settings(target, given),
+        given["steps"],
+        given["epochs"],
+        given["precision"],
+        given["clip_grad_norm"],
+        given["checkpoint_every"],
+        given["keep_checkpoints"],
+        given["resume"],
+        given["run_dir"],
+        given["timeline"],
+    )
+    from autopipe.report import tables
+    from autopipe.workflow import runs
+
+    from .live import watching
+
+    with watching(terminal) as events:
+        result = runs.train(settings, events)
+    terminal.table(tables.training(result))
+    terminal.document("train", documents.train(result))
+    if result.stopped:
+        terminal.next("the same command with --resume")
+        return failures.STOPPED
+    terminal.next(f"autopipe export {result.run_dir} -o model.safetensors")
+    return 0
+
+
+@click.command("eval")
+@run_argument
+@options.option("--batch-size", type=types.COUNT, metavar="B", help="Samples at a time.")
+@options.option("--eval-data", metavar="TARGET", help="Data, instead of the file's `evaluate_data`.")
+@options.work_dir
+@options.output
+def eval_command(
+    terminal: Terminal, run: Path | None, batch_size: int | None, eval_data: str | None, work_dir: Path
+) -> None:
+    """Evaluate RUN (default: the newest) on held-out data, from its newest checkpoint.
+
+    The model file is code, and it is run.
+    """
+    from autopipe.report import tables
+    from autopipe.workflow import runs
+
+    result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data))
+    terminal.table(tables.evaluation(result))
+    terminal.document("eval", documents.fields_of(result))
+    terminal.next(f"autopipe export {result.run_dir} -o model.safetensors")
+
+
+@click.command("export")
+@run_argument
+@options.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file; .safetensors or .pt says the format.",
+)
+@options.option("--step", type=click.IntRange(min=0), help="Of the checkpoint. [default: the newest]")
+@options.work_dir
+@options.output
+def export_command(
+    terminal: Terminal, run: Path | None, output: Path, step: int | None, work_dir: Path = WORK_DIRECTORY
+) -> None:
+    """Write the weights of RUN (default: the newest) as one file.
+
+    The untouched model loads it with strict=True. The model file is code, and it is run.
+    """
+    from autopipe.report import tables
+    from autopipe.workflow import runs
+
+    result = runs.export(ExportSettings(output, run, work_dir, step))
+    terminal.table(tables.exported(result))
+    terminal.document("export", documents.fields_of(result))
+    terminal.next(f'model.load_state_dict(load_file("{result.path}"))' if output.suffix != ".pt" else "torch.load")

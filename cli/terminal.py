@@ -1,0 +1,109 @@
+"""``Terminal``: what a command says, and where. Tables, or else the one JSON document, go to stdout; the rest not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from autopipe.workflow.settings import Progress
+
+SCHEMA_VERSION = 1
+WIDTH = 120
+
+
+@dataclass(slots=True)
+class Terminal:
+    """One invocation's output. ``verbosity``: -1 quiet, 0 normal, 1 and 2 with the library's log."""
+
+    json: bool = False
+    verbosity: int = 0
+    debug: bool = False
+
+    def table(self, *renderables: RenderableType) -> None:
+        """Print for people on stdout; nothing with ``--json``."""
+        if not self.json:
+            console = self.console(stderr=False)
+            for renderable in renderables:
+                console.print(renderable)
+
+    def document(self, command: str, fields: Mapping[str, Any]) -> None:
+        """Print the one JSON document, where it was asked for."""
+        if self.json:
+            document = {"schema_version": SCHEMA_VERSION, "command": command, **fields}
+            click.echo(json.dumps(plain(document), indent=1))
+
+    def say(self, text: str) -> None:
+        """Say something on stderr, unless quiet."""
+        if self.verbosity >= 0:
+            click.echo(text, err=True)
+
+    def notes(self, notes: tuple[str, ...], warnings: tuple[str, ...] = ()) -> None:
+        """Say what was done, and what is to know. Warnings are said even when quiet."""
+        for note in notes:
+            self.say(f"  {note}")
+        for warning in warnings:
+            click.echo(f"warning: {warning}", err=True)
+
+    def next(self, command: str) -> None:
+        """Say what to run next."""
+        self.say(f"next: {command}")
+
+    def start_log(self) -> None:
+        """Let the library's log through as far as was asked for."""
+        levels = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
+        logging.basicConfig(
+            level=levels[max(-1, min(self.verbosity, 2))], format="%(name)s: %(message)s", stream=sys.stderr, force=True
+        )
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """Show progress on stderr: a bar on a terminal, a line for each new thing elsewhere."""
+        if self.verbosity < 0:
+            yield lambda what, fraction: None
+        elif not sys.stderr.isatty():
+            last = [""]
+
+            def line(what: str, fraction: float) -> None:
+                subject = what.partition(":")[0]
+                if subject != last[0]:
+                    last[0] = subject
+                    self.say(f"  {what} ...")
+
+            yield line
+        else:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+            with Progress(*columns, console=self.console(stderr=True), transient=True) as bar:
+                task = bar.add_task("", total=1.0)
+                yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
+
+    def console(self, *, stderr: bool) -> Console:
+        """Return a console of a stream; where it is no terminal, of a fixed width and without colour."""
+        from rich.console import Console
+
+        stream = sys.stderr if stderr else sys.stdout
+        return Console(stderr=stderr, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: paths as text, and null for what is no number."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,87 @@
+"""Kinds of option values: sizes, rates, lists, names with the nearest one suggested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+
+from autopipe.errors import unknown_choice
+from autopipe.workflow.units import parse_bytes, parse_rate
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
+    """A value that a function of one text makes; its ValueError is the usage error."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self.parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse what was typed; a number from a settings file is taken as its text."""
+        if not isinstance(value, (str, int, float)):
+            return value
+        try:
+            return self.parse(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Names(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
+    """One of some names, which are looked up when they are needed. Any other is answered with the nearest."""
+
+    name = "name"
+
+    def __init__(self, kind: str, known: Callable[[], Iterable[str]]) -> None:
+        self.kind = kind
+        self.known = known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Take a known name."""
+        if value not in self.known():
+            self.fail(unknown_choice(self.kind, str(value), self.known()), param, ctx)
+        return str(value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Show the names."""
+        return f"[{'|'.join(self.known())}]"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        """Complete a name."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(name) for name in self.known() if name.startswith(incomplete)]
+
+
+def one_of(kind: str, *names: str) -> Names:
+    """Return the type of a fixed list of names."""
+    return Names(kind, lambda: names)
+
+
+def _schedules() -> list[str]:
+    from autopipe.schedules import REGISTRY  # only when a schedule is named: --help must not wait
+
+    return ["auto", *REGISTRY]
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if min(sizes) < 1:
+        raise ValueError(f"{text!r}: sizes are 1 or more")
+    return sizes
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"{text!r} is not name=value")
+    return name, value
+
+
+SCHEDULE = Names("schedule", _schedules)
+BYTES = Parsed("size", parse_bytes)
+RATE = Parsed("rate", parse_rate)
+SIZES = Parsed("n,n,...", _sizes)
+PAIR = Parsed("name=value", _pair)
+COUNT = click.IntRange(min=1)
