@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.plan import Plan, Prediction
+from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
+from autopipe.planning.alternatives import Score, best_by_score
 from autopipe.planning.build import build_plan, straight_choices
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.problem import Problem, check_cluster
 from autopipe.planning.refusals import check_microbatches, check_stage_count, does_not_fit, microbatch_count
 from autopipe.planning.straight import straight_cuts
 
-Score = Callable[[Plan], Prediction]
 MOST_MICROBATCH_SIZES = 8
 
 
 def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, *, score: Score | None = None) -> Plan:
-    """Return the best plan for the options. ``score``: a better judge than the formula, such as a simulator.
+    """Return the best plan for the options. ``score``: a better judge than the formula, such as a simulator;
+    it decides among the best about 20.
 
     Raises: PlanError when no plan can be right or none fits the memory; it names the numbers and what would.
     """
     problems = make_problems(profile, cluster, options)
-    plans = [plan for problem in problems if (plan := solve_problem(problem)) is not None]
-    if not plans:
+    pairs = [(problem, plan) for problem in problems if (plan := solve_problem(problem)) is not None]
+    if not pairs:
         raise does_not_fit(problems[-1])
     needs = options.schedule_needs
-    runnable = [plan for plan in plans if needs.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+    runnable = [(q, plan) for q, plan in pairs if needs.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
     if not runnable:
-        check_microbatches(needs, len(plans[-1].stages), plans[-1].num_microbatches, options.batch_size)
+        plan = pairs[-1][1]
+        check_microbatches(needs, len(plan.stages), plan.num_microbatches, options.batch_size)
     if score is not None:
-        runnable = [dataclasses.replace(plan, predicted=score(plan)) for plan in runnable]
-    return min(runnable, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+        return best_by_score(runnable, score, solve_problem)
+    return min((plan for _, plan in runnable), key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
 
 
 def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[Problem]:

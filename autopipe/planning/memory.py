@@ -27,8 +27,10 @@ GIB = 2**30
 
 
 def gib(num_bytes: float) -> str:
-    """Return bytes for people: GiB with at most four digits."""
+    """Return bytes for people: GiB to three digits, small ones in MiB or KiB."""
     value = num_bytes / GIB
+    if value < 0.01:
+        return f"{value * 2**10:.3g} MiB" if value * 2**10 >= 0.01 else f"{value * 2**20:.3g} KiB"
     return f"{value:,.0f} GiB" if value >= 1000 else f"{value:.3g} GiB"
 
 

@@ -71,13 +71,14 @@ class Arrays:
         return float(tau), bool(again)
 
 
-def arrays_of(problem: Problem) -> Arrays:
-    """Return the solver's arrays for a problem."""
+def arrays_of(problem: Problem, width: int = 1) -> Arrays:
+    """Return the solver's arrays for a problem; with ``width`` groups, those of the pipeline that each group runs."""
     tables, options, needs = problem.tables, problem.options, problem.needs
-    cluster, G = problem.cluster, options.num_ranks
-    equal = len(set(cluster.devices)) == 1 and _levels_in_use(cluster, G) <= 1
+    cluster, G = problem.cluster, options.num_ranks // width
+    equal = width == 1 and len(set(cluster.devices)) == 1 and _levels_in_use(cluster, G) <= 1
+    outer = _span(cluster, 0, options.num_ranks - 1)
     versions = needs.weight_versions if isinstance(needs.weight_versions, int) else 0
-    rules = np.zeros(9)
+    rules = np.zeros(solver.NUM_RULES)
     rules[solver.MICROBATCHES] = problem.num_microbatches
     rules[solver.RANKS] = G
     rules[solver.EXTRA] = needs.extra_in_flight
@@ -87,6 +88,9 @@ def arrays_of(problem: Problem) -> Arrays:
     rules[solver.MAY_KEEP] = options.recompute != "always"
     rules[solver.MAY_RECOMPUTE] = options.recompute != "never"
     rules[solver.EQUAL] = equal
+    rules[solver.WIDTH] = width
+    rules[solver.OUTER_SECONDS] = 1 / outer.bandwidth
+    rules[solver.OUTER_LATENCY] = outer.latency_seconds
     choices = [r for r in range(1, G + 1) if options.replica_choices == "any" or r & (r - 1) == 0]
     place = placement(cluster, G, equal)
     return Arrays(
@@ -106,7 +110,7 @@ def arrays_of(problem: Problem) -> Arrays:
         place,
         rules,
         np.array([1] if options.straight else choices, dtype=np.int64),
-        max(cluster.device(rank).speed for rank in range(G)),
+        max(cluster.device(rank).speed for rank in range(G)) * width,
     )
 
 
@@ -169,20 +173,54 @@ def _span(cluster: Cluster, first: int, last: int) -> Level:
 
 
 def solve(problem: Problem) -> list[StageChoice] | None:
-    """Return the best stages for a problem, replicas allowed, or None when nothing fits."""
-    arrays = arrays_of(problem)
-    rows = flush(arrays, problem.options.tolerance) if problem.needs.flush else asynchronous(arrays)
-    return None if rows is None else [_choice(arrays, problem, row, rows) for row in rows]
+    """Return the best stages for a problem, replicas allowed, or None when nothing fits.
+
+    Contiguous placement, and nested placement in groups of every inner level of links; the better is kept.
+    """
+    best: tuple[float, Arrays, list[Row]] | None = None
+    for width in widths(problem):
+        arrays = arrays_of(problem, width)
+        rows = flush(arrays, problem.options.tolerance) if problem.needs.flush else asynchronous(arrays)
+        if rows is not None and (best is None or objective(arrays, rows) < best[0]):
+            best = objective(arrays, rows), arrays, rows
+    if best is None:
+        return None
+    _, arrays, rows = best
+    return [_choice(arrays, problem, row, rows) for row in rows]
+
+
+def widths(problem: Problem) -> list[int]:
+    """Return the numbers of groups to try: 1, and for every inner level of links the groups that it divides ranks into.
+
+    Groups are equal only where all devices are; behind one kind of link they bring nothing.
+    """
+    cluster, G = problem.cluster, problem.options.num_ranks
+    found, size = [1], 1
+    for level in cluster.levels[:-1]:
+        size *= level.count
+        if len(cluster.devices) == 1 and level.count > 1 and size < G and G % size == 0:
+            found.append(G // size)
+    return sorted(set(found))
+
+
+def objective(arrays: Arrays, rows: list[Row]) -> float:
+    """Return what the search minimises, in seconds of a minibatch."""
+    taus, m = [arrays.stage(row)[0] for row in rows], arrays.num_microbatches
+    if arrays.rules[solver.FLUSH] > 0:
+        return (m - 1) * max(taus) + math.fsum(taus)
+    return m * max(taus)
 
 
 def _choice(arrays: Arrays, problem: Problem, row: Row, rows: list[Row]) -> StageChoice:
     i, j, r, d = row
     tau, recompute = arrays.stage(row)
     held, versions = solver.held_and_versions(arrays.rules, r, d)
-    first = sum(rows[0][2:]) - d - r
+    first, group = sum(rows[0][2:]) - d - r, arrays.num_ranks
+    width = int(arrays.rules[solver.WIDTH])
+    # replicas of one group are ``width`` apart, so that a microbatch meets the same group at every stage
+    ranks = tuple(g * group + q for q in range(first, first + r) for g in range(width))
     edges = problem.tables.edges
-    ranks = tuple(range(first, first + r))
-    return StageChoice(edges[i], edges[j], ranks, recompute, int(held), int(versions), tau * r)
+    return StageChoice(edges[i], edges[j], ranks, recompute, int(held), int(versions), tau * len(ranks))
 
 
 def asynchronous(arrays: Arrays) -> list[Row] | None:
@@ -216,11 +254,7 @@ def flush(arrays: Arrays, tolerance: float = 0.0) -> list[Row] | None:
         return None
     m = arrays.num_microbatches
 
-    def price(rows: list[Row]) -> float:
-        taus = [arrays.stage(row)[0] for row in rows]
-        return (m - 1) * max(taus) + math.fsum(taus)
-
-    best, cost = start, price(start)
+    best, cost = start, objective(arrays, start)
     least_T = max(arrays.stage(row)[0] for row in start) * (1 - 2 * CLOSE)
     probe = _Sums(arrays)
     least_sum = float(arrays.tables[0][0, arrays.num_atoms]) / arrays.top_speed / arrays.num_ranks

@@ -9,6 +9,12 @@ one microbatch, and the share of it that counts for the period::
     tau = t / r + (2 (r-1)/r g / b_ring + 2 (r-1) l_ring + 2 tied / b) / m
 
     n <= ceil(d/r) + 1 + extra, and in a flush n <= ceil(m/r)            microbatches in flight; all: n = ceil(m/r)
+
+Nested placement lays the same pipeline into each of w groups of ranks: then a stage has r w replicas, and the groups
+reduce among themselves over the outer links, which adds 2 (w-1)/w g / b_outer + 2 (w-1) l_outer to the share of m.
+
+Memory::
+
     v W + g' + n (A + K) <= memory, else, with recompute, v W + g' + n K + A <= memory
 
 Two engines, both asked about a bottleneck T; ``replicated`` asks until the best is settled:
@@ -39,13 +45,15 @@ COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, T
 SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
 # places in the vector of rules
 MICROBATCHES, RANKS, EXTRA, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
+WIDTH, OUTER_SECONDS, OUTER_LATENCY = range(9, 12)
+NUM_RULES = 12
 
 
 @compiled
 def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
     """Return (microbatches in flight on a rank, weight versions). A VERSIONS of 0 stands for "as deep as in flight"."""
-    m = rules[MICROBATCHES]
-    share = math.ceil(m / r)
+    m, width = rules[MICROBATCHES], rules[WIDTH]
+    share = math.ceil(m / (r * width))
     held = math.ceil((d + r) / r) + rules[EXTRA]
     if rules[ALL] > 0:
         held = share
@@ -53,7 +61,7 @@ def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
         held = min(held, share)
     versions = rules[VERSIONS]
     if versions == 0:
-        versions = 1 + math.ceil((held - 1) * r / m)
+        versions = 1 + math.ceil((held - 1) * r * width / m)
     return held, versions
 
 
@@ -88,7 +96,11 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
     if r > 1:
         share += 2 * (r - 1) / r * tables[GRADIENT][i, j] * place[RING_SECONDS, a, q]
         share += 2 * (r - 1) * place[RING_LATENCY, a, q]
-    return t / r + share / m, again
+    width = rules[WIDTH]
+    if width > 1:
+        share += 2 * (width - 1) / width * tables[GRADIENT][i, j] * rules[OUTER_SECONDS]
+        share += 2 * (width - 1) * rules[OUTER_LATENCY]
+    return t / (r * width) + share / m, again
 
 
 @compiled

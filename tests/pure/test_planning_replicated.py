@@ -22,7 +22,7 @@ def random_case(seed):
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randrange(3, 10))
     profile = profile_of(graph, rng)
-    ranks = rng.randrange(1, 6)
+    ranks = rng.choice((1, 2, 3, 4, 4, 5, 6))
     m = rng.choice((4, 5, 8, 12))
     memory = rng.choice((0, rng.randrange(4000, 60000)))
     cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.3)
@@ -116,13 +116,13 @@ class ByHand:
             "tied": sum(size[n] for n in tied),
         }
 
-    def tau(self, x, a, r, d):
-        """Return tau of a stage with amounts x on ranks a..a+r-1, d ranks behind; infinite when it does not fit."""
+    def tau(self, x, a, r, d, w):
+        """Return tau of a stage with amounts x on ranks a..a+r-1 of each of w groups, d ranks behind in its group."""
         m, options, cluster = self.options.num_microbatches, self.options, self.cluster
         schedule = options.schedule
         depth = math.ceil((d + r) / r)
-        held = {"gpipe": math.ceil(m / r), "1f1b": min(depth, math.ceil(m / r))}.get(schedule, depth)
-        versions = {"2bw": 2, "pipedream": 1 + math.ceil((held - 1) * r / m)}.get(schedule, 1)
+        held = {"gpipe": math.ceil(m / r / w), "1f1b": min(depth, math.ceil(m / r / w))}.get(schedule, depth)
+        versions = {"2bw": 2, "pipedream": 1 + math.ceil((held - 1) * r * w / m)}.get(schedule, 1)
         speed = min(cluster.device(k).speed for k in range(a, a + r))
         memory = min(cluster.device(k).memory_bytes or math.inf for k in range(a, a + r))
         fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + held * x["kept"]
@@ -143,7 +143,10 @@ class ByHand:
             tied = tied if a > 0 else 2 * x["tied"] / bandwidth
         bandwidth, latency = narrowest(cluster, a, a + r - 1)
         ring = 2 * (r - 1) / r * x["gradients"] / bandwidth + 2 * (r - 1) * latency
-        return t / r + (ring + tied) / m
+        if w > 1:
+            bandwidth, latency = narrowest(cluster, 0, self.options.num_ranks - 1)
+            ring += 2 * (w - 1) / w * x["gradients"] / bandwidth + 2 * (w - 1) * latency
+        return t / (r * w) + (ring + tied) / m
 
     def best(self, equal):
         """Return the least objective over all cuts and replica counts."""
@@ -153,7 +156,10 @@ class ByHand:
         amounts = {pair: self.amounts(*pair) for pair in itertools.combinations(range(n + 1), 2)}
         counts = [r for r in range(1, ranks + 1) if self.options.replica_choices == "any" or r in (1, 2, 4)]
         best = math.inf
-        for total in range(1, ranks + 1) if equal else (ranks,):
+        groups = [1]
+        if len(self.cluster.levels) == 2 and len(self.cluster.devices) == 1 and ranks > 2:
+            groups.append(ranks // 2)  # the inner level holds two
+        for w, total in [(g, t) for g in groups for t in (range(1, ranks + 1) if equal else (ranks // g,))]:
             for p in range(1, min(n, total) + 1):
                 for replicas in itertools.product(counts, repeat=p):
                     if sum(replicas) != total:
@@ -163,7 +169,7 @@ class ByHand:
                         taus = []
                         for k in range(p):
                             before, behind = sum(replicas[:k]), sum(replicas[k + 1 :])
-                            taus.append(self.tau(amounts[edges[k], edges[k + 1]], before, replicas[k], behind))
+                            taus.append(self.tau(amounts[edges[k], edges[k + 1]], before, replicas[k], behind, w))
                         best = min(best, (m - 1) * max(taus) + sum(taus) if flush else max(taus))
         return best
 
@@ -242,3 +248,21 @@ def test_without_numba_the_same_plans_come_out():
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1] == outputs[2]
     assert len(outputs[0]) > 10000
+
+
+def test_nested_placement_keeps_a_microbatch_in_its_group():
+    seen = 0
+    for seed in range(1000):
+        profile, cluster, options = random_case(seed)
+        try:
+            plan = make_plan(profile, cluster, options)
+        except PlanError:
+            continue
+        if len(plan.stages) > 1 and any(
+            stage.ranks != tuple(range(stage.ranks[0], stage.ranks[-1] + 1)) for stage in plan.stages
+        ):
+            seen += 1
+            for microbatch in range(12):
+                nodes = {stage.ranks[microbatch % stage.replicas] // 2 for stage in plan.stages}
+                assert len(nodes) == 1
+    assert seen >= 4

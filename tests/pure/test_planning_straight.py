@@ -30,28 +30,37 @@ def random_case(seed):
     return profile, cluster, options
 
 
+def solve_both_ways(seed):
+    """Return (bottleneck found, bottleneck of brute force, plan); infinite where nothing fits."""
+    profile, cluster, options = random_case(seed)
+    m, gpipe = options.num_microbatches, options.schedule == "gpipe"
+    expected = brute_force_straight(profile, cluster, options.num_ranks, m, 4, gpipe, options.recompute)
+    try:
+        plan = make_plan(profile, cluster, options)
+    except PlanError:
+        return math.inf, expected, None
+    return plan.predicted.bottleneck_seconds, expected, plan
+
+
+def agrees(seed):
+    """Return whether the planner and brute force agree."""
+    found, expected, _ = solve_both_ways(seed)
+    return found == expected or abs(found - expected) <= 1e-9 * expected
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_no_plan_is_better_than_the_one_found(block):
-    infeasible = 0
     for seed in range(block * 60, block * 60 + 60):
-        profile, cluster, options = random_case(seed)
-        m = options.num_microbatches
-        expected = brute_force_straight(
-            profile, cluster, options.num_ranks, m, 4, options.schedule == "gpipe", options.recompute
-        )
-        try:
-            plan = make_plan(profile, cluster, options)
-        except PlanError:
-            assert expected == math.inf, seed
-            infeasible += 1
+        found, expected, plan = solve_both_ways(seed)
+        assert found == pytest.approx(expected, rel=1e-9), seed
+        if plan is None:
             continue
-        assert plan.predicted.bottleneck_seconds == pytest.approx(expected, rel=1e-9), seed
+        profile, cluster, _ = random_case(seed)
         for stage in plan.stages:
             limit = cluster.device(stage.ranks[0]).memory_bytes
             assert not limit or stage.peak_bytes <= limit, seed
         assert set(profile.graph.parameters) == {name for stage in plan.stages for name in stage.parameters}, seed
-        assert set(profile.graph.buffers) >= {name for stage in plan.stages for name in stage.buffers}
-    assert infeasible < 40
+        assert set(profile.graph.buffers) == {name for stage in plan.stages for name in stage.buffers}
 
 
 def test_the_random_cases_are_not_trivial():

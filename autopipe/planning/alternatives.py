@@ -1,0 +1,79 @@
+"""Other plans near the best one: runners-up, the data-parallel plan, and the choice among them by a better judge."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from autopipe.errors import PlanError
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan, Prediction
+from autopipe.planning.build import StageChoice, build_plan
+from autopipe.planning.memory import gib, in_flight, peak_tables, weight_versions
+from autopipe.planning.problem import Problem
+
+Score = Callable[[Plan], Prediction]
+MOST_SCORED = 20
+
+
+class CutsWithout(Cuts):
+    """The cuts of a graph, one of the legal ones left out."""
+
+    def __init__(self, graph: Graph, position: int) -> None:
+        super().__init__(graph)
+        self._position = position
+
+    @functools.cached_property
+    def legal(self) -> tuple[int, ...]:
+        """The legal positions but one."""
+        return tuple(position for position in Cuts(self.graph).legal if position != self._position)
+
+
+def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | None]) -> list[Plan]:
+    """Return, for each cut of the plan, the best plan that does not have it; the best first, each plan once.
+
+    Every plan with other cuts lacks one of these, so the first of them is the best plan with other cuts.
+    """
+    found: dict[str, Plan] = {}
+    for stage in plan.stages[1:]:
+        if problem.options.straight and len(problem.cuts.legal) < len(plan.stages):
+            break  # without one of its cuts the graph has too few
+        other = solve(dataclasses.replace(problem, cuts=CutsWithout(problem.profile.graph, stage.start)))
+        if other is not None:
+            found.setdefault(other.digest, other)
+    return sorted(found.values(), key=lambda other: other.predicted.step_seconds)
+
+
+def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:
+    """Return the best plan by ``score`` among about 20 that the formula ranks first: one a problem, and runners-up."""
+    ranked = sorted(pairs, key=lambda pair: (pair[1].predicted.step_seconds, pair[1].num_microbatches))
+    plans = [plan for _, plan in ranked[:MOST_SCORED]]
+    for problem, plan in ranked[:3]:
+        if len(plans) < MOST_SCORED:
+            plans.extend(runners_up(problem, plan, solve)[: MOST_SCORED - len(plans)])
+    scored = [dataclasses.replace(plan, predicted=score(plan)) for plan in plans]
+    return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+
+
+def data_parallel_plan(problem: Problem) -> Plan:
+    """Return the plan with one stage on all ranks.
+
+    Raises: PlanError when the model does not fit a device, with the numbers.
+    """
+    from autopipe.planning.replicated import arrays_of  # loads numba only where it is needed
+
+    ranks, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
+    free = dataclasses.replace(problem, options=dataclasses.replace(problem.options, straight=False, stages_per_rank=1))
+    tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
+    held = in_flight(problem.needs, m, ranks, ranks)
+    versions = weight_versions(problem.needs, m, held, ranks)
+    if tau >= 1e300:
+        peaks = peak_tables(problem.tables, problem.profile.optimizer_bytes_per_byte, held, versions)
+        least = min(float(peak[0, n]) for peak in peaks)
+        memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
+        raise PlanError(f"the whole model needs {gib(least)} on each rank, and {gib(memory)} are available")
+    nodes = len(problem.profile.graph.nodes)
+    choice = StageChoice(0, nodes, tuple(range(ranks)), recompute, held, versions, tau * ranks)
+    return build_plan(free, [choice])

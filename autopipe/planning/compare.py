@@ -1,0 +1,85 @@
+"""One table for people: a single device, data parallelism, the best straight pipeline, and the best plan of all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.planning.alternatives import Score, data_parallel_plan
+from autopipe.planning.api import make_plan, make_problems
+from autopipe.planning.options import PlanOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """``plan`` is None where there is none; ``reason`` says why."""
+
+    name: str
+    plan: Plan | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``verdict``: in plain words, what pays."""
+
+    contenders: tuple[Contender, ...]
+    verdict: str
+
+
+def comparison(profile: Profile, cluster: Cluster, options: PlanOptions, *, score: Score | None = None) -> Comparison:
+    """Plan four ways for the same batch, schedule and memory. The best plan may replicate stages."""
+    straight = dataclasses.replace(options, straight=True, stages_per_rank=1)
+    single = dataclasses.replace(straight, num_ranks=1)
+    replicated = dataclasses.replace(straight, straight=False)
+    contenders = (
+        _contender("single device", lambda: make_plan(profile, cluster, single, score=score)),
+        _contender("data parallel", lambda: _data_parallel(profile, cluster, replicated, score)),
+        _contender("best straight pipeline", lambda: make_plan(profile, cluster, straight, score=score)),
+        _contender("best plan", lambda: make_plan(profile, cluster, replicated, score=score)),
+    )
+    return Comparison(contenders, verdict(contenders))
+
+
+def _contender(name: str, make: Callable[[], Plan]) -> Contender:
+    try:
+        return Contender(name, make())
+    except PlanError as error:
+        return Contender(name, None, error.what)
+
+
+def _data_parallel(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None) -> Plan:
+    plans, refusals = [], []
+    for problem in make_problems(profile, cluster, options):
+        try:
+            plan = data_parallel_plan(problem)
+        except PlanError as error:
+            refusals.append(error)
+        else:
+            plans.append(plan if score is None else dataclasses.replace(plan, predicted=score(plan)))
+    if not plans:
+        raise refusals[-1]
+    return min(plans, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+
+
+def verdict(contenders: tuple[Contender, ...]) -> str:
+    """Return in words whether a pipeline pays, and against what."""
+    rates = {c.name: c.plan.predicted.samples_per_second for c in contenders if c.plan is not None}
+    if not rates:
+        return "Nothing fits: " + contenders[-1].reason
+    stages = {c.name: len(c.plan.stages) for c in contenders if c.plan is not None}
+    best = max(rates, key=lambda name: (rates[name], -stages[name]))
+    others = {name: rate for name, rate in rates.items() if stages[name] == 1 and name != best}
+    if stages[best] == 1:
+        pipelines = [rate for name, rate in rates.items() if stages[name] > 1]
+        loss = f" The best pipeline reaches {max(pipelines) / rates[best]:.0%} of it." if pipelines else ""
+        return f"A pipeline does not pay here: {best} is the fastest, {rates[best]:.4g} samples/s.{loss}"
+    if not others:
+        return f"Only a pipeline fits: {best}, {rates[best]:.4g} samples/s."
+    rival = max(others, key=lambda name: others[name])
+    return f"{best.capitalize()} is {rates[best] / others[rival]:.2f} times as fast as {rival}, the best single stage."

@@ -1,0 +1,123 @@
+"""Why a plan is as it is: what each cut costs, what limits the plan, how far it is from the bound, what came second."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.planning.alternatives import runners_up
+from autopipe.planning.api import solve_problem
+from autopipe.planning.memory import gib
+from autopipe.planning.options import PlanOptions
+from autopipe.planning.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class CutReason:
+    """The cut before ``node``. ``seconds``: the slower of its two stages; ``earlier``/``later``: with the cut moved."""
+
+    node: str
+    crossing_bytes: int
+    seconds: float
+    earlier_seconds: float | None
+    later_seconds: float | None
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        text = (
+            f"before {self.node}: {gib(self.crossing_bytes)} cross; the slower side takes {self.seconds * 1e3:.4g} ms"
+        )
+        for name, value in (("earlier", self.earlier_seconds), ("later", self.later_seconds)):
+            if value is not None:
+                text += f", {value * 1e3:.4g} ms one cut {name}"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """``bound_seconds``: no plan takes a step in less. ``runner_up``: the best plan with other cuts."""
+
+    cuts: tuple[CutReason, ...]
+    limit: str
+    bound_seconds: float
+    gap: float
+    runner_up: Plan | None
+
+    def lines(self) -> list[str]:
+        """Return it as lines of text."""
+        lines = [str(cut) for cut in self.cuts]
+        lines.append(f"limited by {self.limit}")
+        lines.append(f"{self.gap:.1%} above the lower bound of {self.bound_seconds:.4g} s a step")
+        if self.runner_up is not None:
+            starts = ", ".join(stage.first for stage in self.runner_up.stages[1:])
+            step = self.runner_up.predicted.step_seconds
+            lines.append(f"runner-up: cuts before {starts or 'nothing'}, {step:.4g} s a step")
+        return lines
+
+
+def explain(plan: Plan, profile: Profile, cluster: Cluster, options: PlanOptions) -> Explanation:
+    """Explain a plan that ``make_plan`` made with these arguments."""
+    fixed = dataclasses.replace(options, num_microbatches=plan.num_microbatches, microbatch_size=None)
+    problem = Problem(profile, cluster, fixed, Cuts(profile.graph), plan.num_microbatches)
+    bound = lower_bound(problem)
+    others = runners_up(problem, plan, solve_problem)
+    gap = plan.predicted.step_seconds / bound - 1 if bound else 0.0
+    return Explanation(_cut_reasons(problem, plan), _limit(problem, plan), bound, gap, others[0] if others else None)
+
+
+def lower_bound(problem: Problem) -> float:
+    """Return seconds that no plan for these ranks can beat: compute alone, shared evenly, without bubble."""
+    n, m = problem.tables.num_atoms, problem.num_microbatches
+    work = float(problem.tables.forward_seconds[0, n] + problem.tables.backward_seconds[0, n])
+    return m * work / math.fsum(problem.cluster.device(rank).speed for rank in range(problem.options.num_ranks))
+
+
+def _compute(problem: Problem, plan: Plan, stage: int, start: int, stop: int) -> float:
+    """Return the compute seconds of a stage if it ran from one node position to another, for each of its replicas."""
+    edges, tables, ranks = problem.tables.edges, problem.tables, plan.stages[stage].ranks
+    i, j = edges.index(start), edges.index(stop)
+    forward = float(tables.forward_seconds[i, j]) * (2 if plan.stages[stage].recompute else 1)
+    speed = min(problem.cluster.device(rank).speed for rank in ranks)
+    return (forward + float(tables.backward_seconds[i, j])) / speed / len(ranks)
+
+
+def _cut_reasons(problem: Problem, plan: Plan) -> tuple[CutReason, ...]:
+    edges = problem.tables.edges
+    reasons = []
+    for k in range(1, len(plan.stages)):
+        before, behind = plan.stages[k - 1], plan.stages[k]
+        place = edges.index(behind.start)
+
+        def slower(cut: int, k: int = k, start: int = before.start, stop: int = behind.stop) -> float:
+            return max(_compute(problem, plan, k - 1, start, cut), _compute(problem, plan, k, cut, stop))
+
+        earlier, later = edges[place - 1], edges[place + 1]
+        reasons.append(
+            CutReason(
+                behind.first,
+                problem.cuts.crossing_bytes(behind.start, problem.microbatch_size),
+                slower(behind.start),
+                slower(earlier) if earlier > before.start else None,
+                slower(later) if later < behind.stop else None,
+            )
+        )
+    return tuple(reasons)
+
+
+def _limit(problem: Problem, plan: Plan) -> str:
+    unlimited = tuple(dataclasses.replace(device, memory_bytes=0) for device in problem.cluster.devices)
+    free = solve_problem(dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, devices=unlimited)))
+    if free is not None and free.predicted.step_seconds < plan.predicted.step_seconds * 0.999:
+        gain = plan.predicted.step_seconds / free.predicted.step_seconds - 1
+        return f"memory: without its limit a step would be {gain:.1%} faster"
+    shares = [stage.seconds / stage.replicas for stage in plan.stages]
+    slowest = shares.index(max(shares))
+    total = plan.predicted.bottleneck_seconds
+    if total and shares[slowest] < total * 0.5:
+        return f"links: of the slowest stage's {total * 1e3:.4g} ms, {1 - shares[slowest] / total:.0%} are transfers"
+    return f"compute of stage {slowest}: {shares[slowest] * 1e3:.4g} ms of a period of {total * 1e3:.4g} ms"

@@ -1,0 +1,166 @@
+"""The planner against PipeDream's optimizer, brute force and the clock. What ``make bench-planner`` runs.
+
+Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. ``AUTOPIPE_NO_NUMBA=1`` runs without numba.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pure")]
+
+from autopipe.planning import replicated, solver  # noqa: E402 - the paths must be set first
+from autopipe.planning.compiled import HAVE_NUMBA  # noqa: E402
+from autopipe.planning.pipedream_format import read_pipedream  # noqa: E402
+from autopipe.planning.pipedream_model import LayerPlan, Machine, plan_layers  # noqa: E402
+
+
+def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[float, Any]:
+    """Return (least CPU seconds, result)."""
+    best, result = float("inf"), None
+    for _ in range(repeats):
+        start = time.process_time()
+        result = call()
+        best = min(best, time.process_time() - start)
+    return best, result
+
+
+def golden(folder: Path) -> dict[str, Any]:
+    """Plan every case of PipeDream's table, print it beside PipeDream's own result, and return the summary."""
+    with (folder / "golden.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def plan(row: dict[str, str]) -> LayerPlan:
+        counts = tuple(int(count) for count in row["level_sizes"].split("x"))
+        bandwidths = tuple(float(b) * 1e9 for b in row["bandwidths_GBps"].split("/"))
+        memory = 16e9 if "-s 16e9" in row["optimizer_options"] else 0.0
+        straight = "--straight_pipeline" in row["optimizer_options"]
+        return plan_layers(
+            read_pipedream(folder / row["profile"]), Machine(counts, bandwidths, memory), straight=straight
+        )
+
+    for row in rows[:1] + [row for row in rows if "x" in row["level_sizes"]][:2]:
+        plan(row)  # compile
+    ratios, worse, lower, slowest = [], 0, 0, 0.0
+    print(f"{'case':28} {'cost s':>11} {'/ PipeDream':>11} {'/ prototype':>11} {'ms':>8} {'times faster':>12}  plan")
+    for row in rows:
+        seconds, found = timed(lambda row=row: plan(row))
+        theirs, before = float(row["pipedream_predicted_s"] or "nan"), float(row["prototype_cost_s"] or "nan")
+        faster = float(row["optimizer_cpu_s"] or "nan") / seconds
+        slowest = max(slowest, seconds)
+        worse += found.cost_seconds > min(x for x in (theirs, before, 1e9) if x == x) * (1 + 1e-8) + 5e-10
+        lower += found.cost_seconds < theirs * 0.999
+        if faster == faster:
+            ratios.append(faster)
+        print(
+            f"{row['case']:28} {found.cost_seconds:11.7f} {found.cost_seconds / theirs:11.4f} "
+            f"{found.cost_seconds / before:11.4f} {seconds * 1e3:8.2f} {faster:12.0f}  "
+            f"{found.configuration} ({found.space})"
+        )
+    summary = {
+        "cases": len(rows),
+        "worse_than_pipedream_or_prototype": worse,
+        "lower_than_pipedream_by_0.1_percent": lower,
+        "median_times_faster": statistics.median(ratios),
+        "least_times_faster": min(ratios),
+        "share_at_least_50_times_faster": sum(x >= 50 for x in ratios) / len(ratios),
+        "slowest_seconds": slowest,
+    }
+    print(summary, "\n")
+    return summary
+
+
+def brute_force(cases: int) -> dict[str, int]:
+    """Compare random small cases with brute force; return the mismatches."""
+    import test_planning_replicated as replicated_cases
+    import test_planning_straight as straight_cases
+
+    wrong = {"straight": 0, "replicated": 0}
+    for seed in range(cases):
+        found, expected, _ = replicated_cases.check(seed)
+        wrong["replicated"] += not (found == expected or abs(found - expected) <= 1e-8 * expected)
+        wrong["straight"] += not straight_cases.agrees(seed)
+    print(f"brute force, {cases} cases of each kind, mismatches: {wrong}\n")
+    return wrong
+
+
+def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> replicated.Arrays:
+    """Return a chain of heavy-tailed layers on equal devices with 80 GB, links of 25 GB/s, recompute allowed."""
+    rng = np.random.default_rng(0)
+    forward = rng.lognormal(-6.5, 0.7, count)
+    backward = 2 * forward * rng.uniform(0.8, 1.2, count)
+    saved = rng.lognormal(17.5, 0.8, count)
+    weights = rng.lognormal(16, 1.2, count) * (rng.random(count) < 0.6)
+    cut = np.concatenate([[0], rng.lognormal(16.5, 0.7, count - 1), [0]])
+
+    def between(amounts: Any) -> Any:
+        prefix = np.concatenate([[0], np.cumsum(amounts)])
+        return np.maximum(prefix[None, :] - prefix[:, None], 0)
+
+    received = np.broadcast_to(2 * cut[:, None], (count + 1, count + 1)).copy()
+    sent = np.broadcast_to(2 * cut[None, :], (count + 1, count + 1)).copy()
+    weight = between(weights)
+    one = between(forward + backward) + (received + sent) / 25e9
+    tables = (
+        between(forward + backward), between(forward), received, sent, weight, np.zeros_like(weight), weight,
+        3 * weight, between(saved), received / 2, one, 2 * weight / 25e9,
+    )  # fmt: skip
+    rules = np.zeros(solver.NUM_RULES)
+    for place, value in ((solver.MICROBATCHES, microbatches), (solver.RANKS, ranks), (solver.FLUSH, flush)):
+        rules[place] = value
+    rules[[solver.VERSIONS, solver.MAY_KEEP, solver.MAY_RECOMPUTE, solver.EQUAL, solver.WIDTH]] = 1
+    place = np.array([1, 80e9, 1 / 25e9, 0, 1 / 25e9, 0, 1 / 25e9, 0]).reshape(8, 1, 1)
+    return replicated.Arrays(tables, place, rules, np.arange(1, ranks + 1), 1.0)
+
+
+def scale() -> dict[str, float]:
+    """Time the search alone, from tables to stages."""
+    small = layers(12, 4, 8, flush=True)
+    replicated.flush(small), replicated.asynchronous(layers(12, 4, 8, flush=False))  # compile
+    results = {}
+    kinds = [(500, 64), (500, 4096), (2000, 4096)] if HAVE_NUMBA else [(500, 64), (500, 4096)]
+    for count, ranks in kinds:
+        case = layers(count, ranks, 64, flush=False)
+        seconds, _ = timed(lambda case=case: replicated.asynchronous(case))
+        results[f"asynchronous {count} layers x {ranks}"] = seconds
+    for count, ranks, m in [(200, 64, 8), (200, 64, 64), (200, 64, 512), (500, 64, 64)] if HAVE_NUMBA else []:
+        case = layers(count, ranks, m, flush=True)
+        seconds, _ = timed(lambda case=case: replicated.flush(case, 0.01), 1)
+        results[f"flush {count} layers x {ranks}, m={m}, 1 %"] = seconds
+    for name, seconds in results.items():
+        print(f"{name:45} {seconds:8.3f} s")
+    return results
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--golden", type=Path, default=ROOT.parent / "shared" / "golden" / "pipedream")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"numba: {'yes' if HAVE_NUMBA else 'no'}\n")
+    results: dict[str, Any] = {"numba": HAVE_NUMBA}
+    if (arguments.golden / "golden.csv").exists():
+        results["golden"] = golden(arguments.golden)
+    else:
+        print(f"no golden table at {arguments.golden}; left out\n")
+    results["brute_force"] = brute_force(arguments.cases)
+    results["scale"] = scale()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
