@@ -32,7 +32,8 @@ class PlainRun:
 class PlainSettings:
     """``draws``: give every random operation the seed of its position; needed only where the model draws at all.
 
-    ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping.
+    ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping. ``reverse``: add the microbatches up
+    in reverse, which is as right, and shows how much the order of a sum alone changes.
     """
 
     num_microbatches: int
@@ -40,6 +41,7 @@ class PlainSettings:
     draws: bool = True
     clip_norm: float = 0.0
     staleness: Mapping[str, int] = field(default_factory=dict)
+    reverse: bool = False
 
 
 def plain_training(
@@ -104,8 +106,8 @@ def _minibatch(
     total = sum(workload.num_samples(part) for part in parts)
     shares: list[float] = []
     weights: list[float] = []
-    for index, whole in enumerate(parts):
-        part = whole
+    for index in reversed(range(len(parts))) if settings.reverse else range(len(parts)):
+        part = parts[index]
         if device is not None:
             part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
         with Draws(settings.seed, step, index) if settings.draws else contextlib.nullcontext():

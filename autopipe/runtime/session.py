@@ -6,6 +6,7 @@ The same for a thread, a local process and a process that some other launcher st
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -234,17 +235,20 @@ class RankSession:
         }
         for index, item in enumerate(items):
             self.executor.stepper.samples[first + index] = self.workload.num_samples(item)
+        base = first
         if REGISTRY[plan.schedule].synchronous:
-            self.executor.run(self._row(0, len(items)), minibatches, offset=first)
-        else:
-            self.executor.run(self._row(first, len(items)), minibatches)
+            # which replica runs a microbatch repeats with this period, and nothing else depends on the minibatch
+            base = first % math.lcm(*(stage.replicas for stage in plan.stages))
+        self.executor.run(self._row(base, len(items)), minibatches, offset=first - base)
 
     def _row(self, first: int, count: int) -> tuple[Instruction, ...]:
         if (first, count) not in self._rows:
             request = replace(self.layout.request, first_minibatch=first, num_minibatches=count)
             schedule = make(self.layout.plan.schedule, request)
             validate(schedule)
-            self._rows = {(first, count): lower(schedule, self.layout.routes.traffic).rows[self.transport.rank]}
+            if not REGISTRY[schedule.name].synchronous:
+                self._rows.clear()  # no window comes twice
+            self._rows[first, count] = lower(schedule, self.layout.routes.traffic).rows[self.transport.rank]
         return self._rows[first, count]
 
     # -- state -----------------------------------------------------------------------------------------------------

@@ -64,7 +64,10 @@ class Stepper:
         return {name: p for name, p in self.parameters(stage).items() if name not in copies}
 
     def reduce(self, stage: int, minibatch: int) -> None:
-        """Add up the gradients of a stage's replicas. The losses carry their shares, so the sum is the gradient."""
+        """Add up the gradients of a stage's replicas, and average their buffers.
+
+        The losses carry their shares, so the sum of the gradients is the gradient.
+        """
         group = self.request.stage_ranks[stage]
         self.runners[stage].versions.begin_step(minibatch)
         parameters = [p for p in self.parameters(stage).values() if p.requires_grad]
@@ -79,6 +82,14 @@ class Stepper:
             part = flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
             parameter.grad = part.clone() if found else None
+        self._average_buffers(stage, group)
+
+    def _average_buffers(self, stage: int, group: Sequence[int]) -> None:
+        """Give all replicas the mean of their running statistics; what counts batches stays each replica's own."""
+        for buffer in self.runners[stage].stage.buffers():
+            if buffer.is_floating_point():
+                self.transport.all_reduce(group, buffer)
+                buffer.div_(len(group))
 
     def step(self, stage: int, minibatch: int) -> None:
         """Carry out S of a stage, and after the rank's last one report the loss."""

@@ -110,6 +110,11 @@ class Workload:
         """Whether there is a ``data`` hook; without one the batches are synthetic."""
         return "data" in self._hooks
 
+    @property
+    def takes_batch_size(self) -> bool:
+        """Whether somebody may say how large a minibatch is: only a ``data`` hook without ``batch_size`` decides."""
+        return not self.has_data or self._hooks["data"].takes_batch_size
+
     # --- the model ----------------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:

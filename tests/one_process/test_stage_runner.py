@@ -1,4 +1,4 @@
-"""A backward that is cut in pieces adds up in the order of plain autograd: hand-written stages, no tracing, no transport."""
+"""A backward in pieces adds up in the order of plain autograd: hand-written stages, no tracing, no transport."""
 
 from __future__ import annotations
 
