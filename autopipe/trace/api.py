@@ -59,13 +59,20 @@ def capture(
     model = workload.build_model() if model is None else model
     batch_size = _distinct(workload, model, batch_size)
     item = workload.example_item(batch_size)
-    captured: Capture = follow(workload, model, item, lambda found: _captured(workload, model, item, found))
+    captured: Capture = follow(
+        workload,
+        model,
+        item,
+        lambda found: _captured(workload, model, item, found),
+        answer=allow_data_dependent,
+    )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
         return dataclasses.replace(captured, notes=captured.notes + note)
-    exact = verify_capture(workload, model, captured.module, captured.graph, [item, _other(workload, batch_size)])
-    return dataclasses.replace(captured, exact=exact)
+    items = [item, _other(workload, batch_size)]
+    exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
+    return dataclasses.replace(captured, exact=exact, notes=(*captured.notes, *said))
 
 
 def _captured(workload: Workload, model: nn.Module, item: Item, found: Followed) -> Capture:

@@ -7,6 +7,7 @@ including what its forward wrote to its attributes.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -71,14 +72,29 @@ class Snapshot:
                 if name not in _REGISTRIES and before.get(name, _ABSENT) is not value:
                     yield path, name, before.get(name), value
 
-    def restore(self) -> None:
-        """Put everything back, in the same dictionaries and lists."""
-        for container, before in self._containers:
+    @contextlib.contextmanager
+    def returned(self) -> Iterator[None]:
+        """Put the attributes back for a while; behind the block they are as they were before it."""
+        lent = [(attributes, dict(attributes)) for attributes, _ in self._attributes]
+        contents = [(container, container.copy()) for container, _ in self._containers]
+        self._put_back(self._containers, self._attributes)
+        try:
+            yield
+        finally:
+            self._put_back(contents, lent)
+
+    @staticmethod
+    def _put_back(containers: list[tuple[Any, Any]], attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        for container, before in containers:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(before)
-        for attributes, before in self._attributes:
-            attributes.clear()
-            attributes.update(before)
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
+
+    def restore(self) -> None:
+        """Put everything back, in the same dictionaries and lists."""
+        self._put_back(self._containers, self._attributes)
         torch.set_rng_state(self._random[0])
         np.random.set_state(self._random[1])
         random.setstate(self._random[2])
@@ -170,6 +186,10 @@ class Borrowed:
         self.plain[id(fake)] = name, value
         self.of_real[id(value)] = fake
         return fake
+
+    def returned(self) -> contextlib.AbstractContextManager[None]:
+        """Give the user's model its own tensors for a while."""
+        return self.snapshot.returned()
 
     def reassigned_buffers(self) -> Mapping[str, Tensor]:
         """Return first name -> new value of the buffers that the forward bound to another tensor."""

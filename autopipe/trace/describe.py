@@ -27,6 +27,9 @@ def describe(found: Followed, name: str) -> Graph:
     return _Describer(found).graph(name)
 
 
+GUARD = "autopipe.guards.expect"
+
+
 class _Describer:
     def __init__(self, found: Followed) -> None:
         self.found = found
@@ -185,7 +188,8 @@ def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
     while True:
         known = set(inputs)
         for node in nodes:
-            free = not (node.parameters or node.num_random or node.buffers_written or written & set(node.buffers))
+            # a guard is read by nobody; it stays where it is, so that one stage runs it
+            free = node.target != GUARD and not (node.parameters or node.num_random or node.buffers_written or written & set(node.buffers))
             if free and roots[node.name] not in tainted and known.issuperset((*node.inputs, *node.after)):
                 known.add(node.name)
         found = {

@@ -29,7 +29,7 @@ def evaluation(
     before = Snapshot(model)
     model.eval()
     try:
-        result: tuple[dict[str, Arguments], str] = follow(workload, model, item, lambda found: _differences(training, found))
+        result: tuple[dict[str, Arguments], str] = follow(workload, model, item, lambda found: _differences(training, found), answer=training.recorder.reads is not None)
     except TraceError as error:
         return {}, f"in evaluation mode the model cannot be followed: {error.what}"
     finally:

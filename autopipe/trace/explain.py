@@ -89,6 +89,12 @@ def here() -> str:
     return place(frame.f_code.co_filename, frame.f_lineno) if frame else ""
 
 
+def where_short() -> str:
+    """Return ``file:line`` of the user's code that is running now, with a short path."""
+    frame = calling_frame()
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+
+
 def place_of(error: BaseException) -> str:
     """Return the user's line that an exception came through last."""
     trace: TracebackType | None = error.__traceback__
@@ -109,7 +115,7 @@ def explained(error: Exception, construct: str) -> TraceError:
     where = place_of(error)
     name = construct.rpartition(".")[2]
     if isinstance(error, DATA_DEPENDENT):
-        what = f"{name or 'a call'}: its result depends on the numbers in the batch, so the model is not one fixed graph"
+        what = f"{name or 'a comparison of numbers'}: its result depends on the numbers in the batch, so the model is not one fixed graph"
         remedy = _READS.get(name, "make the result independent of the data, for example with torch.where")
         return TraceError(
             what,

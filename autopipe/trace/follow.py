@@ -16,12 +16,13 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from autopipe.errors import TraceError
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import explained, place, short_path
 from autopipe.trace.patches import following
+from autopipe.trace.reads import FollowingShapeEnv, Reads
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.symbols import Symbols
 from autopipe.workload import Item, Workload
@@ -50,11 +51,12 @@ def follow(
     finish: Callable[[Followed], Any],
     *,
     watch: bool = False,
+    answer: bool = False,
 ) -> Any:
     """Run ``workload.loss(model, item)`` with fake tensors and return ``finish(found)``, called while they still live.
 
     Dimension 0 of every leaf with as many entries as the first one is symbolic. ``watch``: refuse at the very line that
-    draws from Python's or numpy's random numbers.
+    draws from Python's or numpy's random numbers. ``answer``: keep data-dependent decisions as this batch makes them.
 
     Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
     """
@@ -63,7 +65,7 @@ def follow(
     if not sized:
         raise TraceError("the batch holds no tensor with a dimension", remedy="give samples-first tensors")
     batch = sized[0].shape[0]
-    shape_env = ShapeEnv()
+    shape_env = FollowingShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     symbols = Symbols(shape_env)
     borrowed = Borrowed(model, mode, sized[0].device)
@@ -72,6 +74,9 @@ def follow(
         fakes = {name: _fake_leaf(mode, name, leaf, batch) for name, leaf in leaves.items()}
         for name, fake in fakes.items():
             recorder.add_input(name, fake)
+        if answer:
+            recorder.reads = Reads(borrowed, leaves, workload.spec.seed)
+            shape_env.on_answer = recorder.answered
         with _running(recorder, mode) as reads:
             loss, weight = workload.loss(model, workload.with_leaves(item, fakes))
             _copy_reassigned(recorder, borrowed)
@@ -93,6 +98,10 @@ def _running(recorder: Recorder, mode: FakeTensorMode) -> Any:
         raise
     except Exception as error:
         raise explained(error, recorder.construct) from error
+    finally:
+        if recorder.reads is not None:
+            with recorder.borrowed.returned():
+                recorder.reads.restore()
 
 
 def _fake_leaf(mode: FakeTensorMode, name: str, leaf: Tensor, batch: int) -> Tensor:
@@ -124,21 +133,16 @@ def _check_random(workload: Workload, model: nn.Module, item: Item, borrowed: Bo
     )
 
 
-def _check_batch(symbols: Symbols, shape_env: ShapeEnv, batch: int) -> None:
+def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> None:
     for symbol, (node, dimension) in symbols.source.items():
         value = symbols.simplified(symbol)
-        if value == symbol:
-            continue
-        where = ""
-        for guard in shape_env.guards:
-            if symbol in guard.expr.free_symbols and guard.sloc.user_loc is not None:
-                where = str(guard.sloc.user_loc)
-        raise TraceError(
-            f"the model only takes batches of {value} samples: dimension {dimension} of {node.name} was compared with "
-            f"a number (the batch had {batch})",
-            where=where,
-            remedy="take the batch size from x.shape[0] instead of writing it down",
-        )
+        if value != symbol:
+            raise TraceError(
+                f"the model only takes batches of {value} samples: dimension {dimension} of {node.name} was taken for "
+                f"a number (the batch had {batch})",
+                where=shape_env.fixed_at.get(symbol, ""),
+                remedy="compute with x.shape[0] as it is: no int(), no range() over it, no comparison with a number",
+            )
 
 
 def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:
@@ -197,7 +201,7 @@ def remove_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output") or node.users:
             continue
-        if node.meta.get("changed"):
+        if node.meta.get("changed") or node.meta.get("keep"):
             continue
         graph.erase_node(node)
 

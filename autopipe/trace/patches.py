@@ -8,6 +8,7 @@ libraries take the path without data-dependent shortcuts (transformers drops an 
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -87,6 +88,12 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
             recorder.autocast.pop()
         return leave(self, *error)
 
+    def symbolic_len(value: Any) -> Any:
+        # len() makes a number of a symbolic size; the user's len(x) means x.shape[0]
+        if isinstance(value, torch.Tensor) and value.dim() and recorder.listening:
+            return value.shape[0]
+        return len(value)
+
     replaced: list[tuple[Any, str, Any]] = [
         (nn.Module, "__call__", module_call),
         (torch.autograd.Function, "apply", classmethod(function_apply)),
@@ -98,11 +105,20 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         (nn.Module, "training", reads),
     ]
     with contextlib.ExitStack() as stack:
+        for namespace in _users_namespaces(recorder.borrowed.model):
+            replaced.append((namespace, "len", symbolic_len))
         for owner, name, value in replaced:
             stack.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, value)
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         yield reads
+
+
+def _users_namespaces(model: nn.Module) -> list[Any]:
+    """Return the Python modules that the model's own classes come from, and that use ``len`` as it is."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    found = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+    return [namespace for namespace in found if "len" not in vars(namespace)]
 
 
 _ABSENT = object()

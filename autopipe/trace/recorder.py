@@ -26,15 +26,22 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopipe import guards
 from autopipe.draws import is_random
 from autopipe.trace.borrowed import Borrowed
-from autopipe.trace.explain import calling_frame, unsupported
+from autopipe.trace.explain import calling_frame, here, unsupported, where_short
 from autopipe.trace.leaves import is_leaf
+from autopipe.trace.reads import Reads
 from autopipe.trace.symbols import Symbols
 from autopipe.trace.targets import Call, property_name, written
 
 _NEVER_RECORDED = {"size", "dim", "__len__", "stride", "_set_grad_enabled", "numel", "is_floating_point", "__hash__"}
 _PLAIN_PROPERTIES = {"shape", "dtype", "device", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_OF_ITSELF: dict[str, Callable[[Any], Any]] = {
+    "__bool__": bool, "is_nonzero": bool, "__int__": int, "__float__": float, "__index__": int, "tolist": lambda found: found,
+}  # fmt: skip
+_ANSWERED = {*_OF_ITSELF, "equal", "allclose", "__contains__"}
 _REFUSED = {
     "backward": ("backward() inside the forward", "let the trainer run the backward of the loss"),
     "register_hook": ("a tensor hook (register_hook) in the forward", "change the gradient in a torch.autograd.Function"),
@@ -69,6 +76,7 @@ class Recorder(TorchFunctionMode):
         self.notes: list[str] = []
         self.custom_functions: list[str] = []
         self.construct = ""  # the call that runs now, for messages
+        self.reads: Reads | None = None
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._owner = threading.get_ident()
         self._paused = 0
@@ -122,6 +130,8 @@ class Recorder(TorchFunctionMode):
             raise unsupported("torch.autograd.grad inside the forward cannot be cut into stages", "leave it out")
         if name == "__set__":
             return self._set(func, args)
+        if self.reads is not None and name in _ANSWERED and args and isinstance(args[0], FakeTensor):
+            return self._answer(func, name, args, kwargs)
         return self._call(lambda a, k: func(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name)
 
     def _set(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -156,7 +166,10 @@ class Recorder(TorchFunctionMode):
         finally:
             self._paused -= 1
         changed = [t for t, version in zip(touched, versions, strict=True) if t._version != version]
+        self.construct = ""
         if not changed and next(_tensors(out), None) is None:
+            if isinstance(out, _SYMBOLIC) and name == "item":
+                self._bind_number(out, self._record(form(args, kwargs), [], (first, 0)))
             return out
         call = form(args, kwargs)
         node = self._record(call, changed, (first, self.random.count - first))
@@ -175,6 +188,51 @@ class Recorder(TorchFunctionMode):
         node.meta["mutates"] = list(dict.fromkeys(entry for entry in mutates if entry.op != "get_attr"))
         node.meta["changed"] = changed
         return node
+
+    # --- reads that depend on the data --------------------------------------------------------------------------------
+
+    def _bind_number(self, out: Any, node: fx.Node) -> None:
+        """Make ``node`` the source of a number that was read from a tensor with ``item()``."""
+        self.symbols.bind(out.node.expr, node)
+        if self.reads is not None:
+            for symbol in out.node.expr.free_symbols:
+                self._hint(symbol, self._real(self.reads.number, node))
+
+    def _real(self, read: Callable[[fx.Node, dict[str, Tensor]], Any], node: fx.Node) -> Any:
+        self._paused += 1
+        try:
+            return read(node, self.constants)
+        finally:
+            self._paused -= 1
+
+    def _hint(self, symbol: Any, value: int | float) -> None:
+        assert self.symbols.shape_env is not None
+        value = int(value) if isinstance(value, bool) else value
+        self.symbols.shape_env.set_real_tensor_prop_unbacked_vals(symbol, value)
+
+    def _answer(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a read with the value for the captured batch, and record that it must stay so."""
+        assert self.reads is not None
+        if name in _OF_ITSELF:
+            node = self._ref(args[0])
+            answer = _OF_ITSELF[name](self._real(self.reads.number, node))
+        else:
+            node = self._record(written(func, args, kwargs), [], (0, 0))
+            answer = self._real(self.reads.number, node)
+        self.expect(node, answer)
+        return answer
+
+    def expect(self, node: fx.Node, answer: Any) -> None:
+        """Record that a value must be what it was for the captured batch."""
+        guard = self.append("call_function", guards.expect, (node, answer, where_short()))
+        guard.meta["keep"] = True
+        self.notes.append(f"kept as this batch decided it, and checked at every step: {here()}")
+
+    def answered(self, expression: Any, result: Any) -> None:
+        """Record that a comparison of data-dependent sizes was answered for the captured batch."""
+        node = self._size_node(expression)
+        if isinstance(node, fx.Node):
+            self.expect(node, bool(result) if result in (True, False) else int(result))
 
     # --- calls of modules and of custom autograd functions ------------------------------------------------------------
 
@@ -273,7 +331,7 @@ class Recorder(TorchFunctionMode):
         """Return an argument as ``fx`` takes it: tensors and symbolic sizes as nodes."""
         if isinstance(value, Tensor):
             return self._ref(value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, _SYMBOLIC):
             return self._size(value)
         if isinstance(value, (list, tuple)):
             if hasattr(value, "_fields") and next(_tensors(value), None) is not None:
@@ -295,14 +353,17 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _size(self, value: Any) -> Any:
+        found = self._size_node(value.node.expr)
+        return bool(found) if isinstance(value, torch.SymBool) and not isinstance(found, fx.Node) else found
+
+    def _size_node(self, expression: Any) -> Any:
         try:
-            found = self.symbols.node(value.node.expr, self.append)
+            return self.symbols.node(expression, self.append)
         except KeyError as error:
             raise unsupported(
-                f"a size is computed with {error.args[0]}, which cannot be written down ({value.node.expr})",
+                f"a size is computed with {error.args[0]}, which cannot be written down ({expression})",
                 "compute it from x.shape with + - * // %",
             ) from None
-        return bool(found) if isinstance(value, torch.SymBool) and not isinstance(found, fx.Node) else found
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -341,6 +402,11 @@ class Recorder(TorchFunctionMode):
     def _bind_tensor(self, value: Tensor, node: fx.Node) -> None:
         self._nodes[id(value)] = node
         self._alive.append(value)
+        if node.op in ("placeholder", "get_attr"):
+            return
+        for symbol, dimension in self.symbols.declare_made(node, value):
+            if self.reads is not None:
+                self._hint(symbol, self._real(self.reads.value, node).shape[dimension])
 
     def alias(self, value: Tensor, of: Tensor) -> None:
         """Say that ``value`` is ``of`` under another object."""

@@ -28,17 +28,25 @@ _ONE: dict[str, Callable[..., Any]] = {
     "RoundToInt": round, "OpaqueUnaryFn_sqrt": math.sqrt, "OpaqueUnaryFn_log": math.log, "OpaqueUnaryFn_exp": math.exp,
     "OpaqueUnaryFn_log2": math.log2, "floor": math.floor, "ceiling": math.ceil, "Abs": abs,
 }  # fmt: skip
+_COMPARISONS = {
+    "Equality": operator.eq, "Unequality": operator.ne, "StrictLessThan": operator.lt, "LessThan": operator.le,
+    "StrictGreaterThan": operator.gt, "GreaterThan": operator.ge,
+}  # fmt: skip
 _MANY: dict[str, Callable[..., Any]] = {"Max": max, "Min": min}
 _TEXT = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", "Pow": "**", "PowByNatural": "**"}
 
 
 @dataclass
 class Symbols:
-    """The symbols of one trace. ``source``: symbol -> (node of the input, dimension); ``names``: symbol -> ``s0``."""
+    """The symbols of one trace. ``source``: symbol -> (node of the input, dimension); ``names``: symbol -> ``s0``.
+
+    ``made_by``: as ``source``, for a size that depends on the data, such as the number of rows that a mask selects.
+    """
 
     shape_env: ShapeEnv | None = None
     source: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
+    made_by: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
     _made: dict[Any, Any] = field(default_factory=dict)
 
     def declare(self, node: fx.Node, value: Tensor) -> None:
@@ -48,6 +56,21 @@ class Symbols:
                 if size.node.expr not in self.source:
                     self.source[size.node.expr] = node, dimension
                     self.names[size.node.expr] = f"s{len(self.names)}"
+
+    def declare_made(self, node: fx.Node, value: Tensor) -> list[tuple[Any, int]]:
+        """Take the sizes that a call made by itself (how many rows a mask selects): (symbol, dimension) of each."""
+        found = []
+        for dimension, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                symbol = size.node.expr
+                if symbol not in self.source and symbol not in self.made_by and symbol not in self._made:
+                    self.made_by[symbol] = node, dimension
+                    found.append((symbol, dimension))
+        return found
+
+    def bind(self, expression: Any, node: fx.Node) -> None:
+        """Say that ``node`` is the number that ``expression`` stands for."""
+        self._made.setdefault(expression, node)
 
     def simplified(self, expression: Any) -> Any:
         """Return the expression with what has been learnt about its symbols put in."""
@@ -69,7 +92,7 @@ class Symbols:
 
     def _compute(self, expression: Any, call: Callable[[str, Any, tuple[Any, ...]], fx.Node]) -> Any:
         if expression.is_Symbol:
-            node, dimension = self.source[expression]
+            node, dimension = self.source.get(expression) or self.made_by[expression]
             return call("call_method", "size", (node, dimension))
         kind = type(expression).__name__
         args = [self.node(arg, call) for arg in expression.args]
@@ -81,6 +104,8 @@ class Symbols:
             return total
         if kind in _TWO:
             return call("call_function", _TWO[kind], (args[0], args[1]))
+        if kind in _COMPARISONS:
+            return call("call_function", _COMPARISONS[kind], (args[0], args[1]))
         if kind in _ONE:
             return call("call_function", _ONE[kind], (args[0],))
         if kind in _MANY:

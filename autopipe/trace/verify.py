@@ -8,7 +8,7 @@ behind this tool 58 of 61 wrong captures had the right loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopipe import draws
-from autopipe.errors import AutopipeError, TraceError
+from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.explain import place_of
@@ -38,8 +38,13 @@ class Outcome:
     draws: int
 
 
-def verify(workload: Workload, model: nn.Module, module: fx.GraphModule, graph: Graph, items: list[Item]) -> bool:
-    """Compare the graph with the model on ``items``; True where every bit is the same. The model is left as it was.
+def verify(
+    workload: Workload, model: nn.Module, module: fx.GraphModule, graph: Graph, items: list[Item]
+) -> tuple[bool, list[str]]:
+    """Compare the graph with the model on ``items``: whether every bit is the same, and notes for people.
+
+    The model is left as it was. A guard (``autopipe.guards``) may stop any microbatch but the first: then the graph
+    has said itself that it is not meant for it.
 
     Raises: TraceError naming the first thing that differs, and both numbers.
     """
@@ -59,13 +64,19 @@ def verify(workload: Workload, model: nn.Module, module: fx.GraphModule, graph: 
 
     with _left_as_it_was(model):
         wanted = [_run(model, eager, item, where, "the model itself failed") for item, where in runs]
+    exact, notes = True, []
     with _left_as_it_was(model):
-        found = [_run(model, captured, item, where, "the captured graph failed") for item, where in runs]
-    exact = True
-    for (item, where), left, right in zip(runs, wanted, found, strict=True):
-        told = f"batch of {workload.num_samples(item)}, seed {where[0]}"
-        exact &= _compare(left, right, told, graph)
-    return exact
+        for (item, where), left in zip(runs, wanted, strict=True):
+            told = f"batch of {workload.num_samples(item)}, seed {where[0]}"
+            try:
+                right = _run(model, captured, item, where, "the captured graph failed")
+            except RunError as stopped:
+                if where == wheres[0]:
+                    raise TraceError(stopped.what, where=stopped.where, remedy=stopped.remedy) from stopped
+                notes.append(f"{told}: {stopped.what} ({stopped.where})")
+                continue
+            exact &= _compare(left, right, told, graph)
+    return exact, notes
 
 
 def _run(
@@ -78,6 +89,7 @@ def _run(
     for parameter in model.parameters():
         parameter.grad = None
     item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)  # a forward may change its batch
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         loss, weight, drawn = forward(item, where)
         if loss.requires_grad:
@@ -90,29 +102,33 @@ def _run(
             where=place_of(error),
             remedy="run the model on one batch by itself; see whether forward and backward work",
         ) from error
+    finally:
+        after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        _put(before)  # every microbatch starts from the same state
     values: dict[str, Tensor | None] = {"loss": loss.detach().clone()}
     if weight is not None:
         values["weight of the loss"] = weight.detach().clone()
     for name, parameter in model.named_parameters():
         values[f"gradient of {name}"] = parameter.grad
         parameter.grad = None
-    for name, buffer in model.named_buffers():
-        values[f"buffer {name}"] = buffer.detach().clone()
+    values.update({f"buffer {name}": buffer for name, buffer in after.items()})
     return Outcome(values, drawn)
+
+
+def _put(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     snapshot = Snapshot(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         snapshot.restore()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
