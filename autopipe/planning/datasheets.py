@@ -1,0 +1,92 @@
+"""Devices by name, as their makers describe them, and what a profile from one says about another: an estimate.
+
+Rates are dense peaks (no sparsity). Memory counts 10^9 bytes a GB, which is at most what the device really offers.
+A layer that computes runs as the ratio of the peaks, one that moves memory as the ratio of the bandwidths; a profile
+does not say which is which, so the speed is given between both, with their geometric mean as the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopipe.errors import PlanError, unknown_choice
+from autopipe.ir.cluster import ClusterDevice
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Datasheet:
+    """``tensor_flops``: peak of fp16 and bf16 matrix units (``bf16``: whether it has the latter). Rates per second."""
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float
+    fp32_flops: float
+    tensor_flops: float
+    bf16: bool
+    source: str
+
+    def peak(self, precision: str) -> float:
+        """Return the peak rate at a precision. Raises: PlanError when the device does not have it."""
+        if precision not in PRECISIONS:
+            raise PlanError(unknown_choice("precision", precision, PRECISIONS))
+        if precision == "bf16" and not self.bf16:
+            raise PlanError(f"{self.name} has no bf16 matrix units", remedy="use fp16 or fp32")
+        return self.fp32_flops if precision == "fp32" else self.tensor_flops
+
+
+def _sheet(  # noqa: PLR0917 - one line a device reads as the table that it is
+    name: str, gigabytes: int, bandwidth: float, fp32_tera: float, tensor_tera: float, source: str, *, bf16: bool = True
+) -> Datasheet:
+    return Datasheet(name, gigabytes * 10**9, bandwidth * 1e9, fp32_tera * 1e12, tensor_tera * 1e12, bf16, source)
+
+
+DATASHEETS = (
+    _sheet("V100-16GB", 16, 900, 15.7, 125, "NVIDIA V100 Tensor Core GPU datasheet (SXM2), 2020", bf16=False),
+    _sheet("V100-32GB", 32, 900, 15.7, 125, "NVIDIA V100 Tensor Core GPU datasheet (SXM2), 2020", bf16=False),
+    _sheet("A100-40GB", 40, 1555, 19.5, 312, "NVIDIA A100 Tensor Core GPU datasheet (SXM), 2021"),
+    _sheet("A100-80GB", 80, 2039, 19.5, 312, "NVIDIA A100 Tensor Core GPU datasheet (SXM), 2021"),
+    _sheet("L40S", 48, 864, 91.6, 362.05, "NVIDIA L40S datasheet, 2023"),
+    _sheet("H100-80GB", 80, 3350, 67, 989.5, "NVIDIA H100 Tensor Core GPU datasheet (SXM; half its sparse rate), 2023"),
+    _sheet(
+        "H200-141GB", 141, 4800, 67, 989.5, "NVIDIA H200 Tensor Core GPU datasheet (SXM; half its sparse rate), 2024"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How much faster a device is than the one profiled: between ``low`` and ``high``; ``estimate`` lies between."""
+
+    low: float
+    estimate: float
+    high: float
+    note: str
+
+
+def datasheet(name: str) -> Datasheet:
+    """Return a device's datasheet. Raises: PlanError with the known names."""
+    found = {sheet.name.lower(): sheet for sheet in DATASHEETS}.get(name.lower())
+    if found is None:
+        raise PlanError(unknown_choice("device", name, (sheet.name for sheet in DATASHEETS)))
+    return found
+
+
+def relative_speed(profiled: str, target: str, precision: str) -> Speed:
+    """Return how fast ``target`` should run what was profiled on ``profiled``. Raises: PlanError."""
+    a, b = datasheet(profiled), datasheet(target)
+    compute, memory = b.peak(precision) / a.peak(precision), b.memory_bandwidth / a.memory_bandwidth
+    low, high = min(compute, memory), max(compute, memory)
+    estimate = math.sqrt(low * high)
+    error = max(estimate / low, high / estimate) - 1
+    between = f"within {error:.0%} ({low:.2f} to {high:.2f})"
+    note = f"estimate from datasheets: {estimate:.2f} times the speed of {a.name}, {between}"
+    return Speed(low, estimate, high, note)
+
+
+def device_like(profiled: str, target: str, precision: str) -> ClusterDevice:
+    """Return ``target`` as a device of a cluster, its speed relative to the profiled device. Raises: PlanError."""
+    sheet = datasheet(target)
+    return ClusterDevice(sheet.name, sheet.memory_bytes, relative_speed(profiled, target, precision).estimate)
