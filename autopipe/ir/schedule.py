@@ -60,7 +60,7 @@ class Request:
 
     ``stage_ranks[s]``: the ranks of stage s (several where it is replicated; a rank may run several stages).
     ``first_minibatch``: its number in the run, so that windows in a row name the versions that the formula gives.
-    ``options``: what this schedule takes beyond that.
+    ``options``: what this schedule takes beyond that. ``text``: the user's own grid, for the schedule ``custom``.
     """
 
     stage_ranks: tuple[tuple[int, ...], ...]
@@ -68,6 +68,7 @@ class Request:
     num_minibatches: int = 1
     first_minibatch: int = 0
     options: dict[str, int] = field(default_factory=dict)
+    text: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -87,12 +88,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """``rows[r]``: what rank r does, in order. ``staleness[s]``: the delta of semantics, 0 for a flush."""
+    """``rows[r]``: what rank r does, in order. ``staleness[s]``: the delta of semantics, 0 for a flush.
+
+    ``in_flight[s]``: the most microbatches that a rank of stage s may hold whose backward is not done; empty: no bound.
+    """
 
     name: str
     request: Request
     rows: tuple[tuple[Instruction, ...], ...]
     staleness: tuple[int, ...]
+    in_flight: tuple[int, ...] = ()
 
     @property
     def lowered(self) -> bool:

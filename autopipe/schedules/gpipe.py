@@ -1,0 +1,43 @@
+"""GPipe: all forwards, then all backwards, then the step.
+
+::
+
+    rank 0 | F0  F1  F2  F3                          B0  B1  B2  B3+
+    rank 1 |     F0  F1  F2  F3                  B0  B1  B2  B3+
+    rank 2 |         F0  F1  F2  F3          B0  B1  B2  B3+
+    rank 3 |             F0  F1  F2  F3  B0  B1  B2  B3+
+
+Bubble: ``(p - 1) / (m + p - 1)``. Memory: all m microbatches in flight.
+
+Source: GPipe, arXiv:1811.06965, section 2.2; backwards run 0..m-1 here, so that gradients add up in the order of a
+plain accumulation loop.
+"""
+
+from __future__ import annotations
+
+from autopipe.ir.schedule import Request, Schedule
+from autopipe.schedules.kind import ScheduleKind, check_one_stage_a_rank, line
+from autopipe.schedules.rows import flushed, own_microbatches, stages_of
+
+
+def gpipe(request: Request) -> Schedule:
+    """Return the schedule. Raises: ScheduleError where a rank has two stages."""
+    check_one_stage_a_rank(KIND.name, request)
+
+    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+        (stage,) = stages_of(request, rank)
+        share = own_microbatches(request, stage, rank, minibatch)
+        return [(op, stage, j) for op in "FB" for j in share]
+
+    in_flight = [-(-request.num_microbatches // len(ranks)) for ranks in request.stage_ranks]
+    return flushed(KIND.name, request, order, in_flight)
+
+
+KIND = ScheduleKind(
+    name="gpipe",
+    make=gpipe,
+    description="all forwards, then all backwards; exact; keeps every microbatch in memory",
+    source="GPipe, arXiv:1811.06965",
+    synchronous=True,
+    example=line(4, 4),
+)

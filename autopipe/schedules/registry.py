@@ -1,0 +1,32 @@
+"""The schedules by name. A new one is a file of its own and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from autopipe.errors import ScheduleError, unknown_choice
+from autopipe.ir.schedule import Request, Schedule
+from autopipe.schedules import gpipe, one_f_one_b
+from autopipe.schedules.kind import ScheduleKind
+
+REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(
+    {
+        kind.name: kind
+        for kind in (
+            gpipe.KIND,
+            one_f_one_b.KIND,
+        )
+    }
+)
+
+
+def make(name: str, request: Request) -> Schedule:
+    """Return the schedule of that name for a request.
+
+    Raises: ScheduleError for an unknown name or option, and for a request that the schedule cannot serve.
+    """
+    kind = REGISTRY.get(name)
+    if kind is None:
+        raise ScheduleError(unknown_choice("schedule", name, REGISTRY))
+    return kind.make(kind.complete(request))

@@ -1,0 +1,79 @@
+"""Pictures in plain text: a schedule as a grid of unit times, and a timeline to scale.
+
+In the grid a cell is one unit of time and names what runs: ``F3`` (forward of microbatch 3), ``B1:3`` (minibatch 1;
+minibatch 0 is not written), ``2F3`` where a rank runs several stages, ``F3@2`` the weight version where versions differ
+from minibatch numbers. ``+`` behind a cell: the optimizer steps after it. Messages and reductions take no time here.
+"""
+
+from __future__ import annotations
+
+from autopipe.ir.schedule import COMPUTE, Instruction, Schedule
+from autopipe.ir.timeline import Timeline
+from autopipe.schedules.costs import Costs
+from autopipe.schedules.grid import table
+from autopipe.schedules.simulate import simulate
+
+
+def render(schedule: Schedule) -> str:
+    """Return the grid: a line a rank, time in columns, every F, B, I and W one unit.
+
+    Raises: ScheduleError where the schedule never finishes.
+    """
+    timeline = simulate(schedule, Costs.uniform(schedule.request.num_stages))
+    stages_on = [len({i.stage for i in row}) for row in schedule.rows]
+    with_stage, with_version = max(stages_on, default=1) > 1, any(schedule.staleness)
+    cells: list[dict[int, str]] = [{} for _ in schedule.rows]
+    steps = [_stepped_after(row) for row in schedule.rows]
+    for span in timeline.spans:
+        i = span.instruction
+        if i.op not in COMPUTE:
+            continue
+        text = f"{i.stage if with_stage else ''}{i.op}{f'{i.minibatch}:' if i.minibatch else ''}{i.microbatch}"
+        text += f"@{i.weight_version}" if with_version else ""
+        cells[span.rank][round(span.start_seconds)] = text + ("+" if i in steps[span.rank] else "")
+    length = max((column + 1 for row in cells for column in row), default=0)
+    return table([[row.get(column, "") for column in range(length)] for row in cells])
+
+
+def _stepped_after(row: tuple[Instruction, ...]) -> set[Instruction]:
+    found, last = set(), None
+    for i in row:
+        if i.op in COMPUTE:
+            last = i
+        elif i.op == "S" and last is not None:
+            found.add(last)
+    return found
+
+
+def render_timeline(timeline: Timeline, width: int = 100) -> str:
+    """Return the timeline to scale in ``width`` columns: per column what filled most of it, blank where idle.
+
+    Letters: F B I W as in schedules, S the step, R a reduction, ``.`` waiting for or handling messages.
+    """
+    begin = min((span.start_seconds for span in timeline.spans), default=0.0)
+    width, seconds = max(width, 1), timeline.seconds
+    shares: list[list[dict[str, float]]] = [[{} for _ in range(width)] for _ in range(timeline.num_ranks)]
+    for span in timeline.spans if seconds > 0 else ():
+        letter = span.instruction.op if len(span.instruction.op) == 1 else "."
+        low = (span.start_seconds - begin) / seconds * width
+        high = (span.end_seconds - begin) / seconds * width
+        for column in range(int(low), min(int(high) + 1, width)):
+            covered = min(high, column + 1) - max(low, column)
+            share = shares[span.rank][column]
+            share[letter] = share.get(letter, 0.0) + covered
+    digits = len(str(max(timeline.num_ranks - 1, 0)))
+    lines = []
+    for rank, columns in enumerate(shares):
+        text = "".join(_fullest(share) for share in columns)
+        busy = timeline.busy_seconds(rank) / seconds if seconds else 0.0
+        lines.append(f"rank {rank:>{digits}} |{text}| {busy:4.0%} busy")
+    scale = f"{'':>{5 + digits}} 0{f'{seconds:.4g} s':>{width}}"
+    footer = f"{timeline.source}; bubble {timeline.bubble_fraction:.1%}"
+    return "\n".join([*lines, scale, footer])
+
+
+def _fullest(share: dict[str, float]) -> str:
+    """Return the letter that fills most of a column, blank where idleness does."""
+    idle = 1 - sum(share.values())
+    letter, covered = max(share.items(), key=lambda item: item[1], default=(" ", 0.0))
+    return letter if covered >= idle else " "

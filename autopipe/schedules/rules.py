@@ -1,0 +1,195 @@
+"""The rules of schedules, and how one rank's row is held against them. Each has the name that its error carries.
+
+======================  =============================================================================================
+placement               stage, minibatch and microbatch exist; F, B, I, W run on the replica that round robin gives;
+                        R, S, sends and receives on a rank of their stage
+once                    each F once, and each B once (or one I and one W), per stage, minibatch and microbatch
+stages-in-order         a rank with several stages runs F of an earlier stage first, and B of a later one
+backward-after-forward  B and I come after their F, W after its I
+same-version            B, I and W name the version that their F ran at
+staleness               F of minibatch t at stage s names version max(t - staleness of s, 0)
+version-exists          that version has been made when F runs
+version-kept            it is not older than the newest by more than the staleness (what the stash keeps)
+microbatch-order        the backwards of a stage run in microbatch order on each rank, so do the gradients add up
+in-flight               no rank holds more forwards without backward than the schedule's bound
+step-once               S (and R, where replicated) once per minibatch on every rank of a stage, in order
+step-after-backward     S comes after the rank's last backward of its minibatch
+gradients-apart         S comes before the rank's first backward of a later minibatch
+reduce-before-step      R comes after the rank's last backward of its minibatch and before S
+message-place           a send comes behind what makes it, a receive before what needs it
+channel-order           what one end of a channel sends, the other receives, once, in the same order
+no-deadlock             all ranks finish when channels are first in, first out and sends never block
+======================  =============================================================================================
+
+A channel is (kind, from stage, to stage, from rank, to rank). ``validate`` holds all rows and channels against them.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Schedule
+from autopipe.schedules.grid import marked
+from autopipe.schedules.rows import minibatches, own_microbatches, stages_of
+
+RULES = (
+    "placement", "once", "stages-in-order", "backward-after-forward", "same-version", "staleness", "version-exists",
+    "version-kept", "microbatch-order", "in-flight", "step-once", "step-after-backward", "gradients-apart",
+    "reduce-before-step", "message-place", "channel-order", "no-deadlock",
+)  # fmt: skip
+
+Work = tuple[int, int, int]  # stage, minibatch, microbatch
+Place = tuple[int, int]  # rank, index
+
+
+def broken(schedule: Schedule, rule: str, what: str, rank: int, index: int) -> NoReturn:
+    """Raise the error of a rule, with the cell marked."""
+    raise ScheduleError(
+        f"{schedule.name}: {what}",
+        rule=rule,
+        grid=marked(schedule, rank, index),
+        where=f"rank {rank}, instruction {index}",
+    )
+
+
+class Row:
+    """One rank's row, followed once; ``found``: where each F, B, I and W of all rows stands."""
+
+    def __init__(self, schedule: Schedule, rank: int, found: dict[tuple[str, Work], Place]) -> None:
+        self.schedule, self.request, self.rank, self.found = schedule, schedule.request, rank, found
+        self.index = 0
+        self.stages = stages_of(self.request, rank)
+        self.window = minibatches(self.request)
+        first = self.window.start
+        self.newest = dict.fromkeys(self.stages, first)  # versions made, by stage
+        self.reduced = dict.fromkeys(self.stages, first)  # minibatches reduced, by stage
+        self.left = {(s, t): len(own_microbatches(self.request, s, rank, t)) for s in self.stages for t in self.window}
+        self.last: dict[tuple[str, int], tuple[int, int]] = {}  # latest backward, by (op, stage)
+        self.versions: dict[Work, int] = {}
+        self.held = dict.fromkeys(self.stages, 0)
+
+    def fail(self, rule: str, what: str) -> NoReturn:
+        """Raise the error of a rule that the instruction at hand breaks."""
+        broken(self.schedule, rule, what, self.rank, self.index)
+
+    def check(self) -> None:
+        """Follow the row from its start to its end. Raises: ScheduleError."""
+        for self.index, i in enumerate(self.schedule.rows[self.rank]):  # noqa: B020 - the index is what fail() marks
+            self._placement(i)
+            if i.op == "F":
+                self._forward(i)
+            elif i.op in COMPUTE:
+                self._backward(i)
+            elif i.op in SENDS or i.op in RECEIVES:
+                self._message(i)
+            elif i.op == "R":
+                self._reduce(i)
+            else:
+                self._step(i)
+        self.index = len(self.schedule.rows[self.rank])
+        for stage in self.stages:
+            for t in self.window:
+                if self.left[stage, t]:
+                    self.fail("once", f"stage {stage} misses {self.left[stage, t]} backwards of minibatch {t}")
+            if self.newest[stage] != self.window.stop:
+                self.fail("step-once", f"stage {stage} never steps minibatch {self.newest[stage]}")
+
+    def _placement(self, i: Instruction) -> None:
+        if i.stage not in self.newest:
+            self.fail("placement", f"{i} on rank {self.rank}, which runs stages {list(self.stages)}")
+        if i.minibatch not in self.window:
+            self.fail(
+                "placement", f"{i}: minibatch {i.minibatch} is outside {self.window.start}..{self.window.stop - 1}"
+            )
+        if i.op in ("R", "S"):
+            return
+        if not 0 <= i.microbatch < self.request.num_microbatches:
+            self.fail("placement", f"{i}: microbatch {i.microbatch} of {self.request.num_microbatches}")
+        right = self.request.rank_of(i.stage, i.minibatch, i.microbatch)
+        if right != self.rank:
+            self.fail("placement", f"{i} belongs on rank {right}")
+        if (i.op in SENDS or i.op in RECEIVES) and not (0 <= i.peer < self.request.num_stages and i.peer != i.stage):
+            self.fail("placement", f"{i}: there is no stage {i.peer} to exchange with")
+
+    def _forward(self, i: Instruction) -> None:
+        work = self._once("F", i)
+        self._in_order("F", i, [s for s in self.stages if s > i.stage])
+        delta = self.schedule.staleness[i.stage]
+        if i.weight_version != max(i.minibatch - delta, 0):
+            self.fail("staleness", f"{i} should run at version {max(i.minibatch - delta, 0)} (staleness {delta})")
+        if i.weight_version > self.newest[i.stage]:
+            self.fail("version-exists", f"{i}: the newest version is {self.newest[i.stage]}")
+        if i.weight_version < self.newest[i.stage] - delta:
+            self.fail("version-kept", f"{i}: version {i.weight_version} is gone, the newest is {self.newest[i.stage]}")
+        self.versions[work] = i.weight_version
+        self.held[i.stage] += 1
+        bound = self.schedule.in_flight
+        if bound and self.held[i.stage] > bound[i.stage]:
+            self.fail("in-flight", f"{i} is number {self.held[i.stage]} in flight; the bound is {bound[i.stage]}")
+
+    def _backward(self, i: Instruction) -> None:
+        work = self._once(i.op, i)
+        if work not in self.versions or (i.op == "W" and ("I", work) not in self.found):
+            self.fail("backward-after-forward", f"{i} comes before its {'I' if i.op == 'W' else 'F'}")
+        if (i.op == "B") == (("I", work) in self.found) and i.op != "I":
+            self.fail("once", f"{i}: the backward of this microbatch has run already")
+        if i.weight_version != self.versions[work]:
+            self.fail("same-version", f"{i}: its forward ran at version {self.versions[work]}")
+        if i.weight_version < self.newest[i.stage] - self.schedule.staleness[i.stage]:
+            self.fail("version-kept", f"{i}: version {i.weight_version} is gone, the newest is {self.newest[i.stage]}")
+        if i.op != "W":
+            self._in_order(i.op, i, [s for s in self.stages if s < i.stage])
+        order = (i.minibatch, i.microbatch)
+        kind = "W" if i.op == "W" else "B"
+        if self.last.get((kind, i.stage), order) > order:
+            self.fail("microbatch-order", f"{i} comes after microbatch {self.last[kind, i.stage]}")
+        self.last[kind, i.stage] = order
+        if i.minibatch < self.newest[i.stage]:
+            self.fail("step-after-backward", f"{i} comes after the step of minibatch {i.minibatch}")
+        if i.minibatch < self.reduced[i.stage]:
+            self.fail("reduce-before-step", f"{i} comes after the reduction of minibatch {i.minibatch}")
+        if i.minibatch > self.newest[i.stage]:
+            self.fail("gradients-apart", f"{i} comes before the step of minibatch {self.newest[i.stage]}")
+        if i.op != "I":
+            self.left[i.stage, i.minibatch] -= 1
+            self.held[i.stage] -= 1
+
+    def _once(self, op: str, i: Instruction) -> Work:
+        work = (i.stage, i.minibatch, i.microbatch)
+        if (op, work) in self.found:
+            self.fail("once", f"{i} is there twice")
+        self.found[op, work] = self.rank, self.index
+        return work
+
+    def _in_order(self, op: str, i: Instruction, must_follow: list[int]) -> None:
+        for stage in must_follow:
+            if (op, (stage, i.minibatch, i.microbatch)) in self.found:
+                place = self.found[op, (stage, i.minibatch, i.microbatch)]
+                if place[0] == self.rank:
+                    self.fail("stages-in-order", f"{i} comes after {op} of stage {stage}, which needs it")
+
+    def _message(self, i: Instruction) -> None:
+        work = (i.stage, i.minibatch, i.microbatch)
+        kind = i.op[1]
+        done = (kind, work) in self.found or (kind == "B" and ("I", work) in self.found)
+        if done == (i.op in RECEIVES):
+            self.fail("message-place", f"{i} comes {'after' if done else 'before'} the {kind} that it belongs to")
+
+    def _reduce(self, i: Instruction) -> None:
+        if len(self.request.stage_ranks[i.stage]) == 1 or i.minibatch != self.reduced[i.stage]:
+            self.fail(
+                "step-once", f"{i}: the next reduction of stage {i.stage} is of minibatch {self.reduced[i.stage]}"
+            )
+        if self.left[i.stage, i.minibatch]:
+            self.fail("reduce-before-step", f"{i}: {self.left[i.stage, i.minibatch]} backwards are still to come")
+        self.reduced[i.stage] += 1
+
+    def _step(self, i: Instruction) -> None:
+        if i.minibatch != self.newest[i.stage] or i.weight_version != i.minibatch:
+            self.fail("step-once", f"{i}: the next step of stage {i.stage} is {self.newest[i.stage]} at that version")
+        if self.left[i.stage, i.minibatch]:
+            self.fail("step-after-backward", f"{i}: {self.left[i.stage, i.minibatch]} backwards are still to come")
+        if len(self.request.stage_ranks[i.stage]) > 1 and self.reduced[i.stage] <= i.minibatch:
+            self.fail("reduce-before-step", f"{i} comes before the reduction")
+        self.newest[i.stage] += 1

@@ -1,0 +1,136 @@
+"""Lowered schedule and costs to a ``Timeline``: each rank follows its row, and waits where it must.
+
+No clock is needed: a rank runs on until it meets a message that has not been sent, or a reduction that not all replicas
+have reached, and is picked up again by whoever brings it. Every instruction is visited once, so the time is linear in
+their number. Links are per pair of ranks and direction, and only their sender puts messages on them, so the order of a
+link is the order of its sender's row, whatever order the ranks are visited in.
+
+Sends never block (beyond ``send_seconds``). A reduction blocks until all replicas are there. An instruction that takes
+no time and no waiting leaves no span.
+"""
+
+from __future__ import annotations
+
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import Instruction, Schedule, Traffic
+from autopipe.ir.timeline import Span, Timeline
+from autopipe.schedules.costs import FREE, Costs
+from autopipe.schedules.grid import marked
+from autopipe.schedules.lower import lower
+
+Message = tuple[int, int, int, int]
+Meeting = tuple[int, int]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Return what happens when. A schedule that is not lowered is lowered for a plain chain of stages first.
+
+    Raises: ScheduleError (rule ``no-deadlock``) where ranks wait for each other for ever.
+    """
+    if len(costs.stages) != schedule.request.num_stages:
+        raise ScheduleError(f"costs of {len(costs.stages)} stages for {schedule.request.num_stages}")
+    if not schedule.lowered:
+        schedule = lower(schedule, Traffic.chain(schedule.request.num_stages))
+    return _Simulation(schedule, costs).run()
+
+
+class _Simulation:
+    """The state of one run: where each rank is, what is on its way, who waits for what."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.clock = [0.0] * len(schedule.rows)
+        self.position = [0] * len(schedule.rows)
+        self.arrivals: dict[Message, float] = {}
+        self.waiting: dict[Message, int] = {}  # the rank that waits for a message
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.reached: dict[Meeting, dict[int, float]] = {}
+        self.ready = list(range(len(schedule.rows)))[::-1]
+        self.spans: list[Span] = []
+        self.durations = {
+            "F": [stage.forward_seconds for stage in costs.stages],
+            "B": [stage.backward_seconds for stage in costs.stages],
+            "I": [stage.input_seconds for stage in costs.stages],
+            "W": [stage.weight_seconds for stage in costs.stages],
+            "S": [stage.step_seconds for stage in costs.stages],
+        }
+
+    def run(self) -> Timeline:
+        while self.ready:
+            self._follow(self.ready.pop())
+        rows = self.schedule.rows
+        stuck = [rank for rank, row in enumerate(rows) if self.position[rank] < len(row)]
+        if stuck:
+            raise self._deadlock(stuck)
+        self.spans.sort(key=lambda span: (span.rank, span.start_seconds, span.end_seconds))
+        return Timeline("simulated", len(rows), tuple(self.spans))
+
+    def _follow(self, rank: int) -> None:
+        """Carry out a row from where it stands to its end, or to what has to be waited for."""
+        row, durations, spans, arrivals = self.schedule.rows[rank], self.durations, self.spans, self.arrivals
+        edges, now = self.costs.edges, self.clock[rank]
+        index = self.position[rank]
+        while index < len(row):
+            i = row[index]
+            op, start = i.op, now
+            seconds = durations.get(op)
+            if seconds is not None:
+                now += seconds[i.stage]
+            elif op in ("RF", "RB"):
+                message = (i.peer, i.stage, i.minibatch, i.microbatch)
+                arrival = arrivals.pop(message, None)
+                if arrival is None:
+                    self.waiting[message] = rank
+                    break
+                now = max(now, arrival) + edges.get((i.peer, i.stage), FREE).receive_seconds
+            elif op == "R":
+                finish = self._meet(rank, i, now)
+                if finish is None:
+                    break
+                now = finish
+            else:
+                now = self._send(rank, i, now)
+            if now > start:
+                spans.append(Span(rank, i, start, now))
+            index += 1
+        self.position[rank], self.clock[rank] = index, now
+
+    def _send(self, rank: int, i: Instruction, now: float) -> float:
+        edge = self.costs.edges.get((i.stage, i.peer), FREE)
+        now += edge.send_seconds
+        arrival = now
+        if edge.occupancy_seconds:
+            link = rank, self.schedule.request.rank_of(i.peer, i.minibatch, i.microbatch)
+            arrival = max(now, self.link_free.get(link, 0.0)) + edge.occupancy_seconds
+            self.link_free[link] = arrival
+        message = (i.stage, i.peer, i.minibatch, i.microbatch)
+        self.arrivals[message] = arrival + edge.latency_seconds
+        waiter = self.waiting.pop(message, None)
+        if waiter is not None:
+            self.ready.append(waiter)
+        return now
+
+    def _meet(self, rank: int, i: Instruction, now: float) -> float | None:
+        """Come to a reduction. Returns when it ends, None while replicas are missing."""
+        replicas = self.schedule.request.stage_ranks[i.stage]
+        reached = self.reached.setdefault((i.stage, i.minibatch), {})
+        if rank not in reached:
+            reached[rank] = now
+            if len(reached) == len(replicas):
+                self.ready.extend(other for other in replicas if other != rank)
+        if len(reached) < len(replicas):
+            return None
+        return max(reached.values()) + self.costs.stages[i.stage].reduce_seconds
+
+    def _deadlock(self, stuck: list[int]) -> ScheduleError:
+        rank = stuck[0]
+        index = self.position[rank]
+        waits = ", ".join(f"rank {r} at {self.schedule.rows[r][self.position[r]]}" for r in stuck[:4])
+        more = ", ..." if len(stuck) > 4 else ""
+        return ScheduleError(
+            f"{len(stuck)} of {len(self.schedule.rows)} ranks wait for ever: {waits}{more}",
+            rule="no-deadlock",
+            grid=marked(self.schedule, rank, index),
+            where=f"rank {rank}, instruction {index}",
+            remedy="put what the others wait for before what waits for them",
+        )

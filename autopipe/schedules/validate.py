@@ -1,0 +1,71 @@
+"""The one validator: every schedule, shipped or a user's, keeps the rules of ``rules``."""
+
+from __future__ import annotations
+
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import RECEIVES, SENDS, Instruction, Schedule, Traffic
+from autopipe.schedules.costs import Costs
+from autopipe.schedules.lower import lower
+from autopipe.schedules.rows import minibatches
+from autopipe.schedules.rules import Place, Row, Work, broken
+from autopipe.schedules.simulate import simulate
+
+
+def validate(schedule: Schedule) -> None:
+    """Check every rule; a schedule without messages is taken for a chain of stages.
+
+    Raises: ScheduleError that names the first broken one, with the cell marked in the grid.
+    """
+    request = schedule.request
+    if len(schedule.rows) != request.num_ranks or len(schedule.staleness) != request.num_stages:
+        raise ScheduleError(
+            f"{len(schedule.rows)} rows and {len(schedule.staleness)} stages with a staleness; "
+            f"the request has {request.num_ranks} ranks and {request.num_stages} stages",
+            rule="placement",
+        )
+    found: dict[tuple[str, Work], Place] = {}
+    for rank in range(request.num_ranks):
+        Row(schedule, rank, found).check()
+    _check_complete(schedule, found)
+    _check_channels(schedule)
+    simulate(
+        schedule if schedule.lowered else lower(schedule, Traffic.chain(request.num_stages)),
+        Costs.uniform(request.num_stages),
+    )
+
+
+def _check_complete(schedule: Schedule, found: dict[tuple[str, Work], Place]) -> None:
+    """Every F is there; the backwards have been counted row by row."""
+    request = schedule.request
+    for stage in range(request.num_stages):
+        for t in minibatches(request):
+            for j in range(request.num_microbatches):
+                if ("F", (stage, t, j)) not in found:
+                    rank = request.rank_of(stage, t, j)
+                    what = f"F of stage {stage}, minibatch {t}, microbatch {j} is missing"
+                    broken(schedule, "once", what, rank, len(schedule.rows[rank]))
+
+
+Channel = tuple[str, int, int, int, int]  # kind, from stage, to stage, from rank, to rank
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """Both ends of every channel name the same messages in the same order."""
+    request = schedule.request
+    ends: dict[Channel, tuple[list[tuple[Instruction, Place]], list[tuple[Instruction, Place]]]] = {}
+    for rank, row in enumerate(schedule.rows):
+        for index, i in enumerate(row):
+            if i.op in SENDS or i.op in RECEIVES:
+                sends = i.op in SENDS
+                other = request.rank_of(i.peer, i.minibatch, i.microbatch)
+                edge = (i.stage, i.peer, rank, other) if sends else (i.peer, i.stage, other, rank)
+                ends.setdefault((i.op[1], *edge), ([], []))[not sends].append((i, (rank, index)))
+    for (kind, a, b, from_rank, to_rank), (sent, received) in sorted(ends.items(), key=lambda item: item[0]):
+        name = f"channel {kind} from stage {a} (rank {from_rank}) to stage {b} (rank {to_rank})"
+        for (first, _), (second, place) in zip(sent, received, strict=False):
+            if (first.minibatch, first.microbatch) != (second.minibatch, second.microbatch):
+                broken(schedule, "channel-order", f"{name}: {first} is sent where {second} is received", *place)
+        if len(sent) != len(received):
+            extra = max(sent, received, key=len)[min(len(sent), len(received))]
+            what = f"{name}: {len(sent)} messages are sent and {len(received)} received"
+            broken(schedule, "channel-order", what, *extra[1])
