@@ -1,0 +1,88 @@
+"""Writes docs/cli.md from the commands' own help, so that the two cannot differ. ``--check`` only compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from autopipe.cli.main import COMMANDS, autopipe
+
+PAGE = Path(__file__).resolve().parent / "cli.md"
+HEAD = """# Commands
+
+Written by `make docs` from the commands' own `--help`; a test compares the two.
+
+Exit codes: 0 done, 1 an error (what, where, what to try), 2 usage, 3 a rank failed, 75 stopped cleanly with a
+checkpoint, 130 Ctrl-C. With `--json` stdout holds exactly one JSON document with `schema_version`, also for an error.
+Options come from the command line, then `AUTOPIPE_<COMMAND>_<OPTION>` or `AUTOPIPE_<OPTION>`, then `autopipe.toml` or
+`[tool.autopipe]` in `pyproject.toml` (keys at the top for every command, a table such as `[train]` for one), then the
+default.
+"""
+TAIL = """
+## TARGET and hooks
+
+`TARGET` is `path/to/file.py[:ATTR]` or `package.module[:ATTR]`. `ATTR` is an `nn.Module`, a subclass, or a function
+that returns one. Without it: the first that exists of `model`, `build_model`, `get_model`, `create_model`, `Model`,
+else the only `nn.Module` subclass that the file defines. Optional names in the same file:
+
+| name | signature | without it |
+|---|---|---|
+| `example_inputs` | `(batch_size) -> tuple or dict` | the first batch of `data` |
+| `loss` | `(output, target) -> scalar`, or `(scalar, weight)` | `output.loss`, `output["loss"]`, or a scalar output |
+| `data` | `(batch_size)` or `() -> iterable` of `(inputs, target)` or `dict` | made-up batches from `example_inputs` |
+| `optimizer` | `(named_parameters) -> Optimizer`; built once a stage | AdamW |
+| `scheduler` | `(optimizer) -> LRScheduler` | none |
+| `evaluate_data` | as `data` | none |
+
+## The cluster file
+
+```toml
+source = "datasheet"            # or "measured"
+[device]
+name = "V100-16GB"
+memory = "16GiB"
+speed = 1.0                     # relative to the device that the profile was taken on
+[[level]]                       # innermost first
+name = "node"
+count = 4
+bandwidth = "10GB/s"            # between two members
+latency = "5us"
+[[level]]
+name = "cluster"
+count = 4
+bandwidth = "1.25GB/s"
+latency = "20us"
+```
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    parts = [HEAD]
+    top = click.Context(autopipe, info_name="autopipe", max_content_width=100, terminal_width=100)
+    for name in ("", *COMMANDS):
+        command = autopipe if not name else autopipe.get_command(top, name)
+        assert command is not None
+        context = top if not name else click.Context(command, info_name=name, parent=top, terminal_width=100)
+        context.help_option_names = ["-h", "--help"]
+        parts.append(f"\n## {f'autopipe {name}'.strip()}\n\n```text\n{command.get_help(context).rstrip()}\n```\n")
+    parts.append(TAIL)
+    return "".join(parts)
+
+
+def main() -> int:
+    """Write the page, or say whether it is current."""
+    text = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print("docs/cli.md is not what the commands say; run: make docs", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
