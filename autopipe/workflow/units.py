@@ -8,7 +8,7 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _PREFIXES = _DECIMAL | _BINARY
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6, "ns": 10**9}
 
 
 def _parse(text: str) -> tuple[float, str]:
@@ -56,6 +56,6 @@ def parse_seconds(text: str) -> float:
     Raises: ValueError that shows the forms.
     """
     value, unit = _parse(text)
-    if unit not in _SECONDS:
+    if unit not in _PER_SECOND:
         raise ValueError(f"{text!r} is no time; write 5us, 0.2ms or 1s")
-    return value * _SECONDS[unit]
+    return value / _PER_SECOND[unit]
