@@ -26,7 +26,7 @@ PipeDream's own formulas, for comparison, are in ``pipedream_model`` and ``kerne
 
 from __future__ import annotations
 
-from autopipe.planning.api import make_plan
+from autopipe.planning.api import make_best_plan, make_plan
 from autopipe.planning.cluster_file import parse_bandwidth, parse_bytes, parse_seconds, read_cluster, uniform_cluster
 from autopipe.planning.compare import Comparison, Contender, comparison
 from autopipe.planning.explain import Explanation, explain
@@ -41,6 +41,7 @@ __all__ = [
     "ScheduleNeeds",
     "comparison",
     "explain",
+    "make_best_plan",
     "make_plan",
     "parse_bandwidth",
     "parse_bytes",

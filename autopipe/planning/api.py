@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
@@ -36,6 +38,30 @@ def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, *, score
     if score is not None:
         return best_by_score(runnable, score, solve_problem)
     return min((plan for _, plan in runnable), key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+
+
+def make_best_plan(
+    profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions], *, score: Score | None = None
+) -> Plan:
+    """Return the fastest plan over several options: schedules, stages a rank, more microbatches in flight, recompute.
+
+    Options for which no plan can be made are left out. Of equally fast plans the one of the earlier options is taken.
+
+    Raises: PlanError of the first options when no plan can be made for any of them.
+    """
+    best: Plan | None = None
+    first: PlanError | None = None
+    for options in choices:
+        try:
+            plan = make_plan(profile, cluster, options, score=score)
+        except PlanError as error:
+            first = first or error
+            continue
+        if best is None or plan.predicted.samples_per_second > best.predicted.samples_per_second:
+            best = plan
+    if best is None:
+        raise first or PlanError("nothing to choose from: no options were given")
+    return best
 
 
 def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[Problem]:

@@ -7,8 +7,9 @@ With v weight versions and at most k microbatches in flight::
     with recompute
     peak         = state + k K + A        only the inputs of the stage are kept; one microbatch's A lives at a time
 
-G counts trained parameters only, O only those that the stage itself steps. ``saved_bytes`` of a profile belong to the
-node that *makes* the tensor, so a value that a stage receives is in K of that stage and in no A of it.
+G counts trained parameters only, O only those that the stage itself steps. A profile counts a tensor at the first node
+that keeps it. Where that is the stage which receives the tensor, it is in A and in K, so the peak is an upper bound:
+too high by at most what the stage receives, times k.
 """
 
 from __future__ import annotations

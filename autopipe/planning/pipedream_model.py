@@ -22,7 +22,7 @@ from autopipe.planning.states import Dag, Floats, States
 
 MOST_IDEALS = 20_000
 MOST_STATES_PLACED = 2_000
-MOST_NESTED_STEPS = 6e9
+MOST_NESTED_STEPS = 1.5e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,16 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
     machine = _without_trivial_levels(machine)
     search = _Search(graph, machine, straight)
     best: LayerPlan | None = None
-    for states, final in search.spaces():
-        found = search.solve(states, best.cost_seconds if best else HUGE, final)
-        if found is not None and (best is None or found.cost_seconds < best.cost_seconds):
-            best = found
+    origin = last = None
+    for states in search.spaces():
+        found = search.solve(states, best.cost_seconds if best else HUGE)
+        if found is not None:
+            best, origin = found, states
+        last = states
+    for candidate in (last, origin):  # the last space holds most, but may be too large to nest in
+        if candidate is not None and search.can_nest(candidate):
+            best = search.nested(candidate, best.cost_seconds if best else HUGE) or best
+            break
     if best is None:
         raise PlanError(
             f"no plan fits {machine.memory_bytes / 2**30:.3g} GiB a device",
@@ -113,8 +119,8 @@ class _Search:
         self.dag = Dag(graph)
         self.orders: dict[str, list[int]] = {}
 
-    def spaces(self) -> Iterator[tuple[States, bool]]:
-        """Yield state spaces, small ones first, and whether nothing later holds all that this one does.
+    def spaces(self) -> Iterator[States]:
+        """Yield state spaces, small ones first.
 
         Linear orders, then the lattice where it is small; several more orders where it is not.
         """
@@ -122,18 +128,18 @@ class _Search:
         edges = set(self.graph.edges)
         if all(pair in edges for pair in itertools.pairwise(level)):
             # one path through all layers: its prefixes are all ideals
-            yield self.dag.chain_states(level, "level order"), True
+            yield self.dag.chain_states(level, "level order")
             return
         deep = self.orders["deep order"] = self.orders["lattice"] = self.dag.order(deep=True)
         ideals = self.dag.ideals(deep, MOST_IDEALS if len(self.machine.counts) == 1 else MOST_STATES_PLACED)
         if ideals is None:
             yield from self._many_orders(deep)
             return
-        yield self.dag.chain_states(level, "level order"), False
-        yield self.dag.chain_states(deep, "deep order"), False
-        yield self.dag.lattice_states(deep, ideals), True
+        yield self.dag.chain_states(level, "level order")
+        yield self.dag.chain_states(deep, "deep order")
+        yield self.dag.lattice_states(deep, ideals)
 
-    def _many_orders(self, deep: list[int]) -> Iterator[tuple[States, bool]]:
+    def _many_orders(self, deep: list[int]) -> Iterator[States]:
         """Yield six linear orders, and where they are few enough the ideals of all of them together."""
         found: dict[int, None] = {}
         place = {layer: index for index, layer in enumerate(deep)}
@@ -141,13 +147,13 @@ class _Search:
             for deeply in (False, True):
                 name = f"{'deep' if deeply else 'level'} order, {ties} first"
                 order = self.orders[name] = self.dag.order(deep=deeply, ties=ties)
-                yield self.dag.chain_states(order, name), True
+                yield self.dag.chain_states(order, name)
                 found.update(dict.fromkeys(itertools.accumulate((1 << place[layer] for layer in order), initial=0)))
         if len(found) <= MOST_STATES_PLACED:
-            yield self.dag.lattice_states(deep, sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))), False
+            yield self.dag.lattice_states(deep, sorted(found, key=lambda ideal: (ideal.bit_count(), ideal)))
 
-    def solve(self, states: States, known: float, final: bool) -> LayerPlan | None:
-        """Return the best plan over the states if it is cheaper than ``known``. ``final``: nested placement too."""
+    def solve(self, states: States, known: float) -> LayerPlan | None:
+        """Return the best plan over the states if it is cheaper than ``known``; several levels: placed contiguously."""
         machine = self.machine
         arrays = (states.pointers, states.supersets, states.seconds, states.parameters, states.activations)
         if len(machine.counts) == 1:
@@ -166,18 +172,22 @@ class _Search:
         cost, stages = solve_contiguous(
             *arrays, states.crossing, widths, bandwidths, machine.num_devices, self.limit, self.straight, known
         )
-        best = None
-        if cost < known:
-            best = self._plan(states, float(cost), [(int(r[0]), int(r[1]), int(r[3])) for r in stages], "contiguous, ")
-        if not final or self.straight or self.machine.memory_bytes:
-            return best
-        return self._nested(states, min(known, float(cost))) or best
-
-    def _nested(self, states: States, known: float) -> LayerPlan | None:
-        counts, bandwidths, n = self.machine.counts, self.machine.bandwidths, states.count
-        middle = n**3 / 6 if len(counts) > 2 or counts[-1] > 2 else n**2
-        if middle * max(counts[:-1]) ** 2 / 2 > MOST_NESTED_STEPS:
+        if cost >= known:
             return None
+        rows = [(int(row[0]), int(row[1]), int(row[3])) for row in stages]
+        return self._plan(states, float(cost), rows, "contiguous, ")
+
+    def can_nest(self, states: States) -> bool:
+        """Return whether nested placement makes sense and takes about a second at most."""
+        counts, n = self.machine.counts, states.count
+        if len(counts) == 1 or self.straight or self.machine.memory_bytes:
+            return False
+        pieces = n**3 / 6 if len(counts) > 2 or counts[-1] > 2 else n**2
+        return pieces * max(counts[:-1]) ** 2 / 2 <= MOST_NESTED_STEPS
+
+    def nested(self, states: States, known: float) -> LayerPlan | None:
+        """Return the best nested plan over the states if it is cheaper than ``known``."""
+        counts, bandwidths, n = self.machine.counts, self.machine.bandwidths, states.count
         C, P, X = states.seconds, states.parameters, states.crossing
         V: Floats = dense_seconds(states.pointers, states.supersets, C)
         below, ranks = 1, 1

@@ -14,7 +14,7 @@ from planning_cases import brute_force_straight, cluster_of, profile_of, random_
 from autopipe.errors import PlanError
 from autopipe.ir.artifact import canonical
 from autopipe.ir.cuts import Cuts
-from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning import PlanOptions, make_best_plan, make_plan
 
 
 def random_case(seed):
@@ -103,6 +103,21 @@ def test_a_free_choice_of_microbatches_takes_the_best_of_the_fixed_ones():
     free = make_plan(profile, cluster, PlanOptions(2, 16))
     fixed = [make_plan(profile, cluster, PlanOptions(2, 16, m)) for m in (2, 4, 8, 16)]
     assert free.predicted.step_seconds == min(plan.predicted.step_seconds for plan in fixed)
+
+
+def test_the_best_of_several_options_leaves_out_what_cannot_be_planned():
+    rng = random.Random(5)
+    graph = random_graph(rng, 12)
+    profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
+    fine = [PlanOptions(2, 4 * m, m, schedule=name) for m in (4, 8) for name in ("1f1b", "2bw")]
+    impossible = PlanOptions(2, 4, 8)
+    plan = make_best_plan(profile, cluster, [impossible, *fine])
+    rates = [make_plan(profile, cluster, options).predicted.samples_per_second for options in fine]
+    assert plan.predicted.samples_per_second == max(rates)
+    with pytest.raises(PlanError, match="a batch of 4 samples cannot be cut into 8 microbatches"):
+        make_best_plan(profile, cluster, [impossible, PlanOptions(99, 99)])
+    with pytest.raises(PlanError, match="nothing to choose from"):
+        make_best_plan(profile, cluster, [])
 
 
 def test_a_score_replaces_the_formula():
