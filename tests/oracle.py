@@ -75,7 +75,8 @@ def loss_of(module: ModuleType, model: torch.nn.Module, batch: Any) -> torch.Ten
         return model(**batch).loss
     inputs, target = batch
     output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-    return module.loss(output, target)
+    loss = module.loss() if isinstance(module.loss, type) else module.loss
+    return loss(output, target)
 
 
 def train(

@@ -121,7 +121,7 @@ class RankSession:
             cls = load_stage(run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             with exclusive():
                 model = workload.build_model()
-            adopted = cls.adopt(model, constants).to(device)
+            adopted = cls.adopt(model, constants).place(device)
             ties = {
                 tie.parameter: tie.owner == stage.index
                 for tie in plan.ties

@@ -90,7 +90,7 @@ class StageRunner:
         return sent
 
     def _run(self, flight: _Flight) -> dict[str, torch.Tensor]:
-        self.stage.draws = flight.draws
+        self.stage.seed(flight.draws)
         arguments = [flight.received[value] for value in self.stage.RECEIVES]
         results = self.stage(*flight.inputs, *arguments)
         return dict(zip((*self.stage.SENDS, *self.stage.RETURNS), results, strict=True))

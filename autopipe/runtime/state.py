@@ -21,7 +21,8 @@ from autopipe.runtime.weights import WeightVersions
 
 def buffers(runner: StageRunner) -> dict[str, torch.Tensor]:
     """Return the buffers of a stage, non-persistent ones too: a forward may have changed them."""
-    return dict(runner.stage.named_buffers())
+    constants = runner.stage.CONSTANTS
+    return {name: buffer for name, buffer in runner.stage.named_buffers() if name not in constants}
 
 
 def collect(

@@ -1,0 +1,77 @@
+"""Stage files to classes. A file of another model or plan is refused, and none is ever served from a cache."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import types
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from autopipe.errors import ArtifactError
+from autopipe.stage import Stage
+
+CONSTANTS_FILE = "constants.safetensors"
+_DIGEST = re.compile(r'^    (MODEL|PLAN)_DIGEST = "([0-9a-f]+)"$', re.MULTILINE)
+_RENEW = "autopipe generate"
+
+
+def stage_file(index: int) -> str:
+    """Return the name of a stage's file."""
+    return f"stage_{index}.py"
+
+
+def load_stage(directory: Path, index: int, *, graph_digest: str, plan_digest: str) -> type[Stage]:
+    """Run a stage's file and return its class. The user's model file must have been loaded.
+
+    Raises: ArtifactError for a missing, stale or broken file, naming the command that writes it anew.
+    """
+    path = directory / stage_file(index)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ArtifactError(f"there is no file for stage {index}", where=str(path), remedy=_RENEW) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(
+            f"the file of stage {index} cannot be read: {error}", where=str(path), remedy=_RENEW
+        ) from None
+    found = dict(_DIGEST.findall(text))
+    for kind, expected in (("MODEL", graph_digest), ("PLAN", plan_digest)):
+        if found.get(kind) != expected:
+            raise ArtifactError(
+                f"the file of stage {index} was written for {kind.lower()} {found.get(kind, 'unknown')}; "
+                f"this is {kind.lower()} {expected}",
+                where=str(path),
+                remedy=_RENEW,
+            )
+    # compiled from the text just read: an import could serve the bytecode of an earlier file of the same second
+    module = types.ModuleType(f"autopipe_stage_{index}")
+    module.__file__ = str(path)
+    linecache.checkcache(str(path))
+    try:
+        exec(compile(text, str(path), "exec"), module.__dict__)  # noqa: S102 - the stage file is the program
+    except Exception as error:
+        raise ArtifactError(
+            f"the file of stage {index} cannot be run: {type(error).__name__}: {error}", where=str(path), remedy=_RENEW
+        ) from error
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Stage) and value is not Stage:
+            return value
+    raise ArtifactError(f"the file of stage {index} defines no stage", where=str(path), remedy=_RENEW)
+
+
+def load_constants(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors that the model made once and keeps nowhere; none where it has none.
+
+    Raises: ArtifactError for a damaged file.
+    """
+    path = directory / CONSTANTS_FILE
+    if not path.exists():
+        return {}
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{CONSTANTS_FILE} is damaged: {error}", where=str(path), remedy=_RENEW) from error
