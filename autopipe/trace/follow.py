@@ -81,7 +81,7 @@ def follow(
             loss, weight = workload.loss(model, workload.with_leaves(item, fakes))
             _copy_reassigned(recorder, borrowed)
             recorder.set_output((loss,) if weight is None else (loss, weight))
-        _check_random(workload, model, item, borrowed, watch)
+        _check_random(workload, model, item, borrowed, watch=watch, answer=answer)
         _check_batch(symbols, shape_env, batch)
         hints = {symbols.names[symbol]: batch for symbol in symbols.source}
         _clone_changed_inputs(recorder.graph)
@@ -115,7 +115,7 @@ def _fake_leaf(mode: FakeTensorMode, name: str, leaf: Tensor, batch: int) -> Ten
     return mode.from_tensor(real, source=LocalSource(name), symbolic_context=context)
 
 
-def _check_random(workload: Workload, model: nn.Module, item: Item, borrowed: Borrowed, watch: bool) -> None:
+def _check_random(workload: Workload, model: nn.Module, item: Item, borrowed: Borrowed, *, watch: bool, answer: bool) -> None:
     """Refuse a model that flips coins outside of torch: one way would be kept for ever."""
     generator = borrowed.snapshot.random_drawn()
     if not generator or watch:
@@ -123,7 +123,7 @@ def _check_random(workload: Workload, model: nn.Module, item: Item, borrowed: Bo
     borrowed.snapshot.restore()
     where = ""
     try:
-        follow(workload, model, item, lambda found: None, watch=True)
+        follow(workload, model, item, lambda found: None, watch=True, answer=answer)
     except TraceError as error:
         where = error.where
     raise TraceError(

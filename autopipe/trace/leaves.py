@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -38,3 +39,14 @@ def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
 def _torchs_own(hook: Any) -> bool:
     place = getattr(hook, "__module__", None) or type(hook).__module__
     return place.startswith("torch.nn.utils.")
+
+
+def written_statistics(module: nn.Module) -> list[Tensor]:
+    """Return the running statistics that a normalisation layer updates in training."""
+    return [
+        tensor
+        for part in module.modules()
+        if isinstance(part, _NormBase) and part.training
+        for tensor in (part.running_mean, part.running_var)
+        if tensor is not None
+    ]

@@ -14,9 +14,10 @@ What a later step must know of a call and cannot see in the graph goes into ``no
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from autopipe import guards
 from autopipe.draws import is_random
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import calling_frame, here, unsupported, where_short
-from autopipe.trace.leaves import is_leaf
+from autopipe.trace.leaves import is_leaf, written_statistics
+from autopipe.trace.opaque import Opaque
 from autopipe.trace.reads import Reads
 from autopipe.trace.symbols import Symbols
 from autopipe.trace.targets import Call, property_name, written
@@ -38,6 +40,7 @@ from autopipe.trace.targets import Call, property_name, written
 _NEVER_RECORDED = {"size", "dim", "__len__", "stride", "_set_grad_enabled", "numel", "is_floating_point", "__hash__"}
 _PLAIN_PROPERTIES = {"shape", "dtype", "device", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SILENT = {"batch_norm", "instance_norm"}
 _OF_ITSELF: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool, "is_nonzero": bool, "__int__": int, "__float__": float, "__index__": int, "tolist": lambda found: found,
 }  # fmt: skip
@@ -76,6 +79,7 @@ class Recorder(TorchFunctionMode):
         self.notes: list[str] = []
         self.custom_functions: list[str] = []
         self.construct = ""  # the call that runs now, for messages
+        self.opaque = Opaque(symbols.shape_env)
         self.reads: Reads | None = None
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._owner = threading.get_ident()
@@ -94,6 +98,7 @@ class Recorder(TorchFunctionMode):
     def add_input(self, name: str, value: Tensor) -> None:
         """Declare a tensor of the batch."""
         node = self.graph.placeholder(name)
+        node.name = name  # fx would call "input" something else
         node.meta["val"] = value
         self._bind_tensor(value, node)
         self.symbols.declare(node, value)
@@ -132,7 +137,8 @@ class Recorder(TorchFunctionMode):
             return self._set(func, args)
         if self.reads is not None and name in _ANSWERED and args and isinstance(args[0], FakeTensor):
             return self._answer(func, name, args, kwargs)
-        return self._call(lambda a, k: func(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name)
+        run = self.opaque.function(name) or func
+        return self._call(lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name)
 
     def _set(self, func: Any, args: tuple[Any, ...]) -> Any:
         attribute = property_name(func)
@@ -153,8 +159,9 @@ class Recorder(TorchFunctionMode):
         form: Callable[[tuple[Any, ...], dict[str, Any]], Call],
         name: str,
         state: Iterable[Tensor] = (),
+        silent: Sequence[Tensor] = (),
     ) -> Any:
-        """Run one call and record it. ``state``: tensors besides its arguments that it may change."""
+        """Run one call and record it. ``state``: tensors besides its arguments that it may change; ``silent``: does."""
         self.construct = name
         args, kwargs = self._known(args), self._known(kwargs)
         touched = [*_tensors((args, kwargs)), *state]
@@ -166,6 +173,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._paused -= 1
         changed = [t for t, version in zip(touched, versions, strict=True) if t._version != version]
+        changed += self._written_silently(name, args, kwargs) if name in _SILENT else silent
         self.construct = ""
         if not changed and next(_tensors(out), None) is None:
             if isinstance(out, _SYMBOLIC) and name == "item":
@@ -177,6 +185,15 @@ class Recorder(TorchFunctionMode):
             return out
         in_place = name.endswith("_") and not name.endswith("__")
         return self._bind(out, node, in_place or any(out is tensor for tensor in changed))
+
+    def _written_silently(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the running statistics that a normalisation updates: torch does not count that as a change."""
+        if not kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)):
+            return []
+        return [tensor for tensor in _tensors((args, kwargs)) if self._is_buffer(tensor)]
+
+    def _is_buffer(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.borrowed.state and not isinstance(tensor, nn.Parameter)
 
     def _record(self, call: Call, changed: list[Tensor], random: tuple[int, int]) -> fx.Node:
         args = self._argument(call.args)
@@ -206,7 +223,6 @@ class Recorder(TorchFunctionMode):
             self._paused -= 1
 
     def _hint(self, symbol: Any, value: int | float) -> None:
-        assert self.symbols.shape_env is not None
         value = int(value) if isinstance(value, bool) else value
         self.symbols.shape_env.set_real_tensor_prop_unbacked_vals(symbol, value)
 
@@ -246,13 +262,15 @@ class Recorder(TorchFunctionMode):
         try:
             if not path or not is_leaf(module, self.borrowed.state):
                 return original(module, *args, **kwargs)
+            run = self.opaque.module(module, args) or functools.partial(original, module)
             return self._call(
-                lambda a, k: original(module, *a, **k),
+                lambda a, k: run(*a, **k),
                 args,
                 kwargs,
                 lambda a, k: Call("call_module", path, a, k),
                 path,
                 list(module.buffers()),
+                written_statistics(module),
             )
         finally:
             self._stack.pop()

@@ -43,7 +43,7 @@ class Symbols:
     ``made_by``: as ``source``, for a size that depends on the data, such as the number of rows that a mask selects.
     """
 
-    shape_env: ShapeEnv | None = None
+    shape_env: ShapeEnv
     source: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
     made_by: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Symbols:
 
     def simplified(self, expression: Any) -> Any:
         """Return the expression with what has been learnt about its symbols put in."""
-        return self.shape_env.replace(expression) if self.shape_env is not None else expression
+        return self.shape_env.replace(expression)
 
     def node(self, expression: Any, call: Callable[[str, Any, tuple[Any, ...]], fx.Node]) -> Any:
         """Return a number, or the node that computes the expression; ``call(kind, target, args)`` makes nodes.

@@ -8,7 +8,7 @@ behind this tool 58 of 61 wrong captures had the right loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,7 @@ def _run(
     for parameter in model.parameters():
         parameter.grad = None
     item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)  # a forward may change its batch
+    bound = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         loss, weight, drawn = forward(item, where)
@@ -104,7 +105,11 @@ def _run(
         ) from error
     finally:
         after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        _put(before)  # every microbatch starts from the same state
+        for registry, tensors in bound:  # every microbatch starts from the same state
+            registry.update(tensors)
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
     values: dict[str, Tensor | None] = {"loss": loss.detach().clone()}
     if weight is not None:
         values["weight of the loss"] = weight.detach().clone()
@@ -113,12 +118,6 @@ def _run(
         parameter.grad = None
     values.update({f"buffer {name}": buffer for name, buffer in after.items()})
     return Outcome(values, drawn)
-
-
-def _put(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 @contextlib.contextmanager
