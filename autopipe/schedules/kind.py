@@ -19,6 +19,13 @@ class Option:
     maximum: int
     meaning: str
 
+    def with_default(self, default: int) -> Option:
+        """Return the same option with another default."""
+        return dataclasses.replace(self, default=default)
+
+
+DEPTH = Option("depth", 1, 1, 64, "warm-up as a multiple of 1f1b's: more in flight hides transfers, and takes memory")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduleKind:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from autopipe.errors import ScheduleError, unknown_choice
 from autopipe.ir.schedule import Request, Schedule
-from autopipe.schedules import gpipe, one_f_one_b
+from autopipe.schedules import custom, eager_1f1b, gpipe, interleaved, one_f_one_b, pipedream, two_bw, zero_bubble
 from autopipe.schedules.kind import ScheduleKind
 
 REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(
@@ -16,6 +16,12 @@ REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(
         for kind in (
             gpipe.KIND,
             one_f_one_b.KIND,
+            eager_1f1b.KIND,
+            interleaved.KIND,
+            zero_bubble.KIND,
+            pipedream.KIND,
+            two_bw.KIND,
+            custom.KIND,
         )
     }
 )

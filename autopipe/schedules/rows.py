@@ -51,12 +51,16 @@ def warmups(request: Request, depth: int = 1) -> tuple[int, ...]:
     return tuple(reversed(result))
 
 
-def alternate(items: Sequence[T], warmup: int) -> list[tuple[str, T]]:
-    """Return 1F1B order: ``warmup`` forwards, then one forward and one backward in turn, then the backwards left."""
-    order = [("F", item) for item in items[:warmup]]
-    for index, item in enumerate(items[warmup:]):
-        order += [("F", item), ("B", items[index])]
-    return order + [("B", item) for item in items[max(len(items) - warmup, 0) :]]
+def alternate(forwards: Sequence[T], warmup: int, backwards: Sequence[T] | None = None) -> list[tuple[str, T]]:
+    """Return 1F1B order: ``warmup`` forwards, then one forward and one backward in turn, then the backwards left.
+
+    ``backwards``: their order, where it is not that of the forwards.
+    """
+    backwards = forwards if backwards is None else backwards
+    order = [("F", item) for item in forwards[:warmup]]
+    for item, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += [("F", item), ("B", backward)]
+    return order + [("B", item) for item in backwards[max(len(forwards) - warmup, 0) :]]
 
 
 def end_of_minibatch(request: Request, stage: int, minibatch: int) -> list[Instruction]:
@@ -69,7 +73,7 @@ def flushed(
     name: str,
     request: Request,
     order: Callable[[int, int], Sequence[tuple[str, int, int]]],
-    in_flight: Sequence[int],
+    in_flight: Sequence[int] = (),
 ) -> Schedule:
     """Return the synchronous schedule whose ranks compute in this order and step when a minibatch is through.
 

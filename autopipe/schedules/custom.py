@@ -1,0 +1,105 @@
+"""A schedule of the user's own, as a grid of text: a line a rank, cells parted by commas, empty cells are idle.
+
+A cell is stage, F, B, I or W, microbatch: ``1F0`` (the format of torch.distributed.pipelining's compute-only files).
+``F0`` is enough where the rank has one stage. ``#`` starts a comment; blank lines do not count, so a rank with nothing
+to do is a comma. The grid is one minibatch: every minibatch is run so, and then the optimizer steps. It is validated
+before anything else happens.
+
+::
+
+    rank 0 | F0  F1  F2  B0      B1      B2+
+    rank 1 |     F0  B0  F1  B1  F2  B2+
+
+Source: the user.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import COMPUTE, Request, Schedule
+from autopipe.schedules.kind import ScheduleKind, check_request
+from autopipe.schedules.rows import flushed, stages_of
+from autopipe.schedules.validate import validate
+
+_CELL = re.compile(r"(\d*)([FBIW])(\d+)")
+Cell = tuple[str, int, int]  # op, stage, microbatch
+
+
+def custom(request: Request) -> Schedule:
+    """Return the schedule in ``request.text``. Raises: ScheduleError for what cannot be read, or breaks a rule."""
+    check_request(KIND.name, request)
+    lines = [text for text in (raw.split("#")[0].strip() for raw in request.text.splitlines()) if text]
+    if len(lines) != request.num_ranks:
+        raise ScheduleError(
+            f"the custom schedule has {len(lines)} rows for {request.num_ranks} ranks",
+            remedy="one line a rank, in order: cells such as 1F0 parted by commas",
+        )
+    parts = [_parse(request, rank, text) for rank, text in enumerate(lines)]
+
+    def order(rank: int, minibatch: int) -> list[Cell]:
+        return parts[_part(request, rank, minibatch)]
+
+    schedule = flushed(KIND.name, request, order)
+    validate(schedule)
+    return schedule
+
+
+def _parse(request: Request, rank: int, text: str) -> list[Cell]:
+    stages = stages_of(request, rank)
+    cells = []
+    for index, cell in enumerate(part.strip() for part in text.split(",")):
+        if not cell:
+            continue
+        match = _CELL.fullmatch(cell)
+        if match is None or not (match[1] or len(stages) == 1):
+            raise ScheduleError(
+                f"{cell!r} is no cell of a schedule",
+                where=f"rank {rank}, cell {index}",
+                remedy="stage, then F, B, I or W, then microbatch: 1F0",
+            )
+        cells.append((match[2], int(match[1] or stages[0]), int(match[3])))
+    return cells
+
+
+def _part(request: Request, rank: int, minibatch: int) -> int:
+    """Return whose row of the grid a rank runs: the replicas of a stage take turns when m is no multiple of them."""
+    stages = stages_of(request, rank)
+    shifted = [s for s in stages if minibatch * request.num_microbatches % len(request.stage_ranks[s])]
+    if not shifted:
+        return rank
+    if len(stages) > 1:
+        raise ScheduleError(
+            f"rank {rank} has {len(stages)} stages, and the {len(request.stage_ranks[shifted[0]])} replicas of stage "
+            f"{shifted[0]} do not divide {request.num_microbatches} microbatches: the grid would change each time",
+            remedy="take a multiple of the replicas as the number of microbatches",
+        )
+    replicas = request.stage_ranks[stages[0]]
+    return replicas[(replicas.index(rank) - minibatch * request.num_microbatches) % len(replicas)]
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Return the first minibatch of a synchronous schedule in the format that ``custom`` reads.
+
+    Raises: ScheduleError where minibatches overlap, because a grid of one minibatch cannot say that.
+    """
+    if any(schedule.staleness):
+        raise ScheduleError(f"{schedule.name} overlaps minibatches; a custom schedule is one minibatch and a flush")
+    first = schedule.request.first_minibatch
+    rows = (
+        ",".join(f"{i.stage}{i.op}{i.microbatch}" for i in row if i.op in COMPUTE and i.minibatch == first) or ","
+        for row in schedule.rows
+    )
+    return "\n".join(rows) + "\n"
+
+
+KIND = ScheduleKind(
+    name="custom",
+    make=custom,
+    description="your own grid, validated first; exact",
+    source="the user's own text",
+    synchronous=True,
+    example=Request(((0,), (1,)), 3, text="F0,F1,F2,B0,B1,B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"),
+    several_stages=True,
+)

@@ -1,0 +1,37 @@
+"""Eager 1F1B: 1F1B with a deeper warm-up, so that transfers hide behind the microbatches in between.
+
+With ``p - s`` microbatches in flight the way from stage s to the end and back bounds the pace: every transfer on it is
+waited for. ``depth`` times as many hide it, at the price of the memory they take; the result is the same. Here depth 2.
+
+::
+
+    rank 0 | F0  F1  F2  F3  F4  B0  F5  B1      B2      B3      B4      B5+
+    rank 1 |     F0  F1  F2  B0  F3  B1  F4  B2  F5  B3      B4      B5+
+    rank 2 |         F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5+
+
+Bubble: ``(p - 1) / (m + p - 1)`` where transfers are free. Memory: ``depth * (p - 1 - s) + 1`` in flight at stage s.
+
+Source: arXiv:2211.05322, section 4 (depth 2).
+"""
+
+from __future__ import annotations
+
+from autopipe.ir.schedule import Request, Schedule
+from autopipe.schedules.kind import DEPTH, ScheduleKind, line
+from autopipe.schedules.one_f_one_b import with_depth
+
+
+def eager_1f1b(request: Request) -> Schedule:
+    """Return the schedule. Raises: ScheduleError where a rank has two stages."""
+    return with_depth(KIND.name, request, request.options.get("depth", 2))
+
+
+KIND = ScheduleKind(
+    name="eager-1f1b",
+    make=eager_1f1b,
+    description="1f1b with more microbatches in flight, which hides transfers; exact",
+    source="Eager-1F1B, arXiv:2211.05322, section 4",
+    synchronous=True,
+    example=line(3, 6),
+    options=(DEPTH.with_default(2),),
+)

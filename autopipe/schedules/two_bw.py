@@ -1,0 +1,47 @@
+"""PipeDream-2BW: 1F1B that never flushes, with gradients of m microbatches a step and two weight versions.
+
+Minibatch t runs forward and backward on version ``t - 1`` at every stage: ``W(t+1) = W(t) - lr * g(W(t-1); t)``. So
+version ``t + 1`` is first needed by minibatch ``t + 2``.
+
+::
+
+    rank 0 | F0@0    F1@0    F1:0@0                  B0@0    F1:1@0  B1@0+           B1:0@0          B1:1@0+
+    rank 1 |         F0@0    F1@0            B0@0    F1:0@0  B1@0    F1:1@0+ B1:0@0          B1:1@0+
+    rank 2 |                 F0@0    B0@0    F1@0    B1@0    F1:0@0+ B1:0@0  F1:1@0  B1:1@0+
+
+Bubble: none but the first fill and the last drain. Memory: 2 versions, in flight as 1F1B.
+
+Source: arXiv:2006.09503, section 3.1 (which asks m >= p; the warm-up of stage 0 is enough).
+"""
+
+from __future__ import annotations
+
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import Request, Schedule
+from autopipe.schedules.kind import DEPTH, ScheduleKind, check_one_stage_a_rank, line
+from autopipe.schedules.rows import unflushed, warmups
+
+
+def two_bw(request: Request) -> Schedule:
+    """Return the schedule. Raises: ScheduleError where a rank has two stages, or m is below the warm-up of stage 0."""
+    check_one_stage_a_rank(KIND.name, request)
+    warmup = warmups(request, request.options.get("depth", 1))
+    ahead = warmup[0] * len(request.stage_ranks[0])  # the most of all stages
+    if request.num_microbatches < ahead:
+        raise ScheduleError(
+            f"2bw keeps two weight versions, so at most one minibatch may be sent ahead: stage 0 sends {ahead} "
+            f"microbatches ahead, and a minibatch has {request.num_microbatches}",
+            remedy=f"cut the minibatch into at least {ahead} microbatches, or choose pipedream",
+        )
+    return unflushed(KIND.name, request, warmup, [1] * request.num_stages, [count + 1 for count in warmup])
+
+
+KIND = ScheduleKind(
+    name="2bw",
+    make=two_bw,
+    description="no flush; two weight versions; gradients one step stale",
+    source="PipeDream-2BW, arXiv:2006.09503, section 3.1",
+    synchronous=False,
+    example=line(3, 2, 2),
+    options=(DEPTH,),
+)

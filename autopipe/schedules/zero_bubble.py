@@ -1,0 +1,59 @@
+"""Zero bubble, ZB-H1: the backward in two halves; the half that no other stage waits for fills the bubble.
+
+``I``: gradient for the stage's input, which the stage before waits for. ``W``: gradient for its weights, any time
+later.
+Rank k lets its first k weight halves wait, so that no stage holds more than 1F1B's first stage does.
+
+::
+
+    rank 0 | F0  F1  F2  F3              I0  W0  F4  I1  W1  F5  I2  W2  I3  W3  I4  W4  I5  W5+
+    rank 1 |     F0  F1  F2          I0  F3  I1  W0  F4  I2  W1  F5  I3  W2  I4  W3  I5  W4  W5+
+    rank 2 |         F0  F1      I0  F2  I1  F3  I2  W0  F4  I3  W1  F5  I4  W2  I5  W3  W4  W5+
+    rank 3 |             F0  I0  F1  I1  F2  I2  F3  I3  W0  F4  I4  W1  F5  I5  W2  W3  W4  W5+
+
+Bubble: a third of 1F1B's where F, I and W take the same time. Memory: p microbatches in flight on every rank.
+
+Source: arXiv:2401.10241, section 2.3 (ZB-H1). With several stages on a rank the order is that of
+torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
+"""
+
+from __future__ import annotations
+
+from autopipe.ir.schedule import Request, Schedule
+from autopipe.schedules.kind import ScheduleKind, line
+from autopipe.schedules.looped import STAGES_PER_RANK, Loop
+from autopipe.schedules.rows import alternate, flushed
+
+
+def zero_bubble(request: Request) -> Schedule:
+    """Return the schedule. Raises: ScheduleError where stages are not dealt out in turn, or rounds are unequal."""
+    loop = Loop.of(KIND.name, request)
+
+    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+        place = loop.ranks.index(rank)
+        backwards = loop.backwards(place)
+        result: list[tuple[str, int, int]] = []
+        inputs = weights = 0
+        for op, (stage, j) in alternate(loop.forwards(place), loop.warmup(place, 1), backwards):
+            result.append(("I" if op == "B" else "F", stage, j))
+            inputs += op == "B"
+            if op == "B" and inputs > place:
+                result.append(("W", *backwards[weights]))
+                weights += 1
+        return result + [("W", *unit) for unit in backwards[weights:]]
+
+    return flushed(KIND.name, request, order)
+
+
+KIND = ScheduleKind(
+    name="zero-bubble",
+    make=zero_bubble,
+    description="backward in two halves, one of which fills the bubble; exact",
+    source="ZB-H1, arXiv:2401.10241, section 2.3",
+    synchronous=True,
+    example=line(4, 6),
+    options=(STAGES_PER_RANK,),
+    several_stages=True,
+    replicas=False,
+    splits_backward=True,
+)
