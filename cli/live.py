@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from autopipe.workflow.settings import Events
 
-from .terminal import Terminal
+from .terminal import Subjects, Terminal
 
 LINE_EVERY_SECONDS = 1.0
 
@@ -25,18 +25,18 @@ class Lines:
 
     terminal: Terminal
     clock: Callable[[], float] = time.monotonic
-    subject: str = ""
     steps: int = 0
-    printed: float = field(default=float("-inf"))
+    printed: float = float("-inf")
+    progress: Subjects = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progress = Subjects(self.terminal.say)
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Take an event."""
         say = self.terminal.say
         if kind == "progress":
-            subject = str(fields["what"]).partition(":")[0]
-            if subject != self.subject:
-                self.subject = subject
-                say(f"  {fields['what']} ...")
+            self.progress(fields["what"], fields["fraction"])
         elif kind == "note":
             say(f"  {fields['text']}")
         elif kind == "start":

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,21 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 WIDTH = 120
+
+
+@dataclass(slots=True)
+class Subjects:
+    """Says a line for each new thing that is done; what stands behind a colon is left out."""
+
+    say: Callable[[str], None]
+    last: str = ""
+
+    def __call__(self, what: str, fraction: float) -> None:
+        """Take progress."""
+        subject = what.partition(":")[0]
+        if subject != self.last and fraction < 1:
+            self.last = subject
+            self.say(f"  {subject} ...")
 
 
 @dataclass(slots=True)
@@ -63,9 +78,9 @@ class Terminal:
     def start_log(self) -> None:
         """Let the library's log through as far as was asked for."""
         levels = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
-        logging.basicConfig(
-            level=levels[max(-1, min(self.verbosity, 2))], format="%(name)s: %(message)s", stream=sys.stderr, force=True
-        )
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_Format())
+        logging.basicConfig(level=levels[max(-1, min(self.verbosity, 2))], handlers=[handler], force=True)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -73,15 +88,7 @@ class Terminal:
         if self.verbosity < 0:
             yield lambda what, fraction: None
         elif not sys.stderr.isatty():
-            last = [""]
-
-            def line(what: str, fraction: float) -> None:
-                subject = what.partition(":")[0]
-                if subject != last[0]:
-                    last[0] = subject
-                    self.say(f"  {what} ...")
-
-            yield line
+            yield Subjects(self.say)
         else:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -96,6 +103,15 @@ class Terminal:
 
         stream = sys.stderr if stderr else sys.stdout
         return Console(stderr=stderr, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
+
+
+class _Format(logging.Formatter):
+    """A warning is for people and looks like ours; what is asked for with -v says where it comes from."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        place = record.levelname.lower() if record.levelno >= logging.WARNING else record.name
+        return f"{place}: {record.getMessage()}"
 
 
 def plain(value: Any) -> Any:

@@ -63,7 +63,7 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
         "first .. last",
         "a microbatch",
         "memory",
-        "of",
+        "to spare",
         "sends",
         left=3,
     )
@@ -76,7 +76,7 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
             f"{stage.first} .. {stage.last}" + (" (recompute)" if stage.recompute else ""),
             in_seconds(stage.seconds),
             in_bytes(stage.peak_bytes),
-            in_bytes(limit) if limit else "no limit",
+            in_bytes(limit - stage.peak_bytes) if limit else "no limit",
             in_bytes(sent) if sent else "-",
         )
     return table

@@ -9,7 +9,7 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning import NEEDS, PlanOptions, make_plan
 from autopipe.schedules import REGISTRY
 from autopipe.workflow.clusters import cluster_of_figures, this_machine
 from autopipe.workflow.predict import predict
@@ -83,10 +83,10 @@ def choose_plan(workload: Workload, found: Profile, request: PlanRequest, work: 
 
 
 def _schedules(name: str) -> tuple[str, ...]:
-    """Return the schedules to try. ``auto``: all that compute what plain training computes, a stage a rank."""
+    """Return the schedules to try. ``auto``: all that the planner knows, plain training's result, a stage a rank."""
     if name != "auto":
         return (name,)
-    plain = (kind.name for kind in REGISTRY.values() if kind.synchronous and not kind.several_stages)
+    plain = (k.name for k in REGISTRY.values() if k.synchronous and not k.several_stages and k.name in NEEDS)
     return tuple(sorted(plain, key=lambda name: name != _AUTO_FIRST))
 
 

@@ -28,7 +28,7 @@ class Model:
 def load_model(settings: ProfileSettings, work: Work, *, verify: bool) -> Model:
     """Load the model that is meant and capture it. Raises: RunError where no model was ever named."""
     workload = _workload(settings.model, work)
-    work.progress(f"capturing {workload.name}", 0.0)
+    work.progress(f"capturing the model: {workload.name}", 0.0)
     captured = capture(workload, allow_data_dependent=settings.allow_data_dependent, verify=verify)
     return Model(workload, captured)
 
