@@ -119,7 +119,8 @@ def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> search.
     rules = np.zeros(solver.NUM_RULES)
     for place, value in ((solver.MICROBATCHES, microbatches), (solver.RANKS, ranks), (solver.FLUSH, flush)):
         rules[place] = value
-    rules[[solver.VERSIONS, solver.MAY_KEEP, solver.MAY_RECOMPUTE, solver.EQUAL, solver.WIDTH]] = 1
+    rules[[solver.DEPTH, solver.MAY_KEEP, solver.MAY_RECOMPUTE, solver.EQUAL, solver.WIDTH]] = 1
+    rules[solver.VERSIONS] = 1 if flush else 2
     place = np.array([1, 80e9, 1 / 25e9, 0, 1 / 25e9, 0, 1 / 25e9, 0]).reshape(8, 1, 1)
     return search.Arrays(tables, place, rules, np.arange(1, ranks + 1), 1.0)
 
@@ -131,7 +132,7 @@ def scale() -> dict[str, float]:
     results = {}
     kinds = [(500, 64), (500, 4096), (2000, 4096)] if HAVE_NUMBA else [(500, 64), (500, 4096)]
     for count, ranks in kinds:
-        case = layers(count, ranks, 64, flush=False)
+        case = layers(count, ranks, 2 * ranks, flush=False)
         seconds, _ = timed(lambda case=case: search.asynchronous(case))
         results[f"asynchronous {count} layers x {ranks}"] = seconds
     for count, ranks, m in [(200, 64, 8), (200, 64, 64), (200, 64, 512), (500, 64, 64)] if HAVE_NUMBA else []:

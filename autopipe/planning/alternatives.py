@@ -67,7 +67,7 @@ def data_parallel_plan(problem: Problem) -> Plan:
     ranks, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
     free = dataclasses.replace(problem, options=dataclasses.replace(problem.options, straight=False, stages_per_rank=1))
     tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
-    held = in_flight(problem.needs, m, ranks, ranks)
+    held = in_flight(problem.needs, m, behind=0, num_ranks=ranks, replicas=ranks)
     versions = weight_versions(problem.needs, m, held, ranks)
     if tau >= 1e300:
         peaks = peak_tables(problem.tables, problem.profile.optimizer_bytes_per_byte, held, versions)

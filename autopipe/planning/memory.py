@@ -35,12 +35,15 @@ def gib(num_bytes: float) -> str:
     return f"{value:,.0f} GiB" if value >= 1000 else f"{value:.3g} GiB"
 
 
-def in_flight(needs: ScheduleNeeds, num_microbatches: int, ranks_from_here: int, replicas: int = 1) -> int:
-    """Return how many microbatches a rank of a stage holds at most. ``ranks_from_here``: its own and all behind it."""
+def in_flight(needs: ScheduleNeeds, num_microbatches: int, *, behind: int, num_ranks: int, replicas: int = 1) -> int:
+    """Return how many microbatches a rank of a stage holds at most. ``behind``: the ranks of all later stages."""
+    share = math.ceil(num_microbatches / replicas)
     if needs.in_flight == "all":
-        return math.ceil(num_microbatches / replicas)
-    depth = math.ceil(ranks_from_here / replicas) + needs.extra_in_flight
-    return min(depth, math.ceil(num_microbatches / replicas)) if needs.flush else depth
+        return share
+    if needs.in_flight == "ranks":
+        return min(share, math.ceil(num_ranks / replicas))
+    depth = math.ceil(needs.depth * behind / replicas) + 1
+    return min(depth, share) if needs.flush else depth
 
 
 def weight_versions(needs: ScheduleNeeds, num_microbatches: int, held: int, replicas: int = 1) -> int:

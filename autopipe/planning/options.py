@@ -17,15 +17,17 @@ class ScheduleNeeds:
 
     ``flush``: the pipeline drains before each optimizer step; else steps overlap (asynchronous).
     ``in_flight``: forwards whose backward is not done, at most: ``"all"`` is m; ``"depth"`` is
-    min(m, ceil(ranks from this stage on / r) + extra_in_flight). An asynchronous schedule does not stop at m.
-    ``weight_versions``: how many copies of the weights live at once; ``"depth"`` is 1 + ceil((in flight - 1) r / m).
+    min(m, ceil(depth * ranks behind this stage / r) + 1), ``"ranks"`` min(m, ceil(all ranks / r)). An asynchronous
+    schedule does not stop at m.
+    ``weight_versions``: how many copies of the weights live at once; ``"depth"`` is 1 + ceil((in flight - 1) r / m). An
+    asynchronous schedule with v of them sends at most (v - 1) m microbatches ahead.
     ``min_microbatches``: the least m, or a function of p that returns it.
     """
 
     name: str
     flush: bool = True
     in_flight: str = "depth"
-    extra_in_flight: int = 0
+    depth: int = 1
     weight_versions: int | str = 1
     min_microbatches: int | Callable[[int], int] = 1
 
@@ -43,7 +45,9 @@ NEEDS: Mapping[str, ScheduleNeeds] = MappingProxyType(
             ScheduleNeeds("gpipe", in_flight="all"),
             ScheduleNeeds("1f1b"),
             ScheduleNeeds("interleaved", min_microbatches=lambda p: p),
-            ScheduleNeeds("zero-bubble"),
+            ScheduleNeeds("eager-1f1b", depth=2),
+            ScheduleNeeds("zero-bubble", in_flight="ranks"),
+            ScheduleNeeds("custom", in_flight="all"),
             ScheduleNeeds("2bw", flush=False, weight_versions=2, min_microbatches=lambda p: p - 1),
             ScheduleNeeds("pipedream", flush=False, weight_versions="depth"),
         )

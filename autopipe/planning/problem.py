@@ -73,9 +73,10 @@ class Problem:
         v, p = self.options.stages_per_rank, self.options.num_ranks
         if v > 1 and self.needs.in_flight == "depth":
             ahead = 2 * (p - 1 - self.rank_of(stage)) + (v - 1) * p + 1
-            count = min(self.num_microbatches, math.ceil(ahead / v) + self.needs.extra_in_flight)
+            count = min(self.num_microbatches, math.ceil(ahead / v))
         else:
-            count = in_flight(self.needs, self.num_microbatches, num_stages - stage)
+            behind = num_stages - 1 - stage
+            count = in_flight(self.needs, self.num_microbatches, behind=behind, num_ranks=num_stages)
         return count, weight_versions(self.needs, self.num_microbatches, count)
 
     def transfer_seconds(self, stage: int, num_stages: int) -> Array:

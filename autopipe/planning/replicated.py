@@ -28,8 +28,8 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     rules = np.zeros(solver.NUM_RULES)
     rules[solver.MICROBATCHES] = problem.num_microbatches
     rules[solver.RANKS] = G
-    rules[solver.EXTRA] = needs.extra_in_flight
-    rules[solver.ALL] = needs.in_flight == "all"
+    rules[solver.DEPTH] = needs.depth
+    rules[solver.ALL] = {"depth": 0, "all": 1, "ranks": 2}[needs.in_flight]
     rules[solver.FLUSH] = needs.flush
     rules[solver.VERSIONS] = versions
     rules[solver.MAY_KEEP] = options.recompute != "always"

@@ -8,7 +8,8 @@ one microbatch, and the share of it that counts for the period::
     t   = (F + B) / s + R / b_in + 2 l_in + S / b_out + 2 l_out          + F / s with recompute
     tau = t / r + (2 (r-1)/r g / b_ring + 2 (r-1) l_ring + 2 tied / b) / m
 
-    n <= ceil(d/r) + 1 + extra, and in a flush n <= ceil(m/r)            microbatches in flight; all: n = ceil(m/r)
+    n <= ceil(depth d / r) + 1, and in a flush n <= ceil(m/r)            microbatches in flight; all: n = ceil(m/r)
+    (n - 1) r <= (v - 1) m unless in a flush                             what v weight versions allow to be ahead
 
 Nested placement lays the same pipeline into each of w groups of ranks: then a stage has r w replicas, and the groups
 reduce among themselves over the outer links, which adds 2 (w-1)/w g / b_outer + 2 (w-1) l_outer to the share of m.
@@ -44,7 +45,7 @@ COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, T
 # places in the placement tables, each indexed by (first rank, replicas); by (0, 0) alone where all ranks are equal
 SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
 # places in the vector of rules
-MICROBATCHES, RANKS, EXTRA, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
+MICROBATCHES, RANKS, DEPTH, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
 WIDTH, OUTER_SECONDS, OUTER_LATENCY = range(9, 12)
 NUM_RULES = 12
 
@@ -54,9 +55,11 @@ def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
     """Return (microbatches in flight on a rank, weight versions). A VERSIONS of 0 stands for "as deep as in flight"."""
     m, width = rules[MICROBATCHES], rules[WIDTH]
     share = math.ceil(m / (r * width))
-    held = math.ceil((d + r) / r) + rules[EXTRA]
-    if rules[ALL] > 0:
+    held = math.ceil(rules[DEPTH] * d / r) + 1
+    if rules[ALL] == 1:
         held = share
+    elif rules[ALL] == 2:
+        held = min(math.ceil(rules[RANKS] / r), share)
     elif rules[FLUSH] > 0:
         held = min(held, share)
     versions = rules[VERSIONS]
@@ -73,6 +76,8 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
         a, q = 0, 0
     m = rules[MICROBATCHES]
     held, versions = held_and_versions(rules, r, d)
+    if rules[FLUSH] == 0 and (held - 1) * r * rules[WIDTH] > (versions - 1) * m:
+        return HUGE, 0
     fixed = versions * tables[WEIGHTS][i, j] + tables[STATE][i, j] + held * tables[KEPT][i, j]
     saved, memory = tables[SAVED][i, j], place[MEMORY, a, q]
     again = 0
@@ -104,52 +109,70 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
 
 
 @compiled
+def replicas_for_time(t: float, k: float, T: float) -> float:
+    """Return a lower bound of r by time: t/r + k (1 - 1/r) <= T needs r >= (t - k)/(T - k). HUGE: none is enough."""
+    if t <= T:
+        return 1.0
+    if k >= T:
+        return HUGE
+    return math.ceil((t - k) / (T - k) - 1e-9)
+
+
+@compiled
+def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float:
+    """Return a lower bound of r by memory, with ``each`` bytes a microbatch in flight and ``free`` for all of them."""
+    if free < 0:
+        return HUGE
+    if each <= 0 or free >= each * 1e9:
+        return 1.0
+    allowed = math.floor(free / each + 1e-9)
+    if allowed < 1:
+        return HUGE
+    by_share: float = math.ceil(rules[MICROBATCHES] / allowed)
+    by_depth: float = HUGE
+    if d == 0:
+        by_depth = 1.0
+    elif allowed > 1:
+        by_depth = math.ceil(rules[DEPTH] * d / (allowed - 1))
+    if rules[ALL] == 1:
+        return by_share
+    if rules[ALL] == 2:
+        return min(by_share, math.ceil(rules[RANKS] / allowed))
+    return min(by_share, by_depth) if rules[FLUSH] > 0 else by_depth
+
+
+@compiled
 def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: int, most: int, T: float) -> int:
     """Return the least r <= most with tau <= T, or most + 1. For equal devices and links.
 
-    tau is convex in r, so the r that are fast enough are a run, which begins no sooner than at the closed form. Where
-    the weight versions are fixed, memory gives a least r too, by the number in flight that it allows.
+    A stage that fits keeps its activations or recomputes them; for both, time and memory each give a least r in closed
+    form. The search starts there, at the smaller of the two. With weight versions that grow with r only time does.
     """
     t, k = tables[TIME][i, j], tables[RING][i, j] / rules[MICROBATCHES]
-    r = 1
-    if t > T:
-        # t/r + k (1 - 1/r) <= T  needs  r >= (t - k)/(T - k)
-        if k >= T or t - k > (T - k) * most * (1 + 1e-9):
-            return most + 1
-        r = math.ceil((t - k) / (T - k) - 1e-9)
+    keep, again = replicas_for_time(t, k, T), HUGE
+    if rules[MAY_KEEP] == 0 or keep > most:
+        keep = HUGE
+    if rules[MAY_RECOMPUTE] > 0:
+        again = replicas_for_time(t + tables[FORWARD][i, j] / place[SPEED, 0, 0], k, T)
+    if min(keep, again) > most:
+        return most + 1
     if rules[VERSIONS] > 0:
-        free = place[MEMORY, 0, 0] - rules[VERSIONS] * tables[WEIGHTS][i, j] - tables[STATE][i, j]
-        each = tables[KEPT][i, j]
-        if rules[MAY_RECOMPUTE] > 0:
-            free -= tables[SAVED][i, j]
-        else:
-            each += tables[SAVED][i, j]
-        if free < 0:
+        if rules[FLUSH] == 0 and rules[DEPTH] * d > (rules[VERSIONS] - 1) * rules[MICROBATCHES]:
             return most + 1
-        if each > 0 and free < each * 1e9:
-            allowed = math.floor(free / each + 1e-9)
-            if allowed < 1:
-                return most + 1
-            by_share = math.ceil(rules[MICROBATCHES] / allowed)
-            behind = allowed - 1 - rules[EXTRA]
-            by_depth = most + 1
-            if d == 0 and behind >= 0:
-                by_depth = 1
-            elif behind > 0:
-                by_depth = math.ceil(d / behind)
-            if rules[ALL] > 0:
-                r = max(r, by_share)
-            elif rules[FLUSH] > 0:
-                r = max(r, min(by_share, by_depth))
-            else:
-                r = max(r, by_depth)
+        free = place[MEMORY, 0, 0] - rules[VERSIONS] * tables[WEIGHTS][i, j] - tables[STATE][i, j]
+        kept, saved = tables[KEPT][i, j], tables[SAVED][i, j]
+        keep = max(keep, replicas_for_memory(rules, d, free, kept + saved))
+        again = max(again, replicas_for_memory(rules, d, free - saved, kept))
+    if min(keep, again) > most:
+        return most + 1
+    r = int(min(keep, again))
     slope = 2 * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
     while r <= most:
-        tau, again = stage(tables, place, rules, i, j, r, d)
+        tau, recomputed = stage(tables, place, rules, i, j, r, d)
         if tau <= T:
             return r
         # too slow, though it fits, and slower from here on: (t - k)/r^2 is what one more replica gains, slope its price
-        if tau < HUGE and again == 0 and t - k <= slope * r * r:
+        if tau < HUGE and recomputed == 0 and t - k <= slope * r * r:
             return most + 1
         r += 1
     return most + 1
