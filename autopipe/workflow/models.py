@@ -88,11 +88,8 @@ def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...]
     reason = "there was none" if stored is None else _stale(stored, model, settings)
     if stored is not None and not reason:
         work.notes.append(f"profile of {stored.graph.name} taken from before")
-        spec = model.workload.spec
-        if stored.workload != spec:
-            stored = dataclasses.replace(stored, workload=spec)
-            artifact.save(stored, work.store.profile)
-        return model, stored
+        # a seed or a learning rate of this command alone: not written down
+        return model, dataclasses.replace(stored, workload=model.workload.spec)
     if stored is not None and settings.verify:
         model = load_model(settings, work, verify=True)
     found = measure_model(model, settings, work, sizes)

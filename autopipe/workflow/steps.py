@@ -58,6 +58,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None) -> PlanResult
     work = Work.begin(settings.work_dir, progress)
     model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
     made, record, seconds = choose_plan(model.workload, found, PlanRequest.of(settings), work)
+    artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
     return PlanResult(
         made,
         found,
@@ -112,10 +113,8 @@ def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepare
     work = Work.begin(settings.work_dir, progress)
     model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
     made, record = ensure_plan(model.workload, found, settings, work)
-    if made.workload != model.workload.spec:
-        # a seed or a learning rate changes what is trained, not how it is cut
-        made = dataclasses.replace(made, workload=model.workload.spec)
-        artifact.save(made, work.store.plan)
+    # a seed or a learning rate of this command alone changes what is trained, not how it is cut
+    made = dataclasses.replace(made, workload=model.workload.spec)
     if _stages_hold(work.store, made):
         work.notes.append("stage files taken from before")
     else:

@@ -1,0 +1,210 @@
+"""The commands one after the other on a small model: what they write, say and print as JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from autopipe.cli.main import autopipe
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=16, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return self.head(x)
+
+
+def build_model(width=16, layers=4):
+    return Net(width, layers)
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+
+def data(batch_size=8):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        yield torch.randn(batch_size, 16, generator=generator), torch.randint(0, 3, (batch_size,), generator=generator)
+
+
+evaluate_data = data
+"""
+
+
+def run(*args):
+    done = CliRunner().invoke(autopipe, list(args))
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def document(*args):
+    found = json.loads(run(*args, "--json").stdout)
+    assert found["schema_version"] == 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A folder in which net.py is profiled and planned for two ranks."""
+    folder = tmp_path_factory.mktemp("flow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("net.py").write_text(MODEL)
+        run("profile", "net.py", "--device", "cpu", "--microbatch-sizes", "2,4")
+        run("plan", "--gpus", "2", "--schedule", "1f1b", "--num-microbatches", "4")
+    return folder
+
+
+@pytest.fixture
+def folder(planned, tmp_path, monkeypatch):
+    """A copy of it, so that every test starts there."""
+    import shutil
+
+    shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_profile_writes_its_file_and_says_what_it_measured(folder):
+    found = document("profile", "net.py", "--device", "cpu", "--microbatch-sizes", "2")
+    assert [m["microbatch_size"] for m in found["measurements"]] == [2]
+    assert found["nodes"] > 8
+    assert found["parameters"] == 4 * (4 * (16 * 16 + 16) + 3 * 16 + 3)
+    assert Path(".autopipe/profile.json").is_file()
+
+
+def test_plan_json_has_the_keys_of_the_contract(folder):
+    found = document("plan", "--gpus", "2", "--num-microbatches", "4", "--explain")
+    keys = {"stages", "boundaries", "schedule", "num_microbatches", "microbatch_size", "recompute", "predicted"}
+    assert set(found) >= keys | {"planning_seconds"}
+    keys = {"index", "ranks", "replicas", "first", "last", "seconds", "peak_bytes", "parameters"}
+    assert all(set(stage) >= keys for stage in found["stages"])
+    assert [stage["ranks"] for stage in found["stages"]] == [[0], [1]]
+    assert all(boundary["bytes"] > 0 for boundary in found["boundaries"])
+    keys = {"step_seconds", "samples_per_second", "bubble_fraction", "bottleneck_seconds"}
+    assert set(found["predicted"]) >= keys
+    assert (found["num_microbatches"], found["microbatch_size"]) == (4, 2)
+    named = [name for stage in found["stages"] for name in stage["parameters"]]
+    assert sorted(named) == sorted(
+        f"{m}.{p}" for m in ("head", *(f"layers.{i}" for i in range(4))) for p in ("bias", "weight")
+    )
+    assert found["explanation"][0].startswith("bound by stage")
+
+
+def test_generate_and_simulate_work_on_the_stored_plan(folder):
+    assert document("generate")["files"] == [".autopipe/stages/stage_0.py", ".autopipe/stages/stage_1.py"]
+    found = document("simulate", "--schedule", "gpipe")
+    assert found["schedule"] == "gpipe"
+    assert found["grid"].count("rank") == 2
+    assert found["seconds"] == pytest.approx(found["predicted"]["step_seconds"])
+    assert Path(".autopipe/timeline.json").is_file()
+    assert "rank 1 |" in run("simulate").stdout
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_the_numbers(folder):
+    done = CliRunner().invoke(autopipe, ["plan", "--gpus", "2", "--gpu-memory", "1KiB", "--link", "1GB/s"])
+    assert done.exit_code == 1
+    assert "1 KiB are available" in done.stderr
+    assert "  try: " in done.stderr
+
+
+def test_more_ranks_than_cuts_are_refused(folder):
+    done = CliRunner().invoke(autopipe, ["plan", "--gpus", "64", "--batch-size", "64"])
+    assert done.exit_code == 1
+    assert "64" in done.stderr
+
+
+def test_check_compares_every_parameter(folder):
+    found = document("check", "--steps", "2")
+    assert found["equal"] is True
+    assert found["bitwise"] is True
+    assert found["max_relative_error"] == 0
+    assert {"name", "error", "owner"} <= set(found["parameters"][0])
+    assert found["warnings"] == []
+
+
+def test_train_export_and_eval_end_with_a_file_for_the_untouched_model(folder):
+    found = document("train", "--steps", "3", "--run-dir", "here")
+    assert len(found["losses"]) == found["steps"] == 3
+    assert (found["ranks"], found["stages"], found["schedule"], found["run_dir"]) == (2, 2, "1f1b", "here")
+    assert found["samples_per_second"] > 0
+    assert Path(found["checkpoint"]).is_dir()
+    for name in ("net.safetensors", "net.pt"):
+        assert document("export", "here", "-o", name)["tensors"] == 10
+    namespace = {}
+    exec(compile(MODEL, "net.py", "exec"), namespace)
+    model = namespace["build_model"]()
+    model.load_state_dict(load_file("net.safetensors"), strict=True)
+    held = torch.load("net.pt", weights_only=True)
+    assert all(torch.equal(held[name], value) for name, value in model.state_dict().items())
+    evaluated = document("eval", "here")
+    model.eval()
+    losses = [namespace["loss"](model(x), y).item() for x, y in namespace["data"]()]
+    assert evaluated["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert (evaluated["samples"], evaluated["step"]) == (32, 3)
+
+
+def test_train_says_what_it_took_from_before_and_what_it_did_again(folder):
+    first = document("train", "--steps", "1")["notes"]
+    assert any("profile of net.py" in note and "taken from before" in note for note in first)
+    assert any("plan of 2 ranks (1f1b) taken from before" in note for note in first)
+    assert any(note.startswith("wrote 2 stage files") for note in first)
+    second = document("train", "--steps", "1")["notes"]
+    assert "stage files taken from before" in second
+    contradicted = document("train", "--steps", "1", "--gpus", "3")
+    assert any("--gpus 2 -> 3" in note for note in contradicted["notes"])
+    assert (contradicted["ranks"], contradicted["schedule"]) == (3, "1f1b")
+    assert any("plan of 3 ranks" in note for note in document("train", "--steps", "1")["notes"])
+
+
+def test_another_model_makes_profile_and_plan_stale(folder):
+    done = document("train", "net.py", "--arg", "layers=3", "--steps", "1", "--gpus", "2", "--device", "cpu")
+    assert any("the model changed" in note or "options of the model changed" in note for note in done["notes"])
+    assert any(note.startswith("measured ") for note in done["notes"])
+    refused = CliRunner().invoke(autopipe, ["generate"])
+    assert refused.exit_code == 0
+
+
+def test_an_edited_model_file_is_noticed_by_generate(folder):
+    Path("net.py").write_text(MODEL.replace("x + torch.relu", "x + torch.tanh"))
+    done = CliRunner().invoke(autopipe, ["generate"])
+    assert done.exit_code == 1
+    assert "the model is now" in done.stderr
+    assert "autopipe plan net.py --gpus 2" in done.stderr
+
+
+def test_a_seed_changes_the_run_and_neither_the_plan_nor_the_next_run(folder):
+    first = document("train", "--steps", "1")
+    other = document("train", "--steps", "1", "--seed", "7")
+    assert any("plan of 2 ranks (1f1b) taken from before" in note for note in other["notes"])
+    assert first["losses"] != other["losses"]
+    assert document("train", "--steps", "1")["losses"] == first["losses"]
+
+
+def test_a_damaged_plan_is_made_anew_and_said(folder):
+    Path(".autopipe/plan.json").write_text("{")
+    found = CliRunner().invoke(autopipe, ["train", "--steps", "1", "--gpus", "2"])
+    assert found.exit_code == 0
+    assert "plan.json cannot be used and is made anew" in found.stderr
+
+
+def test_a_batch_size_for_data_that_takes_none_is_an_error(folder):
+    Path("net.py").write_text(MODEL.replace("def data(batch_size=8):", "def data():\n    batch_size = 8"))
+    done = CliRunner().invoke(autopipe, ["plan", "net.py", "--gpus", "2", "--batch-size", "16"])
+    assert done.exit_code == 1
+    assert "batch" in done.stderr
+    assert "data" in done.stderr
