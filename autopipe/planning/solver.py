@@ -137,7 +137,8 @@ def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float
     if rules[ALL] == 1:
         return by_share
     if rules[ALL] == 2:
-        return min(by_share, math.ceil(rules[RANKS] / allowed))
+        by_ranks: float = math.ceil(rules[RANKS] / allowed)
+        return min(by_share, by_ranks)
     return min(by_share, by_depth) if rules[FLUSH] > 0 else by_depth
 
 
