@@ -36,12 +36,12 @@ def comparison(profile: Profile, cluster: Cluster, options: PlanOptions, *, scor
     """Plan four ways for the same batch, schedule and memory. The best plan may replicate stages."""
     straight = dataclasses.replace(options, straight=True, stages_per_rank=1)
     single = dataclasses.replace(straight, num_ranks=1)
-    replicated = dataclasses.replace(straight, straight=False)
+    free = dataclasses.replace(straight, straight=not options.schedule_needs.replicas)
     contenders = (
         _contender("single device", lambda: make_plan(profile, cluster, single, score=score)),
-        _contender("data parallel", lambda: _data_parallel(profile, cluster, replicated, score)),
+        _contender("data parallel", lambda: _data_parallel(profile, cluster, free, score)),
         _contender("best straight pipeline", lambda: make_plan(profile, cluster, straight, score=score)),
-        _contender("best plan", lambda: make_plan(profile, cluster, replicated, score=score)),
+        _contender("best plan", lambda: make_plan(profile, cluster, free, score=score)),
     )
     return Comparison(contenders, verdict(contenders))
 
@@ -54,6 +54,8 @@ def _contender(name: str, make: Callable[[], Plan]) -> Contender:
 
 
 def _data_parallel(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None) -> Plan:
+    if options.straight and options.num_ranks > 1:
+        raise PlanError(f"schedule {options.schedule!r} runs no replicated stages")
     plans, refusals = [], []
     for problem in make_problems(profile, cluster, options):
         try:

@@ -21,7 +21,7 @@ class ScheduleNeeds:
     schedule does not stop at m.
     ``weight_versions``: how many copies of the weights live at once; ``"depth"`` is 1 + ceil((in flight - 1) r / m). An
     asynchronous schedule with v of them sends at most (v - 1) m microbatches ahead.
-    ``min_microbatches``: the least m, or a function of p that returns it.
+    ``min_microbatches``: the least m, or a function of p that returns it. ``replicas``: whether stages may be replicated.
     """
 
     name: str
@@ -30,6 +30,7 @@ class ScheduleNeeds:
     depth: int = 1
     weight_versions: int | str = 1
     min_microbatches: int | Callable[[int], int] = 1
+    replicas: bool = True
 
     def least_microbatches(self, num_stages: int) -> int:
         """Return the least number of microbatches that it runs with."""
@@ -44,9 +45,9 @@ NEEDS: Mapping[str, ScheduleNeeds] = MappingProxyType(
         for needs in (
             ScheduleNeeds("gpipe", in_flight="all"),
             ScheduleNeeds("1f1b"),
-            ScheduleNeeds("interleaved", min_microbatches=lambda p: p),
+            ScheduleNeeds("interleaved", replicas=False),
             ScheduleNeeds("eager-1f1b", depth=2),
-            ScheduleNeeds("zero-bubble", in_flight="ranks"),
+            ScheduleNeeds("zero-bubble", in_flight="ranks", replicas=False),
             ScheduleNeeds("custom", in_flight="all"),
             ScheduleNeeds("2bw", flush=False, weight_versions=2, min_microbatches=lambda p: p - 1),
             ScheduleNeeds("pipedream", flush=False, weight_versions="depth"),
@@ -100,6 +101,11 @@ class PlanOptions:
             raise PlanError(unknown_choice("schedule", self.schedule, NEEDS))
         if self.needs is not None and self.needs.name != self.schedule:
             raise PlanError(f"the needs of schedule {self.needs.name!r} were given for schedule {self.schedule!r}")
+        if not self.straight and not self.schedule_needs.replicas:
+            raise PlanError(
+                f"schedule {self.schedule!r} runs no replicated stages",
+                remedy="plan a straight pipeline, or choose another schedule",
+            )
 
     @property
     def schedule_needs(self) -> ScheduleNeeds:

@@ -51,6 +51,13 @@ def test_a_pipeline_that_pays_is_compared_with_the_best_single_stage():
     assert "times as fast as" in result.verdict
 
 
+def test_a_schedule_without_replicas_is_compared_without_them():
+    result = comparison(chain(8), machine(4, 100), PlanOptions(4, 32, 16, schedule="zero-bubble"))
+    found = by_name(result)
+    assert found["data parallel"].reason == "schedule 'zero-bubble' runs no replicated stages"
+    assert found["best plan"].plan == found["best straight pipeline"].plan
+
+
 def test_when_nothing_fits_the_verdict_says_so():
     assert comparison(chain(4), machine(2, 0.1), PlanOptions(2, 4, 4)).verdict.startswith("Nothing fits: stage")
 

@@ -168,6 +168,8 @@ def test_when_no_change_fits_the_device_that_would_is_named():
         ({"num_microbatches": 0}, "num_microbatches is 0; at least 1 is needed"),
         ({"recompute": "alwys"}, "Did you mean 'always'"),
         ({"schedule": "gpip"}, "Did you mean 'gpipe'"),
+        ({"schedule": "interleaved", "straight": False}, "schedule 'interleaved' runs no replicated stages"),
+        ({"stages_per_rank": 2, "straight": False}, "several stages a rank and replicated stages do not go together"),
         ({"needs": ScheduleNeeds("other")}, "the needs of schedule 'other' were given for schedule '1f1b'"),
     ],
 )

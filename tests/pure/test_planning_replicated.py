@@ -1,5 +1,6 @@
 """Replicated stages, both objectives, memory, recompute, unequal devices and links: against brute force."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -13,7 +14,7 @@ from planning_cases import cluster_of, profile_of, random_graph
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
-from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning import NEEDS, PlanOptions, make_plan
 
 SCHEDULES = ("gpipe", "1f1b", "2bw", "pipedream", "eager-1f1b", "zero-bubble")
 FLUSHES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble")
@@ -27,11 +28,13 @@ def random_case(seed):
     m = rng.choice((2, 4, 5, 8, 12))
     memory = rng.choice((0, rng.randrange(4000, 60000)))
     cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.3)
+    name = rng.choice(SCHEDULES)
     options = PlanOptions(
         ranks,
         4 * m,
         m,
-        schedule=rng.choice(SCHEDULES),
+        schedule=name,
+        needs=dataclasses.replace(NEEDS[name], replicas=True),
         recompute=rng.choice(("auto", "auto", "never", "always")),
         straight=False,
         replica_choices=rng.choice(("any", "any", "powers")),
