@@ -21,7 +21,7 @@ class ScheduleNeeds:
     schedule does not stop at m.
     ``weight_versions``: how many copies of the weights live at once; ``"depth"`` is 1 + ceil((in flight - 1) r / m). An
     asynchronous schedule with v of them sends at most (v - 1) m microbatches ahead.
-    ``min_microbatches``: the least m, or a function of p that returns it. ``replicas``: whether stages may be replicated.
+    ``min_microbatches``: the least m, or a function of p that returns it. ``replicas``: whether it takes replicas.
     """
 
     name: str
