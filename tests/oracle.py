@@ -70,7 +70,7 @@ def samples(value: Any) -> int:
     return value.shape[0]
 
 
-def loss_of(module: ModuleType, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def loss_of(module: ModuleType, model: torch.nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
         return model(**batch).loss
     inputs, target = batch
@@ -109,13 +109,22 @@ def train(
     for t, item in enumerate(items):
         for name, p in parameters.items():
             p.data = versions[max(t - staleness(name), 0)][name].clone()
-        total, n = 0.0, samples(item)
+        total, weights, n = 0.0, 0.0, samples(item)
         for j, part in enumerate(chunks(item, num_microbatches)):
             with Seeds(seed, t, j):
                 loss = loss_of(module, model, part)
-            share = loss * (samples(part) / n)
+            weight = None
+            if isinstance(loss, tuple):  # (mean, what the mean divides by)
+                loss, weight = loss
+                weights += float(weight)
+            share = loss * (samples(part) / n) if weight is None else loss * weight
             share.backward()
             total += share.item()
+        if weights:
+            total /= weights
+            for p in parameters.values():
+                if p.grad is not None:
+                    p.grad /= weights
         losses.append(total)
         gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         for name, p in parameters.items():

@@ -58,7 +58,6 @@ class Executor:
     _posted: dict[Instruction, list[Pending]] = field(default_factory=dict)
     _minibatches: Mapping[int, Sequence[Microbatch]] = field(default_factory=dict)
     _training: bool = True
-    _offset: int = 0
 
     def run(
         self,
@@ -74,8 +73,9 @@ class Executor:
         A minibatch with fewer microbatches than the schedule has room for (a ragged last batch) leaves the rest out:
         every rank skips the same instructions.
         """
-        self._minibatches, self._training, self._offset = minibatches, training, offset
-        row = [i for i in row if i.microbatch < len(minibatches[i.minibatch + offset])]
+        self._minibatches, self._training = minibatches, training
+        row = [i if not offset else _shifted(i, offset) for i in row]
+        row = [i for i in row if i.microbatch < len(minibatches[i.minibatch])]
         handlers: dict[str, Callable[[Instruction], None]] = {
             "F": self._forward, "B": self._backward, "SF": self._send, "SB": self._send,
             "RF": self._receive, "RB": self._receive, "R": self._reduce, "S": self._step,
@@ -112,16 +112,16 @@ class Executor:
         return points
 
     def _peer_rank(self, instruction: Instruction, stage: int) -> int:
-        return self.request.rank_of(stage, instruction.minibatch + self._offset, instruction.microbatch)
+        return self.request.rank_of(stage, instruction.minibatch, instruction.microbatch)
 
     def _values(self, kind: str, edge: Edge) -> tuple[str, ...]:
         return (self.routes.forward if kind == ACTIVATION else self.routes.backward)[edge]
 
     def _microbatch(self, instruction: Instruction) -> Microbatch:
-        return self._minibatches[instruction.minibatch + self._offset][instruction.microbatch]
+        return self._minibatches[instruction.minibatch][instruction.microbatch]
 
     def _key(self, instruction: Instruction) -> tuple[int, int]:
-        return instruction.minibatch + self._offset, instruction.microbatch
+        return instruction.minibatch, instruction.microbatch
 
     def _post(self, instruction: Instruction) -> None:
         kind = ACTIVATION if instruction.op == "RF" else GRADIENT
@@ -186,18 +186,18 @@ class Executor:
         if not self._training:
             self._deliver(ACTIVATION, instruction, runner.evaluate(key, inputs, received, microbatch.factor))
             return
-        runner.versions.use(instruction.weight_version + self._offset)
+        runner.versions.use(instruction.weight_version)
         self._deliver(ACTIVATION, instruction, runner.forward(key, inputs, received, microbatch.factor))
 
     def _backward(self, instruction: Instruction) -> None:
         runner = self.runners[instruction.stage]
-        runner.versions.use(instruction.weight_version + self._offset)
+        runner.versions.use(instruction.weight_version)
         key = self._key(instruction)
         self._deliver(GRADIENT, instruction, runner.backward(key, self._take(GRADIENT, instruction)))
 
     def _backward_inputs(self, instruction: Instruction) -> None:
         runner = self.runners[instruction.stage]
-        runner.versions.use(instruction.weight_version + self._offset)
+        runner.versions.use(instruction.weight_version)
         gradients = runner.backward_inputs(self._key(instruction), self._take(GRADIENT, instruction))
         self._deliver(GRADIENT, instruction, gradients)
 
@@ -205,7 +205,14 @@ class Executor:
         self.runners[instruction.stage].backward_weights(self._key(instruction))
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.stepper.reduce(instruction.stage, instruction.minibatch + self._offset)
+        self.stepper.reduce(instruction.stage, instruction.minibatch)
 
     def _step(self, instruction: Instruction) -> None:
-        self.stepper.step(instruction.stage, instruction.minibatch + self._offset)
+        self.stepper.step(instruction.stage, instruction.minibatch)
+
+
+def _shifted(instruction: Instruction, offset: int) -> Instruction:
+    """Return the same instruction so many minibatches later: every flush sees one version more."""
+    i = instruction
+    version = i.weight_version + offset if i.weight_version >= 0 else -1
+    return Instruction(i.op, i.stage, i.minibatch + offset, i.microbatch, version, i.peer)

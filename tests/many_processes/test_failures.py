@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 
@@ -40,7 +40,7 @@ def data(batch_size=8):
         if step == %(bad)d:
             index[6] = 99   # microbatch 3 of 4, two samples each
         yield (torch.randn(batch_size, 8, generator=g), index), torch.randn(batch_size, 1, generator=g)
-'''
+"""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def begin(*, steps: int, bad: int = -1, ranks: int = 2) -> subprocess.Popen[str]:
         (tmp_path / "model.py").write_text(MODEL % {"steps": steps, "bad": bad})
-        command = [sys.executable, "-m", "autopipe.cli.main", "train", "model.py", "--gpus", str(ranks)]
+        command = [str(Path(sys.executable).with_name("autopipe")), "train", "model.py", "--gpus", str(ranks)]
         command += ["--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]
         command += ["--run-dir", "run", "--steps", str(steps)]
         process = subprocess.Popen(
@@ -59,7 +59,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         started.append(process)
         return process
@@ -70,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             child.kill()
         if process.poll() is None:
             process.kill()
-            process.wait()
+        process.communicate()
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -47,7 +47,16 @@ def test_a_send_never_waits_for_its_receiver() -> None:
     assert run_ranks(both_send_first, 2) == [1.0, 0.0]
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+]
 
 
 def every_dtype(rank: int, world: int) -> list[bool]:
