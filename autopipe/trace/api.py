@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 
 from torch import Tensor, fx, nn
 
+from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
+from autopipe.trace.align import OtherWay, aligned
 from autopipe.trace.assemble import assemble
+from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.describe import describe
-from autopipe.trace.evaluation import Arguments, evaluation
+from autopipe.trace.evaluation import Arguments, evaluation_arguments
+from autopipe.trace.explain import DATA_DEPENDENT
+from autopipe.trace.fit import Fit
 from autopipe.trace.follow import Followed, follow
 from autopipe.trace.naming import rename
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 
+logger = logging.getLogger(__name__)
+
+QUICK = "calls of the model, at two batch sizes"
 SYMBOLIC = "calls of the model, batch size symbolic"
+_WIDE = 131  # samples of the second pass: many, so that what a model does from some number on shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +69,7 @@ def capture(
     model = workload.build_model() if model is None else model
     batch_size = _distinct(workload, model, batch_size)
     item = workload.example_item(batch_size)
-    captured: Capture = follow(
-        workload,
-        model,
-        item,
-        lambda found: _captured(workload, model, item, found),
-        answer=allow_data_dependent,
-    )
+    captured = _captured(workload, model, item, batch_size, allow_data_dependent)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
@@ -75,15 +79,71 @@ def capture(
     return dataclasses.replace(captured, exact=exact, notes=(*captured.notes, *said))
 
 
-def _captured(workload: Workload, model: nn.Module, item: Item, found: Followed) -> Capture:
-    found.recorder.notes[:] = dict.fromkeys(found.recorder.notes)
+def _captured(workload: Workload, model: nn.Module, item: Item, batch: int, allow_data_dependent: bool) -> Capture:
+    """Try the quick way, then the symbolic one, then the one that keeps data-dependent decisions."""
+    try:
+        narrow = follow(workload, model, item, batch=batch)
+    except TraceError as error:
+        if not (allow_data_dependent and isinstance(error.__cause__, DATA_DEPENDENT)):
+            raise
+        return _symbolic(workload, model, item, answer=True)
+    try:
+        fit = Fit(narrow, follow(workload, model, item, batch=_distinct(workload, model, _WIDE)))
+    except (OtherWay, TraceError) as why:
+        logger.info("two batch sizes do not fit one graph (%s); following a symbolic one", why)
+        return _symbolic(workload, model, item, answer=False)
+    raw = _arguments(narrow)
+    same, note = _in_evaluation(workload, model, item, narrow, batch=batch)
+    fit.apply()
+    return _finished(workload, model, narrow, QUICK, same, raw, note)
+
+
+def _symbolic(workload: Workload, model: nn.Module, item: Item, *, answer: bool) -> Capture:
+    found = follow(workload, model, item, answer=answer)
+    same, note = _in_evaluation(workload, model, item, found, answer=answer)
+    method = f"{SYMBOLIC}, data-dependent decisions kept" if answer else SYMBOLIC
+    return _finished(workload, model, found, method, same, _arguments(found), note)
+
+
+def _arguments(found: Followed) -> dict[fx.Node, Arguments]:
+    return {node: (node.args, dict(node.kwargs)) for node in found.graph.nodes}
+
+
+def _in_evaluation(
+    workload: Workload, model: nn.Module, item: Item, training: Followed, **options: Any
+) -> tuple[dict[fx.Node, fx.Node], str]:
+    """Follow the model in evaluation mode, where its own code asks for the mode; torch.nn's modules know by themselves."""
+    if not training.reads_training:
+        return {}, ""
+    before = Snapshot(model)
+    model.eval()
+    try:
+        return aligned(training, follow(workload, model, item, **options)), ""
+    except OtherWay as way:
+        return {}, f"evaluation mode goes another way{way}"
+    except TraceError as error:
+        return {}, f"in evaluation mode the model cannot be followed: {error.what}"
+    finally:
+        before.restore()
+
+
+def _finished(
+    workload: Workload,
+    model: nn.Module,
+    found: Followed,
+    method: str,
+    in_evaluation: dict[fx.Node, fx.Node],
+    raw: dict[fx.Node, Arguments],
+    note: str,
+) -> Capture:
+    differing, other = evaluation_arguments(in_evaluation, raw)
     rename(found.graph)
     graph = describe(found, workload.name)
     constants = dict(sorted(found.recorder.constants.items()))
-    found.borrowed.snapshot.restore()  # the module is made of the real tensors
     module = assemble(model, found.graph, constants)
-    arguments, note = evaluation(workload, model, item, found)
-    return Capture(graph, module, constants, SYMBOLIC, arguments, note, tuple(found.recorder.notes))
+    evaluation = {node.name: arguments for node, arguments in differing.items()}
+    notes = tuple(dict.fromkeys(found.recorder.notes))
+    return Capture(graph, module, constants, method, evaluation, note or other, notes)
 
 
 def _distinct(workload: Workload, model: nn.Module, batch_size: int) -> int:

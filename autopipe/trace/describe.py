@@ -57,7 +57,7 @@ class _Describer:
         outputs: tuple[str, ...] = ()
         for fx_node in self.found.graph.nodes:
             if fx_node.op == "placeholder":
-                spec = tensor_spec(fx_node.meta["val"], symbols)
+                spec = tensor_spec(fx_node.meta, symbols)
                 if spec is None:
                     raise TraceError(f"input {fx_node.name} is a {fx_node.meta['val'].dtype} tensor that cannot be sent")
                 inputs.append(Input(fx_node.name, spec))
@@ -70,10 +70,7 @@ class _Describer:
         graph = Graph(
             name=name,
             inputs=tuple(inputs),
-            symbols=tuple(
-                Symbol(symbols.names[symbol], node.name, dimension, self.found.hints[symbols.names[symbol]])
-                for symbol, (node, dimension) in symbols.source.items()
-            ),
+            symbols=(Symbol("s0", self.found.batch_input.name, 0, self.found.batch),),
             nodes=tuple(described),
             outputs=outputs,
             parameters={n: _state_spec(p) for n, p in model.named_parameters()},
@@ -93,7 +90,7 @@ class _Describer:
         read = [entry for entry in node.all_input_nodes if entry.op == "get_attr"]
         state = [str(entry.target) for entry in read if entry.target not in self.constants]
         if module is not None:
-            names = self.found.borrowed.state
+            names = self.found.borrowed.names
             state += [names[id(t)] for t in (*module.parameters(), *module.buffers())]
         state = list(dict.fromkeys(state))
         inputs = tuple(entry.name for entry in node.all_input_nodes if entry.op != "get_attr")
@@ -109,7 +106,7 @@ class _Describer:
             kind=node.op,
             target=str(node.target) if node.op != "call_function" else qualified_name(node.target),
             inputs=inputs,
-            spec=tensor_spec(meta.get("val"), self.found.symbols),
+            spec=tensor_spec(meta, self.found.symbols),
             arguments=arguments_text(node, self.constants, module),
             after=after,
             parameters=tuple(entry for entry in state if entry in self.is_parameter),
@@ -200,11 +197,12 @@ def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
         tainted |= found
 
 
-def tensor_spec(value: Any, symbols: Symbols) -> TensorSpec | None:
-    """Return the spec of a value, None where it is not one dense tensor of a known shape."""
+def tensor_spec(meta: Mapping[str, Any], symbols: Symbols) -> TensorSpec | None:
+    """Return the spec of a node's value, None where it is not one dense tensor of a known shape."""
+    value = meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
-    shape = [symbols.text(size) for size in value.shape]
+    shape = meta["shape"] if "shape" in meta else [symbols.text(size) for size in value.shape]
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         return None

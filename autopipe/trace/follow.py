@@ -7,7 +7,7 @@ copy into the buffer, and a batch that is changed in place is cloned first, so t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from autopipe.errors import TraceError
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import explained, place, short_path
-from autopipe.trace.patches import following
+from autopipe.trace.patches import TrainingReads, following
 from autopipe.trace.reads import FollowingShapeEnv, Reads
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.symbols import Symbols
@@ -30,12 +30,12 @@ from autopipe.workload import Item, Workload
 
 @dataclass
 class Followed:
-    """What one pass found. ``recorder.graph`` is the graph; ``reads_training``: the user's code asks for the mode."""
+    """What one pass found. ``batch``: its number of samples; ``reads_training``: the user's code asks for the mode."""
 
     recorder: Recorder
     borrowed: Borrowed
     symbols: Symbols
-    hints: dict[str, int]
+    batch: int
     reads_training: bool
 
     @property
@@ -43,20 +43,26 @@ class Followed:
         """The recorded calls."""
         return self.recorder.graph
 
+    @property
+    def batch_input(self) -> fx.Node:
+        """The input whose dimension 0 is the batch size: the first that has a dimension."""
+        return next(n for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() > 0)
+
 
 def follow(
     workload: Workload,
     model: nn.Module,
     item: Item,
-    finish: Callable[[Followed], Any],
     *,
+    batch: int | None = None,
     watch: bool = False,
     answer: bool = False,
-) -> Any:
-    """Run ``workload.loss(model, item)`` with fake tensors and return ``finish(found)``, called while they still live.
+) -> Followed:
+    """Run ``workload.loss(model, item)`` with fake tensors.
 
-    Dimension 0 of every leaf with as many entries as the first one is symbolic. ``watch``: refuse at the very line that
-    draws from Python's or numpy's random numbers. ``answer``: keep data-dependent decisions as this batch makes them.
+    Dimension 0 of every leaf with as many entries as the first one is the batch. ``batch``: follow a batch of so many
+    samples; None: a symbolic number of them. ``watch``: refuse at the very line that draws from Python's or numpy's
+    random numbers. ``answer``: keep data-dependent decisions as this batch makes them (symbolic only).
 
     Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
     """
@@ -64,35 +70,38 @@ def follow(
     sized = [leaf for leaf in leaves.values() if leaf.dim() > 0]
     if not sized:
         raise TraceError("the batch holds no tensor with a dimension", remedy="give samples-first tensors")
-    batch = sized[0].shape[0]
+    count = sized[0].shape[0]
     shape_env = FollowingShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     symbols = Symbols(shape_env)
     borrowed = Borrowed(model, mode, sized[0].device)
     with borrowed:
         recorder = Recorder(borrowed, symbols, watch=watch)
-        fakes = {name: _fake_leaf(mode, name, leaf, batch) for name, leaf in leaves.items()}
+        fakes = {name: _fake_leaf(mode, name, leaf, count, batch) for name, leaf in leaves.items()}
         for name, fake in fakes.items():
             recorder.add_input(name, fake)
         if answer:
             recorder.reads = Reads(borrowed, leaves, workload.spec.seed)
             shape_env.on_answer = recorder.answered
-        with _running(recorder, mode) as reads:
+        with _running(recorder, mode, symbolic=batch is None) as reads:
             loss, weight = workload.loss(model, workload.with_leaves(item, fakes))
             _copy_reassigned(recorder, borrowed)
             recorder.set_output((loss,) if weight is None else (loss, weight))
-        _check_random(workload, model, item, borrowed, watch=watch, answer=answer)
-        _check_batch(symbols, shape_env, batch)
-        hints = {symbols.names[symbol]: batch for symbol in symbols.source}
-        _clone_changed_inputs(recorder.graph)
-        remove_unused(recorder.graph)
-        return finish(Followed(recorder, borrowed, symbols, hints, reads.seen))
+        drawn = borrowed.snapshot.random_drawn()
+    if drawn and not watch:
+        raise _coin(workload, model, item, drawn, answer=answer)
+    _check_batch(symbols, shape_env, count)
+    _clone_changed_inputs(recorder.graph)
+    remove_unused(recorder.graph)
+    return Followed(recorder, borrowed, symbols, batch or count, reads.seen)
 
 
 @contextlib.contextmanager
-def _running(recorder: Recorder, mode: FakeTensorMode) -> Any:
+def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Iterator[TrainingReads]:
+    # without it some operations written in C++ make a number of a symbolic size
+    dispatcher = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
     try:
-        with following(recorder) as reads, mode, recorder.random, enable_python_dispatcher(), recorder:
+        with following(recorder) as reads, mode, recorder.random, dispatcher, recorder:
             yield reads
     except (KeyboardInterrupt, MemoryError):
         raise
@@ -104,29 +113,27 @@ def _running(recorder: Recorder, mode: FakeTensorMode) -> Any:
                 recorder.reads.restore()
 
 
-def _fake_leaf(mode: FakeTensorMode, name: str, leaf: Tensor, batch: int) -> Tensor:
+def _fake_leaf(mode: FakeTensorMode, name: str, leaf: Tensor, count: int, batch: int | None) -> Tensor:
     """Return the fake of an input; an object of its own even where the user passes one tensor twice."""
+    batched = leaf.dim() > 0 and leaf.shape[0] == count
+    if batch is not None:
+        shape = (batch, *leaf.shape[1:]) if batched else leaf.shape
+        with mode:
+            return torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
     real = torch.empty_like(leaf, requires_grad=leaf.requires_grad)
-    sizes = [
-        DimDynamic.DUCK if dimension == 0 and size == batch else DimDynamic.STATIC
-        for dimension, size in enumerate(leaf.shape)
-    ]
+    sizes = [DimDynamic.DUCK if d == 0 and batched else DimDynamic.STATIC for d in range(leaf.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(real, source=LocalSource(name), symbolic_context=context)
 
 
-def _check_random(workload: Workload, model: nn.Module, item: Item, borrowed: Borrowed, *, watch: bool, answer: bool) -> None:
-    """Refuse a model that flips coins outside of torch: one way would be kept for ever."""
-    generator = borrowed.snapshot.random_drawn()
-    if not generator or watch:
-        return
-    borrowed.snapshot.restore()
+def _coin(workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool) -> TraceError:
+    """Return the error for a model that flips coins outside of torch: one way would be kept for ever."""
     where = ""
     try:
-        follow(workload, model, item, lambda found: None, watch=True, answer=answer)
+        follow(workload, model, item, watch=True, answer=answer)
     except TraceError as error:
         where = error.where
-    raise TraceError(
+    return TraceError(
         f"the model draws from {generator} in its forward, so another step takes another way",
         where=where,
         remedy="draw with torch and apply the result as a factor, or set the probability to 0 (layerdrop=0.0)",

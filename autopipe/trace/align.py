@@ -1,0 +1,73 @@
+"""Two recordings of one model, call by call: are they the same calls, and which constant arguments differ?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from autopipe.trace.canonical import tensor_digest
+from autopipe.trace.explain import type_name
+from autopipe.trace.follow import Followed, source_text
+from autopipe.trace.targets import qualified_name
+
+
+class OtherWay(Exception):  # noqa: N818  # no error: a finding that the caller turns into a note or another attempt
+    """The two recordings are not the same calls; the text says where they part."""
+
+
+def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:
+    """Return node of ``theirs`` -> node of ``ours``.
+
+    Raises: OtherWay when the calls are not the same, or not on the same values.
+    """
+    left, right = list(ours.graph.nodes), list(theirs.graph.nodes)
+    same: dict[fx.Node, fx.Node] = {}
+    for a, b in zip(left, right, strict=False):
+        same[b] = a
+        if a.op != b.op or not _same_target(a, b, ours, theirs):
+            raise OtherWay(_where(a, b))
+        if a.all_input_nodes != [same.get(node) for node in b.all_input_nodes]:
+            raise OtherWay(_where(a, b))
+    if len(left) != len(right):
+        raise OtherWay(f" ({len(right)} calls instead of {len(left)})")
+    return same
+
+
+def _where(left: fx.Node, right: fx.Node) -> str:
+    place = source_text(left.meta) or source_text(right.meta)
+    return f" at {place}" if place else ""
+
+
+def _same_target(left: fx.Node, right: fx.Node, ours: Followed, theirs: Followed) -> bool:
+    if left.op == "get_attr":
+        a = ours.recorder.constants.get(str(left.target))
+        b = theirs.recorder.constants.get(str(right.target))
+        if a is not None and b is not None:
+            return tensor_digest(a) == tensor_digest(b)
+    if callable(left.target) and callable(right.target):
+        return qualified_name(left.target) == qualified_name(right.target)
+    return left.op == "output" or left.target == right.target
+
+
+def merged(raw: Any, other: Any, base: Any, same: dict[fx.Node, fx.Node], choose: Callable[[Any, Any], Any]) -> Any:
+    """Walk two argument trees; give ``base``'s entry where they agree and ``choose(raw, other)`` where they do not.
+
+    ``base`` is ``raw`` or a rewritten form of it. ``same``: node of the other recording -> node of ours.
+    """
+    if isinstance(raw, (list, tuple)) and isinstance(other, (list, tuple)) and len(raw) == len(other):
+        items = [merged(a, b, c, same, choose) for a, b, c in zip(raw, other, base, strict=True)]
+        return items if isinstance(raw, list) else tuple(items)
+    if isinstance(raw, dict) and isinstance(other, dict) and raw.keys() == other.keys():
+        return {key: merged(raw[key], other[key], base[key], same, choose) for key in raw}
+    if isinstance(raw, slice) and isinstance(other, slice):
+        ends = [(s.start, s.stop, s.step) for s in (raw, other, base)]
+        return slice(*(merged(a, b, c, same, choose) for a, b, c in zip(*ends, strict=True)))
+    if isinstance(other, fx.Node):
+        return base if same.get(other) is raw else choose(raw, same.get(other))
+    return base if _equal(raw, other) else choose(raw, other)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return type_name(left) == type_name(right) and bool(left == right or (left != left and right != right))
