@@ -1,8 +1,10 @@
 """Plan to schedule: pure functions that make rows of instructions, and what checks, lowers, simulates and draws."""
 
 from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
+from autopipe.schedules.custom import to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
 from autopipe.schedules.lower import lower
+from autopipe.schedules.memory import StageBytes, peak_bytes
 from autopipe.schedules.registry import REGISTRY, make
 from autopipe.schedules.render import render, render_timeline
 from autopipe.schedules.simulate import simulate
@@ -14,11 +16,14 @@ __all__ = [
     "EdgeCosts",
     "Option",
     "ScheduleKind",
+    "StageBytes",
     "StageCosts",
     "lower",
     "make",
+    "peak_bytes",
     "render",
     "render_timeline",
     "simulate",
+    "to_csv",
     "validate",
 ]

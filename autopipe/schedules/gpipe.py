@@ -9,6 +9,9 @@
 
 Bubble: ``(p - 1) / (m + p - 1)``. Memory: all m microbatches in flight.
 
+A rank may have several stages, in any layout: it runs all microbatches through one before the next (breadth first,
+arXiv:2211.05953).
+
 Source: GPipe, arXiv:1811.06965, section 2.2; backwards run 0..m-1 here, so that gradients add up in the order of a
 plain accumulation loop.
 """
@@ -16,18 +19,19 @@ plain accumulation loop.
 from __future__ import annotations
 
 from autopipe.ir.schedule import Request, Schedule
-from autopipe.schedules.kind import ScheduleKind, check_one_stage_a_rank, line
+from autopipe.schedules.kind import ScheduleKind, check_request, line
 from autopipe.schedules.rows import flushed, own_microbatches, stages_of
 
 
 def gpipe(request: Request) -> Schedule:
-    """Return the schedule. Raises: ScheduleError where a rank has two stages."""
-    check_one_stage_a_rank(KIND.name, request)
+    """Return the schedule. Raises: ScheduleError for a request that cannot be met, such as no microbatches."""
+    check_request(KIND.name, request)
 
     def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
-        (stage,) = stages_of(request, rank)
-        share = own_microbatches(request, stage, rank, minibatch)
-        return [(op, stage, j) for op in "FB" for j in share]
+        stages = stages_of(request, rank)
+        shares = {stage: own_microbatches(request, stage, rank, minibatch) for stage in stages}
+        forwards = [("F", stage, j) for stage in stages for j in shares[stage]]
+        return forwards + [("B", stage, j) for stage in reversed(stages) for j in shares[stage]]
 
     in_flight = [-(-request.num_microbatches // len(ranks)) for ranks in request.stage_ranks]
     return flushed(KIND.name, request, order, in_flight)
@@ -40,4 +44,5 @@ KIND = ScheduleKind(
     source="GPipe, arXiv:1811.06965",
     synchronous=True,
     example=line(4, 4),
+    several_stages=True,
 )

@@ -7,9 +7,9 @@ once                    each F once, and each B once (or one I and one W), per s
 stages-in-order         a rank with several stages runs F of an earlier stage first, and B of a later one
 backward-after-forward  B and I come after their F, W after its I
 same-version            B, I and W name the version that their F ran at
-staleness               F of minibatch t at stage s names version max(t - staleness of s, 0)
-version-exists          that version has been made when F runs
-version-kept            it is not older than the newest by more than the staleness (what the stash keeps)
+version-exists          the version that F names has been made when it runs
+version-kept            it is not older than the newest by more than the staleness: the stash keeps staleness + 1
+staleness               it is version max(t - staleness of s, 0), for minibatch t at stage s
 microbatch-order        the backwards of a stage run in microbatch order on each rank, so do the gradients add up
 in-flight               no rank holds more forwards without backward than the schedule's bound
 step-once               S (and R, where replicated) once per minibatch on every rank of a stage, in order
@@ -34,8 +34,8 @@ from autopipe.schedules.grid import marked
 from autopipe.schedules.rows import minibatches, own_microbatches, stages_of
 
 RULES = (
-    "placement", "once", "stages-in-order", "backward-after-forward", "same-version", "staleness", "version-exists",
-    "version-kept", "microbatch-order", "in-flight", "step-once", "step-after-backward", "gradients-apart",
+    "placement", "once", "stages-in-order", "backward-after-forward", "same-version", "version-exists", "version-kept",
+    "staleness", "microbatch-order", "in-flight", "step-once", "step-after-backward", "gradients-apart",
     "reduce-before-step", "message-place", "channel-order", "no-deadlock",
 )  # fmt: skip
 
@@ -116,12 +116,12 @@ class Row:
         work = self._once("F", i)
         self._in_order("F", i, [s for s in self.stages if s > i.stage])
         delta = self.schedule.staleness[i.stage]
-        if i.weight_version != max(i.minibatch - delta, 0):
-            self.fail("staleness", f"{i} should run at version {max(i.minibatch - delta, 0)} (staleness {delta})")
         if i.weight_version > self.newest[i.stage]:
             self.fail("version-exists", f"{i}: the newest version is {self.newest[i.stage]}")
         if i.weight_version < self.newest[i.stage] - delta:
             self.fail("version-kept", f"{i}: version {i.weight_version} is gone, the newest is {self.newest[i.stage]}")
+        if i.weight_version != max(i.minibatch - delta, 0):
+            self.fail("staleness", f"{i} should run at version {max(i.minibatch - delta, 0)} (staleness {delta})")
         self.versions[work] = i.weight_version
         self.held[i.stage] += 1
         bound = self.schedule.in_flight
@@ -136,8 +136,6 @@ class Row:
             self.fail("once", f"{i}: the backward of this microbatch has run already")
         if i.weight_version != self.versions[work]:
             self.fail("same-version", f"{i}: its forward ran at version {self.versions[work]}")
-        if i.weight_version < self.newest[i.stage] - self.schedule.staleness[i.stage]:
-            self.fail("version-kept", f"{i}: version {i.weight_version} is gone, the newest is {self.newest[i.stage]}")
         if i.op != "W":
             self._in_order(i.op, i, [s for s in self.stages if s < i.stage])
         order = (i.minibatch, i.microbatch)

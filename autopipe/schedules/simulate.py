@@ -11,6 +11,8 @@ no time and no waiting leaves no span.
 
 from __future__ import annotations
 
+import itertools
+
 from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import Instruction, Schedule, Traffic
 from autopipe.ir.timeline import Span, Timeline
@@ -46,7 +48,7 @@ class _Simulation:
         self.link_free: dict[tuple[int, int], float] = {}
         self.reached: dict[Meeting, dict[int, float]] = {}
         self.ready = list(range(len(schedule.rows)))[::-1]
-        self.spans: list[Span] = []
+        self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
         self.durations = {
             "F": [stage.forward_seconds for stage in costs.stages],
             "B": [stage.backward_seconds for stage in costs.stages],
@@ -62,12 +64,11 @@ class _Simulation:
         stuck = [rank for rank, row in enumerate(rows) if self.position[rank] < len(row)]
         if stuck:
             raise self._deadlock(stuck)
-        self.spans.sort(key=lambda span: (span.rank, span.start_seconds, span.end_seconds))
-        return Timeline("simulated", len(rows), tuple(self.spans))
+        return Timeline("simulated", len(rows), tuple(itertools.chain.from_iterable(self.spans)))
 
     def _follow(self, rank: int) -> None:
         """Carry out a row from where it stands to its end, or to what has to be waited for."""
-        row, durations, spans, arrivals = self.schedule.rows[rank], self.durations, self.spans, self.arrivals
+        row, durations, spans, arrivals = self.schedule.rows[rank], self.durations, self.spans[rank], self.arrivals
         edges, now = self.costs.edges, self.clock[rank]
         index = self.position[rank]
         while index < len(row):

@@ -6,7 +6,6 @@ from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import RECEIVES, SENDS, Instruction, Schedule, Traffic
 from autopipe.schedules.costs import Costs
 from autopipe.schedules.lower import lower
-from autopipe.schedules.rows import minibatches
 from autopipe.schedules.rules import Place, Row, Work, broken
 from autopipe.schedules.simulate import simulate
 
@@ -26,24 +25,11 @@ def validate(schedule: Schedule) -> None:
     found: dict[tuple[str, Work], Place] = {}
     for rank in range(request.num_ranks):
         Row(schedule, rank, found).check()
-    _check_complete(schedule, found)
     _check_channels(schedule)
     simulate(
         schedule if schedule.lowered else lower(schedule, Traffic.chain(request.num_stages)),
         Costs.uniform(request.num_stages),
     )
-
-
-def _check_complete(schedule: Schedule, found: dict[tuple[str, Work], Place]) -> None:
-    """Every F is there; the backwards have been counted row by row."""
-    request = schedule.request
-    for stage in range(request.num_stages):
-        for t in minibatches(request):
-            for j in range(request.num_microbatches):
-                if ("F", (stage, t, j)) not in found:
-                    rank = request.rank_of(stage, t, j)
-                    what = f"F of stage {stage}, minibatch {t}, microbatch {j} is missing"
-                    broken(schedule, "once", what, rank, len(schedule.rows[rank]))
 
 
 Channel = tuple[str, int, int, int, int]  # kind, from stage, to stage, from rank, to rank

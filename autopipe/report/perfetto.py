@@ -1,0 +1,116 @@
+"""``Timeline`` to Chrome trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A process a rank; in it three threads: what it computes, sends and receives. An arrow goes from a send to the receive
+that waited for it. Where a send took no time (simulated timelines leave it out) the arrow starts at the computation
+that made the message; where a receive did not wait there is no arrow.
+
+Source: the Trace Event Format, object form; the same that torch's profiler (Kineto) writes, so the two can be merged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autopipe.ir.schedule import RECEIVES, SENDS, Instruction
+from autopipe.ir.timeline import Span, Timeline
+
+THREADS = ("compute", "send", "receive")
+_CATEGORIES = {
+    "F": "fwd", "B": "bwd", "I": "bwd", "W": "bwd", "SF": "send", "SB": "send", "RF": "recv", "RB": "recv",
+    "R": "reduce", "S": "step",
+}  # fmt: skip
+
+Event = dict[str, Any]
+Key = tuple[str, int, int, int]
+
+
+def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> str:
+    """Return the JSON text. ``rank_names``: such as ``stage 1 (h0:cuda:1)``; else the stages that the rank ran.
+
+    Units: ``ts`` and ``dur`` are microseconds from the first start; a counter holds each rank's peak bytes.
+    """
+    begin = min((span.start_seconds for span in timeline.spans), default=0.0)
+    events = [
+        *_metadata(timeline, rank_names),
+        *(_slice(span, begin) for span in timeline.spans),
+        *_arrows(timeline, begin),
+        *(
+            {"ph": "C", "name": "peak bytes", "pid": rank, "tid": 0, "ts": 0, "args": {"bytes": count}}
+            for rank, count in enumerate(timeline.peak_bytes)
+        ),
+    ]
+    document = {"displayTimeUnit": "ms", "otherData": {"source": timeline.source}, "traceEvents": events}
+    return json.dumps(document, separators=(",", ":")) + "\n"
+
+
+def _metadata(timeline: Timeline, rank_names: Sequence[str]) -> Iterator[Event]:
+    stages: list[set[int]] = [set() for _ in range(timeline.num_ranks)]
+    for span in timeline.spans:
+        stages[span.rank].add(span.instruction.stage)
+    for rank, found in enumerate(stages):
+        listed = ", ".join(str(stage) for stage in sorted(found))
+        given = rank_names[rank] if rank < len(rank_names) else f"stage {listed} (rank {rank})"
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": given}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+        for thread, name in enumerate(THREADS):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def _thread(instruction: Instruction) -> int:
+    return 1 if instruction.op in SENDS else 2 if instruction.op in RECEIVES else 0
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _slice(span: Span, begin: float) -> Event:
+    i = span.instruction
+    name = f"{i.op} mb{i.microbatch}" if i.microbatch >= 0 else i.op
+    args: Event = {"instruction": str(i), "stage": i.stage, "minibatch": i.minibatch}
+    if i.weight_version >= 0:
+        args["weight_version"] = i.weight_version
+    if i.peer >= 0:
+        args["peer_stage"] = i.peer
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": _CATEGORIES[i.op],
+        "pid": span.rank,
+        "tid": _thread(i),
+        "ts": _microseconds(span.start_seconds - begin),
+        "dur": _microseconds(span.end_seconds - span.start_seconds),
+        "args": args,
+    }
+
+
+def _arrows(timeline: Timeline, begin: float) -> Iterator[Event]:
+    sent: dict[tuple[Key, int], Span] = {}
+    made: dict[Key, Span] = {}
+    for span in timeline.spans:
+        i = span.instruction
+        if i.op in SENDS:
+            sent[(i.op[1], i.stage, i.minibatch, i.microbatch), i.peer] = span
+        elif i.op in ("F", "B", "I"):
+            made["F" if i.op == "F" else "B", i.stage, i.minibatch, i.microbatch] = span
+    number = 0
+    for span in timeline.spans:
+        i = span.instruction
+        if i.op not in RECEIVES:
+            continue
+        key = (i.op[1], i.peer, i.minibatch, i.microbatch)
+        source = sent.get((key, i.stage)) or made.get(key)
+        if source is None:
+            continue
+        number += 1
+        name = {"name": "message", "cat": "message", "id": number}
+        yield {"ph": "s", **name, **_end(source, begin)}
+        yield {"ph": "f", "bp": "e", **name, **_end(span, begin)}
+
+
+def _end(span: Span, begin: float) -> Event:
+    """Return a place just inside the end of a slice, which is what an arrow is tied to."""
+    inside = span.end_seconds - (span.end_seconds - span.start_seconds) / 100
+    return {"pid": span.rank, "tid": _thread(span.instruction), "ts": _microseconds(inside - begin)}

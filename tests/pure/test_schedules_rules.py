@@ -1,0 +1,152 @@
+"""A schedule with one mistake planted breaks the rule that is meant to find it, and no correct one breaks any."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import Instruction, Request, Schedule, Traffic
+from autopipe.schedules import lower, make, validate
+from autopipe.schedules.kind import line
+from autopipe.schedules.rules import RULES
+
+FLUSH = make("1f1b", line(2, 3))  # 0F0 0F1 0B0 0F2 0B1 0B2 0S | 1F0 1B0 1F1 1B1 1F2 1B2 1S
+TWICE = make("gpipe", line(2, 2, 2))
+LOWERED = lower(FLUSH, Traffic.chain(2))
+REPLICAS = make("1f1b", Request(((0, 1), (2,)), 4))
+HALVES = make("zero-bubble", line(2, 3))
+LOOPED = make("interleaved", Request(((0,), (1,), (0,), (1,)), 2))
+STALE = make("2bw", line(2, 2, 3))
+LONG = make("2bw", line(2, 2, 4))
+
+
+def rows(schedule: Schedule, rank: int, change: Callable[[list[Instruction]], None]) -> Schedule:
+    row = list(schedule.rows[rank])
+    change(row)
+    return replace(schedule, rows=(*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]))
+
+
+def at(schedule: Schedule, rank: int, text: str) -> int:
+    return [str(i) for i in schedule.rows[rank]].index(text)
+
+
+def moved(schedule: Schedule, rank: int, text: str, before: str) -> Schedule:
+    def change(row: list[Instruction]) -> None:
+        i = row.pop(at(schedule, rank, text))
+        row.insert([str(other) for other in row].index(before), i)
+
+    return rows(schedule, rank, change)
+
+
+def dropped(schedule: Schedule, rank: int, text: str) -> Schedule:
+    return rows(schedule, rank, lambda row: row.pop(at(schedule, rank, text)))
+
+
+def doubled(schedule: Schedule, rank: int, text: str) -> Schedule:
+    place = at(schedule, rank, text)
+    return rows(schedule, rank, lambda row: row.insert(place, row[place]))
+
+
+def changed(schedule: Schedule, rank: int, text: str, **values: int) -> Schedule:
+    place = at(schedule, rank, text)
+    return rows(schedule, rank, lambda row: row.__setitem__(place, replace(row[place], **values)))
+
+
+def swapped_rows(schedule: Schedule) -> Schedule:
+    return replace(schedule, rows=(schedule.rows[1], schedule.rows[0], *schedule.rows[2:]))
+
+
+def backwards_out_of_order() -> Schedule:
+    schedule = make("gpipe", line(2, 2))
+    return moved(schedule, 1, "1B1@0", "1B0@0")
+
+
+def sends_out_of_order() -> Schedule:
+    schedule = lower(make("gpipe", line(2, 2)), Traffic.chain(2))
+    schedule = moved(schedule, 0, "0SF0>1", "0B0@0")
+    return moved(schedule, 0, "0SF0>1", "0RB0<1")
+
+
+def stuck() -> Schedule:
+    """Each rank is right by itself; together they wait for each other: rank 0 wants B0 before it lets F1 go."""
+    schedule = make("gpipe", line(2, 2))
+    return moved(schedule, 0, "0B0@0", "0F1@0")
+
+
+BROKEN = [
+    ("placement", swapped_rows(FLUSH), "rank 0, which runs stages [0]"),
+    ("placement", swapped_rows(REPLICAS), "belongs on rank"),
+    ("placement", changed(FLUSH, 0, "0F2@0", microbatch=3), "microbatch 3 of 3"),
+    ("placement", changed(FLUSH, 0, "0F2@0", minibatch=1), "minibatch 1 is outside 0..0"),
+    ("placement", changed(LOWERED, 0, "0SF0>1", peer=2), "there is no stage 2"),
+    ("placement", replace(FLUSH, rows=FLUSH.rows[:1]), "1 rows"),
+    ("once", dropped(dropped(FLUSH, 0, "0B2@0"), 0, "0S@0"), "misses 1 backwards"),
+    ("once", doubled(FLUSH, 1, "1F1@0"), "1F1@0 is there twice"),
+    ("once", doubled(FLUSH, 1, "1B1@0"), "1B1@0 is there twice"),
+    ("once", changed(HALVES, 0, "0W1@0", op="B"), "has run already"),
+    ("once", dropped(dropped(HALVES, 1, "1W1@0"), 1, "1S@0"), "misses 1 backwards"),
+    ("stages-in-order", moved(LOOPED, 0, "2F0@0", "0F0@0"), "which needs it"),
+    ("stages-in-order", moved(LOOPED, 1, "1B0@0", "3B0@0"), "which needs it"),
+    ("backward-after-forward", moved(FLUSH, 1, "1B1@0", "1F1@0"), "comes before its F"),
+    ("backward-after-forward", moved(HALVES, 0, "0W0@0", "0I0@0"), "comes before its I"),
+    ("same-version", changed(FLUSH, 0, "0B1@0", weight_version=1), "its forward ran at version 0"),
+    ("staleness", changed(STALE, 1, "1F2:0@1", weight_version=0), "should run at version 1"),
+    ("version-exists", moved(TWICE, 0, "0S@0", "0B1:0@1"), "the newest version is 0"),
+    ("version-kept", changed(LONG, 1, "1F3:0@2", weight_version=0), "version 0 is gone, the newest is 2"),
+    ("microbatch-order", backwards_out_of_order(), "comes after microbatch (0, 1)"),
+    ("in-flight", moved(FLUSH, 0, "0F2@0", "0B0@0"), "number 3 in flight; the bound is 2"),
+    ("step-once", dropped(FLUSH, 1, "1S@0"), "stage 1 never steps minibatch 0"),
+    ("step-once", doubled(FLUSH, 1, "1S@0"), "the next step of stage 1 is 1"),
+    ("step-once", changed(FLUSH, 1, "1S@0", weight_version=1), "the next step of stage 1 is 0"),
+    ("step-once", rows(FLUSH, 1, lambda row: row.insert(-1, Instruction("R", 1, 0))), "the next reduction"),
+    ("step-after-backward", moved(FLUSH, 1, "1S@0", "1B2@0"), "1 backwards are still to come"),
+    ("gradients-apart", moved(STALE, 1, "1B1:0@0", "1S@0"), "comes before the step of minibatch 0"),
+    ("reduce-before-step", moved(REPLICAS, 0, "0S@0", "0R"), "comes before the reduction"),
+    ("reduce-before-step", moved(REPLICAS, 0, "0R", "0B2@0"), "1 backwards are still to come"),
+    ("message-place", moved(LOWERED, 0, "0SF0>1", "0F0@0"), "comes before the F"),
+    ("message-place", moved(LOWERED, 1, "1F0@0", "1RF0<0"), "comes after the F"),
+    ("channel-order", sends_out_of_order(), "0SF1>1 is sent where 1RF0<0 is received"),
+    ("channel-order", dropped(LOWERED, 1, "1RF2<0"), "3 messages are sent and 2 received"),
+    ("channel-order", dropped(LOWERED, 0, "0SF2>1"), "2 messages are sent and 3 received"),
+    ("step-after-backward", dropped(FLUSH, 0, "0B2@0"), "1 backwards are still to come"),
+    ("no-deadlock", stuck(), "2 of 2 ranks wait for ever: rank 0 at 0RB0<1, rank 1 at 1RF1<0"),
+]
+
+
+@pytest.mark.parametrize(("rule", "schedule", "text"), BROKEN)
+def test_a_planted_mistake_breaks_its_rule(rule, schedule, text):
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule)
+    assert caught.value.rule == rule
+    assert text in str(caught.value)
+
+
+def test_every_rule_has_a_mistake_that_breaks_it():
+    assert {rule for rule, _, _ in BROKEN} == set(RULES)
+
+
+@pytest.mark.parametrize("schedule", [FLUSH, TWICE, LOWERED, REPLICAS, HALVES, LOOPED, STALE, LONG])
+def test_what_the_mistakes_are_planted_in_breaks_no_rule(schedule):
+    validate(schedule)
+
+
+def test_the_error_shows_the_grid_with_the_cell_marked():
+    with pytest.raises(ScheduleError) as caught:
+        validate(moved(FLUSH, 1, "1B1@0", "1F1@0"))
+    assert str(caught.value) == (
+        "[backward-after-forward] 1f1b: 1B1@0 comes before its F\n"
+        "  at:  rank 1, instruction 2\n"
+        "\n"
+        "rank 0 | 0F0@0   0F1@0   0B0@0   0F2@0   0B1@0   0B2@0   0S@0\n"
+        "rank 1 | 1F0@0   1B0@0   >1B1@0< 1F1@0   1F2@0   1B2@0   1S@0"
+    )
+
+
+def test_a_long_grid_is_cut_around_the_mark():
+    schedule = make("gpipe", line(30, 40))
+    with pytest.raises(ScheduleError) as caught:
+        validate(changed(schedule, 20, "20F30@0", weight_version=1))
+    lines = caught.value.grid.splitlines()
+    assert [text[:7] for text in lines] == [f"rank {rank}" for rank in range(12, 29)]
+    assert lines[8].startswith("rank 20 | ...") and ">20F30@1<" in lines[8] and lines[8].endswith("...")
