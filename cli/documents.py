@@ -89,6 +89,7 @@ def plan(result: PlanResult) -> dict[str, Any]:
         "path": result.path,
         "notes": result.notes,
         "warnings": result.warnings,
+        "explanation": result.explanation,
     }
 
 

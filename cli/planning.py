@@ -50,7 +50,6 @@ def plan_command(
     Without TARGET, the model of the stored profile. Its file is code, and it is run.
     """
     from autopipe.errors import PlanError
-    from autopipe.report import explain as explanation
     from autopipe.report import tables
     from autopipe.workflow import steps
 
@@ -58,14 +57,13 @@ def plan_command(
         raise PlanError(FROM_PIPEDREAM, remedy="plan from a model file: autopipe plan TARGET --gpus N")
     settings = options.plan_settings(target, given)
     with terminal.progress() as progress:
-        result = steps.plan(settings, progress)
+        result = steps.plan(settings, progress, explained=explain)
     terminal.notes(result.notes, result.warnings)
     terminal.table(
         tables.stage_table(result.plan, result.cluster), tables.prediction_lines(result.plan, result.profile)
     )
-    reasons = explanation.explain(result.plan, result.profile, result.cluster) if explain else ()
-    terminal.table(*reasons)
-    terminal.document("plan", documents.plan(result) | ({"explanation": list(reasons)} if explain else {}))
+    terminal.table(*result.explanation)
+    terminal.document("plan", documents.plan(result))
     terminal.next("autopipe check, then autopipe train")
 
 

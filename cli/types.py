@@ -7,12 +7,11 @@ from typing import Any
 
 import click
 
-from autopipe.errors import unknown_choice
-from autopipe.workflow.units import parse_bytes, parse_rate
+from autopipe.errors import AutopipeError, unknown_choice
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
-    """A value that a function of one text makes; its ValueError is the usage error."""
+    """A value that a function of one text makes; the error it raises is the usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -24,7 +23,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newe
             return value
         try:
             return self.parse(str(value))
-        except ValueError as error:
+        except (ValueError, AutopipeError) as error:
             self.fail(str(error), param, ctx)
 
 
@@ -65,6 +64,18 @@ def _schedules() -> list[str]:
     return ["auto", *REGISTRY]
 
 
+def _bytes(text: str) -> int:
+    from autopipe.planning.cluster_file import parse_bytes  # the planner's tables need numpy: --help must not wait
+
+    return parse_bytes(text)
+
+
+def _rate(text: str) -> float:
+    from autopipe.planning.cluster_file import parse_bandwidth
+
+    return parse_bandwidth(text)
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in text.split(","))
     if min(sizes) < 1:
@@ -80,8 +91,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 SCHEDULE = Names("schedule", _schedules)
-BYTES = Parsed("size", parse_bytes)
-RATE = Parsed("rate", parse_rate)
+BYTES = Parsed("size", _bytes)
+RATE = Parsed("rate", _rate)
 SIZES = Parsed("n,n,...", _sizes)
 PAIR = Parsed("name=value", _pair)
 COUNT = click.IntRange(min=1)

@@ -9,7 +9,7 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning import NEEDS, PlanOptions, make_plan
+from autopipe.planning import NEEDS, PlanOptions, comparison, explain, make_plan
 from autopipe.schedules import REGISTRY
 from autopipe.workflow.clusters import cluster_of_figures, this_machine
 from autopipe.workflow.predict import predict
@@ -59,14 +59,7 @@ def choose_plan(workload: Workload, found: Profile, request: PlanRequest, work: 
     refusals: list[PlanError] = []
     start = time.perf_counter()
     for name in _schedules(request.schedule or "auto"):
-        options = PlanOptions(
-            num_ranks=num_ranks,
-            batch_size=batch_size,
-            num_microbatches=request.num_microbatches,
-            microbatch_size=request.microbatch_size,
-            schedule=name,
-            recompute=request.recompute or "auto",
-        )
+        options = options_of(request, name, num_ranks, batch_size)
         try:
             plans.append(make_plan(found, cluster, options, score=lambda p: predict(p, found, cluster)))
         except PlanError as error:
@@ -82,11 +75,35 @@ def choose_plan(workload: Workload, found: Profile, request: PlanRequest, work: 
     return made, record, seconds
 
 
+def options_of(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
+    """Return the planner's options of a request."""
+    return PlanOptions(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        num_microbatches=request.num_microbatches,
+        microbatch_size=request.microbatch_size,
+        schedule=schedule,
+        recompute=request.recompute or "auto",
+    )
+
+
+def explanation(made: Plan, found: Profile, record: PlanRecord) -> tuple[str, ...]:
+    """Return why a plan is as it is, and whether a pipeline pays at all."""
+    options = options_of(record.request, made.schedule, made.num_ranks, made.batch_size)
+    others = comparison(found, record.cluster, options, score=lambda p: predict(p, found, record.cluster))
+    return (*explain(made, found, record.cluster, options).lines(), others.verdict)
+
+
 def _schedules(name: str) -> tuple[str, ...]:
-    """Return the schedules to try. ``auto``: all that the planner knows, plain training's result, a stage a rank."""
+    """Return the schedules to try.
+
+    ``auto``: those that the planner knows and that give plain training's result with a stage a rank. One that splits
+    the backward is not among them: the profile has no times of the halves.
+    """
     if name != "auto":
         return (name,)
-    plain = (k.name for k in REGISTRY.values() if k.synchronous and not k.several_stages and k.name in NEEDS)
+    kinds = [kind for kind in REGISTRY.values() if kind.synchronous and kind.name in NEEDS]
+    plain = [kind.name for kind in kinds if not kind.several_stages and not kind.splits_backward]
     return tuple(sorted(plain, key=lambda name: name != _AUTO_FIRST))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
-from autopipe.workflow.clusters import read_cluster
+from autopipe.planning import read_cluster
 from autopipe.workflow.settings import PlanSettings
 
 _OPTIONS = {

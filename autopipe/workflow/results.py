@@ -31,6 +31,7 @@ class PlanResult:
     planning_seconds: float
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    explanation: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.schedules import render
-from autopipe.workflow.choose import choose_plan, ensure_plan
+from autopipe.workflow.choose import choose_plan, ensure_plan, explanation
 from autopipe.workflow.models import ensure_profile, load_model, measure_model
 from autopipe.workflow.predict import predict, schedule_of, timeline_of
 from autopipe.workflow.requests import PlanRequest
@@ -53,7 +53,7 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
     return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
 
 
-def plan(settings: PlanSettings, progress: Progress | None = None) -> PlanResult:
+def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:
     """Plan anew, from a profile that is taken from before where it still holds, and write plan.json."""
     work = Work.begin(settings.work_dir, progress)
     model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
@@ -67,6 +67,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None) -> PlanResult
         seconds,
         (*work.notes, *assumptions(record)),
         model.capture.notes,
+        explanation(made, found, record) if explained else (),
     )
 
 

@@ -118,8 +118,8 @@ def test_the_reference_is_what_the_commands_say():
         (["plan", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
         (["plan", "--device", "cpuu"], "Did you mean 'cpu'?"),
         (["train", "--launcher", "slurn"], "Did you mean 'slurm'?"),
-        (["plan", "--gpu-memory", "24 apples"], "write 24GiB, 16GB or 512MiB"),
-        (["plan", "--link", "25"], "write 25Gbit/s or 10GB/s"),
+        (["plan", "--gpu-memory", "24 apples"], "unknown unit 'apples'"),
+        (["plan", "--link", "25"], "write a bandwidth such as 10GB/s or 400Gbit/s"),
         (["plan", "--gpus", "0"], "0 is not in the range x>=1"),
         (["profile", "x.py", "--microbatch-sizes", "1,zero"], "invalid literal"),
         (["profile", "x.py", "--arg", "depth"], "'depth' is not name=value"),
@@ -295,7 +295,7 @@ def test_a_settings_file_with_a_slip_is_a_usage_error(run, text, shown):
 
 def test_a_value_of_the_settings_file_is_checked_as_if_it_were_typed(run):
     Path("autopipe.toml").write_text('gpu_memory = "24 apples"\n')
-    assert "write 24GiB" in run("check", "x.py").stderr
+    assert "unknown unit 'apples'" in run("check", "x.py").stderr
 
 
 def test_every_option_of_train_reaches_its_setting(run, trained):

@@ -1,75 +1,11 @@
-"""Cluster files, and what a request says against what a stored one said."""
+"""Clusters that no file describes, and what a request says against what a stored one said."""
 
-import pytest
-
-from autopipe.errors import PlanError
-from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Device
-from autopipe.workflow.clusters import cluster_of_figures, read_cluster, this_machine
+from autopipe.workflow.clusters import cluster_of_figures, this_machine
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.settings import ClusterSettings, ModelSettings, PlanSettings, ProfileSettings
 
-FILE = """
-source = "datasheet"
-[device]
-name = "V100-16GB"
-memory = "16GiB"
-speed = 1.0
-[[level]]
-name = "node"
-count = 4
-bandwidth = "10GB/s"
-latency = "5us"
-[[level]]
-name = "cluster"
-count = 2
-bandwidth = "1.25GB/s"
-latency = "20us"
-"""
 CPU = Device("cpu", "some cpu", 8 * 2**30)
-
-
-def write(tmp_path, text):
-    path = tmp_path / "cluster.toml"
-    path.write_text(text)
-    return path
-
-
-def test_the_file_of_the_documentation_is_a_cluster(tmp_path):
-    assert read_cluster(write(tmp_path, FILE)) == Cluster(
-        (Level("node", 4, 1e10, 5e-6), Level("cluster", 2, 1.25e9, 2e-5)),
-        (ClusterDevice("V100-16GB", 16 * 2**30, 1.0),),
-        "datasheet",
-    )
-
-
-def test_devices_may_differ(tmp_path):
-    text = '[[device]]\nmemory = "1GiB"\n[[device]]\nmemory = "2GiB"\nspeed = 2\n'
-    text += '[[level]]\nname = "a"\ncount = 2\nbandwidth = "1GB/s"\n'
-    found = read_cluster(write(tmp_path, text))
-    assert [(d.memory_bytes, d.speed) for d in found.devices] == [(2**30, 1.0), (2**31, 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [
-        (("bandwidth", "bandwith"), r"unknown key of \[\[level\]\] 'bandwith'.*Did you mean 'bandwidth'"),
-        (("count = 4", ""), "key 'count' is missing"),
-        (('"10GB/s"', '"fast"'), "'fast' is no rate"),
-        (("[[level]]", "[[levels]]"), "unknown key 'levels'.*Did you mean 'level'"),
-        (("count = 4", "count = 0"), "count >= 1"),
-        (('"16GiB"', "16GiB"), "is no TOML file"),
-    ],
-)
-def test_a_cluster_file_that_is_none_is_refused_by_name(tmp_path, change, shown):
-    with pytest.raises(PlanError, match=shown) as caught:
-        read_cluster(write(tmp_path, FILE.replace(*change)))
-    assert caught.value.where.endswith("cluster.toml")
-
-
-def test_a_missing_cluster_file_is_named(tmp_path):
-    with pytest.raises(PlanError, match=r"there is no cluster file .*none\.toml"):
-        read_cluster(tmp_path / "none.toml")
 
 
 def test_figures_replace_what_this_machine_has():
