@@ -30,7 +30,7 @@ def interleaved(request: Request) -> Schedule:
         units = alternate(loop.forwards(place), loop.warmup(place, 2), loop.backwards(place))
         return [(op, stage, j) for op, (stage, j) in units]
 
-    return flushed(KIND.name, request, order)
+    return flushed(KIND.name, request, order, loop.in_flight(2, 0))
 
 
 KIND = ScheduleKind(

@@ -73,3 +73,11 @@ class Loop:
         """Return how many forwards a rank does first; ``per_hop``: more for each rank further from the end."""
         last = (self.stages_per_rank - 1) * self.round_size
         return min(last + per_hop * (len(self.ranks) - 1 - place), self.stages_per_rank * self.num_microbatches)
+
+    def in_flight(self, per_hop: int, late: int) -> list[int]:
+        """Return the bound for every stage: what its rank holds over all its stages, or all microbatches if fewer.
+
+        ``late``: weight halves that wait, for each rank further from the start.
+        """
+        held = [self.warmup(place, per_hop) + 1 + late * place for place in range(len(self.ranks))]
+        return [min(count, self.num_microbatches) for count in held * self.stages_per_rank]

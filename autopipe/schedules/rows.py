@@ -73,7 +73,7 @@ def flushed(
     name: str,
     request: Request,
     order: Callable[[int, int], Sequence[tuple[str, int, int]]],
-    in_flight: Sequence[int] = (),
+    in_flight: Sequence[int],
 ) -> Schedule:
     """Return the synchronous schedule whose ranks compute in this order and step when a minibatch is through.
 

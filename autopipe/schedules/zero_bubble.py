@@ -42,7 +42,7 @@ def zero_bubble(request: Request) -> Schedule:
                 weights += 1
         return result + [("W", *unit) for unit in backwards[weights:]]
 
-    return flushed(KIND.name, request, order)
+    return flushed(KIND.name, request, order, loop.in_flight(1, 1))
 
 
 KIND = ScheduleKind(

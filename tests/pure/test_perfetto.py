@@ -1,0 +1,87 @@
+"""The Chrome trace of a timeline holds what Perfetto needs, and every number in it can be found in the timeline."""
+
+import json
+
+from autopipe.ir.schedule import Traffic
+from autopipe.ir.timeline import Span, Timeline
+from autopipe.report.perfetto import chrome_trace
+from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
+from autopipe.schedules.kind import line
+
+
+def measured() -> Timeline:
+    """One microbatch over two ranks, with times that start at 100 s."""
+    rows = lower(make("gpipe", line(2, 1)), Traffic.chain(2)).rows
+    spans = []
+    for rank, (row, start) in enumerate(zip(rows, (100.0, 100.5), strict=True)):
+        spans += [Span(rank, i, start + index, start + index + 0.5) for index, i in enumerate(row)]
+    return Timeline("measured", 2, tuple(spans), peak_bytes=(10, 20))
+
+
+def events(timeline: Timeline, **options) -> list[dict]:
+    document = json.loads(chrome_trace(timeline, **options))
+    assert document["displayTimeUnit"] == "ms"
+    return document["traceEvents"]
+
+
+def test_every_span_is_a_slice_in_microseconds_on_its_ranks_track():
+    timeline = measured()
+    slices = [e for e in events(timeline) if e["ph"] == "X"]
+    assert len(slices) == len(timeline.spans)
+    assert slices[0] == {
+        "ph": "X", "name": "F mb0", "cat": "fwd", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0,
+        "args": {"instruction": "0F0@0", "stage": 0, "minibatch": 0, "weight_version": 0},
+    }  # fmt: skip
+    assert [(e["cat"], e["tid"]) for e in slices if e["pid"] == 1] == [
+        ("recv", 2), ("fwd", 0), ("bwd", 0), ("send", 1), ("step", 0),
+    ]  # fmt: skip
+    assert slices[1]["args"]["peer_stage"] == 1
+
+
+def test_processes_are_named_and_sorted_by_rank_and_memory_is_a_counter():
+    found = events(measured(), rank_names=["stage 0 (h0:cuda:0)"])
+    names = [e["args"]["name"] for e in found if e["name"] == "process_name"]
+    assert names == ["stage 0 (h0:cuda:0)", "stage 1 (rank 1)"]
+    assert [e["args"]["sort_index"] for e in found if e["name"] == "process_sort_index"] == [0, 1]
+    assert [e["args"]["name"] for e in found if e["name"] == "thread_name"] == ["compute", "send", "receive"] * 2
+    assert [(e["pid"], e["args"]) for e in found if e["ph"] == "C"] == [(0, {"bytes": 10}), (1, {"bytes": 20})]
+
+
+def arrows(found: list[dict]) -> list[tuple[dict, dict]]:
+    starts = {e["id"]: e for e in found if e["ph"] == "s"}
+    ends = {e["id"]: e for e in found if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert all(e["bp"] == "e" for e in ends.values())
+    return [(starts[number], ends[number]) for number in sorted(starts)]
+
+
+def inside(end: dict, found: list[dict]) -> str:
+    """The one slice in which an arrow's end lies."""
+    (name,) = [
+        e["args"]["instruction"]
+        for e in found
+        if e["ph"] == "X" and (e["pid"], e["tid"]) == (end["pid"], end["tid"])
+        and e["ts"] <= end["ts"] < e["ts"] + e["dur"]
+    ]  # fmt: skip
+    return name
+
+
+def test_an_arrow_goes_from_each_send_to_its_receive():
+    found = events(measured())
+    assert [(inside(a, found), inside(b, found)) for a, b in arrows(found)] == [
+        ("1SB0>0", "0RB0<1"),
+        ("0SF0>1", "1RF0<0"),
+    ]
+
+
+def test_where_sends_take_no_time_arrows_start_at_what_made_the_message():
+    costs = Costs((StageCosts(1, 1),) * 2, {(0, 1): EdgeCosts(0.25), (1, 0): EdgeCosts(0.25)})
+    found = events(simulate(make("gpipe", line(2, 1)), costs))
+    assert [(inside(a, found), inside(b, found)) for a, b in arrows(found)] == [
+        ("1B0@0", "0RB0<1"),
+        ("0F0@0", "1RF0<0"),
+    ]
+
+
+def test_a_timeline_without_spans_is_still_a_trace():
+    assert [e["ph"] for e in events(Timeline("simulated", 1, ()))] == ["M"] * 5

@@ -1,0 +1,272 @@
+"""Properties of every registered schedule, and what tells each apart."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe.errors import ScheduleError
+from autopipe.ir.schedule import COMPUTE, Request, Schedule, Traffic
+from autopipe.schedules import REGISTRY, Costs, lower, make, simulate, to_csv, validate
+from autopipe.schedules.kind import ScheduleKind, line
+
+SINGLE = [name for name, kind in REGISTRY.items() if name != "custom"]
+
+
+def dealt(n: int, v: int, m: int, minibatches: int = 1) -> Request:
+    return Request(tuple((s % n,) for s in range(n * v)), m, minibatches)
+
+
+def replicated(*counts: int) -> tuple[tuple[int, ...], ...]:
+    starts = [sum(counts[:s]) for s in range(len(counts))]
+    return tuple(tuple(range(a, a + count)) for a, count in zip(starts, counts, strict=True))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ScheduleKind, Request, Traffic]:
+    """A schedule, a request that suits it, and traffic with skips."""
+    kind = REGISTRY[draw(st.sampled_from(sorted(REGISTRY)))]
+    m, window, first = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    if kind.several_stages and draw(st.booleans()):
+        n, v = draw(st.integers(1, 4)), draw(st.integers(2, 3))
+        layout = dealt(n, v, m).stage_ranks
+        if kind.name != "gpipe":
+            m = min(m, n) if m < 2 * n else m - m % (m // n)
+    elif kind.replicas:
+        layout = replicated(*draw(st.lists(st.integers(1, 4), min_size=1, max_size=5)))
+    else:
+        layout = line(draw(st.integers(1, 8)), m).stage_ranks
+    options = {o.name: draw(st.integers(o.minimum, min(o.maximum, 3))) for o in kind.options if o.maximum < 1000}
+    if kind.name == "2bw":
+        m += options["depth"] * sum(len(ranks) for ranks in layout)
+    request = Request(layout, m, window, first, options)
+    if kind.name == "custom":
+        several = len(set(layout)) < len(layout)
+        base = make("interleaved" if several else "1f1b", Request(layout, m))
+        request = replace(request, text=to_csv(base))
+    p = len(layout)
+    skips = draw(st.sets(st.tuples(st.integers(0, p - 1), st.integers(0, p - 1)), max_size=4))
+    forward = sorted({(s, s + 1) for s in range(p - 1)} | {(a, b) for a, b in skips if a < b})
+    return kind, request, Traffic(tuple(forward), tuple((b, a) for a, b in forward))
+
+
+@given(cases())
+@settings(max_examples=300, deadline=None)
+def test_every_schedule_keeps_the_rules_and_finishes(case):
+    kind, request, traffic = case
+    schedule = make(kind.name, request)
+    validate(schedule)
+    lowered = lower(schedule, traffic)
+    validate(lowered)
+    assert simulate(lowered, Costs.uniform(request.num_stages)).seconds > 0
+    assert (not kind.synchronous) or not any(schedule.staleness)
+    assert {i.op for row in schedule.rows for i in row} <= {*COMPUTE, "R", "S"}
+    assert any(i.op == "I" for row in schedule.rows for i in row) == kind.splits_backward
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_windows_in_a_row_name_the_versions_and_replicas_of_one_long_run(case):
+    """Where a run is cut into windows changes neither the version nor the place of any F, B, I or W."""
+    kind, request, _ = case
+
+    def work(schedule: Schedule) -> set[tuple[int, str]]:
+        return {(rank, str(i)) for rank, row in enumerate(schedule.rows) for i in row if i.op in COMPUTE}
+
+    pieces: set[tuple[int, str]] = set()
+    for t in range(request.num_minibatches):
+        start = request.first_minibatch + t
+        pieces |= work(make(kind.name, replace(request, first_minibatch=start, num_minibatches=1)))
+    assert pieces == work(make(kind.name, request))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_the_registered_name_is_the_schedules_own_and_it_says_where_it_comes_from(name):
+    kind = REGISTRY[name]
+    assert kind.name == name == make(name, kind.example).name
+    assert kind.description and kind.source
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("p", range(1, 9))
+def test_every_schedule_runs_for_p_and_m_up_to_8(name, p):
+    for m in range(1, 9):
+        if name == "2bw" and m < p - 1:
+            continue
+        schedule = make(name, line(p, m, 2))
+        validate(schedule)
+        simulate(schedule, Costs.uniform(p))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "pipedream", "2bw"])
+@pytest.mark.parametrize("counts", [(3,), (2, 1), (1, 2), (2, 2), (3, 1), (2, 1, 1), (1, 3, 2), (2, 3, 4), (4, 3, 1)])
+def test_replicas_of_any_counts_run_through(name, counts):
+    for m in (1, 3, 4, 9):
+        if name == "2bw" and m < sum(counts):
+            continue
+        schedule = make(name, Request(replicated(*counts), m, 4, first_minibatch=1))
+        validate(schedule)
+        validate(lower(schedule, Traffic.chain(len(counts))))
+
+
+def test_one_stage_with_replicas_is_data_parallelism():
+    schedule = make("1f1b", Request(replicated(2), 3))
+    texts = [" ".join(str(i) for i in row) for row in schedule.rows]
+    assert texts == ["0F0@0 0B0@0 0F2@0 0B2@0 0R 0S@0", "0F1@0 0B1@0 0R 0S@0"]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(n, v):
+    for m in (n, 2 * n, 4 * n):
+        timeline = simulate(make("interleaved", dealt(n, v, m)), Costs.uniform(n * v))
+        ideal = 2 * m * v  # a rank's work: m microbatches through v stages
+        assert (timeline.seconds - ideal) / ideal == pytest.approx((n - 1) / m / v, abs=1e-12)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_zb_h1_has_a_third_of_the_bubble_of_1f1b(p):
+    thirds = Costs.uniform(p, forward=1.0, backward=1.0)
+    whole = Costs.uniform(p, forward=1.0, backward=2.0)
+    for m in (p, p + 1, 2 * p, 16):
+        split = simulate(make("zero-bubble", line(p, m)), thirds).seconds - 3 * m
+        plain = simulate(make("1f1b", line(p, m)), whole).seconds - 3 * m
+        assert (split, plain) == (p - 1, 3 * (p - 1))
+
+
+def held_at_most(schedule: Schedule) -> list[int]:
+    """The most microbatches that each rank holds, over all its stages."""
+    peaks = []
+    for row in schedule.rows:
+        held = [0]
+        for i in row:
+            held.append(held[-1] + {"F": 1, "B": -1, "W": -1}.get(i.op, 0))
+        peaks.append(max(held))
+    return peaks
+
+
+@pytest.mark.parametrize("p", range(2, 7))
+def test_zb_h1_holds_as_much_on_every_rank_as_1f1b_on_the_first(p):
+    assert held_at_most(make("zero-bubble", line(p, 8))) == [p] * p
+    assert make("zero-bubble", line(p, 8)).in_flight == (p,) * p
+    assert held_at_most(make("1f1b", line(p, 8))) == list(range(p, 0, -1))
+
+
+@pytest.mark.parametrize(("n", "v"), [(2, 2), (3, 2), (4, 3)])
+def test_interleaving_holds_more_by_the_factor_of_the_paper(n, v):
+    """Megatron-LM: 1 + (p - 1) / (p v) of the p microbatches, each of which is a v-th of a rank's layers."""
+    held = held_at_most(make("interleaved", dealt(n, v, 4 * n)))
+    assert held[0] == n * v * (1 + (n - 1) / (n * v))
+
+
+def test_a_schedule_without_flush_has_no_bubble_in_the_middle():
+    for name, m in (("2bw", 4), ("pipedream", 4), ("pipedream", 1)):
+        short, long = (simulate(make(name, line(4, m, t)), Costs.uniform(4)).seconds for t in (8, 16))
+        assert long - short == 8 * 2 * m
+
+
+def test_staleness_is_the_warm_up_in_minibatches_rounded_up():
+    assert make("pipedream", line(4, 1)).staleness == (3, 2, 1, 0)
+    assert make("pipedream", line(4, 2)).staleness == (2, 1, 1, 0)
+    assert make("pipedream", line(4, 8)).staleness == (1, 1, 1, 0)
+    assert make("pipedream", line(4, 1, vertical_sync=1)).staleness == (3, 3, 3, 3)
+    assert make("pipedream", line(4, 1, depth=2)).staleness == (6, 4, 2, 0)
+    # 3-1: one microbatch ahead on each of three replicas
+    assert make("pipedream", Request(replicated(3, 1), 2)).staleness == (2, 0)
+    assert make("2bw", line(4, 3)).staleness == (1, 1, 1, 1)
+
+
+def test_2bw_uses_the_version_of_the_paper():
+    """Microbatch k, counted from 1, uses version max(floor((k - 1) / m) - 1, 0)."""
+    m = 3
+    for row in make("2bw", line(4, m, 5)).rows:
+        for i in row:
+            if i.op in COMPUTE:
+                k = i.minibatch * m + i.microbatch + 1
+                assert i.weight_version == max((k - 1) // m - 1, 0)
+
+
+def test_2bw_steps_a_forward_late_so_that_the_reduction_overlaps():
+    schedule = make("2bw", Request(replicated(1, 2), 4, 2))
+    row = [str(i) for i in schedule.rows[1]]
+    assert row[row.index("1R") :][:4] == ["1R", "1F1:0@0", "1S@0", "1B1:0@0"]
+
+
+def test_2bw_says_how_many_microbatches_it_needs():
+    with pytest.raises(ScheduleError) as caught:
+        make("2bw", line(4, 2))
+    assert "stage 0 sends 3 microbatches ahead, and a minibatch has 2" in caught.value.what
+    assert caught.value.remedy == "cut the minibatch into at least 3 microbatches, or choose pipedream"
+    make("2bw", line(4, 3))
+
+
+def test_1f1b_holds_p_minus_s_microbatches_and_eager_twice_the_way_to_the_end():
+    assert make("1f1b", line(4, 8)).in_flight == (4, 3, 2, 1)
+    assert make("eager-1f1b", line(4, 8)).in_flight == (7, 5, 3, 1)
+    assert make("eager-1f1b", line(4, 8, depth=1)).rows == make("1f1b", line(4, 8)).rows
+    assert make("gpipe", line(4, 8)).in_flight == (8, 8, 8, 8)
+
+
+def test_an_unknown_schedule_is_answered_with_the_known_ones_and_the_nearest():
+    with pytest.raises(ScheduleError, match=r"unknown schedule '1fb1'; known: 1f1b, 2bw, .* Did you mean '1f1b'\?"):
+        make("1fb1", line(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "what"),
+    [
+        ("1f1b", line(2, 2, depth=2), "1f1b takes no option 'depth'"),
+        ("pipedream", line(2, 2, vertical=1), "unknown option 'vertical'; known: depth, vertical_sync."),
+        ("pipedream", line(2, 2, vertical_sync=2), "vertical_sync is 2; it runs from 0 to 1"),
+        ("1f1b", dealt(2, 2, 4), "1f1b runs one stage on a rank; rank 0 has stages 0 and 2"),
+        ("interleaved", dealt(2, 2, 5), "rounds of equal size: 5 on 2 ranks are 2 rounds"),
+        ("interleaved", Request(((0,), (0,), (1,), (1,)), 4), "deals 4 stages out to 2 ranks in turn"),
+        ("interleaved", Request(replicated(2, 1), 4), "deals 2 stages out to 3 ranks in turn"),
+        ("interleaved", replace(dealt(2, 2, 4), options={"stages_per_rank": 3}), "4 stages on 2 ranks are 2 a rank"),
+        ("gpipe", line(2, 0), "gpipe is asked for 0 microbatches"),
+        ("gpipe", line(2, 2, 0), "gpipe is asked for 0 minibatches"),
+        ("gpipe", Request(((0,), (1,)), 2, first_minibatch=-1), "the first minibatch is -1"),
+        ("gpipe", Request(((0,), (2,)), 2), "rank 1 has nothing to do"),
+        ("gpipe", Request(((0,), ()), 2), "every stage needs ranks of its own"),
+        ("gpipe", Request(((0, 0),), 2), "every stage needs ranks of its own"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_with_the_numbers(name, request_, what):
+    with pytest.raises(ScheduleError) as caught:
+        make(name, request_)
+    assert what in caught.value.what
+
+
+def test_a_custom_schedule_is_run_as_it_is_written():
+    text = "# two ranks\n0F0, 0F1,, 0B0, 0B1\n1F0,1B0,1F1,1B1 # the last one\n\n"
+    schedule = make("custom", Request(((0,), (1,)), 2, 2, text=text))
+    assert [str(i) for i in schedule.rows[1]][:5] == ["1F0@0", "1B0@0", "1F1@0", "1B1@0", "1S@0"]
+    assert to_csv(schedule) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def test_the_replicas_of_a_custom_schedule_take_turns_when_they_do_not_divide_the_microbatches():
+    base = make("1f1b", Request(replicated(2, 1), 3, 3))
+    assert make("custom", Request(replicated(2, 1), 3, 3, text=to_csv(base))).rows == base.rows
+
+
+@pytest.mark.parametrize(
+    ("stage_ranks", "text", "what"),
+    [
+        (((0,), (1,)), "F0,B0\n", "1 rows for 2 ranks"),
+        (((0,), (1,)), "F0,B0\nX0,B0\n", "'X0' is no cell of a schedule"),
+        (((0,),), "F0,0SEND_F0,B0\n", "'0SEND_F0' is no cell"),
+        (((0,), (0,)), "F0,1F0,1B0,0B0\n", "'F0' is no cell"),
+        (((0,), (1,)), "F0,B0\nB0,F0\n", "[backward-after-forward] custom: 1B0@0 comes before its F"),
+        (((0, 1), (0, 1)), "0F0,1F0,1B0,0B0\n,\n", "the grid would change each time"),
+    ],
+)
+def test_a_custom_schedule_that_is_wrong_is_refused_before_anything_runs(stage_ranks, text, what):
+    with pytest.raises(ScheduleError) as caught:
+        make("custom", Request(stage_ranks, 1, 2, text=text))
+    assert what in str(caught.value)
+
+
+def test_a_schedule_that_overlaps_minibatches_is_no_grid_of_one_minibatch():
+    with pytest.raises(ScheduleError, match="2bw overlaps minibatches"):
+        to_csv(make("2bw", line(2, 2)))
