@@ -10,9 +10,9 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autopipe.ir.schedule import Traffic  # noqa: E402 - the path must be set first
-from autopipe.schedules import REGISTRY, Costs, lower, make, simulate, validate  # noqa: E402
-from autopipe.schedules.kind import line  # noqa: E402
+from autopipe.ir.schedule import Traffic
+from autopipe.schedules import REGISTRY, Costs, lower, make, simulate, validate
+from autopipe.schedules.kind import line
 
 T = TypeVar("T")
 
