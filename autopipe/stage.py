@@ -18,16 +18,21 @@ import torch
 from torch import nn
 
 from autopipe import draws
+from autopipe.errors import ArtifactError
 
 
 class Container(nn.Module):
     """Stands where the user's own block stood: holds children, computes nothing. ``h[1]`` is ``h``'s child "1"."""
 
     def __getitem__(self, key: int | str) -> Any:
-        return getattr(self, str(key))
+        """Return a child, parameter or buffer, also where its name is not one that Python takes after a dot."""
+        for held in (self._modules, self._parameters, self._buffers):
+            if str(key) in held:
+                return held[str(key)]
+        raise KeyError(key)
 
 
-class Stage(nn.Module):
+class Stage(Container):
     """One stage. Called with its ``INPUTS`` and ``RECEIVES`` in order, returns its ``SENDS`` and ``RETURNS`` in order.
 
     ``INPUTS``: tensors of the batch. ``RECEIVES``/``SENDS``: values from earlier and for later stages. ``RETURNS``:
@@ -58,24 +63,38 @@ class Stage(nn.Module):
 
         Whatever mode the model's parts are in now is what ``train()`` will bring back, so a part that the user keeps in
         evaluation mode stays there.
+
+        Raises: ArtifactError naming what the file asks for and the model lacks.
         """
         stage = cls()
-        for path in sorted(cls.MODULES, key=lambda path: path.count(".")):
-            owner, name = _place(stage, model, path)
-            if name not in owner._modules:
-                owner.add_module(name, model.get_submodule(path))
-        for path in cls.PARAMETERS:
-            owner, name = _place(stage, model, path)
-            owner.register_parameter(name, model.get_parameter(path))
-        for path in cls.BUFFERS:
-            owner, name = _place(stage, model, path)
-            source = model.get_submodule(path.rpartition(".")[0])
-            persistent = name not in source._non_persistent_buffers_set
-            owner.register_buffer(name, model.get_buffer(path), persistent=persistent)
+        modules, tensors = set(cls.MODULES), {*cls.PARAMETERS, *cls.BUFFERS}
+        missing = {*modules, *tensors, *(name for name in cls.CONSTANTS if name not in constants)}
+        inside = None
+        # in the order of the model, so that of a tied parameter's names the first is the first here too
+        for path, module in model.named_modules(remove_duplicate=False):
+            if inside is not None and path.startswith(inside):
+                continue
+            if path in modules:
+                owner, name = _place(stage, path)
+                owner._modules[name] = module
+                missing.discard(path)
+                inside = f"{path}."
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                full = f"{path}.{name}" if path else name
+                if full in tensors and tensor is not None:
+                    _hold(_place(stage, full)[0], name, tensor, name not in module._non_persistent_buffers_set)
+                    missing.discard(full)
+        if missing:
+            raise ArtifactError(
+                f"stage {cls.INDEX} was written for a model with {min(missing)}, which this model lacks",
+                remedy="autopipe generate",
+            )
         for name in cls.CONSTANTS:
             stage.register_buffer(name, constants[name], persistent=False)
         modes = [(module, module.training) for path in cls.MODULES for module in model.get_submodule(path).modules()]
         stage._autopipe_modes = tuple(modes)
+        stage.training = model.training
         return stage
 
     def train(self, mode: bool = True) -> Self:
@@ -89,24 +108,41 @@ class Stage(nn.Module):
     def place(self, device: torch.device) -> Self:
         """Move to a device; what the forward makes anew is made there too."""
         self._autopipe_device = device
-        return self.to(device)
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                places.setdefault(id(buffer), []).append((module, name))
+        self.to(device)
+        for (owner, name), *others in places.values():  # a buffer with two names stays one; torch makes a copy of each
+            for other, other_name in others:
+                other._buffers[other_name] = owner._buffers[name]
+        return self
 
     def seed(self, where: tuple[int, int, int]) -> None:
         """Say which (run seed, minibatch, microbatch) the next forward draws for."""
         self._autopipe_draws = where
 
 
-def _place(stage: nn.Module, model: nn.Module, path: str) -> tuple[nn.Module, str]:
+def _place(stage: nn.Module, path: str) -> tuple[nn.Module, str]:
     """Return what holds ``path`` in the stage, containers being made on the way, and the last part of the path."""
     *parents, name = path.split(".")
     owner = stage
     for parent in parents:
         child = owner._modules.get(parent)
         if child is None:
-            child = Container()
-            owner.add_module(parent, child)
+            child = owner._modules[parent] = Container()
         owner = child
     return owner, name
+
+
+def _hold(owner: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+    """Register a tensor. Not by ``register_buffer``: it refuses names that are also those of a method."""
+    if isinstance(tensor, nn.Parameter):
+        owner._parameters[name] = tensor
+        return
+    owner._buffers[name] = tensor
+    if not persistent:
+        owner._non_persistent_buffers_set.add(name)
 
 
 def draw(stage: Stage, position: int, count: int = 1) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,79 @@
+"""Names of variables: the user's own, used again as soon as nobody needs the old value, as people do.
+
+``x = self.ln(x)`` stays that. A number is added only where two values of one name are needed at the same time.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import linecache
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+_RESERVED = {*keyword.kwlist, "self", "slice", "float", "complex", "guards", "_"}
+
+
+def base_names(graph: fx.Graph) -> dict[str, str]:
+    """Return value -> its name without the number that made it unique in the graph."""
+    names = {node.name for node in graph.nodes}
+    found = {}
+    for node in graph.nodes:
+        match = re.fullmatch(r"(.+)_\d+", node.name)
+        found[node.name] = match.group(1) if match and match.group(1) in names else node.name
+        if node.op == "call_method" and node.target == "size" and found[node.name] == "size":
+            found[node.name] = "batch" if node.args[1:] == (0,) else "length"
+    return found
+
+
+def unpacked(source: tuple[str, int]) -> ast.Tuple | None:
+    """Return the names on the left of ``a, (b, c) = ...`` where the user's line is such an assignment."""
+    line = linecache.getline(*source).strip()
+    left, _, right = line.partition(" = ")
+    if not right or "," not in left:
+        return None
+    try:
+        target = ast.parse(left, mode="eval").body
+    except SyntaxError:
+        return None
+    return target if isinstance(target, ast.Tuple) and _plain(target) else None
+
+
+def _plain(target: ast.expr) -> bool:
+    if isinstance(target, ast.Tuple):
+        return all(_plain(item) for item in target.elts)
+    return isinstance(target, ast.Name)
+
+
+class Variables:
+    """Gives out variable names while the statements of a stage are written one after another.
+
+    ``last_use``: value -> number of the last statement that reads it. ``reserved``: names that are taken for the file.
+    """
+
+    def __init__(self, bases: Mapping[str, str], last_use: Mapping[str, int], reserved: Iterable[str]) -> None:
+        self._bases = bases
+        self._last_use = last_use
+        self._reserved = _RESERVED | set(reserved)
+        self._until: dict[str, int] = {}  # variable -> number of the last statement that reads it
+
+    def is_read(self, value: str) -> bool:
+        """Tell whether any statement reads a value."""
+        return value in self._last_use
+
+    def name(self, value: str, statement: int) -> str:
+        """Return the variable for a value that ``statement`` makes; what that statement reads last is free again."""
+        base = self._bases.get(value, value)
+        while base in self._reserved:
+            base += "_"
+        name, number = base, 2
+        while self._until.get(name, -1) > statement or name in self._reserved:
+            name, number = (f"{base}{number}" if not base[-1].isdigit() else f"{base}_{number}"), number + 1
+        self._until[name] = self._last_use.get(value, statement)
+        return name
+
+    def share(self, variable: str, value: str) -> None:
+        """Let a variable stand for another value too: the same tensor, changed in place."""
+        self._until[variable] = max(self._until.get(variable, -1), self._last_use.get(value, -1))

@@ -1,0 +1,159 @@
+"""One stage -> the text of its file: what it is, what it adopts, its ``forward`` with the shapes at its borders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import fx
+
+import autopipe
+from autopipe.generate.body import Body
+from autopipe.generate.expression import Expression, Writer, quoted
+from autopipe.generate.layout import Doc, Group, wrapped
+from autopipe.generate.names import Variables, base_names
+from autopipe.generate.parts import Captured, Part
+from autopipe.generate.statements import Statement, statements
+from autopipe.generate.targets import Imports
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.ir.tensor import TensorSpec
+
+_ALWAYS = 1 << 60  # the number of a statement that is behind all others
+
+
+def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
+    """Return the text of a stage's file."""
+    graph = capture.graph
+    first = Imports()
+    _forward(capture, part, first, set())  # once to learn what is imported: no variable may have such a name
+    imports = Imports()
+    forward = _forward(capture, part, imports, first.taken)
+    imports.name("autopipe.stage", "Stage")
+    lines = [
+        f'"""Stage {part.index} of {len(plan.stages)} of {graph.name}: {_extent(part)}.',
+        "",
+        f"Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it anew.",
+        *_evaluation(capture),
+        '"""',
+        "",
+        *imports.lines(),
+        "",
+        "",
+        f"class Stage{part.index}(Stage):",
+        f'    """{_holds(part)}"""',
+        "",
+        f'    MODEL_DIGEST = "{plan.graph_digest}"',
+        f'    PLAN_DIGEST = "{plan.digest}"',
+        f"    INDEX = {part.index}",
+        *_names("INPUTS", part.inputs),
+        *_names("RECEIVES", [boundary.value for boundary in part.receives]),
+        *_names("SENDS", [boundary.value for boundary in part.sends]),
+        *_names("RETURNS", part.returns),
+        *_names("MODULES", part.modules),
+        *_names("PARAMETERS", part.parameters),
+        *_names("BUFFERS", part.buffers),
+        *_names("CONSTANTS", part.constants),
+        "",
+        *forward,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]) -> list[str]:
+    """Return the lines of the method. ``imports`` is filled."""
+    graph = capture.graph
+    recorded = {node.name: node for node in capture.module.graph.nodes}
+    leaving = [*(boundary.value for boundary in part.sends), *part.returns]
+    grouped = statements([recorded[node.name] for node in part.nodes], leaving)
+    device = next((node.meta["val"].device.type for node in recorded.values() if node.op == "placeholder"), "cpu")
+    writer = Writer(imports, capture.constants, capture.evaluation, device)
+    variables = Variables(base_names(capture.module.graph), _last_use(grouped, leaving), reserved)
+    arriving = [*part.inputs, *(boundary.value for boundary in part.receives)]
+    for value in arriving:
+        writer.names[value] = Expression((variables.name(value, -1),))
+    names = [writer.value(recorded[value]).doc for value in arriving]
+    lines = wrapped(("def forward", Group("(", (("self",), *names), ")"), ":"), 4)
+    lines += [f"        # {line}" for line in _borders(graph, part, writer, recorded)]
+    body = Body(writer, variables, grouped).write(8)
+    lines += body if arriving else body[body[:1] == [""] :]
+    lines.append("")
+    lines += [f"        # {line}" for line in _borders(graph, part, writer, recorded, leave=True)]
+    results = tuple(writer.value(recorded[value]).doc for value in leaving)
+    returned: tuple[Doc, ...] = ((*results[0], ","),) if len(results) == 1 else results
+    return lines + wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)
+
+
+def _last_use(grouped: Sequence[Statement], leaving: Sequence[str]) -> dict[str, int]:
+    """Return value -> number of the last statement that reads it."""
+    last = {}
+    for number, statement in enumerate(grouped):
+        for node in (*statement.inner, statement.node):
+            for source in node.all_input_nodes:
+                last[source.name] = number
+    return {**last, **dict.fromkeys(leaving, _ALWAYS)}
+
+
+def _borders(
+    graph: Graph, part: Part, writer: Writer, recorded: dict[str, fx.Node], *, leave: bool = False
+) -> list[str]:
+    """Say with shapes what comes in, or what goes out, under the names of the variables."""
+    specs = {entry.name: entry.spec for entry in graph.inputs}
+    rows: list[tuple[str, TensorSpec | None, str]] = []
+    if leave:
+        rows += [(b.value, b.spec, f"to {_stages(b.consumers)}") for b in part.sends]
+        roles = ("the loss", "what the loss weighs")
+        results = {node.name: node.spec for node in graph.nodes} | specs
+        rows += [(value, results.get(value), role) for value, role in zip(part.returns, roles, strict=False)]
+    else:
+        rows += [(name, specs[name], "of the batch") for name in part.inputs]
+        rows += [(b.value, b.spec, f"from stage {b.producer}") for b in part.receives]
+    found = []
+    for value, spec, role in rows:
+        name = str(writer.value(recorded[value]).doc[0])
+        known = f" ({value})" if name != value else ""
+        found.append(f"{name}{known}: {shape_text(graph, spec)}, {role}" if spec else f"{name}{known}: {role}")
+    return found
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"stage {numbers[0]}"
+    return f"stages {', '.join(str(number) for number in numbers[:-1])} and {numbers[-1]}"
+
+
+def shape_text(graph: Graph, spec: TensorSpec) -> str:
+    """Return dtype and shape, the batch under that name."""
+    text = str(spec)
+    for symbol in graph.symbols[:1]:
+        text = re.sub(rf"\b{symbol.name}\b", "batch", text)
+    return text
+
+
+def _names(key: str, values: Sequence[str]) -> list[str]:
+    if not values:
+        return []
+    items: tuple[Doc, ...] = tuple((quoted(value),) for value in values)
+    if len(items) == 1:
+        return wrapped((f"{key} = ", Group("(", ((*items[0], ","),), ")", comma=False)), 4)
+    return wrapped((f"{key} = ", Group("(", items, ")")), 4)
+
+
+def _extent(part: Part) -> str:
+    paths = [node.module_path for node in part.nodes if not node.input_only and node.module_path]
+    if not paths:
+        return "the loss"
+    return paths[0] if paths[0] == paths[-1] else f"{paths[0]} to {paths[-1]}"
+
+
+def _holds(part: Part) -> str:
+    if not part.num_parameters:
+        return "It has no parameters."
+    tensors = f"{part.num_parameters} tensor{'s' if part.num_parameters > 1 else ''}"
+    return f"Its parameters: {tensors}, {part.num_elements:,} numbers."
+
+
+def _evaluation(capture: Captured) -> list[str]:
+    if not capture.evaluation_note:
+        return []
+    return [f"It stands for the model in training mode only: {capture.evaluation_note}."]

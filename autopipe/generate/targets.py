@@ -1,0 +1,149 @@
+"""Callables and constants that live in modules -> the text that reaches them, and the imports which that needs."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from autopipe.errors import TraceError
+
+# public places to look a function up, nearest to what people write first
+_PLACES = {
+    "F": "torch.nn.functional",
+    "torch": "torch",
+    "torch.fft": "torch.fft",
+    "torch.linalg": "torch.linalg",
+    "torch.special": "torch.special",
+    "torch.nn.utils.rnn": "torch.nn.utils.rnn",
+    "math": "math",
+}
+
+
+@functools.cache
+def _public() -> dict[int, tuple[str, str]]:
+    """Return id of a function -> (place, name); of several names the one that the function calls itself."""
+    found: dict[int, tuple[str, str]] = {}
+    for place, module in _PLACES.items():
+        for name, value in sorted(vars(importlib.import_module(module)).items()):
+            if name.startswith("_") or not callable(value):
+                continue
+            known = found.get(id(value))
+            itself = getattr(value, "__name__", "") == name
+            if known is None or (known[0] == place and itself):
+                found[id(value)] = place, name
+    return found
+
+
+@dataclass
+class Imports:
+    """The imports of one file. ``lines`` in the order of formatters: standard library, packages, our own."""
+
+    modules: set[str] = field(default_factory=set)  # "math", "torch"
+    names: dict[str, tuple[str, str]] = field(default_factory=dict)  # name here -> (module, name there)
+
+    def module(self, name: str) -> str:
+        """Use a module by its own name."""
+        self.modules.add(name)
+        return name
+
+    def name(self, module: str, name: str) -> str:
+        """Use a name of a module; return what it is called here."""
+        here, number = name, 2
+        while self.names.get(here, (module, name)) != (module, name):
+            here, number = f"{name}{number}", number + 1
+        self.names[here] = module, name
+        return here
+
+    @property
+    def taken(self) -> set[str]:
+        """The names that the file's imports bind."""
+        return {module.partition(".")[0] for module in self.modules} | set(self.names)
+
+    def lines(self) -> list[str]:
+        """Return the import lines."""
+        groups: tuple[list[str], list[str], list[str]] = ([], [], [])
+        for module in sorted(self.modules):
+            if module != "F":
+                groups[_group(module)].append(f"import {module}")
+        if "F" in self.modules:
+            groups[1].append("import torch.nn.functional as F")
+        by_module: dict[str, list[str]] = {}
+        for here, (module, name) in sorted(self.names.items()):
+            by_module.setdefault(module, []).append(name if here == name else f"{name} as {here}")
+        for module, names in sorted(by_module.items()):
+            groups[_group(module)].append(f"from {module} import {', '.join(names)}")
+        result: list[str] = []
+        for group in groups:
+            if group:
+                result += [*([""] if result else []), *group]
+        return result
+
+
+def _group(module: str) -> int:
+    top = module.partition(".")[0]
+    if top == "autopipe":
+        return 2
+    return 0 if top in sys.stdlib_module_names else 1
+
+
+def callable_text(target: Callable[..., Any], imports: Imports) -> str:
+    """Return the text of a function or class.
+
+    Raises: TraceError where no import reaches it.
+    """
+    known = _public().get(id(target))
+    if known is not None:
+        place, name = known
+        imports.module("F" if place == "F" else place)
+        return f"{place}.{name}"
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        imports.module("torch")
+        return f"torch.ops.{str(target).replace('::', '.')}"
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, type) and owner.__name__ != "_VariableFunctionsClass":
+        return f"{callable_text(owner, imports)}.{target.__name__}"
+    name = getattr(target, "__qualname__", "") or getattr(target, "__name__", "")
+    name = name.removeprefix("_VariableFunctionsClass.")
+    module = getattr(target, "__module__", None) or "torch"
+    module = {"_operator": "operator", "torch._C._nn": "torch.nn.functional"}.get(module, module)
+    if module == "builtins" and hasattr(builtins, name):
+        return name
+    if module == "torch._tensor" or name.startswith(("_TensorBase.", "TensorBase.", "Tensor.")):
+        imports.module("torch")
+        return f"torch.Tensor.{name.rpartition('.')[2]}"
+    if module == "operator" and hasattr(operator, name):
+        return f"{imports.module('operator')}.{name}"
+    return _imported(target, module, name, imports)
+
+
+def _imported(target: Any, module: str, name: str, imports: Imports) -> str:
+    value: Any = _module(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    top, dot, rest = name.partition(".")
+    if value is None or not all(part.isidentifier() for part in module.split(".")):
+        raise TraceError(
+            f"no import reaches {module}.{name}, which the forward calls, so no stage file can name it",
+            where=getattr(getattr(target, "__code__", None), "co_filename", ""),
+            remedy=f"define {name.rpartition('.')[2]} at the top level of a module",
+        )
+    if module.partition(".")[0] == "torch":
+        imports.module(module)
+        return f"{module}.{name}"
+    return imports.name(module, top) + dot + rest
+
+
+def _module(name: str) -> ModuleType | None:
+    try:
+        return sys.modules.get(name) or importlib.import_module(name)
+    except ImportError:
+        return None
