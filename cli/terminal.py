@@ -51,7 +51,7 @@ class Terminal:
         if not self.json:
             console = self.console(stderr=False)
             for renderable in renderables:
-                console.print(renderable)
+                console.print(renderable, soft_wrap=isinstance(renderable, str))
 
     def document(self, command: str, fields: Mapping[str, Any]) -> None:
         """Print the one JSON document, where it was asked for."""

@@ -99,7 +99,7 @@ def main() -> int:
         console.print(tables.prediction_lines(planned.plan, planned.profile))
         console.print("\n2. The schedule: a row a rank, time to the right (autopipe simulate)")
         for part in tables.simulation(planned.plan, *_simulated(Path(folder))):
-            console.print(part)
+            console.print(part, soft_wrap=True)
         console.print(f"\n3. {options.steps} steps on two ranks (autopipe train --steps {options.steps})")
         ours, our_seconds = piped(TrainSettings(settings, steps=options.steps))
         console.print(f"\n4. The plain loop on the untouched model, one process, {options.steps} steps")

@@ -25,7 +25,7 @@ _AUTO_FIRST = "1f1b"
 def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work: Work) -> tuple[Plan, PlanRecord]:
     """Return the stored plan, or a new one where model, profile or options differ; a note says which."""
     said = PlanRequest.of(settings)
-    request, reason = said, "there was none"
+    request, reason = said, "there was no plan"
     stored = work.found(Plan, work.store.plan)
     record = work.found(PlanRecord, work.store.record)
     if stored is not None and record is not None and record.plan_digest == stored.digest:

@@ -85,7 +85,7 @@ def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...]
     stored = work.found(Profile, work.store.profile)
     # a graph that was verified once, and is the same again, needs no second proof
     model = load_model(settings, work, verify=settings.verify and stored is None)
-    reason = "there was none" if stored is None else _stale(stored, model, settings)
+    reason = "there was no profile" if stored is None else _stale(stored, model, settings)
     if stored is not None and not reason:
         work.notes.append(f"profile of {stored.graph.name} taken from before")
         # a seed or a learning rate of this command alone: not written down
