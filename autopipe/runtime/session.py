@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopipe.draws import exclusive
-from autopipe.errors import RunError
+from autopipe.errors import PlanError, RunError
 from autopipe.generate import load_constants, load_stage
 from autopipe.ir.artifact import encode
 from autopipe.ir.graph import Graph
@@ -55,6 +55,7 @@ class Layout:
         ties = tuple(tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad)
         plan = replace(plan, ties=ties)
         request = Request(plan.stage_ranks, plan.num_microbatches, options=dict(plan.schedule_options))
+        refuse_stale_ties(plan, request)
         routes = Routes.of(plan)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
         return Layout(plan, graph, request, routes, tuple(channels(routes, request)), groups)
@@ -63,6 +64,23 @@ class Layout:
     def weighted(self) -> bool:
         """Whether the user's loss brings its own weight."""
         return len(self.graph.outputs) > 1
+
+
+def refuse_stale_ties(plan: Plan, request: Request) -> None:
+    """Refuse a schedule under which the stages of a tied parameter would read different versions of it.
+
+    Raises: PlanError naming the parameter and the versions.
+    """
+    staleness = make(plan.schedule, request).staleness
+    for tie in plan.ties:
+        stages = (tie.owner, *tie.copies)
+        found = {stage: staleness[stage] for stage in stages}
+        if len(set(found.values())) > 1:
+            versions = ", ".join(f"stage {stage} reads version t - {delta}" for stage, delta in found.items())
+            raise PlanError(
+                f"{plan.schedule} cannot keep {tie.parameter} tied: in minibatch t {versions}",
+                remedy="choose 1f1b or 2bw, or pipedream --vertical-sync: there all stages read one version",
+            )
 
 
 def microbatches(workload: Workload, graph: Graph, item: Any, count: int, device: torch.device) -> list[Microbatch]:
