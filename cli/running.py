@@ -60,6 +60,13 @@ def check_command(terminal: Terminal, target: str | None, steps: int, **given: A
 )
 @options.option("--clip-grad-norm", type=click.FloatRange(min=0), default=0.0, metavar="X", help="Largest norm.")
 @options.option("--checkpoint-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: at the end.")
+@options.option("--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: never.")
+@options.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Compare one step of a new plan with plain training first.",
+)
 @options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")
 @options.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
 @options.option("--launcher", type=types.one_of("launcher", *LAUNCHERS), default="local", show_default=True)
@@ -89,6 +96,8 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         given["precision"],
         given["clip_grad_norm"],
         given["checkpoint_every"],
+        given["eval_every"],
+        given["check"],
         given["keep_checkpoints"],
         given["resume"],
         given["run_dir"],

@@ -1,8 +1,8 @@
 """Plain training of a user's model file: what any run of autopipe must be equal to. Shares no code with it.
 
 The file is imported as it is, its hooks are called as a script would call them. For schedules with staleness, old
-weights are kept, and minibatch t reads version max(t - delta, 0) of each parameter. The seeds of random operations are written
-out again from their definition: SplitMix64 over (seed, minibatch, microbatch, position of the ATen call).
+weights are kept, and minibatch t reads version max(t - delta, 0) of each parameter. The seeds of random operations are
+written out again from their definition: SplitMix64 over (seed, minibatch, microbatch, position of the ATen call).
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def _run(spec: WorkerSpec, run: RunDirectory, reporter: _Pipe, held: list[RankSe
     session = RankSession.start(run, job, layout, transport, reporter)
     held.append(session)
     if spec.body == "evaluate":
-        session.restore_latest()
-        session.evaluate(spec.batch_size or job.batch_size or None)
+        step = session.restore_latest()
+        session.evaluate(spec.batch_size or job.batch_size or None, step)
     else:
         reporter.event("ready", pid=os.getpid())
         session.train()

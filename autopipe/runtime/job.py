@@ -25,7 +25,7 @@ from autopipe.ir.plan import Plan
 class Job:
     """``steps`` 0: as many as ``epochs`` epochs hold. ``start_step``: the checkpoint to go on from, -1 for none.
 
-    ``evaluation_note``: why the stages cannot evaluate, "" where they can.
+    ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
     ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
     """
 
@@ -36,6 +36,7 @@ class Job:
     threads: int = 1
     clip_grad_norm: float = 0.0
     checkpoint_every: int = 0
+    evaluate_every: int = 0
     keep_checkpoints: int = 3
     start_step: int = -1
     record_timeline: bool = False

@@ -66,6 +66,11 @@ class Layout:
         return len(self.graph.outputs) > 1
 
 
+def _due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps is done after this one."""
+    return bool(every) and step % every == 0
+
+
 def refuse_stale_ties(plan: Plan, request: Request) -> None:
     """Refuse a schedule under which the stages of a tied parameter would read different versions of it.
 
@@ -185,21 +190,22 @@ class RankSession:
         """
         step, epoch, position = self._resume()
         saved = step if self.job.start_step >= 0 else -1
-        every = self.job.checkpoint_every
         for first, epoch_now, position_now, window in self._windows(step, epoch, position):
             self._run_window(first, window)
             step, epoch, position = first + len(window), epoch_now, position_now
-            if every and step // every > max(saved, 0) // every:
+            if _due(step, self.job.checkpoint_every):
                 self.save(step, epoch, position)
                 saved = step
+            if _due(step, self.job.evaluate_every):
+                self.evaluate(self.job.batch_size or None, step)
         if self.job.save and saved != step:
             self.save(step, epoch, position)
 
     def _window_length(self, step: int) -> int:
         length = 1 if REGISTRY[self.layout.plan.schedule].synchronous else WINDOW
-        every = self.job.checkpoint_every
-        if every:
-            length = min(length, every - step % every)
+        for every in (self.job.checkpoint_every, self.job.evaluate_every):
+            if every:
+                length = min(length, every - step % every)
         return min(length, self.job.steps - step) if self.job.steps else length
 
     def _windows(self, step: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, list[Any]]]:
@@ -336,8 +342,8 @@ class RankSession:
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch_size: int | None) -> None:
-        """Run the evaluation data through the stages, forward only, and report the mean loss.
+    def evaluate(self, batch_size: int | None, step: int) -> None:
+        """Run the evaluation data through the stages, forward only, and report the mean loss after ``step`` steps.
 
         Statistics, randomness and schedule state stay as they were: eval mode, no gradients, nothing is stepped.
         """
@@ -363,7 +369,7 @@ class RankSession:
         if count == 0:
             raise RunError(f"the evaluation data of {self.workload.name} is empty")
         if self.transport.rank == 0:
-            self.reporter.event("evaluation", loss=total / samples, batches=count, samples=int(samples))
+            self.reporter.event("evaluation", step=step, loss=total / samples, batches=count, samples=int(samples))
 
     def _forward_row(self) -> tuple[Instruction, ...]:
         schedule = make("gpipe", replace(self.layout.request, options={}))
@@ -374,8 +380,9 @@ class RankSession:
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:
         stages = [runner.stage for runner in self.executor.runners.values()]
-        for stage in stages:
-            stage.eval()
+        for runner in self.executor.runners.values():
+            runner.versions.use(runner.versions.newest)
+            runner.stage.eval()
         try:
             with torch.no_grad():
                 yield

@@ -67,19 +67,31 @@ class ProfileSettings:
     allow_data_dependent: bool = False
     verify: bool = True
 
+    @property
+    def asks_for_model(self) -> bool:
+        """Whether anything was said that the model file is needed for, or a new measurement."""
+        return self != ProfileSettings(ModelSettings(), self.work_dir, verify=self.verify)
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """A cluster file, or the two figures that stand for one. ``gpu_memory_bytes``, ``link`` (bytes per second)."""
+    """A cluster file, or the figures that stand for one. ``gpu_memory_bytes``, ``link`` (bytes per second).
+
+    ``device_name``: a device with a built-in datasheet, to which the profile is scaled.
+    """
 
     file: Path | None = None
     gpu_memory_bytes: int | None = None
     link: float | None = None
+    device_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What a plan is for. ``schedule``: a name or "auto"; ``gpus``: ranks, where None is those of the stored plan."""
+    """What a plan is for. ``schedule``: a name or "auto"; ``gpus``: ranks, where None is those of the stored plan.
+
+    ``replicas``: "auto" (stages may run on several ranks) or "never".
+    """
 
     profile: ProfileSettings
     gpus: int | None = None
@@ -89,6 +101,7 @@ class PlanSettings:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     recompute: str | None = None
+    replicas: str | None = None
 
     @property
     def work_dir(self) -> Path:
@@ -108,6 +121,7 @@ class CheckSettings:
 class TrainSettings:
     """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
 
+    ``evaluate_every`` 0: never. ``check_first``: compare with plain training before the first step of a new plan.
     ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``run_dir`` None: a new one
     in the work directory.
     """
@@ -118,6 +132,8 @@ class TrainSettings:
     precision: str = "fp32"
     clip_grad_norm: float = 0.0
     checkpoint_every: int = 0
+    evaluate_every: int = 0
+    check_first: bool = True
     keep_checkpoints: int = 3
     resume: bool = False
     run_dir: Path | None = None

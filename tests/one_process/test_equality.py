@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import train as plain
-from pipelines import BATCH, SAMPLES, ARGUMENTS, build, captured, minibatches, plan_for
+from pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, minibatches, plan_for
 
 from autopipe.runtime.check import compare
 from autopipe.schedules import REGISTRY

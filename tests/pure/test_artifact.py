@@ -26,7 +26,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, cluster: Cluster) -> None:
 
 
 def test_a_missing_file_is_answered_with_the_command_that_writes_it(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="there is no plan.json") as caught:
+    with pytest.raises(ArtifactError, match=r"there is no plan\.json") as caught:
         artifact.load(Cluster, tmp_path / "plan.json", renew="autopipe plan")
     assert caught.value.remedy == "autopipe plan"
     assert caught.value.where.endswith("plan.json")

@@ -1,0 +1,106 @@
+"""Is a plan the same training? ``check`` answers; ``check_first`` asks before the first step of a new plan."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+
+from autopipe.errors import RunError
+from autopipe.ir.plan import Plan
+from autopipe.runtime.check import Comparison, compare
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.session import Layout
+from autopipe.workflow.results import CheckReport, ParameterError
+from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
+from autopipe.workflow.steps import Prepared, prepare
+from autopipe.workload import Workload
+from autopipe.workload.items import resized
+
+
+def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
+    """Put everything that the ranks need into a directory of its own."""
+    run = RunDirectory(path)
+    run.write(job, prepared.plan, prepared.graph)
+    shutil.rmtree(run.stages, ignore_errors=True)
+    shutil.copytree(prepared.stages, run.stages, ignore=shutil.ignore_patterns("__pycache__"))
+    return run
+
+
+def batch_size_of(workload: Workload, plan: Plan) -> int | None:
+    """Return the batch size to ask the data for: None where the data decides for itself."""
+    return plan.batch_size if workload.takes_batch_size else None
+
+
+def check(settings: CheckSettings, progress: Progress | None = None) -> CheckReport:
+    """Train a few steps plainly and through the plan, and compare every tensor.
+
+    The last minibatch is a sample short, so that an uneven cut is part of it. Ranks are threads: the stage files, the
+    schedule and the loop over instructions are those of ``train``.
+    """
+    prepared = prepare(settings.plan, progress)
+    return _report(_compare(prepared, settings.steps, 0.0), prepared)
+
+
+def _compare(prepared: Prepared, steps: int, clip_grad_norm: float) -> Comparison:
+    plan, workload = prepared.plan, prepared.workload
+    items = list(itertools.islice(workload.items(batch_size_of(workload, plan)), steps))
+    if not items:
+        raise RunError(f"the data of {workload.name} is empty")
+    samples = workload.num_samples(items[-1])
+    if samples > 1:
+        items[-1] = resized(items[-1], samples - 1)
+    job = Job(
+        steps=len(items),
+        epochs=0,
+        batch_size=plan.batch_size,
+        device=prepared.profile.device.kind,
+        threads=prepared.profile.device.threads,
+        clip_grad_norm=clip_grad_norm,
+        save=False,
+    )
+    with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:
+        run = write_run(Path(scratch), job, prepared)
+        draws = any(node.num_random for node in prepared.graph.nodes)
+        return compare(workload, run, job, Layout.of(plan, prepared.graph), items, draws=draws)
+
+
+def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:
+    """Compare one step of a new plan with plain training, once. Raises: RunError where they are not equal."""
+    marker = settings.plan.work_dir / "checked"
+    known = f"{prepared.plan.digest} {prepared.plan.num_microbatches} {settings.clip_grad_norm}"
+    if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
+        return
+    events("progress", {"what": "comparing one step with plain training", "fraction": 0.0})
+    found = _compare(prepared, 1, settings.clip_grad_norm)
+    if not found.equal:
+        worst = max(found.differences, key=lambda d: d.error)
+        raise RunError(
+            f"one step in stages is not one step of plain training: {worst.name} differs by {worst.error:.1e} "
+            f"(stage {worst.owner})",
+            remedy="autopipe check shows every parameter; --no-check trains all the same; please report the model",
+        )
+    with marker.open("a", encoding="utf-8") as file:
+        file.write(known + "\n")
+    kind = "bit for bit" if found.bitwise else f"within {found.max_relative_error:.1e}"
+    events("note", {"text": f"one step compared with plain training: equal, {kind}"})
+
+
+def _report(found: Comparison, prepared: Prepared) -> CheckReport:
+    parameters = tuple(ParameterError(d.name, _finite(d.error), d.owner) for d in found.differences)
+    return CheckReport(
+        equal=found.equal,
+        bitwise=found.bitwise,
+        max_relative_error=_finite(found.max_relative_error),
+        parameters=parameters,
+        warnings=(*prepared.warnings, *found.reasons),
+        losses=found.losses,
+        reference_losses=found.reference_losses,
+        notes=prepared.notes,
+    )
+
+
+def _finite(error: float) -> float:
+    """Return an error that JSON can hold; what is missing or not a number is as wrong as can be."""
+    return min(error, 1e30)
