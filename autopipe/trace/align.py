@@ -1,4 +1,4 @@
-"""Two recordings of one model, call by call: are they the same calls, and which constant arguments differ?"""
+"""Two recordings of one model, call by call: whether they are the same, and which constant arguments differ."""
 
 from __future__ import annotations
 
@@ -70,4 +70,4 @@ def merged(raw: Any, other: Any, base: Any, same: dict[fx.Node, fx.Node], choose
 
 
 def _equal(left: Any, right: Any) -> bool:
-    return type_name(left) == type_name(right) and bool(left == right or (left != left and right != right))
+    return type_name(left) == type_name(right) and (bool(left == right) or repr(left) == repr(right) == "nan")

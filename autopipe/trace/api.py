@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import Any
-
 
 from torch import Tensor, fx, nn
 
@@ -14,6 +14,7 @@ from autopipe.ir.graph import Graph
 from autopipe.trace.align import OtherWay, aligned
 from autopipe.trace.assemble import assemble
 from autopipe.trace.borrowed import Snapshot
+from autopipe.trace.coupling import coupling_notes
 from autopipe.trace.describe import describe
 from autopipe.trace.evaluation import Arguments, evaluation_arguments
 from autopipe.trace.explain import DATA_DEPENDENT
@@ -67,8 +68,10 @@ def capture(
     Raises: TraceError with the user's line when the model cannot be followed, or when the graph is not the model.
     """
     model = workload.build_model() if model is None else model
-    batch_size = _distinct(workload, model, batch_size)
     item = workload.example_item(batch_size)
+    distinct = _distinct(model, workload.leaves(item).values(), batch_size)
+    if distinct != batch_size:
+        batch_size, item = distinct, workload.example_item(distinct)
     captured = _captured(workload, model, item, batch_size, allow_data_dependent)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not verify or on_meta:
@@ -76,6 +79,7 @@ def capture(
         return dataclasses.replace(captured, notes=captured.notes + note)
     items = [item, _other(workload, batch_size)]
     exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
+    said += coupling_notes(workload, model, item, captured.graph)
     return dataclasses.replace(captured, exact=exact, notes=(*captured.notes, *said))
 
 
@@ -88,21 +92,22 @@ def _captured(workload: Workload, model: nn.Module, item: Item, batch: int, allo
             raise
         return _symbolic(workload, model, item, answer=True)
     try:
-        fit = Fit(narrow, follow(workload, model, item, batch=_distinct(workload, model, _WIDE)))
+        many = _distinct(model, workload.leaves(item).values(), _WIDE)
+        fit = Fit(narrow, follow(workload, model, item, batch=many))
     except (OtherWay, TraceError) as why:
         logger.info("two batch sizes do not fit one graph (%s); following a symbolic one", why)
         return _symbolic(workload, model, item, answer=False)
     raw = _arguments(narrow)
     same, note = _in_evaluation(workload, model, item, narrow, batch=batch)
     fit.apply()
-    return _finished(workload, model, narrow, QUICK, same, raw, note)
+    return _finished(workload, model, narrow, method=QUICK, in_evaluation=same, raw=raw, note=note)
 
 
 def _symbolic(workload: Workload, model: nn.Module, item: Item, *, answer: bool) -> Capture:
     found = follow(workload, model, item, answer=answer)
     same, note = _in_evaluation(workload, model, item, found, answer=answer)
     method = f"{SYMBOLIC}, data-dependent decisions kept" if answer else SYMBOLIC
-    return _finished(workload, model, found, method, same, _arguments(found), note)
+    return _finished(workload, model, found, method=method, in_evaluation=same, raw=_arguments(found), note=note)
 
 
 def _arguments(found: Followed) -> dict[fx.Node, Arguments]:
@@ -112,7 +117,7 @@ def _arguments(found: Followed) -> dict[fx.Node, Arguments]:
 def _in_evaluation(
     workload: Workload, model: nn.Module, item: Item, training: Followed, **options: Any
 ) -> tuple[dict[fx.Node, fx.Node], str]:
-    """Follow the model in evaluation mode, where its own code asks for the mode; torch.nn's modules know by themselves."""
+    """Follow the model in evaluation mode where its own code asks for the mode; torch.nn's modules know it."""
     if not training.reads_training:
         return {}, ""
     before = Snapshot(model)
@@ -131,6 +136,7 @@ def _finished(
     workload: Workload,
     model: nn.Module,
     found: Followed,
+    *,
     method: str,
     in_evaluation: dict[fx.Node, fx.Node],
     raw: dict[fx.Node, Arguments],
@@ -146,14 +152,12 @@ def _finished(
     return Capture(graph, module, constants, method, evaluation, note or other, notes)
 
 
-def _distinct(workload: Workload, model: nn.Module, batch_size: int) -> int:
-    """Return the first number from ``batch_size`` on that is no size of the model or of the batch's other dimensions."""
+def _distinct(model: nn.Module, leaves: Iterable[Tensor], start: int) -> int:
+    """Return the first number from ``start`` on that is no size of the model or of the batch's other dimensions."""
     sizes = {int(size) for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    item = workload.example_item(batch_size)
-    leaves = workload.leaves(item)
-    sizes |= {int(size) for leaf in leaves.values() for size in leaf.shape[1:]}
-    candidate = batch_size
-    while candidate in sizes or candidate < 2:
+    sizes |= {int(size) for leaf in leaves for size in leaf.shape[1:]}
+    candidate = max(start, 2)
+    while candidate in sizes:
         candidate += 1
     return candidate
 
@@ -168,5 +172,3 @@ def _other(workload: Workload, batch_size: int) -> Item:
         name: leaf[batch_size:] if leaf.dim() and leaf.shape[0] == count else leaf for name, leaf in leaves.items()
     }
     return workload.with_leaves(both, cut)
-
-

@@ -33,7 +33,7 @@ def assemble(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor])
 
 
 def _container(module: nn.Module, model: nn.Module, path: str) -> nn.Module:
-    """Return what stands at ``path``, empty containers being made on the way; the user's own module where it is there."""
+    """Return what stands at ``path``, empty containers being made on the way."""
     for name in path.split(".") if path else ():
         child = module._modules.get(name)
         if child is None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from autopipe.errors import TraceError
 
@@ -40,7 +40,7 @@ def first_names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 
 
 class Snapshot:
-    """The attributes of every module, Python's own ones one level deep, and the random states; ``restore`` puts them back."""
+    """Every module's attributes, containers one level deep, and the random states; ``restore`` puts them back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -133,8 +133,9 @@ class Borrowed:
         self.snapshot.restore()
 
     def _lend(self) -> None:
-        for path, module in self.model.named_modules():
-            for registry in (module._parameters, module._buffers):
+        for module in self.model.modules():
+            registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for registry in registries:
                 for key, tensor in list(registry.items()):
                     if tensor is not None:
                         registry[key] = self._registered(tensor)
@@ -156,7 +157,7 @@ class Borrowed:
         if id(tensor) in self.of_real:
             return self.of_real[id(tensor)]
         name = self.names[id(tensor)]
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
             raise TraceError(
                 f"parameter {name} has no shape yet (a lazy module)",
                 remedy="run the model on one batch in build_model before returning it",

@@ -49,17 +49,20 @@ class _Describer:
             else:
                 self.buffer_names.setdefault(key, []).append(first)
         self.is_parameter = parameters
-        self.constant_memory = {storage_key(fake) for fake in found.recorder.constant_fakes}
+        self.constant_memory = {storage_key(fake) for fake in found.recorder.known.constant_fakes}
 
     def graph(self, name: str) -> Graph:
         model, symbols = self.found.borrowed.model, self.found.symbols
-        inputs, nodes = [], []
+        inputs: list[Input] = []
+        nodes: list[Node] = []
         outputs: tuple[str, ...] = ()
         for fx_node in self.found.graph.nodes:
             if fx_node.op == "placeholder":
                 spec = tensor_spec(fx_node.meta, symbols)
                 if spec is None:
-                    raise TraceError(f"input {fx_node.name} is a {fx_node.meta['val'].dtype} tensor that cannot be sent")
+                    raise TraceError(
+                        f"input {fx_node.name} is a {fx_node.meta['val'].dtype} tensor that cannot be sent"
+                    )
                 inputs.append(Input(fx_node.name, spec))
                 self._own(fx_node)
             elif fx_node.op == "output":
@@ -150,8 +153,8 @@ class _Describer:
             for name in self.changes.get(storage_key(entry.meta.get("val")) or 0, ()):
                 if self.position[name] > made and name not in inputs:
                     found.append(name)
-        for entry in state:
-            fake = self.found.borrowed.fake.get(entry)
+        for buffer in state:
+            fake = self.found.borrowed.fake.get(buffer)
             found += [name for name in self.changes.get(storage_key(fake) or 0, ()) if name not in inputs]
         return tuple(sorted(dict.fromkeys(found), key=self.position.__getitem__))
 
@@ -186,7 +189,9 @@ def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
         known = set(inputs)
         for node in nodes:
             # a guard is read by nobody; it stays where it is, so that one stage runs it
-            free = node.target != GUARD and not (node.parameters or node.num_random or node.buffers_written or written & set(node.buffers))
+            free = node.target != GUARD and not (
+                node.parameters or node.num_random or node.buffers_written or written & set(node.buffers)
+            )
             if free and roots[node.name] not in tainted and known.issuperset((*node.inputs, *node.after)):
                 known.add(node.name)
         found = {

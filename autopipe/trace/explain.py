@@ -68,7 +68,7 @@ def calling_frame() -> FrameType | None:
 def short_path(filename: str) -> str:
     """Return a path that says no more than it must: below the working directory, or below ``site-packages``."""
     for marker in ("site-packages", "dist-packages"):
-        head, found, tail = filename.partition(f"{os.sep}{marker}{os.sep}")
+        _, found, tail = filename.partition(f"{os.sep}{marker}{os.sep}")
         if found:
             return tail
     try:
@@ -115,7 +115,10 @@ def explained(error: Exception, construct: str) -> TraceError:
     where = place_of(error)
     name = construct.rpartition(".")[2]
     if isinstance(error, DATA_DEPENDENT):
-        what = f"{name or 'a comparison of numbers'}: its result depends on the numbers in the batch, so the model is not one fixed graph"
+        what = (
+            f"{name or 'a comparison of numbers'}: its result depends on the numbers in the batch, "
+            "so the model is not one fixed graph"
+        )
         remedy = _READS.get(name, "make the result independent of the data, for example with torch.where")
         return TraceError(
             what,

@@ -76,7 +76,7 @@ class Fit:
 
     def _shape(self, node: fx.Node, other: fx.Node) -> None:
         value, wider = node.meta.get("val"), other.meta.get("val")
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not isinstance(wider, Tensor):
             return
         if value.dim() != wider.dim():
             raise OtherWay(f": {value.dim()} and {wider.dim()} dimensions")

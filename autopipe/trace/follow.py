@@ -46,7 +46,8 @@ class Followed:
     @property
     def batch_input(self) -> fx.Node:
         """The input whose dimension 0 is the batch size: the first that has a dimension."""
-        return next(n for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() > 0)
+        found: fx.Node = next(n for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() > 0)
+        return found
 
 
 def follow(
@@ -122,7 +123,7 @@ def _fake_leaf(mode: FakeTensorMode, name: str, leaf: Tensor, count: int, batch:
             return torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
     real = torch.empty_like(leaf, requires_grad=leaf.requires_grad)
     sizes = [DimDynamic.DUCK if d == 0 and batched else DimDynamic.STATIC for d in range(leaf.dim())]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(real, source=LocalSource(name), symbolic_context=context)
 
 
@@ -188,6 +189,7 @@ def _root_input(node: fx.Node) -> fx.Node | None:
     key = storage_key(node.meta.get("val"))
     if key is None:
         return None
+    other: fx.Node
     for other in node.graph.nodes:
         if other.op != "placeholder":
             return None

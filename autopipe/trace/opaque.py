@@ -1,4 +1,4 @@
-"""Calls whose fake result torch cannot make, though its form is known: packed sequences, the CTC loss, cumulative batch norm.
+"""Calls whose fake result torch cannot make, though its form is known: packed sequences, CTC, cumulative batch norm.
 
 How many rows a packed sequence has depends on the lengths in the batch; that number becomes a size made by the call.
 """
@@ -44,7 +44,7 @@ class Opaque:
     def _pack(self, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         batch, longest = (0, 1) if batch_first else (1, 0)
         rows, steps = self._size(), self._size()
-        torch._check(steps <= input.shape[longest])
+        torch._check(steps <= input.shape[longest])  # type: ignore[no-untyped-call]
         data = _like(input, (rows, *input.shape[2:]), input)
         batch_sizes = torch.empty((steps,), dtype=torch.int64)
         self._batch[id(batch_sizes)] = batch_sizes, input.shape[batch]
@@ -72,7 +72,7 @@ class Opaque:
                 torch.dropout(data, module.dropout, train=True)
         return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices), hidden
 
-    def _ctc_loss(
+    def _ctc_loss(  # noqa: PLR0917  # torch's own signature
         self,
         log_probs: Tensor,
         targets: Tensor,
@@ -87,7 +87,7 @@ class Opaque:
 
     def _size(self) -> torch.SymInt:
         size = self.shape_env.create_unbacked_symint()
-        torch._check(size >= 1)
+        torch._check(size >= 1)  # type: ignore[no-untyped-call]
         return size
 
 

@@ -46,8 +46,8 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
     """Bring the calls of modules, custom functions and autocast regions to the recorder."""
     call = nn.Module.__call__
     apply = torch.autograd.Function.__dict__["apply"]
-    enter, leave = _AUTOCAST.__enter__, _AUTOCAST.__exit__
-    checkpointed = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    enter: Any = _AUTOCAST.__enter__
+    leave: Any = _AUTOCAST.__exit__
     reads = TrainingReads(recorder)
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -143,9 +143,10 @@ def flat_checkpoints() -> Iterator[None]:
         yield
 
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = once
-    torch.utils.checkpoint.CheckpointFunction.apply = lambda run, preserve, *args: run(*args)
+    function: Any = torch.utils.checkpoint.CheckpointFunction
+    function.apply = staticmethod(lambda run, preserve, *args: run(*args))
     try:
         yield
     finally:
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
-        del torch.utils.checkpoint.CheckpointFunction.apply
+        del function.apply

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,45 +25,28 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe import guards
-from autopipe.draws import is_random
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import calling_frame, here, unsupported, where_short
+from autopipe.trace.known import Known
 from autopipe.trace.leaves import is_leaf, written_statistics
 from autopipe.trace.opaque import Opaque
 from autopipe.trace.reads import Reads
 from autopipe.trace.symbols import Symbols
 from autopipe.trace.targets import Call, property_name, written
-
-_NEVER_RECORDED = {"size", "dim", "__len__", "stride", "_set_grad_enabled", "numel", "is_floating_point", "__hash__"}
-_PLAIN_PROPERTIES = {"shape", "dtype", "device", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_SILENT = {"batch_norm", "instance_norm"}
-_OF_ITSELF: dict[str, Callable[[Any], Any]] = {
-    "__bool__": bool, "is_nonzero": bool, "__int__": int, "__float__": float, "__index__": int, "tolist": lambda found: found,
-}  # fmt: skip
-_ANSWERED = {*_OF_ITSELF, "equal", "allclose", "__contains__"}
-_REFUSED = {
-    "backward": ("backward() inside the forward", "let the trainer run the backward of the loss"),
-    "register_hook": ("a tensor hook (register_hook) in the forward", "change the gradient in a torch.autograd.Function"),
-    "register_post_accumulate_grad_hook": ("a gradient hook in the forward", "register it once, outside of forward"),
-}
-
-
-class RandomCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
-    """Counts the random ATen operations of the forward, as ``autopipe.draws.Draws`` does."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # nor has its __init__
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += is_random(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
+from autopipe.trace.values import (
+    ANSWERED,
+    NEVER_RECORDED,
+    OF_ITSELF,
+    PLAIN_PROPERTIES,
+    REFUSED,
+    SILENT,
+    SYMBOLIC,
+    RandomCount,
+    effective_autocast,
+    tensors_in,
+)
 
 
 class Recorder(TorchFunctionMode):
@@ -73,8 +56,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.borrowed, self.symbols, self.watch = borrowed, symbols, watch
         self.graph = fx.Graph()
-        self.constants: dict[str, Tensor] = {}
-        self.constant_fakes: list[Tensor] = []
+        self.known = Known(self.graph, borrowed)
         self.random = RandomCount()
         self.notes: list[str] = []
         self.custom_functions: list[str] = []
@@ -84,14 +66,17 @@ class Recorder(TorchFunctionMode):
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._owner = threading.get_ident()
         self._paused = 0
-        self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[Any] = []  # ids are only unique among objects that live
         self._stack: list[tuple[str, str, int]] = []
         self._calls: dict[str, int] = {}
         self._frames: dict[int, Any] = {}
         self._paths: dict[int, str] = {}
         for path, module in borrowed.model.named_modules():
             self._paths.setdefault(id(module), path)
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that are neither parameter nor buffer, by attribute name."""
+        return self.known.constants
 
     # --- inputs and outputs -------------------------------------------------------------------------------------------
 
@@ -100,12 +85,12 @@ class Recorder(TorchFunctionMode):
         node = self.graph.placeholder(name)
         node.name = name  # fx would call "input" something else
         node.meta["val"] = value
-        self._bind_tensor(value, node)
+        self._track(value, node)
         self.symbols.declare(node, value)
 
     def set_output(self, values: tuple[Tensor, ...]) -> None:
         """Declare what the forward returns."""
-        self.graph.output(tuple(self._ref(value) for value in values))
+        self.graph.output(tuple(self.known.node(value) for value in values))
 
     def append(self, kind: str, target: Any, args: tuple[Any, ...]) -> fx.Node:
         """Write a call that the user did not make (size arithmetic, the copy into a buffer), as at this point."""
@@ -125,30 +110,32 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not self.listening or name in _NEVER_RECORDED:
+        if not self.listening or name in NEVER_RECORDED:
             return func(*args, **kwargs)
-        if name == "__get__" and property_name(func) in _PLAIN_PROPERTIES:
+        if name == "__get__" and property_name(func) in PLAIN_PROPERTIES:
             return func(*args, **kwargs)
-        if name in _REFUSED and isinstance(args[0], Tensor):
-            raise unsupported(f"{_REFUSED[name][0]} cannot be cut into stages", _REFUSED[name][1])
+        if name in REFUSED and isinstance(args[0], Tensor):
+            raise unsupported(f"{REFUSED[name][0]} cannot be cut into stages", REFUSED[name][1])
         if func is torch.autograd.grad:
             raise unsupported("torch.autograd.grad inside the forward cannot be cut into stages", "leave it out")
         if name == "__set__":
             return self._set(func, args)
-        if self.reads is not None and name in _ANSWERED and args and isinstance(args[0], FakeTensor):
+        if self.reads is not None and name in ANSWERED and args and isinstance(args[0], FakeTensor):
             return self._answer(func, name, args, kwargs)
         run = self.opaque.function(name) or func
-        return self._call(lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name)
+        return self._call(lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name=name)
 
     def _set(self, func: Any, args: tuple[Any, ...]) -> Any:
         attribute = property_name(func)
         if attribute == "requires_grad":
             args[0].requires_grad_(args[1])
-            node = self.append("call_method", "requires_grad_", (self._ref(args[0]), args[1]))
+            node = self.append("call_method", "requires_grad_", (self.known.node(args[0]), args[1]))
             self._bind_in_place(args[0], node)
             return None
         if attribute == "data":
-            raise unsupported("x.data = y changes a tensor behind autograd's back", "use x.copy_(y) under torch.no_grad()")
+            raise unsupported(
+                "x.data = y changes a tensor behind autograd's back", "use x.copy_(y) under torch.no_grad()"
+            )
         return func(*args)
 
     def _call(
@@ -157,14 +144,15 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         form: Callable[[tuple[Any, ...], dict[str, Any]], Call],
+        *,
         name: str,
         state: Iterable[Tensor] = (),
         silent: Sequence[Tensor] = (),
     ) -> Any:
         """Run one call and record it. ``state``: tensors besides its arguments that it may change; ``silent``: does."""
         self.construct = name
-        args, kwargs = self._known(args), self._known(kwargs)
-        touched = [*_tensors((args, kwargs)), *state]
+        args, kwargs = self.known.faked(args), self.known.faked(kwargs)
+        touched = [*tensors_in((args, kwargs)), *state]
         versions = [tensor._version for tensor in touched]
         first = self.random.count
         self._paused += 1
@@ -173,10 +161,10 @@ class Recorder(TorchFunctionMode):
         finally:
             self._paused -= 1
         changed = [t for t, version in zip(touched, versions, strict=True) if t._version != version]
-        changed += self._written_silently(name, args, kwargs) if name in _SILENT else silent
+        changed += self._written_silently(name, args, kwargs) if name in SILENT else silent
         self.construct = ""
-        if not changed and next(_tensors(out), None) is None:
-            if isinstance(out, _SYMBOLIC) and name == "item":
+        if not changed and next(tensors_in(out), None) is None:
+            if isinstance(out, SYMBOLIC) and name == "item":
                 self._bind_number(out, self._record(form(args, kwargs), [], (first, 0)))
             return out
         call = form(args, kwargs)
@@ -190,7 +178,7 @@ class Recorder(TorchFunctionMode):
         """Return the running statistics that a normalisation updates: torch does not count that as a change."""
         if not kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)):
             return []
-        return [tensor for tensor in _tensors((args, kwargs)) if self._is_buffer(tensor)]
+        return [tensor for tensor in tensors_in((args, kwargs)) if self._is_buffer(tensor)]
 
     def _is_buffer(self, tensor: Tensor) -> bool:
         return id(tensor) in self.borrowed.state and not isinstance(tensor, nn.Parameter)
@@ -198,7 +186,7 @@ class Recorder(TorchFunctionMode):
     def _record(self, call: Call, changed: list[Tensor], random: tuple[int, int]) -> fx.Node:
         args = self._argument(call.args)
         kwargs = {key: self._argument(value) for key, value in call.kwargs.items()}
-        mutates = [self._ref(tensor) for tensor in changed if id(tensor) in self._nodes]
+        mutates = [self.known.node(tensor) for tensor in changed if self.known.has(tensor)]
         node: fx.Node = getattr(self.graph, call.kind)(call.target, args, kwargs)
         self._tag(node)
         node.meta["random"] = random
@@ -229,9 +217,9 @@ class Recorder(TorchFunctionMode):
     def _answer(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a read with the value for the captured batch, and record that it must stay so."""
         assert self.reads is not None
-        if name in _OF_ITSELF:
-            node = self._ref(args[0])
-            answer = _OF_ITSELF[name](self._real(self.reads.number, node))
+        if name in OF_ITSELF:
+            node = self.known.node(args[0])
+            answer = OF_ITSELF[name](self._real(self.reads.number, node))
         else:
             node = self._record(written(func, args, kwargs), [], (0, 0))
             answer = self._real(self.reads.number, node)
@@ -268,9 +256,9 @@ class Recorder(TorchFunctionMode):
                 args,
                 kwargs,
                 lambda a, k: Call("call_module", path, a, k),
-                path,
-                list(module.buffers()),
-                written_statistics(module),
+                name=path,
+                state=list(module.buffers()),
+                silent=written_statistics(module),
             )
         finally:
             self._stack.pop()
@@ -279,80 +267,24 @@ class Recorder(TorchFunctionMode):
         """Run ``function.apply``: one node, so that the user's own backward is kept."""
         name = f"{function.__module__}.{function.__qualname__}"
         if "<locals>" in name:
-            raise unsupported(f"{name} is defined inside a function, so no stage could import it", "move it to the module")
+            raise unsupported(
+                f"{name} is defined inside a function, so no stage could import it", "move it to the module"
+            )
         self.custom_functions.append(name)
         return self._call(
-            lambda a, k: apply(*a, **k), args, kwargs, lambda a, k: Call("call_function", apply, a, k), name
+            lambda a, k: apply(*a, **k), args, kwargs, lambda a, k: Call("call_function", apply, a, k), name=name
         )
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def node_of(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor."""
-        return self._ref(value)
-
-    def _ref(self, value: Tensor) -> fx.Node:
-        node = self._nodes.get(id(value))
-        if node is not None:
-            return node
-        name = self.borrowed.state.get(id(value))
-        if name is None and id(value) in self.borrowed.plain:
-            label, real = self.borrowed.plain[id(value)]
-            name = self._add_constant(label, real)
-            self.constant_fakes.append(value)
-        if name is None:
-            raise unsupported(
-                f"a tensor of shape {tuple(value.shape)} was made by a call that cannot be followed",
-                "make it with a public torch function in forward, or in __init__ with register_buffer",
-            )
-        node = self.graph.get_attr(name)
-        node.meta["val"] = value
-        self._bind_tensor(value, node)
-        return node
-
-    def _add_constant(self, label: str, value: Tensor) -> str:
-        name = "constant_" + "".join(c if c.isalnum() else "_" for c in label)
-        while name in self.constants:
-            name += "_"
-        with unset_fake_temporarily():
-            self.constants[name] = value.detach().clone()
-        return name
-
-    def _known(self, value: Any) -> Any:
-        """Return arguments with every real tensor replaced by its fake one; it is a constant of the graph."""
-        if isinstance(value, Tensor):
-            if isinstance(value, FakeTensor):
-                return value
-            return self._constant(value)
-        if isinstance(value, (list, tuple, dict)) and any(not isinstance(t, FakeTensor) for t in _tensors(value)):
-            if isinstance(value, dict):
-                return {key: self._known(item) for key, item in value.items()}
-            items = [self._known(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
-
-    def _constant(self, value: Tensor) -> Tensor:
-        fake = self.borrowed.of_real.get(id(value))
-        if fake is None:
-            if value.requires_grad:
-                raise unsupported(
-                    f"a tensor of shape {tuple(value.shape)} that requires a gradient is no parameter of the model",
-                    "register it in the model as an nn.Parameter, or detach() it",
-                )
-            fake = self.borrowed.mode.from_tensor(value, static_shapes=True)
-            self.borrowed.plain[id(fake)] = str(len(self.borrowed.plain)), value
-            self.borrowed.of_real[id(value)] = fake
-            self._alive += [value, fake]
-        return fake
-
     def _argument(self, value: Any) -> Any:
         """Return an argument as ``fx`` takes it: tensors and symbolic sizes as nodes."""
         if isinstance(value, Tensor):
-            return self._ref(value)
-        if isinstance(value, _SYMBOLIC):
+            return self.known.node(value)
+        if isinstance(value, SYMBOLIC):
             return self._size(value)
         if isinstance(value, (list, tuple)):
-            if hasattr(value, "_fields") and next(_tensors(value), None) is not None:
+            if hasattr(value, "_fields") and next(tensors_in(value), None) is not None:
                 return self.append("call_function", type(value), tuple(self._argument(item) for item in value))
             items = [self._argument(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
@@ -365,9 +297,11 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, np.ndarray):
             with unset_fake_temporarily():
                 real = torch.from_numpy(value.copy())
-            return self._ref(self._constant(real))
+            return self.known.node(self.known.constant(real))
         if isinstance(value, torch.Generator):
-            raise unsupported("a torch.Generator of the model's own", "leave generator= out; every draw gets its own seed")
+            raise unsupported(
+                "a torch.Generator of the model's own", "leave generator= out; every draw gets its own seed"
+            )
         return value
 
     def _size(self, value: Any) -> Any:
@@ -392,12 +326,12 @@ class Recorder(TorchFunctionMode):
             if in_place:
                 self._bind_in_place(out, node)
                 return out
-            if id(out) in self._nodes or id(out) in self.borrowed.state or id(out) in self.borrowed.plain:
+            if self.known.has(out) or self.known.is_state(out):
                 # x.contiguous() may be x itself; the user's x must stay what it was, so this is another object
                 self._paused += 1
                 out = node.meta["val"] = out.view_as(out)
                 self._paused -= 1
-            self._bind_tensor(out, node)
+            self._track(out, node)
             return out
         if isinstance(out, (list, tuple)):
             for index, item in enumerate(out):
@@ -408,19 +342,18 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _bind_item(self, item: Any, node: fx.Node, key: Any) -> None:
-        if next(_tensors(item), None) is None or (isinstance(item, Tensor) and id(item) in self._nodes):
+        if next(tensors_in(item), None) is None or (isinstance(item, Tensor) and self.known.has(item)):
             return
         part = self.append("call_function", operator.getitem, (node, key))
         self._bind(item, part, in_place=True)
 
     def _bind_in_place(self, value: Tensor, node: fx.Node) -> None:
-        if id(value) not in self.borrowed.state and id(value) not in self.borrowed.plain:
-            self._bind_tensor(value, node)
+        if not self.known.is_state(value):
+            self._track(value, node)
 
-    def _bind_tensor(self, value: Tensor, node: fx.Node) -> None:
-        self._nodes[id(value)] = node
-        self._alive.append(value)
-        if node.op in ("placeholder", "get_attr"):
+    def _track(self, value: Tensor, node: fx.Node) -> None:
+        self.known.bind(value, node)
+        if node.op == "placeholder":
             return
         for symbol, dimension in self.symbols.declare_made(node, value):
             if self.reads is not None:
@@ -428,7 +361,7 @@ class Recorder(TorchFunctionMode):
 
     def alias(self, value: Tensor, of: Tensor) -> None:
         """Say that ``value`` is ``of`` under another object."""
-        self._bind_tensor(value, self._ref(of))
+        self._track(value, self.known.node(of))
 
     def _tag(self, node: fx.Node) -> None:
         if self.watch and self.borrowed.snapshot.random_drawn():
@@ -440,27 +373,3 @@ class Recorder(TorchFunctionMode):
         node.meta["stack"] = tuple(self._stack)
         node.meta["grad"] = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         node.meta["autocast"] = effective_autocast(self.autocast)
-
-
-def effective_autocast(regions: Iterable[tuple[str, torch.dtype, bool, bool]]) -> tuple[Any, ...]:
-    """Return the regions that matter: the innermost of each device, unless it switches off what nothing switched on."""
-    found: dict[str, Any] = {}
-    for region in regions:
-        device, _, enabled, _ = region
-        if enabled or device in found:
-            found[device] = region
-    return tuple(region for region in found.values() if region[2])
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Give every tensor in nested tuples, lists, dicts and slices."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, slice):
-        yield from _tensors((value.start, value.stop, value.step))

@@ -52,14 +52,14 @@ class Symbols:
     def declare(self, node: fx.Node, value: Tensor) -> None:
         """Take the symbolic dimensions of an input; the first input that has a symbol is its source."""
         for dimension, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                if size.node.expr not in self.source:
-                    self.source[size.node.expr] = node, dimension
-                    self.names[size.node.expr] = f"s{len(self.names)}"
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+            if isinstance(symbol, sympy.Symbol) and symbol not in self.source:
+                self.source[symbol] = node, dimension
+                self.names[symbol] = f"s{len(self.names)}"
 
     def declare_made(self, node: fx.Node, value: Tensor) -> list[tuple[Any, int]]:
         """Take the sizes that a call made by itself (how many rows a mask selects): (symbol, dimension) of each."""
-        found = []
+        found: list[tuple[Any, int]] = []
         for dimension, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                 symbol = size.node.expr

@@ -98,7 +98,7 @@ def qualified_name(target: Any) -> str:
     if isinstance(owner, type) and getattr(owner, "__module__", None) and owner.__name__ != "_VariableFunctionsClass":
         return f"{owner.__module__}.{owner.__qualname__}.{target.__name__}"
     module = getattr(target, "__module__", None) or "torch"
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__)
+    name = str(getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__))
     if module in ("_operator", "builtins"):
         return name if module == "builtins" else f"operator.{target.__name__}"
     return f"{module.replace('torch._ops', 'torch.ops')}.{name.removeprefix('_VariableFunctionsClass.')}"

@@ -94,7 +94,7 @@ def _run(
     try:
         loss, weight, drawn = forward(item, where)
         if loss.requires_grad:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
     except AutopipeError:
         raise
     except Exception as error:

@@ -1,0 +1,68 @@
+"""What the recorder knows of torch: which calls are no calls, which read data, which draw; and tensors in arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopipe.draws import is_random
+
+NEVER_RECORDED = {"size", "dim", "__len__", "stride", "_set_grad_enabled", "numel", "is_floating_point", "__hash__"}
+PLAIN_PROPERTIES = {"shape", "dtype", "device", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SILENT = {"batch_norm", "instance_norm"}
+OF_ITSELF: dict[str, Callable[[Any], Any]] = {
+    "__bool__": bool, "is_nonzero": bool, "__int__": int, "__float__": float, "__index__": int,
+    "tolist": lambda found: found,
+}  # fmt: skip
+ANSWERED = {*OF_ITSELF, "equal", "allclose", "__contains__"}
+REFUSED = {
+    "backward": ("backward() inside the forward", "let the trainer run the backward of the loss"),
+    "register_hook": (
+        "a tensor hook (register_hook) in the forward",
+        "change the gradient in a torch.autograd.Function",
+    ),
+    "register_post_accumulate_grad_hook": ("a gradient hook in the forward", "register it once, outside of forward"),
+}
+
+
+class RandomCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
+    """Counts the random ATen operations of the forward, as ``autopipe.draws.Draws`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor has its __init__
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += is_random(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def effective_autocast(regions: Iterable[tuple[str, torch.dtype, bool, bool]]) -> tuple[Any, ...]:
+    """Return the regions that matter: the innermost of each device, unless it switches off what nothing switched on."""
+    found: dict[str, Any] = {}
+    for region in regions:
+        device, _, enabled, _ = region
+        if enabled or device in found:
+            found[device] = region
+    return tuple(region for region in found.values() if region[2])
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Give every tensor in nested tuples, lists, dicts and slices."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
