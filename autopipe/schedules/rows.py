@@ -95,20 +95,25 @@ def unflushed(
 ) -> Schedule:
     """Return the schedule in which 1F1B runs on through the ends of minibatches, one stage on a rank.
 
-    Minibatch t uses version ``max(t - staleness, 0)``. The reduction follows the rank's last backward of a minibatch.
-    The step comes as late as it may, so that a forward overlaps with the reduction: before the first forward that needs
-    its version, and before the first backward of another minibatch, whose gradient would mix with this one's.
+    Minibatch t uses version ``max(t - staleness, 0)``. The reduction follows the rank's last backward of a minibatch,
+    and the step the reduction. Where the stage is replicated the step may come a forward later, which then overlaps
+    with the reduction: but before a forward that needs its version, before a backward of another minibatch, whose
+    gradient would mix with this one's, and only where no earlier stage would hold that forward back if all stages met
+    at every step, as they do to agree on a clipping factor: ``(w_s + 1) r_s <= w_v r_v`` for v < s.
     """
     rows: list[tuple[Instruction, ...]] = [()] * request.num_ranks
+    ahead = None  # the fewest microbatches that an earlier stage sends ahead
     for stage, ranks in enumerate(request.stage_ranks):
+        late = len(ranks) > 1 and (ahead is None or (warmup[stage] + 1) * len(ranks) <= ahead)
+        ahead = min(warmup[stage] * len(ranks), warmup[stage] * len(ranks) if ahead is None else ahead)
         for rank in ranks:
             share = [(t, j) for t in minibatches(request) for j in own_microbatches(request, stage, rank, t)]
-            rows[rank] = _unflushed_row(request, stage, share, warmup[stage], staleness[stage])
+            rows[rank] = _unflushed_row(request, stage, share, warmup[stage], staleness[stage], late=late)
     return Schedule(name, request, tuple(rows), tuple(staleness), tuple(in_flight))
 
 
 def _unflushed_row(
-    request: Request, stage: int, share: Sequence[tuple[int, int]], warmup: int, staleness: int
+    request: Request, stage: int, share: Sequence[tuple[int, int]], warmup: int, staleness: int, *, late: bool
 ) -> tuple[Instruction, ...]:
     row: list[Instruction] = []
     ends = deque(minibatches(request))  # the minibatches whose end is still to come
@@ -119,12 +124,11 @@ def _unflushed_row(
     for position, (op, (t, j)) in enumerate(alternate(share, warmup)):
         # behind the warm-up every forward is followed by a backward: minibatches end before that forward
         while ends and last[ends[0]] <= done and position >= min(warmup, len(share)):
-            row += waiting
             *reduction, step = end_of_minibatch(request, stage, ends.popleft())
-            row += reduction
+            row += [*waiting, *reduction]
             waiting = [step]
         version = max(t - staleness, 0)
-        if waiting and (op == "B" or version > waiting[0].weight_version):
+        if waiting and (not late or op == "B" or version > waiting[0].weight_version):
             row += waiting
             waiting = []
         row.append(Instruction(op, stage, t, j, version))

@@ -6,8 +6,8 @@ version ``t + 1`` is first needed by minibatch ``t + 2``.
 ::
 
     rank 0 | F0@0    F1@0    F1:0@0                  B0@0    F1:1@0  B1@0+           B1:0@0          B1:1@0+
-    rank 1 |         F0@0    F1@0            B0@0    F1:0@0  B1@0    F1:1@0+ B1:0@0          B1:1@0+
-    rank 2 |                 F0@0    B0@0    F1@0    B1@0    F1:0@0+ B1:0@0  F1:1@0  B1:1@0+
+    rank 1 |         F0@0    F1@0            B0@0    F1:0@0  B1@0+   F1:1@0  B1:0@0          B1:1@0+
+    rank 2 |                 F0@0    B0@0    F1@0    B1@0+   F1:0@0  B1:0@0  F1:1@0  B1:1@0+
 
 Bubble: none but the first fill and the last drain. Memory: 2 versions, in flight as 1F1B.
 

@@ -1,5 +1,6 @@
 """Properties of every registered schedule, and what tells each apart."""
 
+from collections import defaultdict, deque
 from dataclasses import replace
 
 import pytest
@@ -187,10 +188,57 @@ def test_2bw_uses_the_version_of_the_paper():
                 assert i.weight_version == max((k - 1) // m - 1, 0)
 
 
-def test_2bw_steps_a_forward_late_so_that_the_reduction_overlaps():
+def finishes_when_every_step_is_a_meeting_of_all_ranks(schedule: Schedule) -> bool:
+    """Walk the rows with queues for channels, and let S wait until every rank of every stage is at that step."""
+    replicas = [len(ranks) for ranks in schedule.request.stage_ranks]
+    queues: defaultdict[tuple[int, ...], deque[tuple[int, int]]] = defaultdict(deque)
+    meetings: defaultdict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
+    left = [deque(row) for row in schedule.rows]
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(left):
+            while row:
+                i = row[0]
+                if i.op in ("SF", "SB"):
+                    to = schedule.request.rank_of(i.peer, i.minibatch, i.microbatch)
+                    queues[i.stage, i.peer, rank, to].append((i.minibatch, i.microbatch))
+                elif i.op in ("RF", "RB"):
+                    queue = queues[i.peer, i.stage, schedule.request.rank_of(i.peer, i.minibatch, i.microbatch), rank]
+                    if not queue:
+                        break
+                    assert queue.popleft() == (i.minibatch, i.microbatch)
+                elif i.op in ("R", "S"):
+                    here = meetings[(i.minibatch, i.stage) if i.op == "R" else (i.minibatch,)]
+                    here.add((rank, i.stage))
+                    if len(here) < (replicas[i.stage] if i.op == "R" else sum(replicas)):
+                        break
+                row.popleft()
+                moved = True
+    return not any(left)
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_stages_may_meet_at_every_step_to_agree_on_something(case):
+    """A clipping factor needs the gradients of all stages: whoever steps waits for the slowest, and none for ever."""
+    kind, request, traffic = case
+    if len(set(request.stage_ranks)) == request.num_stages:
+        assert finishes_when_every_step_is_a_meeting_of_all_ranks(lower(make(kind.name, request), traffic))
+
+
+@pytest.mark.parametrize(("name", "counts", "m"), [("2bw", (4, 3, 1, 3, 1), 9), ("pipedream", (2, 3, 1, 4, 1), 9)])
+def test_a_step_that_comes_late_holds_no_one_up(name, counts, m):
+    """Stage 1 holds its step back behind a forward here, unless it looks at what stage 0 has sent ahead."""
+    schedule = lower(make(name, Request(replicated(*counts), max(m, sum(counts)), 5)), Traffic.chain(len(counts)))
+    assert finishes_when_every_step_is_a_meeting_of_all_ranks(schedule)
+
+
+def test_2bw_steps_a_forward_late_where_a_reduction_can_overlap_with_it():
     schedule = make("2bw", Request(replicated(1, 2), 4, 2))
     row = [str(i) for i in schedule.rows[1]]
     assert row[row.index("1R") :][:4] == ["1R", "1F1:0@0", "1S@0", "1B1:0@0"]
+    assert " ".join(str(i) for i in schedule.rows[0]).count("0B3@0 0S@0") == 1  # no replicas, nothing to overlap
 
 
 def test_2bw_says_how_many_microbatches_it_needs():

@@ -143,7 +143,7 @@ def test_the_grid_names_stage_minibatch_and_version_where_they_differ():
         "rank 0 | 0F0       2F0            2B0       0B0+\nrank 1 |      1F0       3F0  3B0       1B0+"
     )
     assert render(make("gpipe", line(1, 1, 2))) == "rank 0 | F0    B0+   F1:0  B1:0+"
-    assert render(make("2bw", line(1, 1, 2))) == "rank 0 | F0@0    B0@0    F1:0@0+ B1:0@0+"
+    assert render(make("2bw", line(1, 1, 2))) == "rank 0 | F0@0    B0@0+   F1:0@0  B1:0@0+"
 
 
 def test_a_timeline_is_drawn_to_scale():
