@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
@@ -154,7 +155,8 @@ def _finished(
 
 def _distinct(model: nn.Module, leaves: Iterable[Tensor], start: int) -> int:
     """Return the first number from ``start`` on that is no size of the model or of the batch's other dimensions."""
-    sizes = {int(size) for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    state = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
+    sizes = {int(size) for tensor in state for size in tensor.shape}
     sizes |= {int(size) for leaf in leaves for size in leaf.shape[1:]}
     candidate = max(start, 2)
     while candidate in sizes:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from autopipe.errors import TraceError
 
@@ -157,7 +157,7 @@ class Borrowed:
         if id(tensor) in self.of_real:
             return self.of_real[id(tensor)]
         name = self.names[id(tensor)]
-        if isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
+        if is_lazy(tensor):
             raise TraceError(
                 f"parameter {name} has no shape yet (a lazy module)",
                 remedy="run the model on one batch in build_model before returning it",

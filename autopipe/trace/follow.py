@@ -83,7 +83,7 @@ def follow(
             recorder.add_input(name, fake)
         if answer:
             recorder.reads = Reads(borrowed, leaves, workload.spec.seed)
-            shape_env.on_answer = recorder.answered
+        shape_env.on_answer = recorder.answered
         with _running(recorder, mode, symbolic=batch is None) as reads:
             loss, weight = workload.loss(model, workload.with_leaves(item, fakes))
             _copy_reassigned(recorder, borrowed)

@@ -88,10 +88,14 @@ class Reads:
                 buffer.copy_(before)
 
 
+_SIZES = (2, 3, 4, 5, 8, 17, 64, 100, 1024, 4096)  # batch sizes at which a comparison is tried
+
+
 class FollowingShapeEnv(ShapeEnv):
     """A shape environment that remembers where the user's code fixed a size to a number.
 
-    Comparisons of data-dependent sizes whose values are known are told to ``on_answer``.
+    ``on_answer`` is told of comparisons whose answer is kept: of data-dependent sizes whose values are known, and of
+    the batch size where another batch would answer otherwise.
     """
 
     def __init__(self, on_answer: Callable[[Any, Any], None] | None = None) -> None:
@@ -102,6 +106,19 @@ class FollowingShapeEnv(ShapeEnv):
     def _log_real_tensor_propagation(self, orig_expr: Any, unsound_result: Any) -> None:
         if self.on_answer is not None:
             self.on_answer(orig_expr, unsound_result)
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a comparison, and tell of it where it would not hold for every batch size."""
+        known = len(self.guards)
+        answer = super().evaluate_expr(*args, **kwargs)
+        for guard in self.guards[known:]:
+            symbols = sorted(guard.expr.free_symbols, key=str)
+            if self.fixed_at.keys() & set(symbols):
+                continue  # refused as a whole when the pass is over
+            holds = (guard.expr.subs(dict.fromkeys(symbols, size)) for size in _SIZES)
+            if self.on_answer is not None and any(held == False for held in holds):  # noqa: E712  # sympy's false
+                self.on_answer(guard.expr, True)
+        return answer
 
     def _set_replacement(self, a: Any, *rest: Any, **more: Any) -> None:
         self.fixed_at.setdefault(a, here())

@@ -233,7 +233,7 @@ class Recorder(TorchFunctionMode):
         self.notes.append(f"kept as this batch decided it, and checked at every step: {here()}")
 
     def answered(self, expression: Any, result: Any) -> None:
-        """Record that a comparison of data-dependent sizes was answered for the captured batch."""
+        """Record that a comparison of sizes was answered as the captured batch has it."""
         node = self._size_node(expression)
         if isinstance(node, fx.Node):
             self.expect(node, bool(result) if result in (True, False) else int(result))
