@@ -125,9 +125,8 @@ def _verdict(console: Console, options: argparse.Namespace, same: bool, ratio: f
     console.print(f"Two ranks were {ratio:.2f} times as fast as one process; {m} microbatches allow {bound:.2f}.")
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores + 1:
-        console.print(
-            f"(The load is {load:.1f} on {cores} cores: other programs run beside the demo, and the two ranks wait for them.)"
-        )
+        busy = f"The load is {load:.1f} on {cores} cores"
+        console.print(f"({busy}: other programs run beside the demo, and the two ranks wait for them.)")
     console.print("\nWhat to try next:")
     console.print("  .venv/bin/autopipe check sample_models/resnet.py --gpus 2     every parameter, not only the loss")
     console.print("  .venv/bin/autopipe train YOUR_MODEL.py --gpus 2               a file of your own, as it is")

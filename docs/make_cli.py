@@ -61,12 +61,11 @@ latency = "20us"
 def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
-    top = click.Context(autopipe, info_name="autopipe", max_content_width=100, terminal_width=100)
+    top = autopipe.make_context("autopipe", [], resilient_parsing=True, terminal_width=100)
     for name in ("", *COMMANDS):
         command = autopipe if not name else autopipe.get_command(top, name)
         assert command is not None
         context = top if not name else click.Context(command, info_name=name, parent=top, terminal_width=100)
-        context.help_option_names = ["-h", "--help"]
         parts.append(f"\n## {f'autopipe {name}'.strip()}\n\n```text\n{command.get_help(context).rstrip()}\n```\n")
     parts.append(TAIL)
     return "".join(parts)

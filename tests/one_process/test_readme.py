@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
 from autopipe.cli.main import autopipe
@@ -30,7 +29,7 @@ def test_a_command_of_the_readme_exists(line):
         assert all(re.search(rf"^{target}:.*## ", makefile, re.M) for target in args)
         return
     assert program == "autopipe"
-    top = click.Context(autopipe, info_name="autopipe")
+    top = autopipe.make_context("autopipe", [], resilient_parsing=True)
     command = autopipe.get_command(top, args[0])
     assert command is not None
     command.make_context(args[0], args[1:], parent=top)  # raises for an option that is not there
