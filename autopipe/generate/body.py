@@ -119,7 +119,7 @@ class Body:
             if node is None or not self.variables.is_read(node.name):
                 texts.append("_")
                 continue
-            texts.append(self.variables.name(node.name, number))
+            texts.append(self.variables.name(node.name, number, item.id if isinstance(item, ast.Name) else ""))
             self.writer.names[node.name] = Expression((texts[-1],))
         return (", ".join(texts),)
 

@@ -63,9 +63,9 @@ class Variables:
         """Tell whether any statement reads a value."""
         return value in self._last_use
 
-    def name(self, value: str, statement: int) -> str:
+    def name(self, value: str, statement: int, base: str = "") -> str:
         """Return the variable for a value that ``statement`` makes; what that statement reads last is free again."""
-        base = self._bases.get(value, value)
+        base = base or self._bases.get(value, value)
         while base in self._reserved:
             base += "_"
         name, number = base, 2

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopipe.generate.expression import AUGMENTED
 from autopipe.generate.names import unpacked
 from autopipe.ir.graph import Node
 
@@ -24,7 +23,10 @@ _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 
 @dataclass
 class Statement:
-    """One line to be: the call ``node`` with the calls written inside it, or with the parts that it is taken into."""
+    """One line to be: the call ``node``, the calls written inside it, and the parts that its result is taken into.
+
+    ``parts``: by their places in the user's ``targets``: (1, 0) is the first of the second.
+    """
 
     node: fx.Node
     inner: list[fx.Node] = field(default_factory=list)
@@ -46,41 +48,105 @@ def ir(node: fx.Node) -> Node:
 def statements(nodes: Sequence[fx.Node], kept: Iterable[str]) -> list[Statement]:
     """Group calls into statements. ``kept``: values that must have a variable, since other stages read them."""
     # sizes of the batch come first: they depend on no call, and stand where everything can read them
-    nodes = [*filter(is_size, nodes), *(node for node in nodes if not is_size(node))]
-    inside, named = set(nodes), set(kept)
-    users = {node: [user for user in node.users if user in inside] for node in nodes}
-    found: list[Statement] = []
-    position = 0
-    while position < len(nodes):
-        node = nodes[position]
-        parts, targets = _parts(nodes, position, inside)
-        if targets is not None:
-            position += len(parts)
-        statement = Statement(node, parts=parts, targets=targets)
-        _take_in(statement, found, users, named)
-        found.append(statement)
-        position += 1
-    return found
+    ordered = [*filter(is_size, nodes), *(node for node in nodes if not is_size(node))]
+    return _Grouping(ordered, kept).statements()
 
 
-def _take_in(
-    statement: Statement, found: list[Statement], users: Mapping[fx.Node, list[fx.Node]], named: set[str]
-) -> None:
-    """Move the statements just before into this one, as far as they are its arguments, the last one first."""
-    length = _length(statement.node)
-    for operand in reversed(_operands(statement.node)):
-        if not found or found[-1].node is not operand:
-            continue  # a variable: when it is read makes no difference
-        before = found[-1]
-        length += sum(_length(entry) for entry in before.nodes)
-        if (
-            before.targets is not None
-            or length > _LONGEST
-            or not _may_move(operand, statement.node, users[operand], named)
-        ):
-            break
-        statement.inner = [*before.nodes, *statement.inner]
-        found.pop()
+class _Grouping:
+    def __init__(self, nodes: Sequence[fx.Node], kept: Iterable[str]) -> None:
+        self.nodes, self.kept = nodes, set(kept)
+        inside = set(nodes)
+        self.readers = {node: [user for user in node.users if user in inside] for node in nodes}
+        self.found: list[Statement] = []
+        self.unpacked: set[fx.Node] = set()
+
+    def statements(self) -> list[Statement]:
+        for position, node in enumerate(self.nodes):
+            if node in self.unpacked or self._is_written_in_place(node):
+                continue
+            statement = Statement(node)
+            statement.parts, statement.targets = self._parts(position)
+            self.unpacked.update(statement.parts.values())
+            self._take_in(statement)
+            self.found.append(statement)
+        return self.found
+
+    def _is_written_in_place(self, node: fx.Node) -> bool:
+        """Tell whether a part of a tuple is written where it is read : ``state[0]``, read once, costs nothing."""
+        if not is_part(node) or node in self.unpacked or node.name in self.kept:
+            return False
+        readers = self.readers.get(node, [])
+        return len(readers) == 1 and _count(readers[0], node) == 1
+
+    def _take_in(self, statement: Statement) -> None:
+        """Move the statements just before into this one, as far as they are its arguments, the last one first."""
+        length = _length(statement.node)
+        for operand in reversed(_operands(statement.node)):
+            if self._is_written_in_place(operand):
+                statement.inner = [*self._chain(operand), *statement.inner]
+                continue
+            if not self.found or self.found[-1].node is not operand:
+                continue  # a variable: when it is read makes no difference
+            before = self.found[-1]
+            length += sum(_length(entry) for entry in before.nodes)
+            if before.targets is not None or length > _LONGEST or not self._may_move(operand, statement.node):
+                break
+            statement.inner = [*before.nodes, *statement.inner]
+            self.found.pop()
+
+    def _chain(self, part: fx.Node) -> list[fx.Node]:
+        """Return a part of a tuple behind the tuple's own place in a tuple, where that is written in place too."""
+        holder = part.args[0]
+        assert isinstance(holder, fx.Node)
+        return [*(self._chain(holder) if self._is_written_in_place(holder) else []), part]
+
+    def _may_move(self, node: fx.Node, into: fx.Node) -> bool:
+        if self.readers.get(node) != [into] or node.name in self.kept or _count(into, node) != 1:
+            return False
+        about = ir(node)
+        if about.num_random or _is_setitem(node) or (about.mutates and node.op != "call_module"):
+            return False
+        if _container(node) and _container(node) == _container(into):
+            return False  # one layer of a Sequential a line
+        same = all(node.meta.get(key) == into.meta.get(key) for key in ("source", "frame", "grad", "autocast"))
+        return same and scope_of(node) == scope_of(into)
+
+    def _parts(self, position: int) -> tuple[dict[tuple[object, ...], fx.Node], ast.Tuple | None]:
+        """Return the parts that the calls behind ``position`` take out of its result, and the names of the user's line.
+
+        None where the line is no such assignment, or does not name all that is read.
+        """
+        producer = self.nodes[position]
+        if "val" in producer.meta or "source" not in producer.meta or is_part(producer):
+            return {}, None
+        targets = unpacked(producer.meta["source"])
+        if targets is None:
+            return {}, None
+        names = dict(_leaves(targets))
+        paths: dict[fx.Node, tuple[object, ...]] = {producer: ()}
+        for node in self.nodes[position + 1 :]:
+            holder = node.args[0]
+            if not is_part(node) or not isinstance(holder, fx.Node) or holder not in paths:
+                break
+            if paths[holder] not in names:  # what has a name is not taken apart here
+                paths[node] = (*paths[holder], node.args[1])
+        parts = {path: node for node, path in paths.items() if path in names}
+        for node, path in paths.items():
+            if path in names:
+                continue
+            if "val" in node.meta or any(user not in paths for user in self.readers[node]):
+                return {}, None
+        return (parts, targets) if parts else ({}, None)
+
+
+def is_part(node: fx.Node) -> bool:
+    """Tell whether a call takes one value out of the tuple that another returned."""
+    holder = node.args[0] if node.target is operator.getitem else None
+    return isinstance(holder, fx.Node) and "val" not in holder.meta
+
+
+def _count(node: fx.Node, operand: fx.Node) -> int:
+    return sum(entry is operand for entry in _operands(node))
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -108,20 +174,6 @@ def _length(node: fx.Node) -> int:
     return len(str(node.target)) + 2 + 4 * (len(node.args) + len(node.kwargs)) if node.op != "call_function" else 12
 
 
-def _may_move(node: fx.Node, into: fx.Node, users: Sequence[fx.Node], named: set[str]) -> bool:
-    if users != [into] or node.name in named or len([e for e in _operands(into) if e is node]) != 1:
-        return False
-    about = ir(node)
-    if about.mutates or about.buffers_written or about.num_random or _is_setitem(node):
-        return False
-    if node.op == "call_function" and node.target in AUGMENTED:
-        return False
-    if _container(node) and _container(node) == _container(into):
-        return False  # one layer of a Sequential a line
-    same = all(node.meta.get(key) == into.meta.get(key) for key in ("source", "frame", "grad", "autocast"))
-    return same and scope_of(node) == scope_of(into)
-
-
 def _container(node: fx.Node) -> str:
     """Return the path of the Sequential that calls a module, or ""."""
     stack = node.meta.get("stack", ())
@@ -131,33 +183,6 @@ def _container(node: fx.Node) -> str:
 
 def _is_setitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (operator.setitem, operator.delitem)
-
-
-def _parts(
-    nodes: Sequence[fx.Node], position: int, inside: set[fx.Node]
-) -> tuple[dict[tuple[object, ...], fx.Node], ast.Tuple | None]:
-    """Return the parts that the calls behind ``position`` take out of its result, if the user's line names them all."""
-    producer = nodes[position]
-    if "val" in producer.meta or "source" not in producer.meta:
-        return {}, None
-    targets = unpacked(producer.meta["source"])
-    if targets is None:
-        return {}, None
-    paths: dict[fx.Node, tuple[object, ...]] = {producer: ()}
-    for node in nodes[position + 1 :]:
-        holder = node.args[0] if node.target is operator.getitem else None
-        if not isinstance(holder, fx.Node) or holder not in paths or "val" in holder.meta:
-            break
-        paths[node] = (*paths[holder], node.args[1])
-    shape = dict(_leaves(targets))
-    for node, path in paths.items():
-        # a tuple is only taken apart when all that is read of it is read here
-        if "val" in node.meta and path not in shape:
-            return {}, None
-        if "val" not in node.meta and any(user not in paths for user in node.users if user in inside):
-            return {}, None
-    parts = {path: node for node, path in paths.items() if node is not producer}
-    return (parts, targets) if parts else ({}, None)
 
 
 def _leaves(target: ast.expr, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -170,6 +195,8 @@ def _leaves(target: ast.expr, path: tuple[int, ...] = ()) -> Iterator[tuple[tupl
 
 def scope_of(node: fx.Node) -> tuple[str, str, int]:
     """Return path, class and number of the call of the user's module in whose forward a call is written."""
+    while is_part(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     stack = list(node.meta.get("stack", ()))
     if node.op == "call_module" and len(stack) > 1:
         stack.pop()
