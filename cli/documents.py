@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopipe.ir.plan import Plan
+    from autopipe.planning import Comparison, Contender, Explanation
     from autopipe.workflow.doctor import Examination
     from autopipe.workflow.results import (
         CheckReport,
@@ -89,7 +90,47 @@ def plan(result: PlanResult) -> dict[str, Any]:
         "path": result.path,
         "notes": result.notes,
         "warnings": result.warnings,
-        "explanation": result.explanation,
+        "comparison": comparison(result.comparison),
+        "explanation": [] if result.explanation is None else result.explanation.lines(),
+        "reasons": _reasons(result.explanation),
+    }
+
+
+def comparison(found: Comparison | None) -> dict[str, Any] | None:
+    """Return the contenders, best known names first, and the verdict; None where nothing was compared."""
+    if found is None:
+        return None
+    return {"contenders": [_contender(contender) for contender in found.contenders], "verdict": found.verdict}
+
+
+def _contender(found: Contender) -> dict[str, Any]:
+    plan = found.plan
+    figures = None
+    if plan is not None:
+        figures = {
+            "stages": len(plan.stages),
+            "replicas": [stage.replicas for stage in plan.stages],
+            "ranks": plan.num_ranks,
+            "schedule": plan.schedule,
+            "num_microbatches": plan.num_microbatches,
+            "peak_bytes": max(stage.peak_bytes for stage in plan.stages),
+            "predicted": dataclasses.asdict(plan.predicted),
+        }
+    return {"name": found.name, "plan": figures, "reason": found.reason}
+
+
+def _reasons(found: Explanation | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    other = found.runner_up
+    return {
+        "cuts": [dataclasses.asdict(cut) for cut in found.cuts],
+        "limit": found.limit,
+        "bound_seconds": found.bound_seconds,
+        "gap": found.gap,
+        "runner_up": None
+        if other is None
+        else {"cuts": [stage.first for stage in other.stages[1:]], "step_seconds": other.predicted.step_seconds},
     }
 
 

@@ -120,6 +120,17 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--recompute",
         type=types.one_of("recompute setting", "auto", "always", "never"),
+    option(
+        "--device-name",
+        metavar="NAME",
+        help="Scale the profile to this device by its datasheet, such as H100-SXM: an estimate.",
+    ),
+    option(
+        "--replicas",
+        type=types.one_of("replicas setting", "auto", "never"),
+        help="Stages on several ranks, each with its share of the microbatches: equal to plain training within 1e-6, "
+        "not to the last bit, and BatchNorm's running statistics are averaged. [default: never]",
+    ),
         help="Run forwards twice to save memory. [default: auto, where it does not fit without]",
     ),
 )
@@ -168,7 +179,15 @@ def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
 
     Raises: click.UsageError where two of them exclude each other.
     """
-    for first, second in (("num_microbatches", "microbatch_size"), ("cluster", "gpu_memory"), ("cluster", "link")):
+    for first, second in _EXCLUSIVE:
+_EXCLUSIVE = (
+    ("num_microbatches", "microbatch_size"),
+    ("cluster", "gpu_memory"),
+    ("cluster", "link"),
+    ("cluster", "device_name"),
+)
+
+
         if given[first] is not None and given[second] is not None:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in (first, second))
             raise click.UsageError(f"{names} exclude each other; give one")
@@ -177,8 +196,9 @@ def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
         given["gpus"],
         given["batch_size"],
         given["schedule"],
-        ClusterSettings(given["cluster"], given["gpu_memory"], given["link"]),
+        ClusterSettings(given["cluster"], given["gpu_memory"], given["link"], given["device_name"]),
         given["num_microbatches"],
         given["microbatch_size"],
         given["recompute"],
     )
+        given["replicas"],

@@ -47,10 +47,11 @@ def plan_command(
 ) -> None:
     """Cut the model into stages for N ranks -> plan.json.
 
-    Without TARGET, the model of the stored profile. Its file is code, and it is run.
+    TARGET's file is code, and it is run. Without TARGET, the stored profile is planned on, and no model file is read:
+    also for devices that are not here (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s).
     """
     from autopipe.errors import PlanError
-    from autopipe.report import tables
+    from autopipe.report import plans, tables
     from autopipe.workflow import steps
 
     if from_pipedream is not None:
@@ -62,7 +63,7 @@ def plan_command(
     terminal.table(
         tables.stage_table(result.plan, result.cluster), tables.prediction_lines(result.plan, result.profile)
     )
-    terminal.table(*result.explanation)
+    terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
     terminal.document("plan", documents.plan(result))
     terminal.next("autopipe check, then autopipe train")
 

@@ -65,6 +65,7 @@ class Profile:
     ``send_seconds_per_byte``/``send_seconds``: what handing a tensor to the transport costs the sending rank.
 
     Raises: ValueError when a measurement does not cover every node.
+    ``batch_size``: samples of a minibatch of the user's own data; 0 where it is not known.
     """
 
     workload: WorkloadSpec
@@ -75,6 +76,7 @@ class Profile:
     optimizer_bytes_per_byte: float = 2.0
 
     def __post_init__(self) -> None:
+    batch_size: int = 0
         names = {node.name for node in self.graph.nodes}
         if not self.measurements:
             raise ValueError("a profile holds at least one measurement")

@@ -31,6 +31,7 @@ from autopipe.planning.cluster_file import parse_bandwidth, parse_bytes, parse_s
 from autopipe.planning.compare import Comparison, Contender, comparison
 from autopipe.planning.explain import Explanation, explain
 from autopipe.planning.options import NEEDS, PlanOptions, ScheduleNeeds
+from autopipe.planning.watch import Watch
 
 __all__ = [
     "NEEDS",
@@ -39,6 +40,7 @@ __all__ = [
     "Explanation",
     "PlanOptions",
     "ScheduleNeeds",
+    "Watch",
     "comparison",
     "explain",
     "make_best_plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -16,49 +17,101 @@ from autopipe.planning.options import PlanOptions
 from autopipe.planning.problem import Problem, check_cluster
 from autopipe.planning.refusals import check_microbatches, check_stage_count, does_not_fit, microbatch_count
 from autopipe.planning.straight import straight_cuts
+from autopipe.planning.watch import Watch
 
 MOST_MICROBATCH_SIZES = 8
 
 
-def make_plan(profile: Profile, cluster: Cluster, options: PlanOptions, *, score: Score | None = None) -> Plan:
+def make_plan(
+    profile: Profile,
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    score: Score | None = None,
+    watch: Watch | None = None,
+) -> Plan:
     """Return the best plan for the options. ``score``: a better judge than the formula, such as a simulator;
     it decides among the best about 20.
 
+    An interrupt (Ctrl-C) ends the search with the best plan so far, where there is one, and ``watch`` says so.
+
     Raises: PlanError when no plan can be right or none fits the memory; it names the numbers and what would.
     """
+    watch = watch or Watch()
     problems = make_problems(profile, cluster, options)
-    pairs = [(problem, plan) for problem in problems if (plan := solve_problem(problem)) is not None]
-    if not pairs:
-        raise does_not_fit(problems[-1])
+    watch.total = max(watch.total, watch.tried + len(problems))
+    needs = options.schedule_needs
+    pairs: list[tuple[Problem, Plan]] = []
+    best: Plan | None = None
+    try:
+        for problem in problems:
+            watch.next(f"{needs.name}, {problem.num_microbatches} microbatches")
+            plan = solve_problem(problem)
+            if plan is not None:
+                pairs.append((problem, plan))
+        if not pairs:
+            raise does_not_fit(problems[-1])
+        runnable = _runnable(pairs, options)
+        best = _fastest(runnable)
+        return best if score is None else best_by_score(runnable, score, solve_problem)
+    except KeyboardInterrupt:
+        found = [(q, plan) for q, plan in pairs if needs.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+        if not found:
+            raise
+        watch.stopped = True
+        best = best or _fastest(found)
+        return best if score is None else dataclasses.replace(best, predicted=score(best))
+
+
+def _runnable(pairs: list[tuple[Problem, Plan]], options: PlanOptions) -> list[tuple[Problem, Plan]]:
+    """Return the plans that have enough microbatches for the schedule. Raises: PlanError when none has."""
     needs = options.schedule_needs
     runnable = [(q, plan) for q, plan in pairs if needs.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
     if not runnable:
         plan = pairs[-1][1]
         check_microbatches(needs, len(plan.stages), plan.num_microbatches, options.batch_size)
-    if score is not None:
-        return best_by_score(runnable, score, solve_problem)
-    return min((plan for _, plan in runnable), key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+    return runnable
+
+
+def _fastest(pairs: list[tuple[Problem, Plan]]) -> Plan:
+    return min((plan for _, plan in pairs), key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
 
 
 def make_best_plan(
-    profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions], *, score: Score | None = None
+    profile: Profile,
+    cluster: Cluster,
+    choices: Sequence[PlanOptions],
+    *,
+    score: Score | None = None,
+    watch: Watch | None = None,
+    least_gain: float = 1e-9,
 ) -> Plan:
     """Return the fastest plan over several options: schedules, stages a rank, more microbatches in flight, recompute.
 
-    Options for which no plan can be made are left out. Of equally fast plans the one of the earlier options is taken.
+    Options for which no plan can be made are left out. A plan of later options is taken where it is faster by the share
+    ``least_gain``. An interrupt ends the search as it ends ``make_plan``.
 
     Raises: PlanError of the first options when no plan can be made for any of them.
     """
+    watch = watch or Watch()
     best: Plan | None = None
     first: PlanError | None = None
-    for options in choices:
+    for done, options in enumerate(choices):
+        watch.total = watch.tried + (watch.tried // done if done else 1) * (len(choices) - done)
         try:
-            plan = make_plan(profile, cluster, options, score=score)
+            plan = make_plan(profile, cluster, options, score=score, watch=watch)
         except PlanError as error:
             first = first or error
             continue
-        if best is None or plan.predicted.samples_per_second > best.predicted.samples_per_second:
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            watch.stopped = True
+            break
+        if best is None or plan.predicted.samples_per_second > best.predicted.samples_per_second * (1 + least_gain):
             best = plan
+        if watch.stopped:
+            break
     if best is None:
         raise first or PlanError("nothing to choose from: no options were given")
     return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError
@@ -11,7 +11,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning.alternatives import Score, data_parallel_plan
-from autopipe.planning.api import make_plan, make_problems
+from autopipe.planning.api import make_best_plan, make_plan, make_problems
 from autopipe.planning.options import PlanOptions
 
 
@@ -32,18 +32,51 @@ class Comparison:
     verdict: str
 
 
-def comparison(profile: Profile, cluster: Cluster, options: PlanOptions, *, score: Score | None = None) -> Comparison:
-    """Plan four ways for the same batch, schedule and memory. The best plan may replicate stages."""
-    straight = dataclasses.replace(options, straight=True, stages_per_rank=1)
-    single = dataclasses.replace(straight, num_ranks=1)
-    free = dataclasses.replace(straight, straight=not options.schedule_needs.replicas)
+def comparison(
+    profile: Profile,
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    score: Score | None = None,
+    straight: Sequence[PlanOptions] = (),
+    free: Sequence[PlanOptions] = (),
+    made: Plan | None = None,
+) -> Comparison:
+    """Plan four ways for the same batch and memory. The best plan may replicate stages.
+
+    ``straight``, ``free``: the options among which the two pipelines are chosen; without them, those of ``options``.
+    ``made``: a plan that was made already, and competes.
+    """
+    line = dataclasses.replace(options, straight=True, stages_per_rank=1)
+    single = dataclasses.replace(line, num_ranks=1)
+    parallel = dataclasses.replace(line, straight=not options.schedule_needs.replicas)
+    straight, free = straight or (line,), free or (parallel,)
+    first = free[0] if parallel.straight and not free[0].straight else parallel
+    made_straight = made if made is not None and all(stage.replicas == 1 for stage in made.stages) else None
+    row = _contender(
+        "best straight pipeline", lambda: made_straight or make_best_plan(profile, cluster, straight, score=score)
+    )
+    known = [plan for plan in (row.plan, made) if plan is not None]
     contenders = (
         _contender("single device", lambda: make_plan(profile, cluster, single, score=score)),
-        _contender("data parallel", lambda: _data_parallel(profile, cluster, free, score)),
-        _contender("best straight pipeline", lambda: make_plan(profile, cluster, straight, score=score)),
-        _contender("best plan", lambda: make_plan(profile, cluster, free, score=score)),
+        _contender("data parallel", lambda: _data_parallel(profile, cluster, first, score)),
+        row,
+        _contender("best plan", lambda: _best(profile, cluster, free, score, known)),
     )
     return Comparison(contenders, verdict(contenders))
+
+
+def _best(
+    profile: Profile, cluster: Cluster, free: Sequence[PlanOptions], score: Score | None, known: Sequence[Plan]
+) -> Plan:
+    """Return the best of the plans with replicas and of those that are known; an earlier one where none is better."""
+    try:
+        plans = [*known, make_best_plan(profile, cluster, free, score=score)]
+    except PlanError:
+        plans = list(known)
+        if not plans:
+            raise
+    return max(plans, key=lambda plan: plan.predicted.samples_per_second)
 
 
 def _contender(name: str, make: Callable[[], Plan]) -> Contender:

@@ -8,7 +8,9 @@ does not say which is which, so the speed is given between both, with their geom
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autopipe.errors import PlanError, unknown_choice
 from autopipe.ir.cluster import ClusterDevice
@@ -37,7 +39,7 @@ class Datasheet:
         return self.fp32_flops if precision == "fp32" else self.tensor_flops
 
 
-def _sheet(  # noqa: PLR0917 - one line a device reads as the table that it is
+def _sheet(
     name: str, gigabytes: int, bandwidth: float, fp32_tera: float, tensor_tera: float, source: str, *, bf16: bool = True
 ) -> Datasheet:
     return Datasheet(name, gigabytes * 10**9, bandwidth * 1e9, fp32_tera * 1e12, tensor_tera * 1e12, bf16, source)
@@ -55,6 +57,18 @@ DATASHEETS = (
     ),
 )
 
+ALIASES = MappingProxyType(
+    {
+        "v100": "V100-16GB",
+        "a100": "A100-80GB",
+        "a100-sxm": "A100-80GB",
+        "h100": "H100-80GB",
+        "h100-sxm": "H100-80GB",
+        "h200": "H200-141GB",
+        "h200-sxm": "H200-141GB",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -67,11 +81,34 @@ class Speed:
 
 
 def datasheet(name: str) -> Datasheet:
-    """Return a device's datasheet. Raises: PlanError with the known names."""
-    found = {sheet.name.lower(): sheet for sheet in DATASHEETS}.get(name.lower())
+    """Return a device's datasheet, by its name here or by one that people use (``ALIASES``).
+
+    Raises: PlanError with the known names.
+    """
+    wanted = ALIASES.get(name.lower(), name).lower()
+    found = {sheet.name.lower(): sheet for sheet in DATASHEETS}.get(wanted)
     if found is None:
         raise PlanError(unknown_choice("device", name, (sheet.name for sheet in DATASHEETS)))
     return found
+
+
+def recognized(device: str) -> Datasheet:
+    """Return the datasheet of a device as its driver names it: ``NVIDIA A100-SXM4-80GB``.
+
+    Raises: PlanError when there is none, or the name leaves several.
+    """
+    words = re.split(r"[\s-]+", device.lower())
+    family = [sheet for sheet in DATASHEETS if sheet.name.split("-")[0].lower() in words]
+    sized = [sheet for sheet in family if sheet.name.split("-")[-1].lower() in words]
+    found = sized or family
+    if len(found) != 1:
+        known = ", ".join(sheet.name for sheet in DATASHEETS)
+        raise PlanError(
+            f"the profile was taken on {device!r}, which has {'no' if not found else 'more than one'} datasheet here",
+            where=f"datasheets: {known}",
+            remedy="describe the device in a cluster file, with its speed relative to the profiled one",
+        )
+    return found[0]
 
 
 def relative_speed(profiled: str, target: str, precision: str) -> Speed:

@@ -10,11 +10,13 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning.alternatives import runners_up
+from autopipe.planning.alternatives import MOST_SCORED, Score, runners_up
 from autopipe.planning.api import solve_problem
 from autopipe.planning.memory import gib
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.problem import Problem
+
+LEAST_GAIN = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,18 @@ class Explanation:
         return lines
 
 
-def explain(plan: Plan, profile: Profile, cluster: Cluster, options: PlanOptions) -> Explanation:
+def explain(
+    plan: Plan, profile: Profile, cluster: Cluster, options: PlanOptions, *, score: Score | None = None
+) -> Explanation:
     """Explain a plan that ``make_plan`` made with these arguments."""
     fixed = dataclasses.replace(options, num_microbatches=plan.num_microbatches, microbatch_size=None)
     problem = Problem(profile, cluster, fixed, Cuts(profile.graph), plan.num_microbatches)
     bound = lower_bound(problem)
     others = runners_up(problem, plan, solve_problem)
     gap = plan.predicted.step_seconds / bound - 1 if bound else 0.0
+    if score is not None:
+        others = [dataclasses.replace(other, predicted=score(other)) for other in others[:MOST_SCORED]]
+        others.sort(key=lambda other: other.predicted.step_seconds)
     return Explanation(_cut_reasons(problem, plan), _limit(problem, plan), bound, gap, others[0] if others else None)
 
 
@@ -111,13 +118,17 @@ def _cut_reasons(problem: Problem, plan: Plan) -> tuple[CutReason, ...]:
 
 def _limit(problem: Problem, plan: Plan) -> str:
     unlimited = tuple(dataclasses.replace(device, memory_bytes=0) for device in problem.cluster.devices)
+    # both by the formula: a simulator's figure is no match for it
+    limited = solve_problem(problem)
     free = solve_problem(dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, devices=unlimited)))
-    if free is not None and free.predicted.step_seconds < plan.predicted.step_seconds * 0.999:
-        gain = plan.predicted.step_seconds / free.predicted.step_seconds - 1
-        return f"memory: without its limit a step would be {gain:.1%} faster"
+    if free is not None and limited is not None:
+        gain = limited.predicted.step_seconds / free.predicted.step_seconds - 1
+        if gain > LEAST_GAIN:
+            return f"memory: without its limit a step would be {gain:.1%} faster"
     shares = [stage.seconds / stage.replicas for stage in plan.stages]
     slowest = shares.index(max(shares))
-    total = plan.predicted.bottleneck_seconds
+    same = limited is not None and limited.digest == plan.digest
+    total = limited.predicted.bottleneck_seconds if same and limited is not None else plan.predicted.bottleneck_seconds
     if total and shares[slowest] < total * 0.5:
         return f"links: of the slowest stage's {total * 1e3:.4g} ms, {1 - shares[slowest] / total:.0%} are transfers"
     return f"compute of stage {slowest}: {shares[slowest] * 1e3:.4g} ms of a period of {total * 1e3:.4g} ms"

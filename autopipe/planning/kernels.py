@@ -11,7 +11,7 @@ bytes, ``X`` bytes across a state's cut; ``r`` replicas; ``B`` bandwidth; ``d`` 
 Source: PipeDream (SOSP 2019) and its ``optimizer_graph_hierarchical.py``; the search is ours (parametric).
 """
 
-# ruff: noqa: PLR0917, PLR0915, SIM300 - compiled loops take arrays one by one and stay in one piece; T is no constant
+# ruff: noqa: PLR0915, SIM300 - compiled loops take arrays one by one and stay in one piece; T is no constant
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ a plan cheaper than ``known``; with two groups these are heads and tails, which 
 Source: PipeDream, ``optimizer_graph_hierarchical.py`` (``compute_partitioning``).
 """
 
-# ruff: noqa: PLR0917 - compiled loops take arrays one by one
-
 from __future__ import annotations
 
 import math

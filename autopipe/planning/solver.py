@@ -1,5 +1,3 @@
-# ruff: noqa: PLR0917 - compiled loops take arrays one by one
-
 """The search with replicas, memory and recompute over one order of atoms: the loops, compiled where numba is installed.
 
 A stage is atoms i..j-1 on r ranks, with d ranks behind it, so on ranks a = G - d - r and the next r - 1. Its time for

@@ -12,7 +12,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
-from autopipe.report.text import in_bytes, in_seconds
+from autopipe.report.text import in_bytes, in_ranges, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.workflow.doctor import Examination
@@ -56,7 +56,7 @@ def profile_table(profile: Profile) -> Table:
 def stage_table(plan: Plan, cluster: Cluster) -> Table:
     """Return one row a stage: what it holds, how long a microbatch takes, what it needs, what it sends on."""
     table = _table(
-        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
+        f"{_count(len(plan.stages), 'stage')} on {_count(plan.num_ranks, 'rank')}, {plan.schedule}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
         "stage",
         "ranks",
@@ -72,7 +72,7 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
         limit = cluster.device(stage.ranks[0]).memory_bytes
         table.add_row(
             str(stage.index),
-            ",".join(str(rank) for rank in stage.ranks),
+            in_ranges(stage.ranks),
             f"{stage.first} .. {stage.last}" + (" (recompute)" if stage.recompute else ""),
             in_seconds(stage.seconds),
             in_bytes(stage.peak_bytes),
@@ -80,6 +80,10 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
             in_bytes(sent) if sent else "-",
         )
     return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def prediction_lines(plan: Plan, profile: Profile) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
@@ -25,3 +27,16 @@ def in_seconds(seconds: float) -> str:
 def _three(value: float) -> str:
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:.{digits}f}"
+
+
+def in_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers, runs of three and more as ``4-7``: ``0,1,4-7``."""
+    parts: list[str] = []
+    start = 0
+    for place in range(1, len(numbers) + 1):
+        if place < len(numbers) and numbers[place] == numbers[place - 1] + 1:
+            continue
+        run = numbers[start:place]
+        parts.extend([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))
+        start = place
+    return ",".join(parts)

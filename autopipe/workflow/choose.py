@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from autopipe.errors import PlanError, RunError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning import NEEDS, PlanOptions, comparison, explain, make_plan
-from autopipe.schedules import REGISTRY
+from autopipe.planning import PlanOptions, Watch, make_best_plan
 from autopipe.workflow.clusters import cluster_of_figures, this_machine
-from autopipe.workflow.predict import predict
+from autopipe.workflow.predict import predict, scored
 from autopipe.workflow.requests import PlanRequest
-from autopipe.workflow.settings import PlanSettings
+from autopipe.workflow.settings import PlanSettings, Progress
+from autopipe.workflow.space import Space, most_stages
 from autopipe.workflow.store import PlanRecord, Work, profile_digest
 from autopipe.workload import Workload
 
-# where a schedule is to be chosen: the first one wins a tie, and needs less memory than gpipe
-_AUTO_FIRST = "1f1b"
+# a plan that is faster by less is not better: the figures of a profile are not that exact
+LEAST_GAIN = 5e-4
+QUIET_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A plan, what it was made from, and the seconds of the search."""
+
+    plan: Plan
+    record: PlanRecord
+    space: Space
+    seconds: float
 
 
 def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work: Work) -> tuple[Plan, PlanRecord]:
     """Return the stored plan, or a new one where model, profile or options differ; a note says which."""
     said = PlanRequest.of(settings)
-    request, reason = said, "there was no plan"
+    request, reason = said, "there was none"
     stored = work.found(Plan, work.store.plan)
     record = work.found(PlanRecord, work.store.record)
     if stored is not None and record is not None and record.plan_digest == stored.digest:
@@ -42,72 +56,80 @@ def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work
         else:
             work.notes.append(f"plan of {stored.num_ranks} ranks ({stored.schedule}) taken from before")
             return stored, record
-    made, record, seconds = choose_plan(workload, found, request, work)
-    work.notes.append(f"planned {len(made.stages)} stages in {seconds:.2f} s: {reason}")
-    return made, record
+    chosen = choose_plan(found, request, work, batch_of(workload, request))
+    work.notes.append(f"planned {len(chosen.plan.stages)} stages in {chosen.seconds:.2f} s: {reason}")
+    return chosen.plan, chosen.record
 
 
-def choose_plan(workload: Workload, found: Profile, request: PlanRequest, work: Work) -> tuple[Plan, PlanRecord, float]:
-    """Make the plan of a request and write it and its record. Returns also the seconds of the search."""
-    num_ranks = _num_ranks(request, found)
-    cluster = _cluster(request, num_ranks, found)
-    batch_size = request.batch_size or workload.num_samples(workload.example_item(None))
-    if request.batch_size is not None:
-        next(iter(workload.items(request.batch_size)), None)  # a data hook that takes none must say so now
-    work.progress("planning", 0.0)
-    plans: list[Plan] = []
-    refusals: list[PlanError] = []
+def batch_of(workload: Workload, request: PlanRequest) -> int:
+    """Return the samples of a minibatch: what was asked for, or what the user's data gives.
+
+    Raises: whatever the data hook says to a batch size that it does not take.
+    """
+    if request.batch_size is None:
+        return workload.num_samples(workload.example_item(None))
+    next(iter(workload.items(request.batch_size)), None)
+    return request.batch_size
+
+
+def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: int) -> Chosen:
+    """Make the plan of a request and write it and its record. Ctrl-C ends the search with the best so far."""
+    num_ranks = ranks_of(request, found)
+    cluster = cluster_of(request, num_ranks, found)
+    space = Space.of(request, num_ranks, batch_size)
     start = time.perf_counter()
-    for name in _schedules(request.schedule or "auto"):
-        options = options_of(request, name, num_ranks, batch_size)
-        try:
-            plans.append(make_plan(found, cluster, options, score=lambda p: predict(p, found, cluster)))
-        except PlanError as error:
-            refusals.append(error)
+    made, watch = search(found, cluster, _choices(request, space, found, work), work.progress)
     seconds = time.perf_counter() - start
-    if not plans:
-        raise refusals[0]
-    # the first of equals: what is faster by a rounding error is not better
-    made = min(plans, key=lambda p: round(p.predicted.step_seconds / plans[0].predicted.step_seconds, 3))
+    if watch.stopped:
+        work.notes.append(f"interrupted: the best plan of {watch.tried} of about {watch.total} searches")
     record = PlanRecord(made.digest, profile_digest(found), request, cluster)
     artifact.save(made, work.store.plan)
     artifact.save(record, work.store.record)
-    return made, record, seconds
+    return Chosen(made, record, space, seconds)
 
 
-def options_of(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
-    """Return the planner's options of a request."""
-    return PlanOptions(
-        num_ranks=num_ranks,
-        batch_size=batch_size,
-        num_microbatches=request.num_microbatches,
-        microbatch_size=request.microbatch_size,
-        schedule=schedule,
-        recompute=request.recompute or "auto",
-    )
+def search(
+    found: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress
+) -> tuple[Plan, Watch]:
+    """Return the best plan by the simulator, and how the search went.
 
-
-def explanation(made: Plan, found: Profile, record: PlanRecord) -> tuple[str, ...]:
-    """Return why a plan is as it is, and whether a pipeline pays at all."""
-    options = options_of(record.request, made.schedule, made.num_ranks, made.batch_size)
-    others = comparison(found, record.cluster, options, score=lambda p: predict(p, found, record.cluster))
-    return (*explain(made, found, record.cluster, options).lines(), others.verdict)
-
-
-def _schedules(name: str) -> tuple[str, ...]:
-    """Return the schedules to try.
-
-    ``auto``: those that the planner knows and that give plain training's result with a stage a rank. One that splits
-    the backward is not among them: the profile has no times of the halves.
+    Raises: PlanError where none can be made; ScheduleError where no schedule can run what was made.
     """
-    if name != "auto":
-        return (name,)
-    kinds = [kind for kind in REGISTRY.values() if kind.synchronous and kind.name in NEEDS]
-    plain = [kind.name for kind in kinds if not kind.several_stages and not kind.splits_backward]
-    return tuple(sorted(plain, key=lambda name: name != _AUTO_FIRST))
+    watch = Watch(later(progress))
+    made = make_best_plan(found, cluster, choices, score=scored(found, cluster), watch=watch, least_gain=LEAST_GAIN)
+    if not math.isfinite(made.predicted.step_seconds):
+        predict(made, found, cluster)  # says which rule no schedule can keep
+    return made, watch
 
 
-def _num_ranks(request: PlanRequest, found: Profile) -> int:
+def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return progress that is silent for the first second: what takes less needs none."""
+    start = clock()
+
+    def report(what: str, fraction: float) -> None:
+        if clock() - start > QUIET_SECONDS:
+            progress(f"planning: {what}", fraction)
+
+    return report
+
+
+def _choices(request: PlanRequest, space: Space, found: Profile, work: Work) -> tuple[PlanOptions, ...]:
+    """Return what is searched. Devices that are only described may be more than stages can be made: then replicas."""
+    ranks, most = space.straight[0].num_ranks, most_stages(found)
+    if request.replicas is None and ranks > most and space.free:
+        if request.of_other_devices:
+            work.notes.append(f"{ranks} ranks, and the model has {most} stages at most: planned with replicas")
+            return space.free
+        raise PlanError(
+            f"{ranks} stages asked for, but the model has {most - 1} legal cuts: {most} stages at most",
+            where=f"graph of {found.graph.name}",
+            remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
+        )
+    return space.choices(request.replicas or "never")
+
+
+def ranks_of(request: PlanRequest, found: Profile) -> int:
+    """Return how many ranks are meant. Raises: RunError where nobody said."""
     if request.gpus is not None:
         return request.gpus
     if request.cluster is not None:
@@ -115,16 +137,18 @@ def _num_ranks(request: PlanRequest, found: Profile) -> int:
     if found.device.kind == "cuda":
         import torch
 
-        return torch.cuda.device_count()
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
     raise RunError(
         "nobody said how many ranks, and there is no plan yet",
         remedy="add --gpus N (on a CPU: N processes), or run autopipe plan TARGET --gpus N first",
     )
 
 
-def _cluster(request: PlanRequest, num_ranks: int, found: Profile) -> Cluster:
+def cluster_of(request: PlanRequest, num_ranks: int, found: Profile) -> Cluster:
+    """Return the cluster that is meant: a file, figures, or this machine."""
     if request.cluster is not None:
         return request.cluster
-    if request.gpu_memory_bytes is not None or request.link is not None:
-        return cluster_of_figures(num_ranks, found.device, request.gpu_memory_bytes, request.link)
+    if request.of_other_devices:
+        return cluster_of_figures(num_ranks, found, request.gpu_memory_bytes, request.link, request.device_name)
     return this_machine(num_ranks, found.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
-from autopipe.ir.profile import Device
+from autopipe.ir.profile import Device, Profile
+from autopipe.planning.datasheets import device_like, recognized, relative_speed
 
 # shared memory of one host and a GPU's own links: round figures from data sheets, until they are measured
 HOST_BANDWIDTH = 4e9
@@ -13,15 +14,34 @@ GPU_LATENCY_SECONDS = 10e-6
 LINK_LATENCY_SECONDS = 20e-6
 
 
-def cluster_of_figures(num_ranks: int, device: Device, memory_bytes: int | None, link: float | None) -> Cluster:
-    """Return a flat cluster from ``--gpu-memory`` and ``--link``; what is not given is as on this machine."""
-    here = this_machine(num_ranks, device)
-    level, found = here.levels[0], here.devices[0]
+def cluster_of_figures(
+    num_ranks: int, profile: Profile, memory_bytes: int | None, link: float | None, device_name: str | None = None
+) -> Cluster:
+    """Return a flat cluster from ``--gpu-memory``, ``--link`` and ``--device-name``; the rest is as on this machine.
+
+    Raises: PlanError for a device without a datasheet, or a profile from one.
+    """
+    here = this_machine(num_ranks, profile.device)
+    level, found, source = here.levels[0], here.devices[0], "command line"
+    if device_name is not None:
+        profiled = recognized(profile.device.name)
+        found = device_like(profiled.name, device_name, precision_of(profile))
+        source = relative_speed(profiled.name, device_name, precision_of(profile)).note
+        level = Level("assumed", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
     if link is not None:
         level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
     if memory_bytes is not None:
-        found = ClusterDevice(found.name, memory_bytes)
-    return Cluster((level,), (found,), "command line")
+        found = ClusterDevice(found.name, memory_bytes, found.speed)
+    return Cluster((level,), (found,), source)
+
+
+def precision_of(profile: Profile) -> str:
+    """Return the precision in which most of the model's parameters are kept."""
+    sizes: dict[str, int] = {}
+    for spec in profile.graph.parameters.values():
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes({})
+    most = max(sizes, key=lambda name: sizes[name], default="float32")
+    return {"float16": "fp16", "bfloat16": "bf16"}.get(most, "fp32")
 
 
 def this_machine(num_ranks: int, device: Device) -> Cluster:

@@ -78,6 +78,8 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
     )
     artifact.save(found, work.store.profile)
     return found
+    # so that a plan can be made later without the model file
+    found = dataclasses.replace(found, batch_size=model.workload.num_samples(model.workload.example_item(None)))
 
 
 def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> tuple[Model, Profile]:

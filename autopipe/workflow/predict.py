@@ -6,6 +6,10 @@ and what one minibatch adds is its step.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+from autopipe.errors import ScheduleError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
@@ -15,6 +19,8 @@ from autopipe.runtime.routes import Edge, Routes, tied
 from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
 
 WINDOW = 8
+# rank x microbatch pairs above which a simulation takes a good part of a second, and a search asks for dozens
+MOST_SIMULATED = 100_000
 
 
 def schedule_of(plan: Plan, num_minibatches: int = 1) -> Schedule:
@@ -79,3 +85,20 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
         bubble = 1 - busy / (seconds * plan.num_ranks) if seconds else 0.0
     bottleneck = max(stage.seconds / stage.replicas for stage in plan.stages)
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
+
+
+def scored(profile: Profile, cluster: Cluster) -> Callable[[Plan], Prediction]:
+    """Return the judge of plans: the simulator. What no schedule can run takes for ever.
+
+    A plan too large to be simulated dozens of times keeps the planner's own figures.
+    """
+
+    def score(plan: Plan) -> Prediction:
+        if plan.num_ranks * plan.num_microbatches > MOST_SIMULATED:
+            return plan.predicted
+        try:
+            return predict(plan, profile, cluster)
+        except ScheduleError:
+            return Prediction(math.inf, 0.0, 0.0, plan.predicted.bottleneck_seconds)
+
+    return score

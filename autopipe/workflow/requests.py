@@ -19,6 +19,8 @@ _OPTIONS = {
     "cluster": "--cluster",
     "gpu_memory_bytes": "--gpu-memory",
     "link": "--link",
+    "replicas": "--replicas",
+    "device_name": "--device-name",
 }
 
 
@@ -35,6 +37,13 @@ class PlanRequest:
     cluster: Cluster | None = None
     gpu_memory_bytes: int | None = None
     link: float | None = None
+    replicas: str | None = None
+    device_name: str | None = None
+
+    @property
+    def of_other_devices(self) -> bool:
+        """Whether the devices or links are described, and need not be here."""
+        return any(x is not None for x in (self.cluster, self.gpu_memory_bytes, self.link, self.device_name))
 
     @staticmethod
     def of(settings: PlanSettings) -> PlanRequest:
@@ -50,6 +59,8 @@ class PlanRequest:
             None if figures.file is None else read_cluster(figures.file),
             figures.gpu_memory_bytes,
             figures.link,
+            settings.replicas,
+            figures.device_name,
         )
 
     def overlaid(self, said: PlanRequest) -> PlanRequest:
@@ -61,8 +72,8 @@ class PlanRequest:
         elif said.microbatch_size is not None:
             changes["num_microbatches"] = None
         if said.cluster is not None:
-            changes |= {"gpu_memory_bytes": said.gpu_memory_bytes, "link": said.link}
-        elif said.gpu_memory_bytes is not None or said.link is not None:
+            changes |= dict.fromkeys(("gpu_memory_bytes", "link", "device_name"))
+        elif said.of_other_devices:
             changes["cluster"] = None
         return dataclasses.replace(self, **changes)
 

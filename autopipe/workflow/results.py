@@ -8,6 +8,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
+from autopipe.planning import Comparison, Explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,10 @@ class ProfileResult:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """``planning_seconds``: of the search alone; 0 where the stored plan was taken."""
+    """``planning_seconds``: of the search alone. ``comparison``: None where it was interrupted.
+
+    ``explanation``: None where it was not asked for.
+    """
 
     plan: Plan
     profile: Profile
@@ -31,7 +35,8 @@ class PlanResult:
     planning_seconds: float
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    explanation: tuple[str, ...] = ()
+    comparison: Comparison | None = None
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)

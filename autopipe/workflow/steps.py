@@ -19,7 +19,9 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.schedules import render
-from autopipe.workflow.choose import choose_plan, ensure_plan, explanation
+from autopipe.workflow.choose import batch_of, choose_plan, ensure_plan
+from autopipe.workflow.contenders import compared
+from autopipe.workflow.contenders import explained as explain
 from autopipe.workflow.models import ensure_profile, load_model, measure_model
 from autopipe.workflow.predict import predict, schedule_of, timeline_of
 from autopipe.workflow.requests import PlanRequest
@@ -54,20 +56,40 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
 
 
 def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:
-    """Plan anew, from a profile that is taken from before where it still holds, and write plan.json."""
+    """Plan anew and write plan.json.
+
+    Where neither a model nor a measurement is named, from the stored profile alone, wherever it was taken: the model
+    file is not looked at. Else from a profile that is measured where the stored one no longer holds.
+    """
     work = Work.begin(settings.work_dir, progress)
-    model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
-    made, record, seconds = choose_plan(model.workload, found, PlanRequest.of(settings), work)
-    artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
+    request = PlanRequest.of(settings)
+    stored = None if settings.profile.asks_for_model else work.found(Profile, work.store.profile)
+    warnings: tuple[str, ...] = ()
+    if stored is not None and (batch_size := request.batch_size or stored.batch_size):
+        found = stored
+        work.notes.append(f"planned from the stored profile of {found.graph.name}; its file was not read")
+    else:
+        model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
+        batch_size, warnings = batch_of(model.workload, request), model.capture.notes
+        artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
+    chosen = choose_plan(found, request, work, batch_size)
+    made, record = chosen.plan, chosen.record
+    against = reasons = None
+    try:
+        against = compared(made, found, record, chosen.space)
+        reasons = explain(made, found, record, chosen.space) if explained else None
+    except KeyboardInterrupt:
+        work.notes.append("interrupted: the plan is written, and was not compared with others")
     return PlanResult(
         made,
         found,
         record.cluster,
         str(work.store.plan),
-        seconds,
+        chosen.seconds,
         (*work.notes, *assumptions(record)),
-        model.capture.notes,
-        explanation(made, found, record) if explained else (),
+        warnings,
+        against,
+        reasons,
     )
 
 
@@ -156,10 +178,12 @@ def _stages_hold(store: Store, made: Plan) -> bool:
 
 def assumptions(record: PlanRecord) -> tuple[str, ...]:
     """Return what a plan takes for granted and nobody measured, for people."""
+    level, device = record.cluster.levels[0], record.cluster.devices[0]
+    if record.request.device_name is not None:
+        return (f"{device.name}: {record.cluster.source}",)
     if record.cluster.source != "assumed":
         return ()
-    level, device = record.cluster.levels[0], record.cluster.devices[0]
     return (
         f"assumed: {level.bandwidth / 1e9:.3g} GB/s between ranks, {device.memory_bytes / 2**30:.1f} GiB a rank "
-        "(--cluster, --gpu-memory and --link say otherwise)",
+        "(--cluster, --gpu-memory and --link say otherwise; autopipe doctor --links measures)",
     )

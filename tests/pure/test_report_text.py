@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopipe.report.text import in_bytes, in_seconds
+from autopipe.report.text import in_bytes, in_ranges, in_seconds
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,11 @@ def test_bytes_have_three_digits_and_a_unit(count, text):
 )
 def test_seconds_have_three_digits_and_a_unit(seconds, text):
     assert in_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [((), ""), ((3,), "3"), ((0, 1), "0,1"), ((0, 1, 2), "0-2"), ((0, 1, 4, 5, 6, 9), "0,1,4-6,9"), ((0, 8), "0,8")],
+)
+def test_runs_of_numbers_are_shown_as_ranges(numbers, shown):
+    assert in_ranges(numbers) == shown

@@ -1,15 +1,23 @@
 """Clusters that no file describes, and what a request says against what a stored one said."""
 
+import dataclasses
+
+import pytest
+from test_planning_refusals import chain
+
+from autopipe.errors import PlanError
 from autopipe.ir.profile import Device
-from autopipe.workflow.clusters import cluster_of_figures, this_machine
+from autopipe.workflow.clusters import cluster_of_figures, precision_of, this_machine
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.settings import ClusterSettings, ModelSettings, PlanSettings, ProfileSettings
 
 CPU = Device("cpu", "some cpu", 8 * 2**30)
+A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
+CPU_PROFILE = dataclasses.replace(chain(4), device=CPU)
 
 
 def test_figures_replace_what_this_machine_has():
-    found = cluster_of_figures(4, CPU, 2**30, 3.125e9)
+    found = cluster_of_figures(4, CPU_PROFILE, 2**30, 3.125e9)
     assert found.num_ranks == 4
     assert found.levels[0].bandwidth == 3.125e9
     assert found.device(3).memory_bytes == 2**30
@@ -24,6 +32,38 @@ def test_this_machine_shares_its_memory_among_cpu_ranks_and_says_that_it_assumes
 
 def test_a_gpu_has_the_memory_that_was_profiled():
     assert this_machine(2, Device("cuda", "H", 5 * 2**30)).device(1).memory_bytes == 5 * 2**30
+
+
+def test_a_device_by_name_is_scaled_from_the_datasheets_and_called_an_estimate():
+    found = cluster_of_figures(8, dataclasses.replace(chain(4), device=A100), None, 5e10, "H100-SXM")
+    device = found.device(7)
+    assert (device.name, device.memory_bytes) == ("H100-80GB", 80 * 10**9)
+    # float32: 67 against 19.5 TFLOP/s, 3350 against 2039 GB/s
+    assert device.speed == pytest.approx((67 / 19.5 * 3350 / 2039) ** 0.5)
+    assert found.source.startswith("estimate from datasheets: 2.38 times the speed of A100-80GB")
+    assert found.levels[0].bandwidth == 5e10
+
+
+def test_memory_that_was_said_goes_before_the_datasheets():
+    found = cluster_of_figures(2, dataclasses.replace(chain(4), device=A100), 2**30, None, "h200")
+    assert (found.device(0).name, found.device(0).memory_bytes) == ("H200-141GB", 2**30)
+
+
+def test_a_profile_of_a_device_without_a_datasheet_cannot_be_scaled():
+    with pytest.raises(PlanError, match="the profile was taken on 'some cpu', which has no datasheet"):
+        cluster_of_figures(2, CPU_PROFILE, None, None, "H100-SXM")
+
+
+def test_the_precision_is_that_of_most_parameters():
+    found = chain(4)
+    names = list(found.graph.parameters)
+    half = {
+        name: dataclasses.replace(spec, dtype="bfloat16" if name != names[0] else spec.dtype)
+        for name, spec in found.graph.parameters.items()
+    }
+    assert precision_of(found) == "fp32"
+    graph = dataclasses.replace(found.graph, parameters=half)
+    assert precision_of(dataclasses.replace(found, graph=graph)) == "bf16"
 
 
 def request_of(**given):

@@ -1,0 +1,172 @@
+"""Which plans a request spans, what its search says and keeps, and the plans that no schedule can run."""
+
+import dataclasses
+import math
+
+import pytest
+from test_planning_refusals import chain, machine
+
+from autopipe.errors import PlanError, ScheduleError
+from autopipe.planning import NEEDS, PlanOptions, Watch, make_best_plan, make_plan
+from autopipe.schedules import REGISTRY
+from autopipe.workflow import choose, predict
+from autopipe.workflow.choose import choose_plan, later, search
+from autopipe.workflow.contenders import compared, explained
+from autopipe.workflow.requests import PlanRequest
+from autopipe.workflow.space import MANY_RANKS, Space, schedules, takes_replicas
+from autopipe.workflow.store import Work
+
+FOUND, FAST = chain(8, saved=2**20, weight=2**20, output=2**20), machine(4, 100)
+
+
+def silent(what, fraction):
+    pass
+
+
+def test_auto_gives_plain_trainings_result_and_prefers_1f1b():
+    names = schedules("auto")
+    assert names[0] == "1f1b"
+    assert all(REGISTRY[name].synchronous and not REGISTRY[name].splits_backward for name in names)
+    assert {"custom", "interleaved"}.isdisjoint(names)
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name in NEEDS and name != "custom"])
+def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
+    space = Space.of(PlanRequest(schedule=name), 2, 32)
+    made, _ = search(FOUND, machine(2, 100), space.straight, silent)
+    assert math.isfinite(made.predicted.step_seconds)
+    assert made.schedule == name
+    assert predict.predict(made, FOUND, machine(2, 100)) == made.predicted
+
+
+@pytest.mark.parametrize("name", list(REGISTRY))
+def test_replicas_are_in_the_space_exactly_where_schedule_and_planner_have_them(name):
+    if name not in NEEDS:
+        return
+    space = Space.of(PlanRequest(schedule=name), 4, 32)
+    assert bool(space.free) == (REGISTRY[name].replicas and NEEDS[name].replicas)
+    assert all(not options.straight and takes_replicas(options) for options in space.rivals())
+
+
+def test_never_is_straight_and_auto_has_both():
+    space = Space.of(PlanRequest(), 4, 32)
+    assert all(options.straight for options in space.choices("never"))
+    assert {options.straight for options in space.choices("auto")} == {True, False}
+
+
+def test_replicas_for_a_schedule_without_them_are_refused():
+    with pytest.raises(PlanError, match="schedule 'zero-bubble' runs no replicated stages"):
+        Space.of(PlanRequest(schedule="zero-bubble"), 4, 32).choices("auto")
+
+
+def test_interleaving_is_tried_at_several_depths():
+    space = Space.of(PlanRequest(schedule="interleaved"), 2, 32)
+    assert [options.stages_per_rank for options in space.straight] == [2, 3, 4]
+
+
+def test_many_ranks_are_searched_in_powers_of_two():
+    (few, *_), (many, *_) = (Space.of(PlanRequest(), n, 4096).free for n in (MANY_RANKS, 2 * MANY_RANKS))
+    assert (few.replica_choices, few.tolerance) == ("any", 0.0)
+    assert (many.replica_choices, many.tolerance) == ("powers", 0.01)
+
+
+def test_a_plan_that_no_schedule_can_run_takes_for_ever(monkeypatch):
+    def refused(plan, profile, cluster):
+        raise ScheduleError("rule 3 is broken")
+
+    monkeypatch.setattr(predict, "predict", refused)
+    monkeypatch.setattr(choose, "predict", refused)
+    plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8), score=predict.scored(FOUND, FAST))
+    assert (plan.predicted.step_seconds, plan.predicted.samples_per_second) == (math.inf, 0.0)
+    with pytest.raises(ScheduleError, match="rule 3 is broken"):
+        search(FOUND, FAST, (PlanOptions(4, 32, 8),), silent)
+
+
+def test_a_huge_plan_keeps_the_planners_figures():
+    plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8))
+    huge = dataclasses.replace(plan, num_microbatches=predict.MOST_SIMULATED)
+    assert predict.scored(FOUND, FAST)(huge) is huge.predicted
+
+
+def test_progress_is_silent_for_a_second():
+    times, seen = iter([0.0, 0.9, 1.1]), []
+    report = later(lambda what, fraction: seen.append((what, fraction)), lambda: next(times))
+    report("gpipe, 4 microbatches", 0.1)
+    report("1f1b, 4 microbatches", 0.5)
+    assert seen == [("planning: 1f1b, 4 microbatches", 0.5)]
+
+
+def interrupted_at(count):
+    """A watcher who presses Ctrl-C when the search of this number begins."""
+    watch = Watch()
+
+    def report(what, fraction):
+        assert 0 <= fraction <= 1
+        if watch.tried == count:
+            raise KeyboardInterrupt
+
+    watch.report = report
+    return watch
+
+
+def test_ctrl_c_keeps_the_best_plan_so_far():
+    options = PlanOptions(4, 64)
+    watch = interrupted_at(2)
+    plan = make_plan(FOUND, FAST, options, watch=watch)  # 8, 16, 32, 64 microbatches: more are better here
+    assert watch.stopped
+    assert (plan.num_microbatches, watch.tried, watch.total) == (16, 2, 4)
+
+
+def test_ctrl_c_before_anything_was_found_is_passed_on():
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(FOUND, FAST, PlanOptions(4, 64), watch=interrupted_at(0))
+
+
+def test_ctrl_c_between_two_schedules_keeps_the_first_ones_plan():
+    choices = [PlanOptions(4, 32, 8, schedule=name) for name in ("1f1b", "gpipe", "eager-1f1b")]
+    watch = interrupted_at(1)
+    assert make_best_plan(FOUND, FAST, choices, watch=watch).schedule == "1f1b"
+    assert (watch.stopped, watch.tried, watch.total) == (True, 1, 3)
+
+
+def chosen(tmp_path, request, batch_size=32):
+    work = Work.begin(tmp_path, None)
+    return choose_plan(FOUND, request, work, batch_size), work.notes
+
+
+def test_more_ranks_than_stages_are_refused_with_both_ways_out(tmp_path):
+    with pytest.raises(PlanError, match="64 stages asked for") as caught:
+        chosen(tmp_path, PlanRequest(gpus=64))
+    assert caught.value.remedy.startswith("use 8 ranks or fewer")
+    assert caught.value.remedy.endswith("--replicas auto")
+
+
+def test_more_described_devices_than_stages_are_planned_with_replicas_and_it_is_said(tmp_path):
+    made, notes = chosen(tmp_path, PlanRequest(gpus=64, gpu_memory_bytes=80 * 2**30, link=5e10), 256)
+    assert any(stage.replicas > 1 for stage in made.plan.stages)
+    assert notes == ["64 ranks, and the model has 8 stages at most: planned with replicas"]
+
+
+def test_the_table_has_the_straight_pipeline_that_was_made_and_a_best_plan_no_slower(tmp_path):
+    made, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33))
+    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record, made.space).contenders}
+    assert found["best straight pipeline"] == made.plan
+    assert found["data parallel"].stages[0].replicas == 4
+    steps = [plan.predicted.step_seconds for plan in found.values()]
+    assert found["best plan"].predicted.step_seconds == min(steps)
+
+
+def test_a_schedule_without_replicas_is_compared_with_replicated_plans_of_1f1b(tmp_path):
+    made, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble"))
+    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record, made.space).contenders}
+    assert found["best straight pipeline"].schedule == "zero-bubble"
+    assert found["data parallel"].schedule == "1f1b"
+
+
+@pytest.mark.parametrize("request_", [PlanRequest(gpus=2), PlanRequest(gpus=4, replicas="auto", schedule="gpipe")])
+def test_the_explanation_fits_the_plan(tmp_path, request_):
+    made, _ = chosen(tmp_path, request_)
+    found = explained(made.plan, FOUND, made.record, made.space)
+    assert [cut.node for cut in found.cuts] == [stage.first for stage in made.plan.stages[1:]]
+    assert made.plan.predicted.step_seconds >= found.bound_seconds
+    assert found.limit.startswith(("compute", "links", "memory"))
