@@ -13,7 +13,7 @@ from autopipe.trace.follow import Followed, source_text
 from autopipe.trace.targets import qualified_name
 
 
-class OtherWay(Exception):  # noqa: N818  # no error: a finding that the caller turns into a note or another attempt
+class OtherWay(Exception):  # noqa: N818  # a finding, which the caller turns into a note or another attempt  # no error: a finding that the caller turns into a note or another attempt
     """The two recordings are not the same calls; the text says where they part."""
 
 

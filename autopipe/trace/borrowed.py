@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from autopipe.errors import TraceError
+from autopipe.trace.caches import Caches
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -118,6 +119,7 @@ class Borrowed:
         self.of_real: dict[int, Tensor] = {}
         self.fake: dict[str, Tensor] = {}  # first name -> fake
         self.snapshot = Snapshot(model)
+        self.caches = Caches(model)
 
     def __enter__(self) -> Borrowed:
         try:
@@ -131,6 +133,7 @@ class Borrowed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.snapshot.restore()
+        self.caches.restore()
 
     def _lend(self) -> None:
         for module in self.model.modules():

@@ -72,7 +72,7 @@ class Opaque:
                 torch.dropout(data, module.dropout, train=True)
         return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices), hidden
 
-    def _ctc_loss(  # noqa: PLR0917  # torch's own signature
+    def _ctc_loss(  # torch's own signature
         self,
         log_probs: Tensor,
         targets: Tensor,

@@ -8,15 +8,16 @@ libraries take the path without data-dependent shortcuts (transformers drops an 
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributions
 import torch.utils.checkpoint
 from torch import nn
 
+from autopipe.trace.caches import users_namespaces
 from autopipe.trace.explain import here
 from autopipe.trace.recorder import Recorder
 
@@ -103,22 +104,16 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         (torch.compiler, "is_compiling", lambda: True),
         (torch.compiler, "is_exporting", lambda: True),
         (nn.Module, "training", reads),
+        (torch.distributions.Distribution, "_validate_args", False),  # it reads the data to check it
     ]
     with contextlib.ExitStack() as stack:
-        for namespace in _users_namespaces(recorder.borrowed.model):
-            replaced.append((namespace, "len", symbolic_len))
+        namespaces = users_namespaces(recorder.borrowed.model)
+        replaced += [(namespace, "len", symbolic_len) for namespace in namespaces if "len" not in vars(namespace)]
         for owner, name, value in replaced:
             stack.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
             setattr(owner, name, value)
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         yield reads
-
-
-def _users_namespaces(model: nn.Module) -> list[Any]:
-    """Return the Python modules that the model's own classes come from, and that use ``len`` as it is."""
-    names = dict.fromkeys(type(module).__module__ for module in model.modules())
-    found = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
-    return [namespace for namespace in found if "len" not in vars(namespace)]
 
 
 _ABSENT = object()

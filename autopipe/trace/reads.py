@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -116,7 +117,7 @@ class FollowingShapeEnv(ShapeEnv):
             if self.fixed_at.keys() & set(symbols):
                 continue  # refused as a whole when the pass is over
             holds = (guard.expr.subs(dict.fromkeys(symbols, size)) for size in _SIZES)
-            if self.on_answer is not None and any(held == False for held in holds):  # noqa: E712  # sympy's false
+            if self.on_answer is not None and any(held is sympy.false for held in holds):  # sympy's false
                 self.on_answer(guard.expr, True)
         return answer
 

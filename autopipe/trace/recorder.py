@@ -46,6 +46,7 @@ from autopipe.trace.values import (
     RandomCount,
     effective_autocast,
     tensors_in,
+    version_of,
 )
 
 
@@ -153,14 +154,14 @@ class Recorder(TorchFunctionMode):
         self.construct = name
         args, kwargs = self.known.faked(args), self.known.faked(kwargs)
         touched = [*tensors_in((args, kwargs)), *state]
-        versions = [tensor._version for tensor in touched]
+        versions = [version_of(tensor) for tensor in touched]
         first = self.random.count
         self._paused += 1
         try:
             out = run(args, kwargs)
         finally:
             self._paused -= 1
-        changed = [t for t, version in zip(touched, versions, strict=True) if t._version != version]
+        changed = [t for t, version in zip(touched, versions, strict=True) if version_of(t) != version]
         changed += self._written_silently(name, args, kwargs) if name in SILENT else silent
         self.construct = ""
         if not changed and next(tensors_in(out), None) is None:
@@ -250,6 +251,8 @@ class Recorder(TorchFunctionMode):
         try:
             if not path or not is_leaf(module, self.borrowed.state):
                 return original(module, *args, **kwargs)
+            if getattr(module, "max_norm", None) is not None:
+                raise unsupported(f"{path} changes its weight in the forward (max_norm)", "leave max_norm out")
             run = self.opaque.module(module, args) or functools.partial(original, module)
             return self._call(
                 lambda a, k: run(*a, **k),

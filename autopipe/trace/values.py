@@ -66,3 +66,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, slice):
         yield from tensors_in((value.start, value.stop, value.step))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; one made in inference mode does not count."""
+    return 0 if tensor.is_inference() else tensor._version

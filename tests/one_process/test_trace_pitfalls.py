@@ -1,4 +1,6 @@
-"""One test for each way in which a capture can be silently wrong; the numbers are those of the study behind the design."""
+"""One test for each way in which a capture can be silently wrong."""
+
+import functools
 
 import numpy as np
 import pytest
@@ -227,3 +229,70 @@ def test_22_a_transformer_of_torch_is_looked_into():
     graph = capture(workload("nn.Transformer")).graph
     assert len([node for node in graph.nodes if node.target.endswith("linear1")]) == 2
     assert not [node for node in graph.nodes if node.target == "model"]
+
+
+@functools.lru_cache
+def memoized_table(width):
+    return torch.arange(float(width))
+
+
+kept_tables = {}
+
+
+class Tables:
+    def __init__(self):
+        self.table = None
+
+    def get(self):
+        if self.table is None:
+            self.table = torch.ones(4) * 3
+        return self.table
+
+
+class Caching(Base):
+    def __init__(self):
+        super().__init__()
+        self.tables = Tables()
+
+    def forward(self, x):
+        if "scale" not in kept_tables:
+            kept_tables["scale"] = torch.full((4,), 2.0)
+        return (self.a(x) * memoized_table(4) * kept_tables["scale"] * self.tables.get()).pow(2).mean()
+
+
+def test_7_what_helpers_keep_is_not_left_fake():
+    work = Toy(Caching, vectors)
+    model = work.build_model()
+    assert capture(work, model=model).exact
+    assert model.tables.table is None or type(model.tables.table) is torch.Tensor
+    assert type(memoized_table(4)) is torch.Tensor
+    assert all(type(value) is torch.Tensor for value in kept_tables.values())
+    assert capture(work, model=model).exact  # now everything is cached
+
+
+def test_a_distribution_does_not_check_its_arguments_while_it_is_followed():
+    class Sampling(Base):
+        def forward(self, x):
+            h = self.a(x)
+            return torch.distributions.Normal(h, h.exp()).rsample().pow(2).mean()
+
+    captured = capture(Toy(Sampling, vectors))
+    assert captured.exact
+    assert sum(node.num_random for node in captured.graph.nodes) == 1
+
+
+def test_masks_made_in_inference_mode_are_followed():
+    class Inference(Base):
+        def forward(self, x):
+            with torch.inference_mode():
+                mask = (x > 0).float()
+            return (self.a(x) * mask.clone()).pow(2).mean()
+
+    assert capture(Toy(Inference, vectors)).exact
+
+
+def test_an_embedding_that_renormalises_itself_is_refused():
+    model = nn.Sequential(nn.Embedding(20, 4, max_norm=1.0))
+    work = Toy(lambda: model, lambda n, g: {"input": tokens(n, g)["ids"]}, loss=lambda out, item: out.mean())
+    with pytest.raises(TraceError, match="0 changes its weight in the forward"):
+        capture(work)
