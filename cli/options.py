@@ -95,6 +95,11 @@ model_options: tuple[Callable[[Any], Any], ...] = (
     option("--eval-data", metavar="TARGET", help="Held-out data, instead of the file's `evaluate_data`."),
     option("--optimizer", metavar="NAME|TARGET", help="Such as adamw, or a function of the named parameters."),
     option("--lr", type=float, help="Learning rate."),
+    option(
+        "--precision",
+        type=types.one_of("precision", "fp32", "bf16", "fp16"),
+        help="Of forward and loss: bf16 and fp16 run under autocast, fp16 with loss scaling. [default: fp32]",
+    ),
     option("--seed", type=int, help="Of the initial weights and of every random operation. [default: 0]"),
 )
 profile_options: tuple[Callable[[Any], Any], ...] = (
@@ -115,11 +120,6 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     ),
     option("--gpu-memory", type=types.BYTES, metavar="SIZE", help="Of each device, such as 24GiB."),
     option("--link", type=types.RATE, metavar="RATE", help="Between devices, such as 25Gbit/s."),
-    option("--num-microbatches", type=types.COUNT, metavar="M", help="Parts of a minibatch."),
-    option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),
-    option(
-        "--recompute",
-        type=types.one_of("recompute setting", "auto", "always", "never"),
     option(
         "--device-name",
         metavar="NAME",
@@ -131,6 +131,11 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
         help="Stages on several ranks, each with its share of the microbatches: equal to plain training within 1e-6, "
         "not to the last bit, and BatchNorm's running statistics are averaged. [default: never]",
     ),
+    option("--num-microbatches", type=types.COUNT, metavar="M", help="Parts of a minibatch."),
+    option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),
+    option(
+        "--recompute",
+        type=types.one_of("recompute setting", "auto", "always", "never"),
         help="Run forwards twice to save memory. [default: auto, where it does not fit without]",
     ),
 )
@@ -162,6 +167,7 @@ def profile_settings(target: str | None, given: dict[str, Any]) -> ProfileSettin
         tuple(given["input"]),
         given["lr"],
         given["seed"],
+        given["precision"],
     )
     return ProfileSettings(
         found,
@@ -174,12 +180,6 @@ def profile_settings(target: str | None, given: dict[str, Any]) -> ProfileSettin
     )
 
 
-def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
-    """Return the settings of the options that ``planning`` adds.
-
-    Raises: click.UsageError where two of them exclude each other.
-    """
-    for first, second in _EXCLUSIVE:
 _EXCLUSIVE = (
     ("num_microbatches", "microbatch_size"),
     ("cluster", "gpu_memory"),
@@ -188,6 +188,12 @@ _EXCLUSIVE = (
 )
 
 
+def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
+    """Return the settings of the options that ``planning`` adds.
+
+    Raises: click.UsageError where two of them exclude each other.
+    """
+    for first, second in _EXCLUSIVE:
         if given[first] is not None and given[second] is not None:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in (first, second))
             raise click.UsageError(f"{names} exclude each other; give one")
@@ -200,5 +206,5 @@ _EXCLUSIVE = (
         given["num_microbatches"],
         given["microbatch_size"],
         given["recompute"],
-    )
         given["replicas"],
+    )

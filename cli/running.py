@@ -51,13 +51,6 @@ def check_command(terminal: Terminal, target: str | None, steps: int, **given: A
 @options.planning
 @options.option("--steps", type=types.COUNT, metavar="K", help="Optimizer steps.")
 @options.option("--epochs", type=types.COUNT, metavar="E", help="Passes over the data. [default: 1]")
-@options.option(
-    "--precision",
-    type=types.one_of("precision", "fp32", "bf16", "fp16"),
-    default="fp32",
-    show_default=True,
-    help="Of the arithmetic.",
-)
 @options.option("--clip-grad-norm", type=click.FloatRange(min=0), default=0.0, metavar="X", help="Largest norm.")
 @options.option("--checkpoint-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: at the end.")
 @options.option("--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: never.")
@@ -67,6 +60,7 @@ def check_command(terminal: Terminal, target: str | None, steps: int, **given: A
     show_default=True,
     help="Compare one step of a new plan with plain training first.",
 )
+@options.option("--deferred-batch-norm", is_flag=True, help="Update running statistics once a minibatch.")
 @options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")
 @options.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
 @options.option("--launcher", type=types.one_of("launcher", *LAUNCHERS), default="local", show_default=True)
@@ -93,11 +87,11 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         options.plan_settings(target, given),
         given["steps"],
         given["epochs"],
-        given["precision"],
         given["clip_grad_norm"],
         given["checkpoint_every"],
         given["eval_every"],
         given["check"],
+        given["deferred_batch_norm"],
         given["keep_checkpoints"],
         given["resume"],
         given["run_dir"],

@@ -16,7 +16,8 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.session import Layout, RankSession
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.session import RankSession
 from autopipe.runtime.threads import run_in_threads
 from autopipe.trace import Capture, capture
 from autopipe.workload import LoadOptions, Workload, load_workload
@@ -55,7 +56,11 @@ def captured(sample: str) -> Captured:
 def captured_file(path: Path, arguments: tuple[tuple[str, str], ...] = (), batch_size: int = 5) -> Captured:
     """Capture any model file."""
     workload = load_workload(LoadOptions(str(path), arguments=dict(arguments)))
-    found = capture(workload, batch_size=batch_size)
+    return profile_of(workload, capture(workload, batch_size=batch_size))
+
+
+def profile_of(workload: Workload, found: Capture) -> Captured:
+    """Return a capture with a profile in which every node costs the same."""
     costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in found.graph.nodes}
     profile = Profile(workload.spec, found.graph, Device("cpu", "test", 0), (Measurement(1, costs),))
     return Captured(workload, found, profile)

@@ -12,6 +12,7 @@ class WorkloadSpec:
     """How to find the user's model again: TARGET, its arguments, and hooks given as options. See ``workload``.
 
     ``optimizer``: one of torch's by name, "" for the file's own hook or AdamW. ``lr``: None for the optimizer's own.
+    ``precision``: fp32, or bf16/fp16 for a forward and loss under autocast.
     """
 
     target: str
@@ -21,6 +22,7 @@ class WorkloadSpec:
     seed: int
     optimizer: str = ""
     lr: float | None = None
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,9 @@ class Profile:
     ``optimizer_seconds_per_byte``: optimizer step, per byte of parameters. ``optimizer_bytes_per_byte``: optimizer
     state kept, per byte of parameters (AdamW in float32: 2).
     ``send_seconds_per_byte``/``send_seconds``: what handing a tensor to the transport costs the sending rank.
+    ``batch_size``: samples of a minibatch of the user's own data; 0 where it is not known.
 
     Raises: ValueError when a measurement does not cover every node.
-    ``batch_size``: samples of a minibatch of the user's own data; 0 where it is not known.
     """
 
     workload: WorkloadSpec
@@ -74,9 +76,9 @@ class Profile:
     measurements: tuple[Measurement, ...]
     optimizer_seconds_per_byte: float = 0.0
     optimizer_bytes_per_byte: float = 2.0
+    batch_size: int = 0
 
     def __post_init__(self) -> None:
-    batch_size: int = 0
         names = {node.name for node in self.graph.nodes}
         if not self.measurements:
             raise ValueError("a profile holds at least one measurement")

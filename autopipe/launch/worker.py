@@ -28,7 +28,8 @@ from autopipe.ir.schedule import Instruction
 from autopipe.launch.heartbeat import Heartbeats
 from autopipe.runtime.distributed import ProcessTransport, start_process_group
 from autopipe.runtime.job import RunDirectory
-from autopipe.runtime.session import Layout, RankSession
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport import TransportClosed
 
 _PR_SET_PDEATHSIG = 1

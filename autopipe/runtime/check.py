@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
 from autopipe.runtime.reference import PlainSettings, plain_training
-from autopipe.runtime.session import Layout
 from autopipe.runtime.threads import run_in_threads
 from autopipe.schedules import make
 from autopipe.workload import Workload
@@ -112,6 +112,8 @@ def why_not_bitwise(layout: Layout, job: Job) -> tuple[str, ...]:
         for tie in layout.plan.ties
         if not tie.exact
     )
+    if layout.plan.workload.precision != "fp32":
+        reasons.append("autocast: a weight's cast is shared within a stage, not over the whole model")
     if job.device != "cpu":
         reasons.append(f"{job.device} kernels may add up in another order from run to run")
     return tuple(reasons)
@@ -154,7 +156,14 @@ def compare(
     """Train ``items`` plainly and through the plan with ranks as threads, both on one thread a rank, and compare."""
     ours: Gradients = {}
     plan = layout.plan
-    settings = PlainSettings(plan.num_microbatches, plan.workload.seed, draws, job.clip_grad_norm, staleness(layout))
+    settings = PlainSettings(
+        plan.num_microbatches,
+        plan.workload.seed,
+        draws,
+        job.clip_grad_norm,
+        staleness(layout),
+        deferred_batch_norm=job.deferred_batch_norm,
+    )
     reasons = why_not_bitwise(layout, job)
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
@@ -177,7 +186,7 @@ def compare(
     tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
     for name, parameter in plain.parameters.items():
         worst.add(name, tensors.get(name), parameter)
-    averaged = _averaged_buffers(layout)
+    averaged = set() if job.deferred_batch_norm else _averaged_buffers(layout)
     for name, buffer in plain.buffers.items():
         if name in tensors and name not in averaged:
             worst.add(name, tensors[name], buffer)

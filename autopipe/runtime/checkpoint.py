@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,7 +44,10 @@ class StageFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``step``: optimizer steps done. ``epoch``/``position``: where the data goes on. ``versions``: weights held."""
+    """``step``: optimizer steps done. ``epoch``/``position``: where the data goes on.
+
+    ``scale``/``good_steps``: of the loss in float16, 0 elsewhere.
+    """
 
     step: int
     epoch: int
@@ -53,6 +56,8 @@ class Manifest:
     graph_digest: str
     plan_digest: str
     files: tuple[StageFile, ...]
+    scale: float = 0.0
+    good_steps: int = 0
 
 
 def directory_of(checkpoints: Path, step: int) -> Path:
@@ -101,15 +106,7 @@ def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manife
         for index in range(num_stages)
     )
     final = directory_of(checkpoints, manifest.step)
-    complete = Manifest(
-        manifest.step,
-        manifest.epoch,
-        manifest.position,
-        manifest.seed,
-        manifest.graph_digest,
-        manifest.plan_digest,
-        files,
-    )
+    complete = replace(manifest, files=files)
     artifact.save(complete, temporary / "manifest.json")
     for index in range(num_stages):
         (temporary / f"stage-{index}.json").unlink()

@@ -25,8 +25,9 @@ from autopipe.ir.plan import Plan
 class Job:
     """``steps`` 0: as many as ``epochs`` epochs hold. ``start_step``: the checkpoint to go on from, -1 for none.
 
-    ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
     ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
+    ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
+    ``deferred_batch_norm``: see ``runtime.deferred``.
     """
 
     steps: int
@@ -42,6 +43,7 @@ class Job:
     record_timeline: bool = False
     save: bool = True
     evaluation_note: str = ""
+    deferred_batch_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

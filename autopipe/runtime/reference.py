@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopipe.draws import Draws
+from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.workload import Workload
 
 OnGradients = Callable[[int, Mapping[str, nn.Parameter]], None]
@@ -42,6 +43,7 @@ class PlainSettings:
     clip_norm: float = 0.0
     staleness: Mapping[str, int] = field(default_factory=dict)
     reverse: bool = False
+    deferred_batch_norm: bool = False
 
 
 def plain_training(
@@ -58,31 +60,61 @@ def plain_training(
     ``on_gradients``: (step, parameters) when a step's gradients are complete, before clipping.
     """
     run = PlainRun(workload.build_model().to(device or torch.device("cpu")))
+    deferred = DeferredStatistics.of(run.model) if settings.deferred_batch_norm else None
     parameters = dict(run.model.named_parameters())
     optimizer = workload.optimizer(list(parameters.items()))
     scheduler = None if optimizer is None else workload.scheduler(optimizer)
+    scaler = torch.amp.GradScaler(_kind(device)) if workload.spec.precision == "fp16" else None
     history = [_data(parameters)]
     for step, item in enumerate(items):
         for name, parameter in parameters.items():
             parameter.data = history[_version(step, settings.staleness.get(name, 0), len(history))][name]
-        loss = _minibatch(workload, run.model, item, step, settings, device)
+        loss, divisor = _minibatch(workload, run.model, item, step, settings, device, scaler)
         for name, parameter in parameters.items():
             parameter.data = history[-1][name].clone() if settings.staleness else history[-1][name]
+        if scaler is not None and optimizer is not None:
+            scaler.unscale_(optimizer)
+        if divisor != 1.0:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad /= divisor
         if on_gradients is not None:
             on_gradients(step, parameters)
         if settings.clip_norm:
             torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
         if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if scheduler is not None:
-            scheduler.step()
+            _step(optimizer, scheduler, scaler)
+        if deferred is not None:
+            deferred.commit()
         history.append(_data(parameters))
         del history[: -1 - max(settings.staleness.values(), default=0)]
         run.losses.append(loss)
         if on_step is not None:
             on_step(step, loss)
     return run
+
+
+def _kind(device: torch.device | None) -> str:
+    return "cpu" if device is None else device.type
+
+
+def _step(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    """Step, unless the scaler has found a gradient that is not finite; the learning rate moves with the steps."""
+    stepped = True
+    if scaler is None:
+        optimizer.step()
+    else:
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        stepped = scaler.get_scale() >= before
+    optimizer.zero_grad(set_to_none=True)
+    if scheduler is not None and stepped:
+        scheduler.step()
 
 
 def _data(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -101,7 +133,9 @@ def _minibatch(
     step: int,
     settings: PlainSettings,
     device: torch.device | None,
-) -> float:
+    scaler: torch.amp.GradScaler | None,
+) -> tuple[float, float]:
+    """Run forward and backward of a minibatch; return its loss, and what the gradients are to be divided by."""
     parts = workload.split(item, settings.num_microbatches)
     total = sum(workload.num_samples(part) for part in parts)
     shares: list[float] = []
@@ -114,12 +148,8 @@ def _minibatch(
             loss, weight = workload.loss(model, part)
         scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
         if scaled.requires_grad:
-            torch.autograd.backward(scaled)
+            torch.autograd.backward(scaled if scaler is None else scaler.scale(scaled))
         shares.append(float(scaled.detach()))
         weights.append(0.0 if weight is None else float(weight.detach()))
     divisor = sum(weights) or 1.0
-    if divisor != 1.0:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= divisor
-    return sum(shares) / divisor
+    return sum(shares) / divisor, divisor

@@ -17,18 +17,19 @@ from autopipe.draws import exclusive
 from autopipe.errors import PlanError, RunError
 from autopipe.generate import load_constants, load_stage
 from autopipe.ir.artifact import encode
-from autopipe.ir.graph import Graph
-from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import Instruction, Request, Traffic
+from autopipe.ir.schedule import Instruction, Traffic
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import state
+from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.executor import Executor, Microbatch
+from autopipe.runtime.executor import Executor
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.routes import Routes, channels, tied
+from autopipe.runtime.layout import Layout, microbatches
+from autopipe.runtime.routes import tied
+from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import GradientHook, Stepper
-from autopipe.runtime.transport import Channel, Transport
+from autopipe.runtime.transport import Transport
 from autopipe.runtime.weights import WeightVersions
 from autopipe.schedules import REGISTRY, lower, make, validate
 from autopipe.workload import Workload
@@ -38,67 +39,9 @@ from autopipe.workload import Workload
 WINDOW = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What plan and graph say about a run, the same on every rank."""
-
-    plan: Plan
-    graph: Graph
-    request: Request
-    routes: Routes
-    channels: tuple[Channel, ...]
-    groups: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(plan: Plan, graph: Graph) -> Layout:
-        """Read it off the two. A frozen tied parameter exchanges nothing: its copies never change."""
-        ties = tuple(tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad)
-        plan = replace(plan, ties=ties)
-        request = Request(plan.stage_ranks, plan.num_microbatches, options=dict(plan.schedule_options))
-        refuse_stale_ties(plan, request)
-        routes = Routes.of(plan)
-        groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
-        return Layout(plan, graph, request, routes, tuple(channels(routes, request)), groups)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the user's loss brings its own weight."""
-        return len(self.graph.outputs) > 1
-
-
 def _due(step: int, every: int) -> bool:
     """Whether something that is done every so many steps is done after this one."""
     return bool(every) and step % every == 0
-
-
-def refuse_stale_ties(plan: Plan, request: Request) -> None:
-    """Refuse a schedule under which the stages of a tied parameter would read different versions of it.
-
-    Raises: PlanError naming the parameter and the versions.
-    """
-    staleness = make(plan.schedule, request).staleness
-    for tie in plan.ties:
-        stages = (tie.owner, *tie.copies)
-        found = {stage: staleness[stage] for stage in stages}
-        if len(set(found.values())) > 1:
-            versions = ", ".join(f"stage {stage} reads version t - {delta}" for stage, delta in found.items())
-            raise PlanError(
-                f"{plan.schedule} cannot keep {tie.parameter} tied: in minibatch t {versions}",
-                remedy="choose 1f1b or 2bw, or pipedream --vertical-sync: there all stages read one version",
-            )
-
-
-def microbatches(workload: Workload, graph: Graph, item: Any, count: int, device: torch.device) -> list[Microbatch]:
-    """Cut a minibatch. The factor n_j / n is each part's share of the samples."""
-    parts = workload.split(item, count)
-    total = sum(workload.num_samples(part) for part in parts)
-    found = []
-    for part in parts:
-        leaves = workload.leaves(part)
-        sizes = {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols}
-        on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
-        found.append(Microbatch(on_device, workload.num_samples(part) / total, sizes))
-    return found
 
 
 @dataclass(slots=True)
@@ -137,6 +80,12 @@ class RankSession:
         schedule = make(plan.schedule, replace(request, num_minibatches=1))
         runners: dict[int, StageRunner] = {}
         carrying = {value for values in layout.routes.backward.values() for value in values}
+        scaler = LossScaler() if plan.workload.precision == "fp16" else None
+        if scaler is not None and any(schedule.staleness):
+            raise PlanError(
+                f"{plan.schedule} cannot be scaled for float16: minibatches begin before the last scale is known",
+                remedy="train with --precision bf16, or choose 1f1b",
+            )
         mine = [stage for stage in plan.stages if transport.rank in stage.ranks]
         constants = load_constants(run.stages)
         for stage in mine:
@@ -157,6 +106,8 @@ class RankSession:
                 carries_gradient=frozenset(carrying),
                 exact_ties=ties,
                 recompute=stage.recompute,
+                scaler=scaler,
+                deferred=DeferredStatistics.of(adopted) if job.deferred_batch_norm else None,
             )
         stepper = Stepper(
             request=request,
@@ -170,6 +121,7 @@ class RankSession:
             weighted=layout.weighted,
             clip_norm=job.clip_grad_norm or None,
             on_gradients=on_gradients,
+            scaler=scaler,
         )
         optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
         stepper.optimizers = optimizers
@@ -288,7 +240,14 @@ class RankSession:
                 remedy="start a new run (another --run-dir), or bring the model file back",
             )
         self.restore(source)
-        return source.manifest.step, source.manifest.epoch, source.manifest.position
+        scaler, manifest = self.executor.stepper.scaler, source.manifest
+        if scaler is not None and manifest.scale:
+            scaler.scale, scaler.good_steps = manifest.scale, manifest.good_steps
+        return manifest.step, manifest.epoch, manifest.position
+
+    def _scale(self) -> tuple[float, int]:
+        scaler = self.executor.stepper.scaler
+        return (0.0, 0) if scaler is None else (scaler.scale, scaler.good_steps)
 
     def restore_latest(self) -> int:
         """Bring every stage to the newest checkpoint and return its step. Raises: RunError where there is none."""
@@ -333,7 +292,7 @@ class RankSession:
         self.transport.barrier()
         if self.transport.rank == 0:
             manifest = checkpoints.Manifest(
-                step, epoch, position, plan.workload.seed, self.layout.graph.digest, plan.digest, ()
+                step, epoch, position, plan.workload.seed, self.layout.graph.digest, plan.digest, (), *self._scale()
             )
             path = checkpoints.finish(
                 self.run.checkpoints, temporary, len(plan.stages), manifest, self.job.keep_checkpoints

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.errors import AutopipeError
+from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.routes import tied
+from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.split_backward import PendingWeights, backward_inputs
 from autopipe.runtime.weights import WeightVersions
 from autopipe.stage import Stage
@@ -40,7 +42,8 @@ class StageRunner:
 
     ``carries_gradient``: the received and sent values through which a gradient flows. ``weighted``: the user's loss
     returns (loss, weight). ``exact_ties``: parameters whose gradient takes part in a chain: name -> whether this stage
-    owns it.
+    owns it. ``scaler``: for float16, the scale that the loss is multiplied with.
+    ``deferred``: gathers the statistics of BatchNorm until the step.
     """
 
     def __init__(
@@ -52,11 +55,15 @@ class StageRunner:
         carries_gradient: frozenset[str],
         exact_ties: Mapping[str, bool],
         recompute: bool = False,
+        scaler: LossScaler | None = None,
+        deferred: DeferredStatistics | None = None,
     ) -> None:
         self.stage = stage
         self.seed = seed
         self.carries_gradient = carries_gradient
         self.recompute = recompute
+        self.scaler = scaler
+        self.deferred = deferred
         self.versions = versions
         self.exact_ties = dict(exact_ties)
         self.flights: dict[Key, _Flight] = {}
@@ -107,7 +114,7 @@ class StageRunner:
         if self.stage.RETURNS:
             loss = self._scaled(outputs, factor)
             if loss.requires_grad:
-                roots[""] = loss
+                roots[""] = loss if self.scaler is None else loss * self.scaler.scale
         return roots
 
     def evaluate(
@@ -196,6 +203,8 @@ class StageRunner:
 
         The tensors are exchanged, not written back: autograd may have saved the originals.
         """
+        if self.deferred is not None:
+            self.deferred.paused = True
         originals = [
             (module, name, buffer) for module in self.stage.modules() for name, buffer in module._buffers.items()
         ]
@@ -207,3 +216,5 @@ class StageRunner:
         finally:
             for module, name, buffer in originals:
                 module._buffers[name] = buffer
+            if self.deferred is not None:
+                self.deferred.paused = False

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe.ir.plan import Tie
 from autopipe.ir.schedule import Request
 from autopipe.runtime.events import Reporter
+from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.transport import CONTROL, TIE_GRADIENT, TIE_VALUE, Channel, Transport
 
@@ -30,8 +31,8 @@ class Stepper:
 
     ``trainable``: names of all trainable parameters of the model, in its order, so that the norm of all gradients is
     added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``on_gradients``: (stage, minibatch, parameters),
-    called when a stage's gradients are complete, before clipping. ``losses``: of every minibatch, on rank 0.
-    ``samples``: how many each minibatch holds, set by whoever reads the data.
+    called when a stage's gradients are complete, before clipping. ``scaler``: for float16. ``losses``: of every
+    minibatch, on rank 0. ``samples``: how many each minibatch holds, set by whoever reads the data.
     """
 
     request: Request
@@ -45,10 +46,11 @@ class Stepper:
     weighted: bool
     clip_norm: float | None = None
     on_gradients: GradientHook | None = None
+    scaler: LossScaler | None = None
     losses: dict[int, float] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     _stepped: list[int] = field(default_factory=list)
-    _scale: tuple[float, float | None] = (1.0, None)
+    _skip: bool = False
 
     @property
     def _last_stage(self) -> int:
@@ -86,6 +88,11 @@ class Stepper:
 
     def _average_buffers(self, stage: int, group: Sequence[int]) -> None:
         """Give all replicas the mean of their running statistics; what counts batches stays each replica's own."""
+        deferred = self.runners[stage].deferred
+        if deferred is not None:  # the sums over all replicas are those of the whole minibatch
+            for tensor in deferred.tensors():
+                self.transport.all_reduce(group, tensor)
+            return
         for buffer in self.runners[stage].stage.buffers():
             if buffer.is_floating_point():
                 self.transport.all_reduce(group, buffer)
@@ -93,25 +100,53 @@ class Stepper:
 
     def step(self, stage: int, minibatch: int) -> None:
         """Carry out S of a stage, and after the rank's last one report the loss."""
-        versions = self.runners[stage].versions
-        versions.begin_step(minibatch)
-        self._sum_ties(stage)
         if not self._stepped:
-            self._scale = self._agree_on_scale(minibatch)
-        self._apply_scale(stage, minibatch)
+            self._complete(minibatch)
+        versions = self.runners[stage].versions
         optimizer, scheduler = self.optimizers[stage], self.schedulers[stage]
-        if optimizer is not None:
+        if optimizer is not None and not self._skip:
             optimizer.step()
         for parameter in self.parameters(stage).values():
             parameter.grad = None
+        deferred = self.runners[stage].deferred
+        if deferred is not None:
+            deferred.commit()
         self._share_ties(stage)
         versions.end_step()
-        if scheduler is not None:
+        if scheduler is not None and not self._skip:
             scheduler.step()
         self._stepped.append(stage)
         if len(self._stepped) == len(self.runners):
             self._stepped = []
+            if self.scaler is not None:
+                self.scaler.update(self._skip)
             self._report(minibatch)
+
+    def _complete(self, minibatch: int) -> None:
+        """Bring all gradients of the rank to what the optimizer takes: ties summed, unscaled, averaged, clipped."""
+        for stage, runner in self.runners.items():
+            runner.versions.begin_step(minibatch)
+            self._sum_ties(stage)
+        owned = {stage: self.owned(stage) for stage in self.runners}
+        gradients = [p.grad for parameters in owned.values() for p in parameters.values() if p.grad is not None]
+        if self.scaler is not None:
+            finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+            self._skip = bool(self._agree(torch.tensor([float(not finite)], dtype=torch.float64)) > 0)
+            for gradient in gradients:
+                gradient.mul_(self.scaler.inverse)
+        if self.weighted:
+            weights = self._shares(minibatch)[1] if self._last_stage in self.runners else torch.zeros(1)
+            divisor = float(self._agree(weights.sum().reshape(1).double())) or 1.0
+            if divisor != 1.0:
+                for gradient in gradients:
+                    gradient.div_(divisor)
+        if self.on_gradients is not None:
+            for stage, parameters in owned.items():
+                self.on_gradients(stage, minibatch, parameters)
+        if self.clip_norm is not None:
+            factor = self._clip_factor(owned)
+            for gradient in gradients:
+                gradient.mul_(factor)
 
     # -- tied parameters -------------------------------------------------------------------------------------------
 
@@ -187,43 +222,21 @@ class Stepper:
             self.transport.send(Channel(CONTROL, 0, 0, 0, other), total.clone())
         return total
 
-    def _agree_on_scale(self, minibatch: int) -> tuple[float, float | None]:
-        """Return what every gradient is divided by, and the clipping factor (None: no clipping)."""
-        divisor = 1.0
-        if self.weighted:
-            weights = self._shares(minibatch)[1] if self._last_stage in self.runners else torch.zeros(1)
-            divisor = float(self._agree(weights.sum().reshape(1).double())) or 1.0
-        if self.clip_norm is None:
-            return divisor, None
+    def _clip_factor(self, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> torch.Tensor:
+        """Return what every gradient is multiplied with, from the norm over all stages; tied parameters count once.
+
+        The same arithmetic as torch.nn.utils.clip_grad_norm_, in the same order of parameters.
+        """
         index = {name: position for position, name in enumerate(self.trainable)}
         norms = torch.zeros(len(index), dtype=torch.float64)
-        for stage in self.runners:
+        for stage, parameters in owned.items():
             if self.request.stage_ranks[stage][0] != self.transport.rank:
                 continue
-            for name, parameter in self.owned(stage).items():
+            for name, parameter in parameters.items():
                 if parameter.grad is not None:
-                    norms[index[name]] = torch.linalg.vector_norm(self._divided(parameter.grad, divisor)).item()
-        norms = self._agree(norms).float()
-        # the same arithmetic as torch.nn.utils.clip_grad_norm_
-        factor = self.clip_norm / (torch.linalg.vector_norm(norms) + 1e-6)
-        return divisor, float(torch.clamp(factor, max=1.0))
-
-    @staticmethod
-    def _divided(gradient: torch.Tensor, divisor: float) -> torch.Tensor:
-        return gradient if divisor == 1.0 else gradient / divisor
-
-    def _apply_scale(self, stage: int, minibatch: int) -> None:
-        divisor, factor = self._scale
-        parameters = self.owned(stage)
-        for parameter in parameters.values():
-            if parameter.grad is not None and divisor != 1.0:
-                parameter.grad /= divisor
-        if self.on_gradients is not None:
-            self.on_gradients(stage, minibatch, parameters)
-        if factor is not None:
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad *= factor
+                    norms[index[name]] = torch.linalg.vector_norm(parameter.grad).item()
+        total = torch.linalg.vector_norm(self._agree(norms).float())
+        return torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
 
     # -- the loss --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import torch
 from autopipe.errors import AutopipeError, WorkerError
 from autopipe.runtime.events import Reporter, Silent
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.session import Layout, RankSession
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.session import RankSession
 from autopipe.runtime.stepper import GradientHook
 from autopipe.runtime.transport import ThreadHub, TransportClosed
 

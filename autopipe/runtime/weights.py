@@ -97,11 +97,17 @@ class WeightVersions:
         self._begun = True
         leaves = self._leaves[max(minibatch - self.staleness, 0)]
         for name, master in self._moving().items():
-            master.data = master.data.clone()
             master.grad, leaves[name].grad = leaves[name].grad, None
+        del leaves
+        # before the new version takes memory, let go of what no later minibatch asks for
+        self.use(self.newest)
+        for version in [v for v in self._leaves if v < minibatch + 1 - self.staleness]:
+            del self._leaves[version]
+        for master in self._moving().values():
+            master.data = master.data.clone()
 
     def end_step(self) -> None:
-        """Name what the masters hold now the next version, and let go of those that no one will ask for."""
+        """Name what the masters hold now the next version."""
         self.newest += 1
         if self.staleness == 0:
             self._leaves = {self.newest: self._leaves.popitem()[1]}
@@ -110,5 +116,3 @@ class WeightVersions:
         self._begun = False
         self._add(self.newest, {name: master.data for name, master in self._moving().items()})
         self.peak_versions = max(self.peak_versions, len(self._leaves))
-        for version in [v for v in self._leaves if v < self.newest - self.staleness]:
-            del self._leaves[version]

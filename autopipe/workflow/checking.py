@@ -6,12 +6,13 @@ import itertools
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from autopipe.errors import RunError
 from autopipe.ir.plan import Plan
 from autopipe.runtime.check import Comparison, compare
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.session import Layout
+from autopipe.runtime.layout import Layout
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, prepare
@@ -40,10 +41,10 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
     schedule and the loop over instructions are those of ``train``.
     """
     prepared = prepare(settings.plan, progress)
-    return _report(_compare(prepared, settings.steps, 0.0), prepared)
+    return _report(_compare(prepared, settings.steps), prepared)
 
 
-def _compare(prepared: Prepared, steps: int, clip_grad_norm: float) -> Comparison:
+def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
     items = list(itertools.islice(workload.items(batch_size_of(workload, plan)), steps))
     if not items:
@@ -57,8 +58,8 @@ def _compare(prepared: Prepared, steps: int, clip_grad_norm: float) -> Compariso
         batch_size=plan.batch_size,
         device=prepared.profile.device.kind,
         threads=prepared.profile.device.threads,
-        clip_grad_norm=clip_grad_norm,
         save=False,
+        **options,
     )
     with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:
         run = write_run(Path(scratch), job, prepared)
@@ -69,11 +70,12 @@ def _compare(prepared: Prepared, steps: int, clip_grad_norm: float) -> Compariso
 def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:
     """Compare one step of a new plan with plain training, once. Raises: RunError where they are not equal."""
     marker = settings.plan.work_dir / "checked"
-    known = f"{prepared.plan.digest} {prepared.plan.num_microbatches} {settings.clip_grad_norm}"
+    options = {"clip_grad_norm": settings.clip_grad_norm, "deferred_batch_norm": settings.deferred_batch_norm}
+    known = " ".join(map(str, (prepared.plan.digest, prepared.plan.num_microbatches, *options.values())))
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return
     events("progress", {"what": "comparing one step with plain training", "fraction": 0.0})
-    found = _compare(prepared, 1, settings.clip_grad_norm)
+    found = _compare(prepared, 1, **options)
     if not found.equal:
         worst = max(found.differences, key=lambda d: d.error)
         raise RunError(

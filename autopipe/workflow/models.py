@@ -44,6 +44,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
                 model.hooks.get("optimizer", ""),
                 model.learning_rate,
                 model.seed or 0,
+                model.precision or "fp32",
             )
         )
     stored = work.found(Profile, work.store.profile)
@@ -61,6 +62,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
         model.hooks.get("optimizer", spec.optimizer),
         spec.lr if model.learning_rate is None else model.learning_rate,
         spec.seed if model.seed is None else model.seed,
+        model.precision or spec.precision,
     )
     return load_workload(options)
 
@@ -76,10 +78,10 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
         threads=settings.threads or 1,
         progress=work.progress,
     )
-    artifact.save(found, work.store.profile)
-    return found
     # so that a plan can be made later without the model file
     found = dataclasses.replace(found, batch_size=model.workload.num_samples(model.workload.example_item(None)))
+    artifact.save(found, work.store.profile)
+    return found
 
 
 def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> tuple[Model, Profile]:

@@ -30,11 +30,6 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
     def progress(what: str, fraction: float) -> None:
         events("progress", {"what": what, "fraction": fraction})
 
-    if settings.precision != "fp32":
-        raise RunError(
-            f"--precision {settings.precision} is not there yet",
-            remedy="train with fp32, or open autocast in the model",
-        )
     prepared = prepare(settings.plan, progress)
     for note in prepared.notes:
         events("note", {"text": note})
@@ -55,6 +50,7 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
         clip_grad_norm=settings.clip_grad_norm,
         checkpoint_every=settings.checkpoint_every,
         evaluate_every=settings.evaluate_every,
+        deferred_batch_norm=settings.deferred_batch_norm,
         keep_checkpoints=settings.keep_checkpoints,
         start_step=start,
         record_timeline=settings.record_timeline,

@@ -48,6 +48,7 @@ class ModelSettings:
     inputs: tuple[str, ...] = ()
     learning_rate: float | None = None
     seed: int | None = None
+    precision: str | None = None
 
     @property
     def said(self) -> bool:
@@ -121,19 +122,19 @@ class CheckSettings:
 class TrainSettings:
     """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
 
-    ``evaluate_every`` 0: never. ``check_first``: compare with plain training before the first step of a new plan.
-    ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``run_dir`` None: a new one
-    in the work directory.
+    ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``evaluate_every`` 0: never while training.
+    ``check_first``: compare with plain training before the first step of a new plan. ``deferred_batch_norm``: running
+    statistics once a minibatch. ``run_dir`` None: a new one in the work directory.
     """
 
     plan: PlanSettings
     steps: int | None = None
     epochs: int | None = None
-    precision: str = "fp32"
     clip_grad_norm: float = 0.0
     checkpoint_every: int = 0
     evaluate_every: int = 0
     check_first: bool = True
+    deferred_batch_norm: bool = False
     keep_checkpoints: int = 3
     resume: bool = False
     run_dir: Path | None = None

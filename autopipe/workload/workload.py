@@ -39,6 +39,8 @@ from autopipe.workload.items import Item, SyntheticInput
 from autopipe.workload.optimizers import checked, default_optimizer, make_optimizer, named_optimizer
 from autopipe.workload.targets import Target, import_target, user_line
 
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -54,6 +56,7 @@ class LoadOptions:
     optimizer: str = ""
     lr: float | None = None
     seed: int = 0
+    precision: str = "fp32"
 
 
 def load_workload(options: LoadOptions) -> Workload:
@@ -66,7 +69,14 @@ def load_workload(options: LoadOptions) -> Workload:
         hooks["optimizer"], optimizer = optimizer, ""
     return Workload(
         WorkloadSpec(
-            options.target, dict(options.arguments), hooks, tuple(options.inputs), options.seed, optimizer, options.lr
+            options.target,
+            dict(options.arguments),
+            hooks,
+            tuple(options.inputs),
+            options.seed,
+            optimizer,
+            options.lr,
+            options.precision,
         )
     )
 
@@ -195,16 +205,9 @@ class Workload:
 
         Raises: ModelFileError when no scalar loss comes out; the user's own exceptions as they are.
         """
-        if isinstance(item, Mapping):
-            output, target = model(**item), item
-        else:
-            inputs, target = item
-            if isinstance(inputs, Mapping):
-                output = model(**inputs)
-            else:
-                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
         hook = self._hooks.get("loss")
-        found = _carried(output) if hook is None else self._loss_function(output)(output, target)
+        with self._autocast(model):
+            output, found = self._output_and_loss(model, item)
         weight = None
         if hook is not None and isinstance(found, (tuple, list)) and len(found) == 2:
             found, weight = found
@@ -231,6 +234,26 @@ class Workload:
         if device not in self._losses:
             self._losses[device] = copy.deepcopy(function).to(device)
         return self._losses[device]
+
+    def _autocast(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Open autocast where the precision asks for it, as a plain script would around its forward and loss."""
+        if self.spec.precision == "fp32":
+            return contextlib.nullcontext()
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        return torch.autocast(device, dtype=_PRECISIONS[self.spec.precision])
+
+    def _output_and_loss(self, model: nn.Module, item: Item) -> tuple[Any, Any]:
+        """Return what the model gives for a batch, and what the loss hook (or the output) says of it."""
+        if isinstance(item, Mapping):
+            output, target = model(**item), item
+        else:
+            inputs, target = item
+            if isinstance(inputs, Mapping):
+                output = model(**inputs)
+            else:
+                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        hook = self._hooks.get("loss")
+        return output, _carried(output) if hook is None else self._loss_function(output)(output, target)
 
     def _no_loss(self, output: Any, found: Any) -> ModelFileError:
         if "loss" in self._hooks:

@@ -1,0 +1,83 @@
+"""Deferred BatchNorm: running statistics are updated once a minibatch, from the whole minibatch.
+
+Each microbatch is still normalised by itself; only what evaluation will use is gathered over all of them, so that it
+does not depend on into how many microbatches a minibatch is cut.
+
+Source: torchgpipe, arXiv:2004.09910, section 3.2 ("deferred batch normalization").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one layer since the last step: [channels] sum and sum of squares, and how many values a channel had."""
+
+    module: _BatchNorm
+    totals: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(slots=True)
+class DeferredStatistics:
+    """Gathers the statistics of every BatchNorm of a module. ``paused``: a recomputed forward is not counted again."""
+
+    paused: bool = False
+    _layers: list[_Sums] = field(default_factory=list)
+
+    @staticmethod
+    def of(module: nn.Module) -> DeferredStatistics:
+        """Take over from every BatchNorm that keeps running statistics: they no longer update themselves."""
+        found = DeferredStatistics()
+        for layer in module.modules():
+            if not isinstance(layer, _BatchNorm) or layer.running_mean is None or not layer.track_running_stats:
+                continue
+            # in training torch updates nothing without this, and in evaluation it reads the statistics all the same
+            layer.track_running_stats = False
+            zero = torch.zeros_like(layer.running_mean, dtype=torch.float64)
+            sums = _Sums(layer, torch.stack([zero, zero]), torch.zeros((), dtype=torch.float64))
+            found._layers.append(sums)
+            layer.register_forward_pre_hook(found._gather(sums))
+        return found
+
+    def _gather(self, sums: _Sums) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if self.paused or not module.training:
+                return
+            values = inputs[0].detach().double()
+            dimensions = [d for d in range(values.dim()) if d != 1]
+            sums.totals = sums.totals.to(values.device) + torch.stack(
+                [values.sum(dimensions), values.pow(2).sum(dimensions)]
+            )
+            sums.count = sums.count + values.numel() / values.size(1)
+
+        return hook
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what replicas add up, in place: all of it, layer by layer."""
+        return [tensor for sums in self._layers for tensor in (sums.totals, sums.count)]
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Update the running statistics from the minibatch that has ended, as one forward over all of it would."""
+        for sums in self._layers:
+            layer, count = sums.module, float(sums.count)
+            if count == 0 or layer.running_mean is None or layer.running_var is None:
+                continue
+            mean = sums.totals[0] / count
+            variance = (sums.totals[1] / count - mean.pow(2)) * (count / max(count - 1, 1))
+            factor = layer.momentum
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.add_(1)
+                factor = 1.0 / float(layer.num_batches_tracked) if factor is None else factor
+            for running, new in ((layer.running_mean, mean), (layer.running_var, variance)):
+                running.mul_(1 - (factor or 0.0)).add_(new.to(running.dtype), alpha=factor or 0.0)
+            sums.totals = torch.zeros_like(sums.totals)
+            sums.count = torch.zeros_like(sums.count)
