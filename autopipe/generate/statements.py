@@ -80,19 +80,19 @@ class _Grouping:
 
     def _take_in(self, statement: Statement) -> None:
         """Move the statements just before into this one, as far as they are its arguments, the last one first."""
-        length = _length(statement.node)
+        length, more = _length(statement.node), True
         for operand in reversed(_operands(statement.node)):
             if self._is_written_in_place(operand):
                 statement.inner = [*self._chain(operand), *statement.inner]
                 continue
-            if not self.found or self.found[-1].node is not operand:
+            if not more or not self.found or self.found[-1].node is not operand:
                 continue  # a variable: when it is read makes no difference
             before = self.found[-1]
             length += sum(_length(entry) for entry in before.nodes)
-            if before.targets is not None or length > _LONGEST or not self._may_move(operand, statement.node):
-                break
-            statement.inner = [*before.nodes, *statement.inner]
-            self.found.pop()
+            more = before.targets is None and length <= _LONGEST and self._may_move(operand, statement.node)
+            if more:
+                statement.inner = [*before.nodes, *statement.inner]
+                self.found.pop()
 
     def _chain(self, part: fx.Node) -> list[fx.Node]:
         """Return a part of a tuple behind the tuple's own place in a tuple, where that is written in place too."""

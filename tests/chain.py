@@ -1,0 +1,148 @@
+"""Stages run one after another in one process, as a pipeline would: everything that crosses is detached.
+
+Gradients come back as the chains of ``ir.plan.Boundary``: the last consumer's goes to the consumer before it, and each
+hands on the sum. Shares no code with the runtime.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.draws import Draws
+from autopipe.generate import generate, load_constants, load_stage
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.trace.patches import flat_checkpoints
+
+
+def even_cuts(graph: Graph, num_stages: int) -> list[int]:
+    """Return the legal cuts nearest to stages of the same number of nodes; fewer where there are not so many."""
+    legal = list(Cuts(graph).legal)
+    chosen: list[int] = []
+    for number in range(1, num_stages):
+        left = [position for position in legal if not chosen or position > chosen[-1]]
+        if left:
+            wanted = len(graph.nodes) * number / num_stages
+            chosen.append(min(left, key=lambda position: abs(position - wanted)))
+    return chosen
+
+
+def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
+    """Return a plan that cuts at these positions."""
+    cuts = Cuts(graph)
+    edges = [0, *positions, len(graph.nodes)]
+    stages = []
+    held: set[str] = set()
+    for index, (start, stop) in enumerate(itertools.pairwise(edges)):
+        nodes = cuts.stage_nodes(start, stop, graph.outputs if stop == len(graph.nodes) else ())
+        parameters = dict.fromkeys(name for node in nodes for name in node.parameters)
+        held.update(parameters)
+        stages.append(
+            Stage(index, start, stop, nodes[0].name, nodes[-1].name, (index,), tuple(parameters), 0.0, 0.0, 0)
+        )
+    unread = tuple(name for name in graph.parameters if name not in held)
+    first = stages[0]
+    stages[0] = Stage(
+        0, first.start, first.stop, first.first, first.last, (0,), (*first.parameters, *unread), 0.0, 0.0, 0
+    )
+    boundaries = tuple(Boundary(v, p, c, cuts.spec(v), 0) for v, p, c in cuts.boundaries(positions))
+    return Plan(
+        graph_digest=graph.digest,
+        workload=WorkloadSpec("toy.py", {}, {}, (), 0),
+        num_ranks=len(stages),
+        stages=tuple(stages),
+        boundaries=boundaries,
+        ties=(),
+        schedule="1f1b",
+        schedule_options={},
+        batch_size=8,
+        num_microbatches=len(stages),
+        microbatch_size=2,
+        predicted=Prediction(0.0, 0.0, 0.0, 0.0),
+    )
+
+
+def load(capture: Any, plan: Plan, folder: Path, model: torch.nn.Module) -> list[Any]:
+    """Write the stage files, load them and give them the model."""
+    generate(capture, plan, folder)
+    constants = load_constants(folder)
+    return [
+        load_stage(folder, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest).adopt(model, constants)
+        for stage in plan.stages
+    ]
+
+
+def forward(stages: Sequence[Any], plan: Plan, leaves: dict[str, torch.Tensor], where: Any) -> Any:
+    """Return what the last stage returns, and what each received and sent."""
+    carrying = {boundary.value for boundary in plan.boundaries if boundary.spec.requires_grad}
+    sent: dict[str, torch.Tensor] = {}
+    flights = []
+    for stage in stages:
+        received = {value: sent[value].detach().clone() for value in stage.RECEIVES}
+        for value, tensor in received.items():
+            tensor.requires_grad_(value in carrying)
+        stage.seed(where)
+        results = stage(*(leaves[name] for name in stage.INPUTS), *received.values())
+        named = dict(zip((*stage.SENDS, *stage.RETURNS), results, strict=True))
+        sent.update(named)
+        flights.append((received, named))
+    return tuple(sent[value] for value in stages[-1].RETURNS), flights
+
+
+def backward(stages: Sequence[Any], plan: Plan, flights: Sequence[Any]) -> None:
+    """Run every stage's backward, last stage first, and leave the gradients in the parameters."""
+    carrying = {boundary.value for boundary in plan.boundaries if boundary.spec.requires_grad}
+    handed: dict[str, torch.Tensor] = {}
+    for stage, (received, named) in reversed(list(zip(stages, flights, strict=True))):
+        roots, gradients = [], []
+        for value in (*stage.SENDS, *stage.RECEIVES):
+            if value in handed:
+                roots.append(named[value] if value in stage.SENDS else received[value])
+                gradients.append(handed[value])
+        for parameter in stage.parameters():
+            if parameter.grad is not None:  # a later stage has used it too: its part comes first
+                roots.append(parameter)
+                gradients.append(parameter.grad)
+                parameter.grad = None
+        if stage.RETURNS:
+            roots.append(named[stage.RETURNS[0]])
+            gradients.append(None)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        handed.update({value: received[value].grad for value in received if value in carrying})
+
+
+def eager(workload: Any, model: torch.nn.Module, item: Any, where: Any) -> Any:
+    """Run the user's model itself, forward and backward."""
+    with Draws(*where), flat_checkpoints():
+        loss, weight = workload.loss(model, item)
+    loss.backward()
+    return (loss,) if weight is None else (loss, weight)
+
+
+def differences(workload: Any, capture: Any, plan: Plan, folder: Path, batch_size: int, where: Any) -> list[str]:
+    """Return what is not equal, bit for bit, between the stages and the model: results, gradients, buffers."""
+    plain, model = workload.build_model(), workload.build_model()
+    item = workload.example_item(batch_size)
+    stages = load(capture, plan, folder, model)
+    expected = eager(workload, plain, item, where)
+    leaves = {name: leaf.clone() for name, leaf in workload.leaves(workload.example_item(batch_size)).items()}
+    found, flights = forward(stages, plan, leaves, where)
+    backward(stages, plan, flights)
+    wrong = [f"result {i}" for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if (ours.grad is None) != (theirs.grad is None):
+            wrong.append(f"gradient of {name}: {ours.grad is not None} but {theirs.grad is not None} in the model")
+        elif ours.grad is not None and not torch.equal(ours.grad, theirs.grad):
+            wrong.append(f"gradient of {name}: {(ours.grad - theirs.grad).abs().max()}")
+    for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        if not torch.equal(ours, theirs):
+            wrong.append(f"buffer {name}")
+    return wrong
