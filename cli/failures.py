@@ -64,7 +64,7 @@ def _show(error: AutopipeError, terminal: Terminal) -> None:
     click.echo(f"Error: {error}", err=True)
     fields: dict[str, Any] = {"type": type(error).__name__, "what": error.what, "at": error.where, "try": error.remedy}
     if isinstance(error, WorkerError):
-        if error.remote_traceback:
+        if error.remote_traceback and terminal.debug:
             click.echo(f"\n{error.remote_traceback.rstrip()}", err=True)
         fields |= {"rank": error.rank, "stage": error.stage, "instruction": error.instruction}
     _document(terminal, fields)

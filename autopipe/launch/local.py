@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -64,6 +65,7 @@ class LocalLauncher:
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
+        _start_fork_server()
         with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, _sigterm_as_interrupt():
             asked = {"body": body, "batch_size": batch_size, "evaluation_data": evaluation_data}
             beats = Heartbeats(Path(scratch) / "heartbeats", self.world_size, create=True)
@@ -204,6 +206,18 @@ class LocalLauncher:
             rank.process.join(5)
             if not rank.connection.closed:
                 rank.connection.close()
+
+
+def _start_fork_server() -> None:
+    """Start it deaf to Ctrl-C, which is this process's to handle: else it prints a traceback while it imports torch."""
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _signal(process: ForkServerProcess, number: signal.Signals) -> None:

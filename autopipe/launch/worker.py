@@ -138,6 +138,17 @@ def _redirect(path: Path) -> None:
     os.close(descriptor)
 
 
+def _line(error: BaseException) -> str:
+    """Return the last line that is neither torch's nor ours: the stage file's, or the user's own."""
+    installed = Path(torch.__file__).parents[1]
+    ours = Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not path.is_relative_to(installed) and not path.is_relative_to(ours):
+            return f"{path}:{frame.lineno}: {(frame.line or '').strip()}"
+    return ""
+
+
 def describe(error: BaseException, session: RankSession | None) -> dict[str, Any]:
     """Turn what a rank died of into an event. ``secondary``: it only noticed that another rank is gone."""
     current: Instruction | None = session.executor.current if session is not None else None
@@ -145,6 +156,8 @@ def describe(error: BaseException, session: RankSession | None) -> dict[str, Any
     where = remedy = ""
     if isinstance(error, AutopipeError):
         text, where, remedy = error.what, error.where, error.remedy
+    else:
+        where = _line(error)
     return {
         "message": text,
         "where": where,

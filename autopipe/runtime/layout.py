@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from autopipe.errors import PlanError
+from autopipe.errors import PlanError, RunError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Request
@@ -63,6 +64,28 @@ def refuse_stale_ties(plan: Plan, request: Request) -> None:
             )
 
 
+def check_shapes(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a batch that is not of the shapes that were captured: only the sizes with a symbol may differ.
+
+    Raises: RunError naming the tensor and both shapes.
+    """
+    missing = [entry.name for entry in graph.inputs if entry.name not in leaves]
+    if missing:
+        raise RunError(
+            f"the batch lacks {missing[0]!r}; it has {', '.join(leaves)}",
+            remedy="let every batch have the entries of the first one",
+        )
+    sizes = {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols if leaves[s.input].dim()}
+    for entry in graph.inputs:
+        leaf = leaves[entry.name]
+        if tuple(leaf.shape) != entry.spec.concrete(sizes) or str(leaf.dtype) != f"torch.{entry.spec.dtype}":
+            raise RunError(
+                f"{entry.name} is {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}; "
+                f"the model was captured with {entry.spec}",
+                remedy="pad batches to one shape: only the number of samples may differ from batch to batch for now",
+            )
+
+
 def microbatches(workload: Workload, graph: Graph, item: Any, count: int, device: torch.device) -> list[Microbatch]:
     """Cut a minibatch. The factor n_j / n is each part's share of the samples."""
     parts = workload.split(item, count)
@@ -70,6 +93,7 @@ def microbatches(workload: Workload, graph: Graph, item: Any, count: int, device
     found = []
     for part in parts:
         leaves = workload.leaves(part)
+        check_shapes(graph, leaves)
         sizes = {s.name: int(leaves[s.input].shape[s.dimension]) for s in graph.symbols}
         on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
         found.append(Microbatch(on_device, workload.num_samples(part) / total, sizes))

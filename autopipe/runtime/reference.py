@@ -7,7 +7,7 @@ of each parameter, delta being that of the stage which owns it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from autopipe.draws import Draws
 from autopipe.runtime.deferred import DeferredStatistics
+from autopipe.trace.patches import flat_checkpoints
 from autopipe.workload import Workload
 
 OnGradients = Callable[[int, Mapping[str, nn.Parameter]], None]
@@ -94,6 +95,16 @@ def plain_training(
     return run
 
 
+@contextlib.contextmanager
+def _seeded(settings: PlainSettings, step: int, index: int) -> Iterator[None]:
+    """Seed what the model draws. A user-level ``checkpoint()`` keeps everything: its recompute would draw again."""
+    if not settings.draws:
+        yield
+        return
+    with Draws(settings.seed, step, index), flat_checkpoints():
+        yield
+
+
 def _kind(device: torch.device | None) -> str:
     return "cpu" if device is None else device.type
 
@@ -144,7 +155,7 @@ def _minibatch(
         part = parts[index]
         if device is not None:
             part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
-        with Draws(settings.seed, step, index) if settings.draws else contextlib.nullcontext():
+        with _seeded(settings, step, index):
             loss, weight = workload.loss(model, part)
         scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
         if scaled.requires_grad:

@@ -93,10 +93,17 @@ class Stepper:
             for tensor in deferred.tensors():
                 self.transport.all_reduce(group, tensor)
             return
-        for buffer in self.runners[stage].stage.buffers():
-            if buffer.is_floating_point():
-                self.transport.all_reduce(group, buffer)
-                buffer.div_(len(group))
+        means: dict[int, torch.Tensor] = {}
+        for module in self.runners[stage].stage.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                if id(buffer) not in means:
+                    # another tensor: without a flush, autograd has saved this one for microbatches in flight
+                    mean = means[id(buffer)] = buffer.detach().clone()
+                    self.transport.all_reduce(group, mean)
+                    mean.div_(len(group))
+                module._buffers[name] = means[id(buffer)]
 
     def step(self, stage: int, minibatch: int) -> None:
         """Carry out S of a stage, and after the rank's last one report the loss."""

@@ -114,6 +114,8 @@ def test_the_users_own_error_is_shown_with_rank_stage_and_instruction(start, tmp
     assert "index out of range" in err
     assert "stage 1" in err or "stage 0" in err
     assert "F3@2" in err or "F2:3@2" in err
+    assert "stage_1.py:" in err or "stage_0.py:" in err
+    assert "self.table(" in err
     assert "Connection closed" not in err
     assert "Traceback" not in err
 
