@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import keyword
 import linecache
+import operator
 import re
 from collections.abc import Iterable, Mapping
 
@@ -16,16 +17,39 @@ from torch import fx
 _RESERVED = {*keyword.kwlist, "self", "slice", "float", "complex", "guards", "_"}
 
 
+_ASSIGNMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:[-+*/@&|]|\*\*|//)?=(?!=)")
+
+
 def base_names(graph: fx.Graph) -> dict[str, str]:
-    """Return value -> its name without the number that made it unique in the graph."""
+    """Return value -> its name without the number that made it unique in the graph.
+
+    In a loop every pass assigns to the user's variable, while the graph has its name at the last one only.
+    """
     names = {node.name for node in graph.nodes}
-    found = {}
+    found: dict[str, str] = {}
+    assigned: dict[object, str] = {}
     for node in graph.nodes:
-        match = re.fullmatch(r"(.+)_\d+", node.name)
-        found[node.name] = match.group(1) if match and match.group(1) in names else node.name
-        if node.op == "call_method" and node.target == "size" and found[node.name] == "size":
-            found[node.name] = "batch" if node.args[1:] == (0,) else "length"
-    return found
+        found[node.name] = _without_number(node, names, found)
+        match = _ASSIGNMENT.match(linecache.getline(*node.meta["source"])) if "source" in node.meta else None
+        if match is not None and match.group(1) == found[node.name]:
+            assigned[_call(node)] = found[node.name]
+    return {node.name: assigned.get(_call(node), found[node.name]) for node in graph.nodes}
+
+
+def _call(node: fx.Node) -> object:
+    """Return what is the same for one call of the user's line in every pass of a loop."""
+    return node.meta.get("source"), node.meta.get("frame"), node.op, "" if node.op == "call_module" else node.target
+
+
+def _without_number(node: fx.Node, names: set[str], found: dict[str, str]) -> str:
+    holder = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(holder, fx.Node) and node.name.startswith(f"{holder.name}_"):
+        return found[holder.name] + node.name.removeprefix(holder.name)
+    match = re.fullmatch(r"(.+)_\d+", node.name)
+    name = match.group(1) if match and match.group(1) in names else node.name
+    if node.op == "call_method" and node.target == "size" and name == "size":
+        return "batch" if node.args[1:] == (0,) else "length"
+    return name.lower() if isinstance(node.target, type) else name
 
 
 def unpacked(source: tuple[str, int]) -> ast.Tuple | None:

@@ -107,7 +107,7 @@ class _Grouping:
         if about.num_random or _is_setitem(node) or (about.mutates and node.op != "call_module"):
             return False
         if _container(node) and _container(node) == _container(into):
-            return False  # one layer of a Sequential a line
+            return False  # one layer of a list a line
         same = all(node.meta.get(key) == into.meta.get(key) for key in ("source", "frame", "grad", "autocast"))
         return same and scope_of(node) == scope_of(into)
 
@@ -175,10 +175,9 @@ def _length(node: fx.Node) -> int:
 
 
 def _container(node: fx.Node) -> str:
-    """Return the path of the Sequential that calls a module, or ""."""
-    stack = node.meta.get("stack", ())
-    calls = node.op == "call_module" and len(stack) > 1 and stack[-2][1] in _CONTAINERS
-    return str(stack[-2][0]) if calls else ""
+    """Return the path of the list of layers that a module is in, or ""."""
+    path, _, name = str(node.target).rpartition(".")
+    return path if node.op == "call_module" and name.isdigit() else ""
 
 
 def _is_setitem(node: fx.Node) -> bool:
