@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import documents, options, types
 from .terminal import Terminal
 
-FROM_PIPEDREAM = "--from-pipedream is not there yet"
+if TYPE_CHECKING:
+    from autopipe.workflow.results import PlanResult
+    from autopipe.workflow.settings import PlanSettings
 
 
 @click.command("profile")
@@ -30,6 +32,7 @@ def profile_command(terminal: Terminal, target: str, **given: Any) -> None:
         result = steps.profile(settings, progress)
     terminal.notes(result.notes, result.warnings)
     terminal.table(tables.profile_table(result.profile))
+    terminal.table(tables.block_table(result.profile))
     terminal.document("profile", documents.profile(result))
     terminal.next("autopipe plan --gpus 2")
 
@@ -40,32 +43,87 @@ def profile_command(terminal: Terminal, target: str, **given: Any) -> None:
 @options.option(
     "--from-pipedream", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PipeDream's graph.txt."
 )
-@options.option("--explain", is_flag=True, help="Say what bounds the plan, and what its neighbours would cost.")
+@options.option(
+    "--cost-model",
+    type=types.one_of("cost model", "autopipe", "pipedream"),
+    help="For --from-pipedream: our own costs, or PipeDream's formulas. [default: autopipe]",
+)
+@options.option("--sweep-gpus", type=types.SIZES, metavar="N,N,...", help="Step time and cost for each; no plan.json.")
+@options.option(
+    "--explain", is_flag=True, help="Say why each cut is there, what limits the plan, and what came second."
+)
 @options.output
 def plan_command(
-    terminal: Terminal, target: str | None, from_pipedream: Path | None, explain: bool, **given: Any
+    terminal: Terminal,
+    target: str | None,
+    from_pipedream: Path | None,
+    cost_model: str | None,
+    sweep_gpus: tuple[int, ...] | None,
+    explain: bool,
+    **given: Any,
 ) -> None:
     """Cut the model into stages for N ranks -> plan.json.
 
     TARGET's file is code, and it is run. Without TARGET, the stored profile is planned on, and no model file is read:
-    also for devices that are not here (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s).
+    also for devices that are not here (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With --from-pipedream, a
+    profile in PipeDream's format; nothing is written then, nor with --sweep-gpus.
     """
-    from autopipe.errors import PlanError
-    from autopipe.report import plans, tables
     from autopipe.workflow import steps
 
-    if from_pipedream is not None:
-        raise PlanError(FROM_PIPEDREAM, remedy="plan from a model file: autopipe plan TARGET --gpus N")
     settings = options.plan_settings(target, given)
+    if sweep_gpus is not None:
+        if from_pipedream is not None or given["gpus"] is not None:
+            raise click.UsageError("--sweep-gpus excludes --gpus and --from-pipedream")
+        _sweep(terminal, settings, sweep_gpus)
+        return
+    if from_pipedream is not None:
+        if target is not None:
+            raise click.UsageError("TARGET and --from-pipedream exclude each other; give one")
+        _plan_pipedream(terminal, settings, from_pipedream, cost_model or "autopipe", explain)
+        return
+    if cost_model is not None:
+        raise click.UsageError("--cost-model is for --from-pipedream")
     with terminal.progress() as progress:
         result = steps.plan(settings, progress, explained=explain)
+    _show(terminal, result)
+    terminal.next("autopipe check, then autopipe train")
+
+
+def _show(terminal: Terminal, result: PlanResult) -> None:
+    from autopipe.report import plans, tables
+
     terminal.notes(result.notes, result.warnings)
     terminal.table(
         tables.stage_table(result.plan, result.cluster), tables.prediction_lines(result.plan, result.profile)
     )
     terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
     terminal.document("plan", documents.plan(result))
-    terminal.next("autopipe check, then autopipe train")
+
+
+def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) -> None:
+    from autopipe.report import plans
+    from autopipe.workflow import scaling
+
+    with terminal.progress() as progress:
+        result = scaling.sweep_gpus(settings, counts, progress)
+    terminal.notes(result.notes)
+    terminal.table(*plans.scaling(result))
+    terminal.document("plan", documents.scaling(result))
+
+
+def _plan_pipedream(terminal: Terminal, settings: PlanSettings, path: Path, cost_model: str, explain: bool) -> None:
+    from autopipe.report import plans
+    from autopipe.workflow import foreign
+
+    if cost_model == "pipedream":
+        found = foreign.plan_layers_with_their_formulas(settings, path)
+        terminal.notes(found.notes)
+        terminal.table(*plans.layer_plan(found))
+        terminal.document("plan", documents.layer_plan(found))
+        return
+    with terminal.progress() as progress:
+        result = foreign.plan_layers_with_our_costs(settings, path, progress, explained=explain)
+    _show(terminal, result)
 
 
 @click.command("generate")

@@ -53,6 +53,35 @@ def profile_table(profile: Profile) -> Table:
     return table
 
 
+def block_table(profile: Profile, most: int = 12) -> Table:
+    """Return where the time goes: one row a block of the model, the ``most`` largest, in the order they run."""
+    from autopipe.report.frames import block_frame
+
+    frame = block_frame(profile)
+    shown = frame.loc[frame.index.isin(frame.nlargest(most, "share").index)]
+    size = profile.measurements[-1].microbatch_size
+    table = _table(
+        f"by block, microbatch of {size}" + (f" (the largest {most} of {len(frame)})" if len(frame) > most else ""),
+        "block",
+        "forward",
+        "backward",
+        "kept for backward",
+        "parameters",
+        "share",
+        left=1,
+    )
+    for block, row in shown.to_dict("index").items():
+        table.add_row(
+            str(block) or "(the model itself)",
+            in_seconds(row["forward_seconds"]),
+            in_seconds(row["backward_seconds"]),
+            in_bytes(int(row["saved_bytes"])),
+            in_bytes(int(row["parameter_bytes"])),
+            f"{row['share']:.1%}",
+        )
+    return table
+
+
 def stage_table(plan: Plan, cluster: Cluster) -> Table:
     """Return one row a stage: what it holds, how long a microbatch takes, what it needs, what it sends on."""
     table = _table(
