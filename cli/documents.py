@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from autopipe.workflow.results import (
         CheckReport,
         GenerateResult,
+        LayerPlanResult,
         PlanResult,
         ProfileResult,
+        Scaling,
         SimulateResult,
         TrainResult,
     )
@@ -87,12 +89,66 @@ def plan(result: PlanResult) -> dict[str, Any]:
     return _plan(result.plan) | {
         "planning_seconds": result.planning_seconds,
         "cluster": dataclasses.asdict(result.cluster),
-        "path": result.path,
+        "path": result.path or None,
         "notes": result.notes,
         "warnings": result.warnings,
         "comparison": comparison(result.comparison),
         "explanation": [] if result.explanation is None else result.explanation.lines(),
         "reasons": _reasons(result.explanation),
+    }
+
+
+def layer_plan(result: LayerPlanResult) -> dict[str, Any]:
+    """Return a plan under PipeDream's formulas, in the keys of a plan where there is such a thing."""
+    layers, cost = result.layers, result.plan.cost_seconds
+    place = {name: index for index, name in enumerate(layers.names)}
+    stages = []
+    for index, stage in enumerate(result.plan.stages):
+        own = [place[name] for name in stage.layers]
+        stages.append(
+            {
+                "index": index,
+                "replicas": stage.replicas,
+                "first": stage.layers[0],
+                "last": stage.layers[-1],
+                "layers": stage.layers,
+                "seconds": sum(layers.forward_seconds[k] + layers.backward_seconds[k] for k in own),
+                "parameter_bytes": sum(layers.parameter_bytes[k] for k in own),
+            }
+        )
+    return {
+        "cost_model": "pipedream",
+        "model": result.name,
+        "stages": stages,
+        "configuration": result.plan.configuration,
+        "space": result.plan.space,
+        "predicted": {"step_seconds": cost, "samples_per_second": 1 / cost, "bottleneck_seconds": cost},
+        "single_device_seconds": result.alone_seconds,
+        "data_parallel_seconds": result.parallel_seconds,
+        "cluster": dataclasses.asdict(result.cluster),
+        "planning_seconds": result.planning_seconds,
+        "notes": result.notes,
+    }
+
+
+def scaling(result: Scaling) -> dict[str, Any]:
+    """Return a point for each number of devices."""
+    return {
+        "model": result.name,
+        "batch_size": result.batch_size,
+        "points": [
+            {
+                "gpus": point.gpus,
+                "plan": None if point.plan is None else _figures(point.plan),
+                "step_seconds": None if point.plan is None else point.plan.predicted.step_seconds,
+                "samples_per_second": None if point.plan is None else point.plan.predicted.samples_per_second,
+                "device_hours_per_million_samples": None if point.plan is None else point.device_hours,
+                "reason": point.reason,
+            }
+            for point in result.points
+        ],
+        "planning_seconds": result.planning_seconds,
+        "notes": result.notes,
     }
 
 
@@ -104,19 +160,23 @@ def comparison(found: Comparison | None) -> dict[str, Any] | None:
 
 
 def _contender(found: Contender) -> dict[str, Any]:
-    plan = found.plan
-    figures = None
-    if plan is not None:
-        figures = {
-            "stages": len(plan.stages),
-            "replicas": [stage.replicas for stage in plan.stages],
-            "ranks": plan.num_ranks,
-            "schedule": plan.schedule,
-            "num_microbatches": plan.num_microbatches,
-            "peak_bytes": max(stage.peak_bytes for stage in plan.stages),
-            "predicted": dataclasses.asdict(plan.predicted),
-        }
-    return {"name": found.name, "plan": figures, "reason": found.reason}
+    return {
+        "name": found.name,
+        "plan": None if found.plan is None else _figures(found.plan),
+        "reason": found.reason,
+    }
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {
+        "stages": len(plan.stages),
+        "replicas": [stage.replicas for stage in plan.stages],
+        "ranks": plan.num_ranks,
+        "schedule": plan.schedule,
+        "num_microbatches": plan.num_microbatches,
+        "peak_bytes": max(stage.peak_bytes for stage in plan.stages),
+        "predicted": dataclasses.asdict(plan.predicted),
+    }
 
 
 def _reasons(found: Explanation | None) -> dict[str, Any] | None:

@@ -13,8 +13,10 @@ from autopipe.report.text import in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.planning import Comparison, Explanation
+    from autopipe.workflow.results import LayerPlanResult, Scaling
 
 WIDTH = 100
+BAR = 50
 
 
 def configuration(plan: Plan) -> str:
@@ -57,3 +59,88 @@ def comparison(found: Comparison | None) -> tuple[Any, ...]:
 def explanation(found: Explanation | None) -> tuple[str, ...]:
     """Return why the cuts are where they are, one line each."""
     return () if found is None else ("why:", *(f"  {line}" for line in found.lines()))
+
+
+def layer_plan(found: LayerPlanResult) -> tuple[Any, ...]:
+    """Return the stages of a plan under PipeDream's formulas, and what it costs against the plain ways."""
+    plan, layers = found.plan, found.layers
+    place = {name: index for index, name in enumerate(layers.names)}
+    table = Table(
+        title=f"{found.name}: {plan.configuration} ({plan.space}), PipeDream's formulas",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    for name in ("stage", "layers"):
+        table.add_column(name, overflow="fold")
+    for name in ("devices", "number of layers", "a minibatch", "parameters"):
+        table.add_column(name, justify="right")
+    for index, stage in enumerate(plan.stages):
+        own = [place[name] for name in stage.layers]
+        table.add_row(
+            str(index),
+            f"{stage.layers[0]} .. {stage.layers[-1]}",
+            str(stage.replicas),
+            str(len(own)),
+            in_seconds(sum(layers.forward_seconds[k] + layers.backward_seconds[k] for k in own)),
+            in_bytes(sum(layers.parameter_bytes[k] for k in own)),
+        )
+    cost = plan.cost_seconds
+    return (
+        table,
+        f"predicted: {in_seconds(cost)} a minibatch; one device {in_seconds(found.alone_seconds)} "
+        f"({found.alone_seconds / cost:.2f} times as fast), data parallel {in_seconds(found.parallel_seconds)} "
+        f"({found.parallel_seconds / cost:.2f} times as fast)",
+    )
+
+
+def scaling(found: Scaling) -> tuple[Any, ...]:
+    """Return one row a number of devices, and bars: the longer, the more samples a second."""
+    table = Table(
+        title=f"{found.name}, minibatch of {found.batch_size}",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    table.add_column("devices", justify="right")
+    for name in ("ranks a stage", "schedule"):
+        table.add_column(name, overflow="fold")
+    for name in ("microbatches", "a step", "samples/s", "device-hours a million", "most memory"):
+        table.add_column(name, justify="right")
+    reasons: list[str] = []
+    for point in found.points:
+        plan = point.plan
+        if plan is None:
+            table.add_row(str(point.gpus), "none")
+            reasons.extend(textwrap.wrap(f"{point.gpus}: {point.reason}", WIDTH, subsequent_indent="  "))
+            continue
+        table.add_row(
+            str(point.gpus),
+            configuration(plan),
+            plan.schedule,
+            str(plan.num_microbatches),
+            in_seconds(plan.predicted.step_seconds),
+            f"{plan.predicted.samples_per_second:.4g}",
+            f"{point.device_hours:.4g}",
+            in_bytes(max(stage.peak_bytes for stage in plan.stages)),
+        )
+    return (
+        table,
+        *reasons,
+        "samples a second, and what part of the straight line from the first row they are:",
+        bars(found),
+    )
+
+
+def bars(found: Scaling) -> str:
+    """Return a bar a number of devices."""
+    planned = [
+        (point.gpus, point.plan.predicted.samples_per_second) for point in found.points if point.plan is not None
+    ]
+    most, (first, base) = max(rate for _, rate in planned), planned[0]
+    width = max(len(str(gpus)) for gpus, _ in planned)
+    lines = []
+    for gpus, rate in planned:
+        bar = "#" * max(1, round(BAR * rate / most))
+        lines.append(f"{gpus:>{width}} |{bar:<{BAR}}| {rate:.4g}/s, {rate / base * first / gpus:.0%}")
+    return "\n".join(lines)

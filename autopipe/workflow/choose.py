@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, Watch, make_best_plan
 from autopipe.workflow.clusters import cluster_of_figures, this_machine
-from autopipe.workflow.predict import predict, scored
+from autopipe.workflow.predict import judge, predict, scored
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.settings import PlanSettings, Progress
 from autopipe.workflow.space import Space, most_stages
@@ -96,7 +97,10 @@ def search(
     Raises: PlanError where none can be made; ScheduleError where no schedule can run what was made.
     """
     watch = Watch(later(progress))
-    made = make_best_plan(found, cluster, choices, score=scored(found, cluster), watch=watch, least_gain=LEAST_GAIN)
+    score = judge(found, cluster, choices)
+    made = make_best_plan(found, cluster, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
+    if score is None:
+        made = dataclasses.replace(made, predicted=scored(found, cluster)(made))
     if not math.isfinite(made.predicted.step_seconds):
         predict(made, found, cluster)  # says which rule no schedule can keep
     return made, watch

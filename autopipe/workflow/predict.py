@@ -7,20 +7,25 @@ and what one minibatch adds is its step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from autopipe.errors import ScheduleError
+from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Request, Schedule
 from autopipe.ir.timeline import Timeline
+from autopipe.planning import PlanOptions
+from autopipe.planning.alternatives import Score
+from autopipe.planning.api import candidate_counts
+from autopipe.planning.refusals import microbatch_count
 from autopipe.runtime.routes import Edge, Routes, tied
 from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
 
 WINDOW = 8
-# rank x microbatch pairs above which a simulation takes a good part of a second, and a search asks for dozens
-MOST_SIMULATED = 100_000
+# pairs of rank and microbatch that are simulated in a quarter of a second, and in ten
+MOST_SIMULATED = 4096
+MOST_SIMULATED_ONCE = 200_000
 
 
 def schedule_of(plan: Plan, num_minibatches: int = 1) -> Schedule:
@@ -87,14 +92,31 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
 
 
-def scored(profile: Profile, cluster: Cluster) -> Callable[[Plan], Prediction]:
-    """Return the judge of plans: the simulator. What no schedule can run takes for ever.
+def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> Score | None:
+    """Return the judge of a search: the simulator; None where plans are too large to be simulated dozens of times.
 
-    A plan too large to be simulated dozens of times keeps the planner's own figures.
+    One for all: figures of the simulator and of the planner's formula are not compared with each other.
+    """
+    largest = max(_largest(profile, options) for options in choices)
+    return scored(profile, cluster) if largest <= MOST_SIMULATED else None
+
+
+def _largest(profile: Profile, options: PlanOptions) -> int:
+    try:
+        fixed = microbatch_count(options)
+        return options.num_ranks * (fixed or max(candidate_counts(profile, options), default=1))
+    except PlanError:
+        return 0  # it will be refused
+
+
+def scored(profile: Profile, cluster: Cluster) -> Score:
+    """Return the simulator as a judge. What no schedule can run takes for ever.
+
+    A plan too large to be simulated at all keeps the planner's own figures.
     """
 
     def score(plan: Plan) -> Prediction:
-        if plan.num_ranks * plan.num_microbatches > MOST_SIMULATED:
+        if plan.num_ranks * plan.num_microbatches > MOST_SIMULATED_ONCE:
             return plan.predicted
         try:
             return predict(plan, profile, cluster)

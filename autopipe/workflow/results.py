@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import Comparison, Explanation
+
+if TYPE_CHECKING:  # its search loads numba, which takes its time
+    from autopipe.planning.pipedream_format import LayerGraph
+    from autopipe.planning.pipedream_model import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,41 @@ class PlanResult:
     warnings: tuple[str, ...] = ()
     comparison: Comparison | None = None
     explanation: Explanation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlanResult:
+    """A plan under PipeDream's formulas. ``alone_seconds``, ``parallel_seconds``: one device, data parallelism."""
+
+    name: str
+    layers: LayerGraph
+    plan: LayerPlan
+    cluster: Cluster
+    alone_seconds: float
+    parallel_seconds: float
+    planning_seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPoint:
+    """The best plan for ``gpus`` devices, or why there is none. ``device_hours``: of a million samples."""
+
+    gpus: int
+    plan: Plan | None
+    device_hours: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Step time and cost against the number of devices."""
+
+    name: str
+    batch_size: int
+    points: tuple[ScalingPoint, ...]
+    planning_seconds: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

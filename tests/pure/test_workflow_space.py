@@ -84,8 +84,28 @@ def test_a_plan_that_no_schedule_can_run_takes_for_ever(monkeypatch):
 
 def test_a_huge_plan_keeps_the_planners_figures():
     plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8))
-    huge = dataclasses.replace(plan, num_microbatches=predict.MOST_SIMULATED)
+    huge = dataclasses.replace(plan, num_microbatches=predict.MOST_SIMULATED_ONCE)
     assert predict.scored(FOUND, FAST)(huge) is huge.predicted
+
+
+def test_a_search_among_large_plans_goes_by_the_formula_and_its_result_is_simulated(monkeypatch):
+    options = PlanOptions(4, 32, 8)
+    assert predict.judge(FOUND, FAST, [options]) is not None
+    monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
+    assert predict.judge(FOUND, FAST, [options]) is None
+    assert predict.judge(FOUND, FAST, [PlanOptions(4, 4)]) is not None
+    made, _ = search(FOUND, FAST, (options,), silent)
+    assert made.predicted == predict.predict(made, FOUND, FAST)
+
+
+def test_the_table_of_large_plans_has_the_simulators_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
+    cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
+    made, _ = chosen(tmp_path, PlanRequest(**cluster))
+    result = compared(made.plan, FOUND, made.record, made.space)
+    assert all(c.plan.predicted == predict.predict(c.plan, FOUND, made.record.cluster) for c in result.contenders)
+    rates = [contender.plan.predicted.samples_per_second for contender in result.contenders]
+    assert rates[-1] == max(rates)
 
 
 def test_progress_is_silent_for_a_second():

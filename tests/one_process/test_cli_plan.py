@@ -1,0 +1,246 @@
+"""`autopipe plan` on stored figures alone: tables, other devices, many numbers of devices, PipeDream's files."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autopipe.cli.main import autopipe
+from autopipe.ir import artifact
+from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+from autopipe.workflow import contenders, steps
+from autopipe.workflow.store import PlanRecord
+
+MIB = 2**20
+LAYERS = 8
+HERE = ("--gpu-memory", "8GiB", "--link", "10GB/s")
+PIPEDREAM = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.0
+node2 -- Conv2d(3, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=4000000.0, parameter_size=4000.0
+node3 -- Conv2d(64, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=40000.0, parameter_size=4000.0
+node4 -- Linear(4096) -- forward_compute_time=10.000, backward_compute_time=20.000, activation_size=4000.0, parameter_size=400000000.0
+\tnode1 -- node2
+\tnode2 -- node3
+\tnode3 -- node4
+"""  # noqa: E501 - the format has one line a layer
+
+
+def stored_profile():
+    """Eight equal layers, 10 ms forward and 20 ms backward a sample; of a file that is not there."""
+    names = [f"layer{k}" for k in range(LAYERS)]
+    nodes = tuple(
+        Node(
+            name,
+            "call_function",
+            "f",
+            (names[k - 1],) if k else ("x",),
+            TensorSpec(("s0", 1024), "float32", True),
+            parameters=(f"{name}.weight",),
+        )
+        for k, name in enumerate(names)
+    )
+    weights = {f"{name}.weight": TensorSpec((MIB // 4,), "float32", True) for name in names}
+    symbols = (Symbol("s0", "x", 0, 2),)
+    graph = Graph(
+        "gone.py", (Input("x", TensorSpec(("s0",), "float32")),), symbols, nodes, (names[-1],), weights, {}, {}
+    )
+    costs = {b: {name: NodeCost(0.01 * b, 0.02 * b, 4096 * b, MIB * b) for name in names} for b in (1, 2, 4)}
+    measured = tuple(Measurement(b, costs[b]) for b in costs)
+    device = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    return Profile(WorkloadSpec("gone.py", {}, {}, (), 0), graph, device, measured, batch_size=16)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run in a folder that holds a profile and no model file."""
+    monkeypatch.chdir(tmp_path)
+    artifact.save(stored_profile(), Path(".autopipe/profile.json"))
+
+    def call(*args, code=0):
+        done = CliRunner().invoke(autopipe, ["plan", *args])
+        assert done.exit_code == code, done.output
+        return done
+
+    return call
+
+
+def document(done):
+    found = json.loads(done.stdout)
+    assert (found["schema_version"], found["command"]) == (1, "plan")
+    return found
+
+
+def test_a_plan_needs_no_model_file_and_takes_the_batch_of_the_profile(run):
+    found = document(run("--gpus", "2", *HERE, "--json"))
+    assert found["batch_size"] == 16
+    assert [stage["first"] for stage in found["stages"]] == ["layer0", "layer4"]
+    assert "its file was not read" in found["notes"][0]
+    assert artifact.load(Plan, Path(".autopipe/plan.json"), renew="").digest == found["plan_digest"]
+
+
+def test_the_table_has_the_four_contenders_and_a_verdict(run):
+    done = run("--gpus", "2", *HERE)
+    for words in ("single device", "data parallel", "best straight pipeline", "best plan", "samples/s"):
+        assert words in done.stdout
+    assert "A pipeline does not pay here: data parallel is the fastest" in done.stdout
+
+
+def test_json_carries_the_comparison_and_the_explanation(run):
+    found = document(run("--gpus", "2", *HERE, "--explain", "--json"))
+    names = [contender["name"] for contender in found["comparison"]["contenders"]]
+    assert names == ["single device", "data parallel", "best straight pipeline", "best plan"]
+    straight = found["comparison"]["contenders"][2]["plan"]
+    assert (straight["replicas"], straight["predicted"]) == ([1, 1], found["predicted"])
+    assert found["comparison"]["verdict"].startswith("A pipeline does not pay here")
+    assert found["explanation"][0].startswith("before layer4:")
+    assert [cut["node"] for cut in found["reasons"]["cuts"]] == ["layer4"]
+    # 16 samples of 8 layers of 30 ms, on two devices
+    assert found["reasons"]["bound_seconds"] == pytest.approx(16 * 8 * 0.03 / 2)
+    assert found["reasons"]["gap"] > 0
+    assert found["reasons"]["runner_up"]["cuts"] in (["layer3"], ["layer5"])
+
+
+def test_explain_says_why_below_the_table(run):
+    shown = run("--gpus", "2", *HERE, "--explain").stdout
+    assert "why:\n  before layer4: " in shown
+    assert "lower bound of 1.92 s a step" in shown
+
+
+def test_replicas_are_planned_only_where_they_were_asked_for(run):
+    replicas = [[stage["replicas"] for stage in document(run("--gpus", "4", *HERE, *more, "--json"))["stages"]]
+                for more in ((), ("--replicas", "never"), ("--replicas", "auto"))]  # fmt: skip
+    assert replicas == [[1, 1, 1, 1], [1, 1, 1, 1], [4]]
+
+
+def test_more_devices_than_stages_are_planned_with_replicas(run):
+    given = ("--gpus", "512", "--gpu-memory", "80GiB", "--link", "400Gbit/s", "--batch-size", "2048")
+    found = document(run(*given, "--json"))
+    assert found["ranks"] <= 512
+    assert found["comparison"]["contenders"][2]["plan"] is None
+    assert "512 stages asked for" in found["comparison"]["contenders"][2]["reason"]
+    shown = run(*given)
+    assert "no best straight pipeline: 512 stages asked for" in shown.stdout
+    assert "the model has 8 stages at most: planned with replicas" in shown.stderr
+
+
+def test_more_ranks_of_this_machine_than_stages_are_refused_with_both_ways_out(run):
+    assert "--replicas auto" in run("--gpus", "9", code=1).stderr
+
+
+def test_a_device_by_name_makes_an_estimate_that_says_so(run):
+    slow = document(run("--gpus", "2", *HERE, "--json"))
+    fast = document(run("--gpus", "2", "--link", "10GB/s", "--device-name", "H100-SXM", "--json"))
+    assert 2.3 < slow["predicted"]["step_seconds"] / fast["predicted"]["step_seconds"] < 2.4
+    assert any("H100-80GB: estimate from datasheets" in note for note in fast["notes"])
+    assert fast["cluster"]["devices"][0]["memory_bytes"] == 80 * 10**9
+    assert "Did you mean 'H100-80GB'?" in run("--gpus", "2", "--device-name", "H100-80G", code=1).stderr
+
+
+def test_a_stored_record_keeps_what_was_asked(run):
+    run("--gpus", "2", "--replicas", "auto", "--device-name", "H100-SXM")
+    record = artifact.load(PlanRecord, Path(".autopipe/plan-record.json"), renew="")
+    assert (record.request.replicas, record.request.device_name) == ("auto", "H100-SXM")
+
+
+def test_ctrl_c_in_the_comparison_keeps_the_plan(run, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "compared", interrupted)
+    found = document(run("--gpus", "2", *HERE, "--json"))
+    assert found["comparison"] is None
+    assert "interrupted: the plan is written, and was not compared with others" in found["notes"]
+    assert contenders.compared is not interrupted
+
+
+def test_the_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
+    found = document(run("--sweep-gpus", "1,2,4", *HERE, "--json"))
+    assert [point["gpus"] for point in found["points"]] == [1, 2, 4]
+    steps_ = [point["step_seconds"] for point in found["points"]]
+    assert steps_ == sorted(steps_, reverse=True)
+    # 30 ms a layer and sample: 8 * 0.03 s of one device, a million times
+    assert found["points"][0]["device_hours_per_million_samples"] == pytest.approx(8 * 0.03 * 1e6 / 3600, rel=1e-3)
+    shown = run("--sweep-gpus", "1,2,4", *HERE).stdout
+    assert "device-hours a million" in shown
+    assert shown.count("|#") == 3
+    assert not Path(".autopipe/plan.json").exists()
+
+
+def test_a_number_for_which_there_is_no_plan_keeps_its_reason(run):
+    found = document(run("--sweep-gpus", "1,64", *HERE, "--replicas", "never", "--json"))
+    assert found["points"][1]["plan"] is None
+    assert "64 stages asked for" in found["points"][1]["reason"]
+    assert "no plan for any of 64 devices" in run("--sweep-gpus", "64", "--replicas", "never", code=1).stderr
+
+
+def test_a_sweep_widens_the_outermost_level_of_a_cluster_file(run):
+    text = "".join(f'[[level]]\nname = "{n}"\ncount = 2\nbandwidth = "{b}GB/s"\n' for n, b in (("a", 10), ("b", 1)))
+    Path("cluster.toml").write_text(text)
+    found = document(run("--sweep-gpus", "2,8", "--cluster", "cluster.toml", "--json"))
+    assert all(point["plan"] for point in found["points"])
+
+
+def test_the_sweep_excludes_what_would_contradict_it(run):
+    assert "--sweep-gpus excludes --gpus" in run("--sweep-gpus", "1,2", "--gpus", "2", code=2).stderr
+
+
+@pytest.fixture
+def graph():
+    Path("graph.txt").write_text(PIPEDREAM)
+    return "graph.txt"
+
+
+def test_a_file_of_pipedream_is_planned_with_its_own_formulas(run, graph):
+    given = ("--from-pipedream", graph, "--cost-model", "pipedream", "--gpus", "4", "--link", "1GB/s")
+    found = document(run(*given, "--json"))
+    # the linear layer alone on one device: 30 ms; both convolutions on three: 180 / 3 ms and their weights
+    assert found["configuration"] == "3-1"
+    assert [stage["layers"] for stage in found["stages"]] == [["node2", "node3"], ["node4"]]
+    assert found["predicted"]["step_seconds"] == pytest.approx(0.06 + 4 * 2 * 8e3 / 3 / 1e9 / 3)
+    assert found["single_device_seconds"] == pytest.approx(0.21)
+    assert found["predicted"]["step_seconds"] < found["data_parallel_seconds"]
+    shown = run(*given).stdout
+    assert "graph.txt: 3-1" in shown
+    assert "3.50 times as fast" in shown
+
+
+def test_a_file_of_pipedream_is_planned_with_our_costs(run, graph):
+    given = ("--from-pipedream", graph, "--gpus", "4", "--link", "1GB/s", "--batch-size", "64")
+    found = document(run(*given, "--explain", "--json"))
+    assert [stage["replicas"] for stage in found["stages"]] == [3, 1]
+    assert found["path"] is None
+    assert found["num_microbatches"] == 64
+    assert len(found["comparison"]["contenders"]) == 4
+    assert "best plan" in run(*given).stdout
+    assert not Path(".autopipe/plan.json").exists()
+
+
+def test_replicas_never_is_a_straight_pipeline_under_both_cost_models(run, graph):
+    for model in ("autopipe", "pipedream"):
+        given = ("--from-pipedream", graph, "--gpus", "2", "--replicas", "never", "--cost-model", model)
+        assert {stage["replicas"] for stage in document(run(*given, "--json"))["stages"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "shown"),
+    [
+        (("model.py", "--from-pipedream", "graph.txt", "--gpus", "2"), 2, "TARGET and --from-pipedream exclude"),
+        (("--gpus", "2", "--cost-model", "pipedream"), 2, "--cost-model is for --from-pipedream"),
+        (("--from-pipedream", "graph.txt"), 1, "nobody said how many devices"),
+        (("--from-pipedream", "graph.txt", "--gpus", "3", "--cluster", "c.toml"), 1, "describes 2 devices"),
+        (("--gpus", "2", "--cluster", "c.toml", "--device-name", "H100-SXM"), 2, "exclude each other"),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(run, graph, args, code, shown):
+    Path("c.toml").write_text('[[level]]\ncount = 2\nbandwidth = "1GB/s"\n')
+    assert shown in run(*args, code=code).stderr
+
+
+def test_without_the_batch_in_the_profile_the_model_is_asked_for_it(run):
+    artifact.save(dataclasses.replace(stored_profile(), batch_size=0), Path(".autopipe/profile.json"))
+    assert "gone.py" in run("--gpus", "2", code=1).stderr
+    assert document(run("--gpus", "2", "--batch-size", "8", "--json"))["batch_size"] == 8
