@@ -34,28 +34,39 @@ def flat(doc: Sequence[Piece]) -> str:
 
 
 def wrapped(doc: Doc, indent: int) -> list[str]:
-    """Return the lines of a statement. The widest bracket is opened first, then what is still too long inside it."""
-    text = " " * indent + flat(doc)
+    """Return the lines of a statement, as formatters lay it out.
+
+    A chain of calls that fits on a line of its own is put in parentheses; else the widest bracket is opened, and
+    whatever is still too long inside it.
+    """
+    space = " " * indent
     groups = [index for index, piece in enumerate(doc) if isinstance(piece, Group) and piece.items]
-    if len(text) <= WIDTH or not groups:
-        return [text]
+    if len(space + flat(doc)) <= WIDTH or not groups:
+        return [space + flat(doc)]
+    head = doc[0]
+    if (
+        isinstance(head, str)
+        and head.endswith(" = ")
+        and len(groups) > 1
+        and len(space + "    " + flat(doc[1:])) <= WIDTH
+    ):
+        return [f"{space}{head}(", f"{space}    {flat(doc[1:])}", f"{space})"]
     widest = max(groups, key=lambda index: (len(flat(doc[index : index + 1])), index))
     group = doc[widest]
     assert isinstance(group, Group)
-    lines = [" " * indent + flat(doc[:widest]) + group.opening]
-    inner = " " * (indent + 4) + ", ".join(flat(item) for item in group.items)
-    numbers = len(group.items) > 8 and all(len(flat(item)) < 8 for item in group.items)
-    if len(inner) <= WIDTH and (not group.comma or len(group.items) == 1):
-        lines.append(inner)
-    elif numbers:
-        lines += _filled([flat(item) for item in group.items], indent + 4)
+    texts = [flat(item) for item in group.items]
+    opening, closing = flat(doc[:widest]) + group.opening, group.closing + flat(doc[widest + 1 :])
+    if len(space + "    " + ", ".join(texts)) <= WIDTH:
+        inner = [f"{space}    {', '.join(texts)}"]
+    elif len(texts) > 8 and max(map(len, texts)) < 8:
+        inner = _filled(texts, indent + 4)
     else:
+        inner = []
         for index, item in enumerate(group.items):
-            found = wrapped(item, indent + 4)
-            last = index + 1 == len(group.items)
-            lines += [*found[:-1], found[-1] + ("," if group.comma or not last else "")]
-    lines.append(" " * indent + group.closing + flat(doc[widest + 1 :]))
-    return lines
+            lines = wrapped(item, indent + 4)
+            last = index + 1 == len(texts)
+            inner += [*lines[:-1], lines[-1] + ("," if group.comma or not last else "")]
+    return [space + opening, *inner, space + closing]
 
 
 def _filled(texts: Sequence[str], indent: int) -> list[str]:

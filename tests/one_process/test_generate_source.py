@@ -118,9 +118,8 @@ def test_a_stage_file_reads_like_the_users_source(tmp_path):
 
                 # blocks.0 (Attention)  {here}:{line_of(Attention.forward, "q, k = ")}
                 q, k = self.blocks[0].qk(x).chunk(2, dim=-1)
-                softmax = F.softmax(q @ k.t() / 2.0, dim=-1)
                 with draw(self, 0):
-                    weights = F.dropout(softmax, p=0.25, training=self.training)
+                    weights = F.dropout(F.softmax(q @ k.t() / 2.0, dim=-1), p=0.25, training=self.training)
                 matmul = weights @ x
 
                 # Small  {here}:{line_of(Small.forward, "x = x + block")}
@@ -275,12 +274,21 @@ def test_a_path_is_reached_whatever_its_names_are(path, text):
 
 
 def test_long_lines_are_wrapped_at_their_brackets():
-    call = ("y = f", Group("(", tuple((f"argument_{index}",) for index in range(12)), ")"))
-    assert wrapped(call, 8)[0] == "        y = f("
-    assert wrapped(call, 8)[1] == "            argument_0,"
-    assert wrapped(call, 8)[-1] == "        )"
+    def call(count):
+        return "y = f", Group("(", tuple((f"argument_{index}",) for index in range(count)), ")")
+
+    assert wrapped(call(9), 8) == [
+        "        y = f(",
+        "            " + ", ".join(f"argument_{index}" for index in range(9)),
+        "        )",
+    ]
+    assert wrapped(call(12), 8) == ["        y = f(", *(f"            argument_{i}," for i in range(12)), "        )"]
     numbers = ("y = ", Group("(", tuple((str(index),) for index in range(90)), ")"))
-    assert len(wrapped(numbers, 8)) < 8
+    assert len(wrapped(numbers, 8)) == 6
+    chain = ("y = ", "x.view", Group("(", (("1" * 50,),), ")"), ".view", Group("(", (("2" * 50,),), ")"))
+    assert wrapped(chain, 4) == ["    y = (", f"        x.view({'1' * 50}).view({'2' * 50})", "    )"]
+    subscript = ("y = x", Group("[", (("1" * 80,), ("2" * 80,)), "]", comma=False))
+    assert wrapped(subscript, 4)[-2:] == ["        " + "2" * 80, "    ]"]
 
 
 class Awkward(nn.Module):
