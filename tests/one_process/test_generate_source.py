@@ -285,8 +285,8 @@ def test_long_lines_are_wrapped_at_their_brackets():
     assert wrapped(call(12), 8) == ["        y = f(", *(f"            argument_{i}," for i in range(12)), "        )"]
     numbers = ("y = ", Group("(", tuple((str(index),) for index in range(90)), ")"))
     assert len(wrapped(numbers, 8)) == 6
-    chain = ("y = ", "x.view", Group("(", (("1" * 50,),), ")"), ".view", Group("(", (("2" * 50,),), ")"))
-    assert wrapped(chain, 4) == ["    y = (", f"        x.view({'1' * 50}).view({'2' * 50})", "    )"]
+    chain = ("result = ", "x.view", Group("(", (("1" * 48,),), ")"), ".view", Group("(", (("2" * 48,),), ")"))
+    assert wrapped(chain, 4) == ["    result = (", f"        x.view({'1' * 48}).view({'2' * 48})", "    )"]
     subscript = ("y = x", Group("[", (("1" * 80,), ("2" * 80,)), "]", comma=False))
     assert wrapped(subscript, 4)[-2:] == ["        " + "2" * 80, "    ]"]
 
