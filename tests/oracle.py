@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,6 +68,15 @@ def samples(value: Any) -> int:
     while not isinstance(value, torch.Tensor):
         value = next(iter(value.values())) if isinstance(value, dict) else value[0]
     return value.shape[0]
+
+
+def by_owner(stages: Sequence[Sequence[str]], deltas: Sequence[int]) -> Callable[[str], int]:
+    """Return the staleness of a parameter: that of the first stage that holds it, which is the one that steps it."""
+    owner: dict[str, int] = {}
+    for names, delta in zip(stages, deltas, strict=True):
+        for name in names:
+            owner.setdefault(name, delta)
+    return owner.__getitem__
 
 
 def loss_of(module: ModuleType, model: torch.nn.Module, batch: Any) -> Any:
