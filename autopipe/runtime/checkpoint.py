@@ -200,7 +200,8 @@ class Checkpoint:
             try:
                 with safe_open(self._verify(file), framework="pt") as opened:
                     for name in wanted:
-                        tensors[name] = opened.get_tensor(name)
+                        # memory of its own: the file may be removed, and kernels round by how memory is aligned
+                        tensors[name] = opened.get_tensor(name).clone()
             except SafetensorError as error:
                 raise ArtifactError(f"{file} is damaged: {error}", where=str(self.directory / file)) from error
         return tensors

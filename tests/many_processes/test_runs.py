@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from autopipe.errors import RunError, WorkerError
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
+from autopipe.runtime.stage_runner import StageRunner
 from autopipe.workflow import runs
 from autopipe.workflow.results import TrainResult
 from autopipe.workflow.settings import (
@@ -143,3 +144,41 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(WorkerError, match="is not what was written: its SHA-256 differs"):
         train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=2, resume=True)
+
+
+def test_evaluation_while_training_changes_nothing_but_the_metrics(tmp_path: Path) -> None:
+    plainly = train(tmp_path / "without", SAMPLES / "resnet.py", gpus=2, steps=4)
+    evaluated = train(tmp_path / "with", SAMPLES / "resnet.py", gpus=2, steps=4, evaluate_every=2)
+    assert plainly.losses == evaluated.losses
+    lines = [json.loads(line) for line in (tmp_path / "with" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "evaluation_loss" in line] == [2, 4]
+    last = next(line["evaluation_loss"] for line in reversed(lines) if "evaluation_loss" in line)
+    found = runs.evaluate(EvaluateSettings(run=tmp_path / "with" / "run"))
+    assert found.loss == pytest.approx(last, rel=1e-6)
+
+
+def test_an_asynchronous_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    target = SAMPLES / "resnet.py"
+    whole = train(tmp_path / "whole", target, gpus=2, steps=6, schedule="2bw")
+    first = train(tmp_path / "parts", target, gpus=2, steps=3, schedule="2bw")
+    second = train(tmp_path / "parts", target, gpus=3, steps=6, schedule="2bw", resume=True)
+    assert first.losses + second.losses == whole.losses
+
+
+def test_a_new_plan_is_compared_with_plain_training_once(tmp_path: Path) -> None:
+    train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=1)
+    checked = (tmp_path / "work" / "checked").read_text().splitlines()
+    assert len(checked) == 1
+    train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=2, resume=True)
+    assert (tmp_path / "work" / "checked").read_text().splitlines() == checked
+
+
+def test_a_plan_that_is_not_plain_training_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(self: StageRunner, outputs: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
+        return outputs[self.stage.RETURNS[0]] * factor * 0.5
+
+    monkeypatch.setattr(StageRunner, "_scaled", halved)
+    with pytest.raises(RunError, match="one step in stages is not one step of plain training") as caught:
+        train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=1)
+    assert "--no-check" in caught.value.remedy
+    assert not (tmp_path / "work" / "checked").exists()
