@@ -1,0 +1,265 @@
+"""Bugs planted into the runtime, each of which a comparison with plain training must find.
+
+Most of them have been in a pipeline framework that people trained with; none shows in a loss curve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from pipelines import captured
+from schedule_cases import Case, compared
+
+from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import Request, Schedule
+from autopipe.runtime import layout, session
+from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.stepper import Stepper
+from autopipe.runtime.weights import WeightVersions
+from autopipe.schedules.rows import unflushed, warmups
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``plant`` puts the bug in. ``last``: samples of the last minibatch of 8. ``clip``: the norm to clip to."""
+
+    plant: Plant
+    case: Case
+    last: int = 5
+    clip: float = 0.0
+    inexact_ties: bool = False
+
+
+def found_equal(mutation: Mutation, folder: Path) -> bool:
+    made = captured(mutation.case.model)
+    plan: Plan = mutation.case.plan(made)
+    if mutation.inexact_ties:
+        assert plan.ties
+        plan = replace(plan, ties=tuple(replace(tie, exact=False) for tie in plan.ties))
+    found = compared(made, plan, folder, steps=3, last=mutation.last, clip_grad_norm=mutation.clip)
+    return found.equal
+
+
+def loss_scaled_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StageRunner._starts
+
+    def starts(self, flight, gradients):
+        return original(self, flight, {value: g * flight.factor for value, g in gradients.items()})
+
+    monkeypatch.setattr(StageRunner, "_starts", starts)
+
+
+def only_the_last_microbatch_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StageRunner.backward
+
+    def backward(self, key, gradients):
+        for parameter in self.versions.in_use.values():
+            parameter.grad = None
+        return original(self, key, gradients)
+
+    monkeypatch.setattr(StageRunner, "backward", backward)
+
+
+def microbatches_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = layout.microbatches
+
+    def microbatches(*arguments) -> list[Microbatch]:
+        parts = original(*arguments)
+        return [replace(part, factor=1 / len(parts)) for part in parts]
+
+    monkeypatch.setattr(session, "microbatches", microbatches)
+
+
+def stash_one_version_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version v holds the values of version v - 1."""
+    original = WeightVersions._add
+    before: dict[int, dict[str, torch.Tensor]] = {}
+
+    def add(self, version, tensors):
+        values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        original(self, version, before.get(id(self), values))
+        before[id(self)] = values
+
+    monkeypatch.setattr(WeightVersions, "_add", add)
+
+
+def gradients_of_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stashing trap: other data for the tensors that autograd has saved."""
+    original = WeightVersions.end_step
+
+    def end_step(self):
+        original(self)
+        for leaves in self._leaves.values():
+            for name, leaf in leaves.items():
+                leaf.data = self.masters[name].data.clone()
+
+    monkeypatch.setattr(WeightVersions, "end_step", end_step)
+
+
+def vertical_sync_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages but the first, which has no newer version yet, read one version newer."""
+    original = session.make
+
+    def make(name: str, request: Request) -> Schedule:
+        right = original(name, request)
+        if name != "pipedream":
+            return right
+        warmup = warmups(request)
+        staleness = [right.staleness[0], *(delta - 1 for delta in right.staleness[1:])]
+        return unflushed(name, right.request, warmup, staleness, [count + 1 for count in warmup])
+
+    monkeypatch.setattr(session, "make", make)
+
+
+def tied_copy_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StageRunner._collect
+
+    def collect(self, flight):
+        gradients = original(self, flight)
+        return {v: torch.zeros_like(g) if v.startswith("parameter:") else g for v, g in gradients.items()}
+
+    monkeypatch.setattr(StageRunner, "_collect", collect)
+
+
+def tied_sum_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stepper, "_sum_ties", lambda self, stage: None)
+
+
+def tied_copy_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stepper, "_share_ties", lambda self, stage: None)
+
+
+def replicas_averaged_as_if_they_had_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica takes the mean over its own samples, and the mean of the replicas is taken."""
+    forward, reduce = StageRunner.forward, Stepper.reduce
+    shares: dict[tuple[int, int], float] = {}
+
+    def sharing(self, key, inputs, received, factor):
+        where = (id(self), key[0])
+        shares[where] = shares.get(where, 0.0) + factor
+        return forward(self, key, inputs, received, factor)
+
+    def averaged(self, stage, minibatch):
+        runner, group = self.runners[stage], self.request.stage_ranks[stage]
+        runner.versions.begin_step(minibatch)
+        for parameter in self.parameters(stage).values():
+            if parameter.grad is not None:
+                parameter.grad /= len(group) * shares[id(runner), minibatch]
+        reduce(self, stage, minibatch)
+
+    monkeypatch.setattr(StageRunner, "forward", sharing)
+    monkeypatch.setattr(Stepper, "reduce", averaged)
+
+
+def replica_gradients_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stepper, "reduce", lambda self, stage, t: self.runners[stage].versions.begin_step(t))
+
+
+def clip_norm_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def factor(self, owned):
+        gradients = [p.grad for parameters in owned.values() for p in parameters.values() if p.grad is not None]
+        return torch.clamp(self.clip_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
+
+    monkeypatch.setattr(Stepper, "_clip_factor", factor)
+
+
+def recompute_with_other_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StageRunner._starts
+
+    def starts(self, flight, gradients):
+        flight.draws = (flight.draws[0] + 1, *flight.draws[1:])
+        return original(self, flight, gradients)
+
+    monkeypatch.setattr(StageRunner, "_starts", starts)
+
+
+def randomness_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StageRunner._run
+
+    def run(self, flight):
+        flight.draws = (self.seed + self.stage.INDEX, *flight.draws[1:])
+        return original(self, flight)
+
+    monkeypatch.setattr(StageRunner, "_run", run)
+
+
+def recompute_on_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StageRunner._starts
+
+    def starts(self, flight, gradients):
+        for name, leaf in self.versions._leaves[self.versions.newest].items():
+            self.versions.in_use[name].data = leaf.data
+        return original(self, flight, gradients)
+
+    monkeypatch.setattr(StageRunner, "_starts", starts)
+
+
+def batch_norm_updated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StageRunner, "_frozen_buffers", lambda self: contextlib.nullcontext())
+
+
+def gradients_kept_over_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stepper.step
+
+    def step(self, stage, minibatch):
+        kept = {name: p.grad for name, p in self.parameters(stage).items()}
+        original(self, stage, minibatch)
+        for name, parameter in self.parameters(stage).items():
+            parameter.grad = kept[name]
+
+    monkeypatch.setattr(Stepper, "step", step)
+
+
+GPT = Case("1f1b", "gpt", (1, 1, 1), "p + 1")
+RESNET = Case("1f1b", "resnet", (1, 1), "p + 1")
+STASHED = Case("pipedream", "resnet", (1, 1, 1), "1")
+MUTATIONS = {
+    "loss scaled per stage": Mutation(loss_scaled_per_stage, RESNET),
+    "only the last microbatch trained": Mutation(only_the_last_microbatch_trained, RESNET),
+    "microbatches weighed equally": Mutation(microbatches_weighed_equally, RESNET),
+    "gradients kept over the step": Mutation(gradients_kept_over_the_step, RESNET),
+    "stash one version off, pipedream": Mutation(stash_one_version_off, STASHED),
+    "stash one version off, 2bw": Mutation(stash_one_version_off, replace(RESNET, schedule="2bw")),
+    "stashed weights overwritten, pipedream": Mutation(gradients_of_the_newest_version, STASHED),
+    "stashed weights overwritten, 2bw": Mutation(gradients_of_the_newest_version, replace(RESNET, schedule="2bw")),
+    "vertical sync off by one": Mutation(vertical_sync_off_by_one, replace(STASHED, vertical_sync=True)),
+    "tied copy not summed": Mutation(tied_copy_not_summed, GPT),
+    "tied copy not summed at the step": Mutation(tied_sum_left_out, GPT, inexact_ties=True),
+    "tied copy not renewed": Mutation(tied_copy_not_renewed, GPT),
+    "replicas averaged wrongly, ragged batch": Mutation(
+        replicas_averaged_as_if_they_had_the_same_samples, Case("1f1b", "gpt", (2, 1), "2p")
+    ),
+    "replica gradients not added": Mutation(replica_gradients_not_added, Case("1f1b", "gpt", (1, 2), "2p")),
+    "clip norm per stage": Mutation(clip_norm_per_stage, RESNET, clip=0.5),
+    "recompute with other randomness": Mutation(recompute_with_other_randomness, replace(GPT, recompute=(True,))),
+    "randomness of the rank": Mutation(randomness_of_the_rank, GPT),
+    "recompute on the newest version": Mutation(recompute_on_the_newest_version, replace(STASHED, recompute=(True,))),
+    "BatchNorm updated twice": Mutation(batch_norm_updated_twice, replace(RESNET, recompute=(True,))),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_is_found_and_without_it_all_is_equal(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation = MUTATIONS[name]
+    assert found_equal(mutation, tmp_path / "right")
+    mutation.plant(monkeypatch)
+    assert not found_equal(mutation, tmp_path / "wrong")
+
+
+def test_the_wrong_average_of_replicas_shows_only_where_batches_are_ragged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # why every comparison here ends in a ragged minibatch
+    mutation = replace(MUTATIONS["replicas averaged wrongly, ragged batch"], last=8)
+    mutation.plant(monkeypatch)
+    assert found_equal(mutation, tmp_path)
