@@ -96,6 +96,7 @@ def train(
     seed: int = 0,
     staleness: Callable[[str], int] = lambda name: 0,
     arguments: Mapping[str, Any] | None = None,
+    clip_norm: float = 0.0,
 ) -> tuple[list[float], torch.nn.Module, list[dict[str, torch.Tensor]]]:
     """Return the losses, the trained model, and the gradients of every step."""
     torch.manual_seed(seed)
@@ -113,6 +114,7 @@ def train(
         if make
         else torch.optim.AdamW([p for p in parameters.values() if p.requires_grad])
     )
+    scheduler = module.scheduler(optimizer) if hasattr(module, "scheduler") else None
     versions = [{name: p.detach().clone() for name, p in parameters.items()}]
     losses, gradients = [], []
     for t, item in enumerate(items):
@@ -138,7 +140,11 @@ def train(
         gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         for name, p in parameters.items():
             p.data = versions[t][name].clone()
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], clip_norm)
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         versions.append({name: p.detach().clone() for name, p in parameters.items()})
     return losses, model, gradients

@@ -235,14 +235,17 @@ class Stepper:
         The same arithmetic as torch.nn.utils.clip_grad_norm_, in the same order of parameters.
         """
         index = {name: position for position, name in enumerate(self.trainable)}
-        norms = torch.zeros(len(index), dtype=torch.float64)
+        # a row of norms, and one that says which parameters have a gradient: torch leaves the others out of its sum
+        norms = torch.zeros(2, len(index), dtype=torch.float64)
         for stage, parameters in owned.items():
             if self.request.stage_ranks[stage][0] != self.transport.rank:
                 continue
             for name, parameter in parameters.items():
                 if parameter.grad is not None:
-                    norms[index[name]] = torch.linalg.vector_norm(parameter.grad).item()
-        total = torch.linalg.vector_norm(self._agree(norms).float())
+                    norms[0, index[name]] = torch.linalg.vector_norm(parameter.grad).item()
+                    norms[1, index[name]] = 1.0
+        norms = self._agree(norms)
+        total = torch.linalg.vector_norm(norms[0][norms[1] > 0].float())
         return torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
 
     # -- the loss --------------------------------------------------------------------------------------------------

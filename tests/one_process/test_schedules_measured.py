@@ -34,7 +34,7 @@ def peak_versions(sessions: list[RankSession]) -> dict[int, int]:
 def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Peak of the memories that one parameter's values lie in, by stage: versions, and what the optimizer steps.
 
-    Counted from outside, before every computation and in every step: by weak references to all tensors that a version was made of.
+    Counted from outside, before every computation and in every step, by weak references to what versions were made of.
     """
     peaks: dict[int, int] = {}
     stage_of: dict[int, int] = {}
