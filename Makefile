@@ -41,7 +41,7 @@ format: $(READY) ## let ruff lay out the code
 	$(BIN)/ruff format .
 
 zoo: $(READY) ## capture every kind of model that is known, and say what each needed
-	$(BIN)/python benchmarks/zoo.py
+	$(BIN)/python -m benchmarks.zoo
 
 bench: $(READY) ## two ranks against one process, side by side
 	$(BIN)/python benchmarks/two_ranks.py

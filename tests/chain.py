@@ -127,8 +127,13 @@ def eager(workload: Any, model: torch.nn.Module, item: Any, where: Any) -> Any:
     return (loss,) if weight is None else (loss, weight)
 
 
-def differences(workload: Any, capture: Any, plan: Plan, folder: Path, batch_size: int, where: Any) -> list[str]:
-    """Return what is not equal, bit for bit, between the stages and the model: results, gradients, buffers."""
+def differences(
+    workload: Any, capture: Any, plan: Plan, folder: Path, batch_size: int, where: Any, *, detailed: bool = False
+) -> list[Any]:
+    """Return what is not equal, bit for bit, between the stages and the model: results, gradients, buffers.
+
+    ``detailed``: each with its largest relative error, which is infinite where one side has nothing.
+    """
     plain, model = workload.build_model(), workload.build_model()
     item = workload.example_item(batch_size)
     stages = load(capture, plan, folder, model)
@@ -136,13 +141,23 @@ def differences(workload: Any, capture: Any, plan: Plan, folder: Path, batch_siz
     leaves = {name: leaf.clone() for name, leaf in workload.leaves(workload.example_item(batch_size)).items()}
     found, flights = forward(stages, plan, leaves, where)
     backward(stages, plan, flights)
-    wrong = [f"result {i}" for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+    pairs = [(f"result {index}", a, b) for index, (a, b) in enumerate(zip(found, expected, strict=True))]
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if (ours.grad is None) != (theirs.grad is None):
-            wrong.append(f"gradient of {name}: {ours.grad is not None} but {theirs.grad is not None} in the model")
-        elif ours.grad is not None and not torch.equal(ours.grad, theirs.grad):
-            wrong.append(f"gradient of {name}: {(ours.grad - theirs.grad).abs().max()}")
+        pairs.append((f"gradient of {name}", ours.grad, theirs.grad))
     for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-        if not torch.equal(ours, theirs):
-            wrong.append(f"buffer {name}")
-    return wrong
+        pairs.append((f"buffer {name}", ours, theirs))
+    wrong = [(name, _error(ours, theirs)) for name, ours, theirs in pairs if not _equal(ours, theirs)]
+    return wrong if detailed else [f"{name}: {error}" for name, error in wrong]
+
+
+def _equal(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return torch.equal(ours, theirs) or bool(ours.isnan().all() and theirs.isnan().all())
+
+
+def _error(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return float("inf")
+    scale = theirs.double().abs().max().clamp(min=1e-12)
+    return float((ours.double() - theirs.double()).abs().max() / scale)

@@ -1,0 +1,84 @@
+"""``make zoo``: every model in a process of its own, with a time limit; writes benchmarks/results/zoo.md.
+
+A model goes from its source through capture, a plan of three stages and stage files to two training steps in those
+stages, at two batch sizes and two seeds, dropout on, beside the model itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.zoo.table import summary, write_table
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+REPRESENTATIVE = (
+    "transformers/gpt2", "transformers/llama", "transformers/mixtral", "transformers/bert", "transformers/albert",
+    "transformers/t5", "transformers/vit", "own/batch norm", "own/custom function", "own/packed lstm", "own/in place",
+    "own/experts",
+)  # fmt: skip
+
+
+def run(name: str, limit_seconds: float) -> dict[str, Any]:
+    """Try one model and return what became of it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", name],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"name": name, "result": "time limit", "reason": f"longer than {limit_seconds:.0f} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"name": name, "result": "failed", "reason": last[:200]}
+    return {**json.loads(lines[-1]), "total_seconds": time.monotonic() - started}
+
+
+def main() -> int:
+    """Run the models that are asked for; 1 if one of them is silently wrong or failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="such as transformers/gpt2 or timm; all of them where none is given")
+    parser.add_argument("--representative", action="store_true", help="a dozen of every kind")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
+    options = parser.parse_args()
+    listed = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", "--list"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\n")  # fmt: skip
+    names = [name for name in listed if name]
+    if options.representative:
+        names = [name for name in names if name in REPRESENTATIVE]
+    elif options.names:
+        names = [name for name in names if name in options.names or name.partition("/")[0] in options.names]
+    rows = []
+    for name in names:
+        rows.append(run(name, options.limit))
+        row = rows[-1]
+        print(
+            f"{name:42} {row['result']:12} {row.get('capture_seconds', 0):6.1f} s  {row.get('reason', '')[:100]}",
+            flush=True,
+        )
+        if not options.representative:
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            write_table(rows, RESULTS / "zoo.md")
+    print(summary(rows))
+    return int(any(row["result"] in ("wrong", "failed") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""One model of the zoo, in this process: prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe.errors import AutopipeError, PlanError
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.trace import Capture, capture
+from benchmarks.zoo import transformers_models, vision_models
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "one_process")]  # the oracle, and models written to be hard
+
+import chain  # noqa: E402 - found by the line above
+import trace_cases  # noqa: E402 - likewise
+
+NUM_STAGES = 3
+RUNS = ((4, (0, 0, 0)), (6, (1, 1, 0)))  # batch size, (seed, minibatch, microbatch)
+TOLERANCE = 1e-6
+
+
+def names() -> list[str]:
+    """Return every model, as family/model."""
+    return [
+        *(f"transformers/{name}" for name in transformers_models.MODELS),
+        *(f"timm/{name}" for name in vision_models.TIMM),
+        *(f"torchvision/{name}" for name in vision_models.TORCHVISION),
+        *(f"own/{name}" for name in trace_cases.CASES),
+    ]
+
+
+def workload_of(name: str) -> Any:
+    """Return the workload of a model."""
+    family, _, model = name.partition("/")
+    makers = {
+        "transformers": transformers_models.workload,
+        "timm": vision_models.timm_workload,
+        "torchvision": vision_models.torchvision_workload,
+        "own": trace_cases.workload,
+    }
+    return makers[family](model)
+
+
+def plan(found: Capture, spec: Any) -> Plan:
+    """Plan three stages, fewer where there are not so many cuts; every node costs the same."""
+    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in found.graph.nodes}
+    profile = Profile(spec, found.graph, Device("cpu", "test", 0), (Measurement(1, costs),))
+    for count in range(NUM_STAGES, 0, -1):
+        cluster = Cluster((Level("host", count, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
+        try:
+            return make_plan(profile, cluster, PlanOptions(num_ranks=count, batch_size=8, num_microbatches=4))
+        except PlanError:
+            if count == 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def export_seconds(workload: Any) -> float:
+    """Return what ``torch.export`` takes for the same model and batch."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = workload.build_model()
+
+        def forward(self, item: Any) -> Any:
+            return workload.loss(self.model, item)[0]
+
+    step, item = Step(), workload.example_item(5)
+    started = time.perf_counter()
+    torch.export.export(step, (item,), strict=False)
+    return time.perf_counter() - started
+
+
+def compare(workload: Any, found: Capture, made: Plan, folder: Path) -> tuple[str, str]:
+    """Run the stages beside the model and return exact, equal or wrong, and what differs."""
+    worst = 0.0
+    said = ""
+    for batch_size, where in RUNS:
+        for difference in chain.differences(workload, found, made, folder, batch_size, where, detailed=True):
+            said = said or f"{difference[0]} (batch {batch_size}): {difference[1]:.1e}"
+            worst = max(worst, difference[1])
+    if not said:
+        return "exact", ""
+    return ("equal" if worst <= TOLERANCE else "wrong"), said
+
+
+def main(name: str) -> dict[str, Any]:
+    """Return the row of a model."""
+    torch.set_num_threads(1)
+    vision_models.importable()
+    row: dict[str, Any] = {"name": name}
+    workload = workload_of(name)
+    if not hasattr(workload.spec, "target"):
+        workload.spec = transformers_models.workload("gpt2").spec
+    workload.loss(workload.build_model(), workload.example_item(2))  # imports and caches are nobody's time
+    try:
+        row["export_seconds"] = export_seconds(workload)
+    except Exception as error:
+        row["export_error"] = type(error).__name__
+    torch._dynamo.reset()
+    try:
+        started = time.perf_counter()
+        capture(workload, verify=False)
+        row["capture_seconds"] = time.perf_counter() - started
+        found = capture(workload)
+        row.update(method=found.method, nodes=len(found.graph.nodes), notes=list(found.notes))
+        made = plan(found, workload.spec)
+        row["stages"] = len(made.stages)
+        with tempfile.TemporaryDirectory() as folder:
+            row["result"], row["reason"] = compare(workload, found, made, Path(folder))
+    except AutopipeError as error:
+        row["result"] = "refused"
+        row["reason"] = f"{error.what} ({error.where})" if error.where else error.what
+    except Exception as error:
+        traceback.print_exc()
+        row["result"], row["reason"] = "failed", f"{type(error).__name__}: {str(error)[:200]}"
+    return row
+
+
+if __name__ == "__main__":
+    print("\n".join(names()) if sys.argv[1] == "--list" else json.dumps(main(sys.argv[1])))

@@ -1,0 +1,56 @@
+"""Results of the zoo -> a table in Markdown."""
+
+from __future__ import annotations
+
+import collections
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many models came to what."""
+    counts = collections.Counter(row["result"] for row in rows)
+    ratios = [row["capture_seconds"] / row["export_seconds"] for row in rows if row.get("export_seconds")]
+    ratio = f"; median capture {statistics.median(ratios):.2f} of torch.export's time" if ratios else ""
+    return f"{len(rows)} models: " + ", ".join(f"{count} {result}" for result, count in counts.most_common()) + ratio
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Write all rows, the summary above them."""
+    lines = [
+        "# The zoo",
+        "",
+        f"{summary(rows)}.",
+        "",
+        "Each model: captured, planned into three stages, generated, and run in stages beside the model itself, at two",
+        "batch sizes and two seeds, dropout on. *exact*: loss, every gradient and every buffer are equal bit for bit.",
+        "*equal*: within 1e-6 relative. *refused*: nothing is trained, and the message names the line.",
+        "Seconds are of the capture without its verification, beside `torch.export(strict=False)` in the same process.",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread.",
+        "",
+        "| model | result | captured how | nodes | stages | capture s | export s | ratio | reason |",
+        "|---|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        capture, export = row.get("capture_seconds"), row.get("export_seconds")
+        ratio = f"{capture / export:.2f}" if capture and export else ""
+        cells = [
+            row["name"],
+            row["result"],
+            row.get("method", ""),
+            str(row.get("nodes", "")),
+            str(row.get("stages", "")),
+            f"{capture:.2f}" if capture else "",
+            f"{export:.2f}" if export else row.get("export_error", ""),
+            ratio,
+            row.get("reason", "").replace("|", "\\|").replace("\n", " "),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,97 @@
+"""28 models of timm and 10 of torchvision, for small pictures where the model allows them, dropout on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo.workload import Batch, ZooWorkload
+
+# name -> (size of the pictures, what is set besides)
+TIMM: dict[str, tuple[int, dict[str, Any]]] = {
+    "resnet18": (64, {}),
+    "resnet50": (64, {"drop_path_rate": 0.1}),
+    "resnext50_32x4d": (64, {}),
+    "seresnet50": (64, {}),
+    "resnetv2_50": (64, {}),
+    "regnetx_002": (64, {}),
+    "efficientnet_b0": (64, {"drop_path_rate": 0.1}),
+    "mobilenetv2_050": (64, {}),
+    "mobilenetv3_small_050": (64, {}),
+    "convnext_atto": (64, {"drop_path_rate": 0.1}),
+    "vit_tiny_patch16_224": (224, {"depth": 4, "drop_path_rate": 0.1}),
+    "deit_tiny_distilled_patch16_224": (224, {"depth": 4}),
+    "swin_tiny_patch4_window7_224": (224, {"depths": (2, 2), "embed_dim": 32, "num_heads": (2, 4)}),
+    "mixer_s32_224": (224, {"num_blocks": 4}),
+    "gmlp_ti16_224": (224, {"num_blocks": 4}),
+    "cait_xxs24_224": (224, {"depth": 4}),
+    "beit_base_patch16_224": (224, {"depth": 3, "embed_dim": 48, "num_heads": 4}),
+    "densenet121": (64, {}),
+    "vgg11_bn": (64, {}),
+    "inception_v3": (128, {}),
+    "xception41": (64, {}),
+    "hrnet_w18_small": (64, {}),
+    "dla34": (64, {}),
+    "ghostnet_050": (64, {}),
+    "levit_128s": (224, {}),
+    "pvt_v2_b0": (64, {}),
+    "poolformer_s12": (64, {}),
+    "mobilevit_xxs": (64, {}),
+}
+TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
+    "resnet18": (64, {}),
+    "resnet50": (64, {}),
+    "vgg11_bn": (64, {}),
+    "alexnet": (64, {}),
+    "densenet121": (64, {}),
+    "mobilenet_v3_small": (64, {}),
+    "shufflenet_v2_x0_5": (64, {}),
+    "efficientnet_b0": (64, {}),
+    "swin_t": (64, {}),
+    "convnext_tiny": (64, {}),
+}
+
+
+def _workload(name: str, size: int, build: Any) -> ZooWorkload:
+    def batch(n: int, generator: torch.Generator) -> Batch:
+        return {
+            "x": torch.randn(n, 3, size, size, generator=generator),
+            "labels": torch.randint(0, 10, (n,), generator=generator),
+        }
+
+    def loss(output: Any, item: Batch) -> Tensor:
+        outputs = output if isinstance(output, tuple) else (output,)
+        return torch.stack([nn.functional.cross_entropy(each, item["labels"]) for each in outputs]).sum()
+
+    return ZooWorkload(name, build, batch, loss, ("x",))
+
+
+def timm_workload(name: str) -> ZooWorkload:
+    """Return the workload of a timm model."""
+    import timm
+
+    size, options = TIMM[name]
+    return _workload(name, size, lambda: timm.create_model(name, num_classes=10, drop_rate=0.1, **options))
+
+
+def torchvision_workload(name: str) -> ZooWorkload:
+    """Return the workload of a torchvision model."""
+    import torchvision
+
+    size, options = TORCHVISION[name]
+    return _workload(name, size, lambda: getattr(torchvision.models, name)(num_classes=10, **options))
+
+
+def importable() -> None:
+    """Let a torchvision built for CUDA be imported beside a torch that is not: its operators have no kernels."""
+    for schema in (
+        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    ):
+        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
+            _LIBRARY.define(schema)
+
+
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")

@@ -1,0 +1,60 @@
+"""What the zoo gives to autopipe in place of a user's file: a model, batches, and how the two meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.ir.profile import WorkloadSpec
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class ZooWorkload:
+    """A model that is called with the batch as keywords. ``loss``: (output, batch) -> loss; None: the output has it."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, torch.Generator], Batch]
+    loss_of: Callable[[Any, Batch], Tensor] | None = None
+    inputs: tuple[str, ...] = ()
+    spec: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("benchmarks/zoo", {}, {}, (), 0))
+
+    def build_model(self) -> nn.Module:
+        """Return the model as a plain script would make it."""
+        torch.manual_seed(self.spec.seed)
+        return self.build().train()
+
+    def example_item(self, batch_size: int) -> Batch:
+        """Return a batch, always the same one for a size."""
+        return self.batch(batch_size, torch.Generator().manual_seed(100 + batch_size))
+
+    def leaves(self, item: Batch) -> Batch:
+        """Return its tensors."""
+        return dict(item)
+
+    def with_leaves(self, item: Batch, leaves: Mapping[str, Tensor]) -> Batch:
+        """Return the batch with other tensors."""
+        return {**item, **leaves}
+
+    def num_samples(self, item: Batch) -> int:
+        """Return how many samples it holds."""
+        return next(tensor.shape[0] for tensor in item.values() if tensor.dim())
+
+    def split(self, item: Batch, num_microbatches: int) -> list[Batch]:
+        """Cut it into microbatches."""
+        count = min(num_microbatches, self.num_samples(item))
+        cut = {name: tensor.tensor_split(count) for name, tensor in item.items()}
+        return [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
+
+    def loss(self, model: nn.Module, item: Batch) -> tuple[Tensor, Tensor | None]:
+        """Run the model on a batch."""
+        if self.loss_of is not None:
+            return self.loss_of(model(*(item[name] for name in self.inputs)), item), None
+        output = model(**item)
+        return (output if isinstance(output, Tensor) else output.loss), None
