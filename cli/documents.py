@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopipe.ir.cluster import Links
     from autopipe.ir.plan import Plan
     from autopipe.planning import Comparison, Contender, Explanation
     from autopipe.workflow.doctor import Examination
@@ -96,6 +97,11 @@ def plan(result: PlanResult) -> dict[str, Any]:
         "explanation": [] if result.explanation is None else result.explanation.lines(),
         "reasons": _reasons(result.explanation),
     }
+
+
+def links(found: Links | None) -> dict[str, Any]:
+    """Return what was measured between two ranks; nothing where it was not."""
+    return {} if found is None else {"links": dataclasses.asdict(found)}
 
 
 def layer_plan(result: LayerPlanResult) -> dict[str, Any]:

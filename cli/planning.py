@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 
 @click.command("profile")
 @click.argument("target")
+@options.option("--links", is_flag=True, help="Also measure between two ranks -> links.json, which plan then uses.")
 @options.profiling
 @options.output
-def profile_command(terminal: Terminal, target: str, **given: Any) -> None:
+def profile_command(terminal: Terminal, target: str, links: bool, **given: Any) -> None:
     """Measure what each part of the model TARGET costs -> profile.json.
 
     TARGET is path/to/file.py[:ATTR] or package.module[:ATTR]. The file is code, and it is run.
     """
-    from autopipe.report import tables
+    from autopipe.report import plans, tables
     from autopipe.workflow import steps
+    from autopipe.workflow.links import measure as measure_links
 
     settings = options.profile_settings(target, given)
     with terminal.progress() as progress:
         result = steps.profile(settings, progress)
+        measured = measure_links(settings.work_dir, result.profile.device.kind, progress) if links else None
     terminal.notes(result.notes, result.warnings)
     terminal.table(tables.profile_table(result.profile))
-    terminal.table(tables.block_table(result.profile))
-    terminal.document("profile", documents.profile(result))
+    terminal.table(tables.block_table(result.profile), *plans.links(measured))
+    terminal.document("profile", documents.profile(result) | documents.links(measured))
     terminal.next("autopipe plan --gpus 2")
 
 

@@ -8,15 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """``count`` members side by side, joined by links of this bandwidth (bytes per second) and latency (seconds)."""
+    """``count`` members side by side, joined by links of this bandwidth (bytes per second) and latency (seconds).
+
+    ``all_reduce_bandwidth``: what a ring over the members moves; 0 where it is the bandwidth of the links.
+    """
 
     name: str
     count: int
     bandwidth: float
     latency_seconds: float
+    all_reduce_bandwidth: float = 0.0
+
+    @property
+    def ring_bandwidth(self) -> float:
+        """Bytes per second of a ring over the members."""
+        return self.all_reduce_bandwidth or self.bandwidth
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.bandwidth <= 0 or self.latency_seconds < 0:
+        if self.count < 1 or self.bandwidth <= 0 or min(self.latency_seconds, self.all_reduce_bandwidth) < 0:
             raise ValueError(f"level {self.name!r}: count >= 1, bandwidth > 0 and latency >= 0 are needed")
 
 
@@ -31,6 +40,24 @@ class ClusterDevice:
     def __post_init__(self) -> None:
         if self.speed <= 0 or self.memory_bytes < 0:
             raise ValueError(f"device {self.name!r}: speed > 0 and memory >= 0 are needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What was measured between two ranks of this machine. ``device_kind``: cpu or cuda. Bandwidths in bytes per second."""
+
+    device_kind: str
+    latency_seconds: float
+    bandwidth: float
+    all_reduce_bandwidth: float
+
+    def __post_init__(self) -> None:
+        if min(self.bandwidth, self.all_reduce_bandwidth) <= 0 or self.latency_seconds < 0:
+            raise ValueError("links: bandwidths > 0 and latency >= 0 are needed")
+
+    def level(self, count: int) -> Level:
+        """Return the links of so many ranks of this machine."""
+        return Level("measured", count, self.bandwidth, self.latency_seconds, self.all_reduce_bandwidth)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from autopipe.errors import PlanError
-from autopipe.ir.cluster import Cluster, Level
+from autopipe.ir.cluster import Cluster
 from autopipe.planning.memory import gib
 from autopipe.planning.options import PlanOptions, ScheduleNeeds
 from autopipe.planning.problem import Problem
@@ -138,5 +138,5 @@ def _grown(cluster: Cluster, num_ranks: int) -> Cluster:
         return cluster
     outer = cluster.levels[-1]
     inner = cluster.num_ranks // outer.count
-    wider = Level(outer.name, math.ceil(num_ranks / inner), outer.bandwidth, outer.latency_seconds)
+    wider = dataclasses.replace(outer, count=math.ceil(num_ranks / inner))
     return dataclasses.replace(cluster, levels=(*cluster.levels[:-1], wider))

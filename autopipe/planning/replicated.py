@@ -36,7 +36,7 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     rules[solver.MAY_RECOMPUTE] = options.recompute != "never"
     rules[solver.EQUAL] = equal
     rules[solver.WIDTH] = width
-    rules[solver.OUTER_SECONDS] = 1 / outer.bandwidth
+    rules[solver.OUTER_SECONDS] = 1 / outer.ring_bandwidth
     rules[solver.OUTER_LATENCY] = outer.latency_seconds
     choices = [r for r in range(1, G + 1) if options.replica_choices == "any" or r & (r - 1) == 0]
     place = placement(cluster, G, equal)
@@ -106,7 +106,7 @@ def _one_placement(cluster: Cluster, a: int, r: int) -> tuple[float, ...]:
         2 * into.latency_seconds,
         1 / out.bandwidth,
         2 * out.latency_seconds,
-        1 / ring.bandwidth,
+        1 / ring.ring_bandwidth,
         ring.latency_seconds,
     )
 
@@ -116,7 +116,8 @@ def _span(cluster: Cluster, first: int, last: int) -> Level:
     link = cluster.link(first, last)
     levels = cluster.levels[: cluster.levels.index(link) + 1]
     used = [level for level in levels if level.count > 1] or [link]
-    return Level("", 1, min(x.bandwidth for x in used), max(x.latency_seconds for x in used))
+    ring = min(x.ring_bandwidth for x in used)
+    return Level("", 1, min(x.bandwidth for x in used), max(x.latency_seconds for x in used), ring)
 
 
 def solve(problem: Problem) -> list[StageChoice] | None:

@@ -12,6 +12,7 @@ from autopipe.ir.plan import Plan
 from autopipe.report.text import in_bytes, in_seconds
 
 if TYPE_CHECKING:
+    from autopipe.ir.cluster import Links
     from autopipe.planning import Comparison, Explanation
     from autopipe.workflow.results import LayerPlanResult, Scaling
 
@@ -144,3 +145,13 @@ def bars(found: Scaling) -> str:
         bar = "#" * max(1, round(BAR * rate / most))
         lines.append(f"{gpus:>{width}} |{bar:<{BAR}}| {rate:.4g}/s, {rate / base * first / gpus:.0%}")
     return "\n".join(lines)
+
+
+def links(found: Links | None) -> tuple[str, ...]:
+    """Return what was measured between two ranks, in one line."""
+    if found is None:
+        return ()
+    return (
+        f"between two {found.device_kind} ranks: {in_seconds(found.latency_seconds)} latency, "
+        f"{found.bandwidth / 1e9:.3g} GB/s; adding up over both {found.all_reduce_bandwidth / 1e9:.3g} GB/s",
+    )

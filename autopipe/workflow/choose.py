@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopipe.errors import PlanError, RunError
 from autopipe.ir import artifact
-from autopipe.ir.cluster import Cluster
+from autopipe.ir.cluster import Cluster, Links
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, Watch, make_best_plan
@@ -54,6 +54,8 @@ def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work
             reason = ", ".join(changes)
         elif record.profile_digest != profile_digest(found):
             reason = "the profile is newer"
+        elif cluster_of(request, ranks_of(request, found), found, work).levels != record.cluster.levels:
+            reason = "the links were measured anew"
         else:
             work.notes.append(f"plan of {stored.num_ranks} ranks ({stored.schedule}) taken from before")
             return stored, record
@@ -76,7 +78,7 @@ def batch_of(workload: Workload, request: PlanRequest) -> int:
 def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: int) -> Chosen:
     """Make the plan of a request and write it and its record. Ctrl-C ends the search with the best so far."""
     num_ranks = ranks_of(request, found)
-    cluster = cluster_of(request, num_ranks, found)
+    cluster = cluster_of(request, num_ranks, found, work)
     space = Space.of(request, num_ranks, batch_size)
     start = time.perf_counter()
     made, watch = search(found, cluster, _choices(request, space, found, work), work.progress)
@@ -149,10 +151,12 @@ def ranks_of(request: PlanRequest, found: Profile) -> int:
     )
 
 
-def cluster_of(request: PlanRequest, num_ranks: int, found: Profile) -> Cluster:
-    """Return the cluster that is meant: a file, figures, or this machine."""
+def cluster_of(request: PlanRequest, num_ranks: int, found: Profile, work: Work) -> Cluster:
+    """Return the cluster that is meant: a file, figures, or this machine with its links as they were measured."""
     if request.cluster is not None:
         return request.cluster
+    links = work.found(Links, work.store.links)
     if request.of_other_devices:
-        return cluster_of_figures(num_ranks, found, request.gpu_memory_bytes, request.link, request.device_name)
-    return this_machine(num_ranks, found.device)
+        given = request.gpu_memory_bytes, request.link, request.device_name
+        return cluster_of_figures(num_ranks, found, *given, links)
+    return this_machine(num_ranks, found.device, links)

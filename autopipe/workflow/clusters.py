@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level, Links
 from autopipe.ir.profile import Device, Profile
 from autopipe.planning.datasheets import device_like, recognized, relative_speed
 
@@ -15,13 +15,18 @@ LINK_LATENCY_SECONDS = 20e-6
 
 
 def cluster_of_figures(
-    num_ranks: int, profile: Profile, memory_bytes: int | None, link: float | None, device_name: str | None = None
+    num_ranks: int,
+    profile: Profile,
+    memory_bytes: int | None,
+    link: float | None,
+    device_name: str | None = None,
+    links: Links | None = None,
 ) -> Cluster:
     """Return a flat cluster from ``--gpu-memory``, ``--link`` and ``--device-name``; the rest is as on this machine.
 
     Raises: PlanError for a device without a datasheet, or a profile from one.
     """
-    here = this_machine(num_ranks, profile.device)
+    here = this_machine(num_ranks, profile.device, links)
     level, found, source = here.levels[0], here.devices[0], "command line"
     if device_name is not None:
         profiled = recognized(profile.device.name)
@@ -44,16 +49,19 @@ def precision_of(profile: Profile) -> str:
     return {"float16": "fp16", "bfloat16": "bf16"}.get(most, "fp32")
 
 
-def this_machine(num_ranks: int, device: Device) -> Cluster:
-    """Return this machine as a cluster: an assumption about its links, and the memory that it has now.
+def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> Cluster:
+    """Return this machine as a cluster: its links as measured, or an assumption; and the memory that it has now.
 
     On a CPU the ranks share what is available; on GPUs each has the memory of the device that was profiled.
     """
+    measured = links is not None and links.device_kind == device.kind
+    source = "measured" if measured else "assumed"
     if device.kind == "cuda":
         level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
-        return Cluster((level,), (ClusterDevice(device.name, device.memory_bytes),), "assumed")
-    import psutil
+        found = ClusterDevice(device.name, device.memory_bytes)
+    else:
+        import psutil
 
-    memory = psutil.virtual_memory().available // num_ranks
-    level = Level("host", num_ranks, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
-    return Cluster((level,), (ClusterDevice(device.name, memory),), "assumed")
+        level = Level("host", num_ranks, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
+        found = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks)
+    return Cluster((links.level(num_ranks) if links is not None and measured else level,), (found,), source)

@@ -44,7 +44,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         link = cluster.link(stage.ranks[0], stage.ranks[-1])
         # a ring sends and receives 2 (r - 1) / r of the gradients at each rank
         share = 2 * (stage.replicas - 1) / stage.replicas
-        reduce_seconds = share * owned / link.bandwidth + (link.latency_seconds if share else 0.0)
+        reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
         backward = stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0)
         stages.append(
             StageCosts(

@@ -88,7 +88,7 @@ def _cluster(base: _Base, count: int) -> Cluster:
     """Return the cluster with so many devices: a file's outermost level is made as wide as that takes."""
     given = base.request.cluster
     if given is None:
-        return cluster_of(base.request, count, base.found)
+        return cluster_of(base.request, count, base.found, base.work)
     inner = given.num_ranks // given.levels[-1].count
     levels = (*given.levels[:-1], dataclasses.replace(given.levels[-1], count=-(-count // inner)))
     if len(set(given.devices)) > 1:
@@ -103,5 +103,5 @@ def _notes(base: _Base) -> tuple[str, ...]:
     notes = list(base.work.notes)
     name = base.request.device_name
     if name is not None:
-        notes.append(f"{name}: {cluster_of(base.request, 1, base.found).source}")
+        notes.append(f"{name}: {cluster_of(base.request, 1, base.found, base.work).source}")
     return tuple(notes)

@@ -58,6 +58,11 @@ class Store:
         """The last simulated timeline."""
         return self.path / "timeline.json"
 
+    @property
+    def links(self) -> Path:
+        """What was measured between two ranks of this machine."""
+        return self.path / "links.json"
+
     def stored_profile(self) -> Profile:
         """Read the profile. Raises: ArtifactError that says how to make one."""
         return artifact.load(Profile, self.profile, renew="autopipe profile TARGET")

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact
+from autopipe.ir.cluster import Links
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
@@ -244,3 +245,29 @@ def test_without_the_batch_in_the_profile_the_model_is_asked_for_it(run):
     artifact.save(dataclasses.replace(stored_profile(), batch_size=0), Path(".autopipe/profile.json"))
     assert "gone.py" in run("--gpus", "2", code=1).stderr
     assert document(run("--gpus", "2", "--batch-size", "8", "--json"))["batch_size"] == 8
+
+
+def test_measured_links_are_planned_with_and_nothing_is_assumed(run):
+    assert any("assumed" in note for note in document(run("--gpus", "2", "--json"))["notes"])
+    artifact.save(Links("cuda", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
+    found = document(run("--gpus", "2", "--json"))
+    assert found["cluster"]["source"] == "measured"
+    (level,) = found["cluster"]["levels"]
+    assert (level["bandwidth"], level["latency_seconds"], level["all_reduce_bandwidth"]) == (3e9, 1e-5, 2e9)
+    assert not any("assumed" in note for note in found["notes"])
+
+
+def test_links_of_another_kind_of_device_are_not_taken(run):
+    artifact.save(Links("cpu", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
+    assert document(run("--gpus", "2", "--json"))["cluster"]["source"] == "assumed"
+
+
+def test_a_slow_all_reduce_makes_data_parallelism_slow(run):
+    rates = []
+    for ring in (3e9, 3e7):
+        artifact.save(Links("cuda", 1e-5, 3e9, ring), Path(".autopipe/links.json"))
+        contenders_ = document(run("--gpus", "2", "--json"))["comparison"]["contenders"]
+        rates.append([contenders_[k]["plan"]["predicted"]["step_seconds"] for k in (1, 2)])
+    # 8 MiB of weights: at 30 MB/s a good quarter of a second, at 3 GB/s nothing
+    assert rates[1][0] - rates[0][0] == pytest.approx(8 * MIB / 3e7 - 8 * MIB / 3e9, rel=0.01)
+    assert rates[1][1] == rates[0][1]

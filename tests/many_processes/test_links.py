@@ -1,0 +1,55 @@
+"""Links measured between two processes, and what a plan makes of them."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autopipe.cli.main import autopipe
+from autopipe.errors import RunError
+from autopipe.ir import artifact
+from autopipe.ir.cluster import Links
+from autopipe.launch import links as measuring
+from autopipe.launch.links import LARGE, SMALL, measure_links
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_two_ranks_are_measured_and_none_is_left():
+    found = measure_links("cpu")
+    assert found.device_kind == "cpu"
+    # wide bounds: shared memory of any machine, busy or not
+    assert 1e-7 < found.latency_seconds < 1
+    assert 1e6 < found.bandwidth < 1e12
+    assert 1e6 < found.all_reduce_bandwidth < 1e12
+    assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_fails_is_an_error_with_its_message():
+    with pytest.raises(RunError, match="the links could not be measured: rank"):
+        measure_links("nonsense")
+    assert multiprocessing.active_children() == []
+
+
+def test_the_bandwidth_is_that_of_the_difference_of_two_messages():
+    seconds = {SMALL: 0.001 + SMALL / 1e9, LARGE: 0.001 + LARGE / 1e9}
+    assert measuring._slope(seconds) == pytest.approx(1e9)
+    assert measuring._slope({SMALL: 0.5, LARGE: 0.1}) == LARGE / 0.1
+
+
+def test_doctor_measures_and_keeps_the_links(folder):
+    done = CliRunner().invoke(autopipe, ["doctor", "--links", "--json"])
+    document = json.loads(done.stdout)
+    found = artifact.load(Links, Path(".autopipe/links.json"), renew="")
+    assert document["links"]["bandwidth"] == found.bandwidth
+
+
+def test_doctor_says_the_links_in_words(folder):
+    assert "latency" in CliRunner().invoke(autopipe, ["doctor", "--links"]).stdout
+    assert "latency" not in CliRunner().invoke(autopipe, ["doctor"]).stdout
