@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results" / "planner.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pure")]
 
 from autopipe.planning import search, solver  # noqa: E402 - the paths must be set first
@@ -144,6 +147,28 @@ def scale() -> dict[str, float]:
     return results
 
 
+def markdown(results: dict[str, Any]) -> str:
+    """Return the summary of a run."""
+    lines = [
+        "# The planner against PipeDream's optimizer, brute force and the clock",
+        "",
+        f"`make bench-planner`; {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"numba {'yes' if results['numba'] else 'no'}. CPU seconds of the process, so that other programs "
+        "matter little; PipeDream's are those recorded in the table of golden cases.",
+        "",
+    ]
+    for title, name in (
+        ("PipeDream's published profiles", "golden"),
+        ("Mismatches with brute force", "brute_force"),
+        ("Seconds of the search", "scale"),
+    ):
+        if name in results:
+            lines += [f"## {title}", "", "| | |", "|---|---|"]
+            lines += [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in results[name].items()]
+            lines.append("")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run everything and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -159,6 +184,8 @@ def main() -> None:
         print(f"no golden table at {arguments.golden}; left out\n")
     results["brute_force"] = brute_force(arguments.cases)
     results["scale"] = scale()
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(markdown(results), encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
