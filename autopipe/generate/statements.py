@@ -72,7 +72,7 @@ class _Grouping:
         return self.found
 
     def _is_written_in_place(self, node: fx.Node) -> bool:
-        """Tell whether a part of a tuple is written where it is read : ``state[0]``, read once, costs nothing."""
+        """Tell whether a part of a tuple is written where it is read: ``state[0]``, read once, costs nothing."""
         if not is_part(node) or node in self.unpacked or node.name in self.kept:
             return False
         readers = self.readers.get(node, [])
@@ -114,7 +114,7 @@ class _Grouping:
     def _parts(self, position: int) -> tuple[dict[tuple[object, ...], fx.Node], ast.Tuple | None]:
         """Return the parts that the calls behind ``position`` take out of its result, and the names of the user's line.
 
-        None where the line is no such assignment, or does not name all that is read.
+        None where the line is no such assignment, or assigns something else that the same line has computed.
         """
         producer = self.nodes[position]
         if "val" in producer.meta or "source" not in producer.meta or is_part(producer):
@@ -132,9 +132,9 @@ class _Grouping:
                 paths[node] = (*paths[holder], node.args[1])
         parts = {path: node for node, path in paths.items() if path in names}
         for node, path in paths.items():
-            if path in names:
-                continue
-            if "val" in node.meta or any(user not in paths for user in self.readers[node]):
+            if path not in names and ("val" in node.meta or any(user not in paths for user in self.readers[node])):
+                return {}, None
+            if path not in names and node.meta.get("length") != len(_at(targets, path).elts):
                 return {}, None
         return (parts, targets) if parts else ({}, None)
 
@@ -182,6 +182,15 @@ def _container(node: fx.Node) -> str:
 
 def _is_setitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (operator.setitem, operator.delitem)
+
+
+def _at(targets: ast.Tuple, path: tuple[object, ...]) -> ast.Tuple:
+    for index in path:
+        inner = targets.elts[index] if isinstance(index, int) and index < len(targets.elts) else None
+        if not isinstance(inner, ast.Tuple):
+            return ast.Tuple([])
+        targets = inner
+    return targets
 
 
 def _leaves(target: ast.expr, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -10,6 +10,7 @@ What a later step must know of a call and cannot see in the graph goes into ``no
     grad      grad mode                    autocast  effective regions: (device, dtype, enabled, cache)
     source    (file, line)                 frame     the user's frame it was made in, by number
     random    (position, count) of draws   mutates   nodes whose memory it changes; written: buffers it changes
+    length    of a result that is a tuple
 """
 
 from __future__ import annotations
@@ -337,6 +338,7 @@ class Recorder(TorchFunctionMode):
             self._track(out, node)
             return out
         if isinstance(out, (list, tuple)):
+            node.meta["length"] = len(out)
             for index, item in enumerate(out):
                 self._bind_item(item, node, index)
         elif isinstance(out, dict):

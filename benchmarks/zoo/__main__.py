@@ -7,6 +7,7 @@ stages, at two batch sizes and two seeds, dropout on, beside the model itself.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="such as transformers/gpt2 or timm; all of them where none is given")
     parser.add_argument("--representative", action="store_true", help="a dozen of every kind")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
+    parser.add_argument("--jobs", type=int, default=1, help="models at the same time; figures are quiet with one")
     options = parser.parse_args()
     listed = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", "--list"],
@@ -66,16 +68,14 @@ def main() -> int:
     elif options.names:
         names = [name for name in names if name in options.names or name.partition("/")[0] in options.names]
     rows = []
-    for name in names:
-        rows.append(run(name, options.limit))
-        row = rows[-1]
-        print(
-            f"{name:42} {row['result']:12} {row.get('capture_seconds', 0):6.1f} s  {row.get('reason', '')[:100]}",
-            flush=True,
-        )
-        if not options.representative:
-            RESULTS.mkdir(parents=True, exist_ok=True)
-            write_table(rows, RESULTS / "zoo.md")
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda name: run(name, options.limit), names):
+            rows.append(row)
+            seconds, reason = row.get("capture_seconds", 0), row.get("reason", "")[:100]
+            print(f"{row['name']:42} {row['result']:12} {seconds:6.1f} s  {reason}", flush=True)
+            if not options.representative:
+                RESULTS.mkdir(parents=True, exist_ok=True)
+                write_table(rows, RESULTS / "zoo.md")
     print(summary(rows))
     return int(any(row["result"] in ("wrong", "failed") for row in rows))
 

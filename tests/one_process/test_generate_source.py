@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from chain import even_cuts, load, plan_of
+from chain import differences, even_cuts, load, plan_of
 from pipelines import captured, captured_file
 from torch import fx, nn
 from trace_cases import CASES, Toy, vectors, workload
@@ -164,6 +164,35 @@ def test_no_file_knows_a_batch_size(tmp_path):
     for path in generate(made.capture, plan_of(made.capture.graph, even_cuts(made.capture.graph, 3)), tmp_path):
         assert ".view(5," not in path.read_text()
         assert "batch = ids.size(0)" in path.read_text()
+
+
+class Parts(nn.Module):
+    """Tuples on lines that assign something else, and tuples inside tuples."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    @staticmethod
+    def three(x):
+        return x + 1, x + 2, x + 3
+
+    def forward(self, x):
+        a, b, c = self.three(x.max(1)[0])
+        y, (h, _) = self.lstm(x[:, None])
+        first, *rest = x.unbind(1)
+        return (y[:, 0].sum(1) + h[0].sum(1) + a + b * c + first + rest[0]).pow(2).mean()
+
+
+def test_a_tuple_is_taken_apart_only_by_the_line_that_names_its_parts(tmp_path):
+    work = Toy(Parts, vectors)
+    found = capture(work, verify=False)
+    plan = plan_of(found.graph, [])
+    assert differences(work, found, plan, tmp_path, 4, (0, 0, 0)) == []
+    text = (tmp_path / "stage_0.py").read_text()
+    assert "a = x.max(1)[0]\n" in text and "a, b, c" not in text and "a, _, _" not in text
+    assert "y, (h, _) = self.lstm(x[:, None])\n" in text
+    assert "unbind = x.unbind(1)\n" in text
 
 
 class Color(enum.Enum):
