@@ -44,7 +44,7 @@ class ClusterDevice:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What was measured between two ranks of this machine. ``device_kind``: cpu or cuda. Bandwidths in bytes per second."""
+    """Measured between two ranks of this machine. ``device_kind``: cpu or cuda. Bandwidths in bytes per second."""
 
     device_kind: str
     latency_seconds: float
