@@ -41,7 +41,9 @@ def cluster_of_figures(
 
 
 def precision_of(profile: Profile) -> str:
-    """Return the precision in which most of the model's parameters are kept."""
+    """Return the precision of the arithmetic: autocast's, or that in which most of the model's parameters are kept."""
+    if profile.workload.precision != "fp32":
+        return profile.workload.precision
     sizes: dict[str, int] = {}
     for spec in profile.graph.parameters.values():
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes({})

@@ -58,7 +58,7 @@ class Space:
         if not self.free:
             raise PlanError(
                 f"schedule {self.straight[0].schedule!r} runs no replicated stages",
-                remedy="leave --replicas out, or choose another schedule",
+                remedy="--replicas never, or another schedule",
             )
         return (*self.straight, *self.free)
 

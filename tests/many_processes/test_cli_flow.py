@@ -137,6 +137,14 @@ def test_check_compares_every_parameter(folder):
     assert found["warnings"] == []
 
 
+def test_a_plan_with_replicas_is_run_and_equal_within_rounding(folder):
+    made = document("plan", "--gpus", "4", "--replicas", "auto", "--num-microbatches", "4")
+    assert max(stage["replicas"] for stage in made["stages"]) > 1
+    found = document("check", "--steps", "2")
+    assert found["equal"] is True
+    assert found["max_relative_error"] < 1e-6
+
+
 def test_train_export_and_eval_end_with_a_file_for_the_untouched_model(folder):
     found = document("train", "--steps", "3", "--run-dir", "here")
     assert len(found["losses"]) == found["steps"] == 3

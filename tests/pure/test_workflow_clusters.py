@@ -62,6 +62,8 @@ def test_the_precision_is_that_of_most_parameters():
         for name, spec in found.graph.parameters.items()
     }
     assert precision_of(found) == "fp32"
+    autocast = dataclasses.replace(found.workload, precision="fp16")
+    assert precision_of(dataclasses.replace(found, workload=autocast)) == "fp16"
     graph = dataclasses.replace(found.graph, parameters=half)
     assert precision_of(dataclasses.replace(found, graph=graph)) == "bf16"
 
