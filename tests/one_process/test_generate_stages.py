@@ -90,3 +90,16 @@ def test_in_evaluation_mode_the_stages_are_the_model_in_evaluation_mode(tmp_path
     with torch.no_grad():
         ours, _ = forward(stages, plan, made.workload.leaves(item), (0, 0, 0))
     assert torch.equal(ours[0], theirs)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_stage_that_is_moved_makes_everything_on_its_own_device(sample, tmp_path):
+    made = captured(sample)
+    plan = plan_of(made.capture.graph, even_cuts(made.capture.graph, 3))
+    stages = [
+        stage.place(torch.device("meta")) for stage in load(made.capture, plan, tmp_path, made.workload.build_model())
+    ]
+    leaves = {name: leaf.to("meta") for name, leaf in made.workload.leaves(made.workload.example_item(2)).items()}
+    results, flights = forward(stages, plan, leaves, (0, 0, 0))
+    assert all(value.is_meta for _, named in flights for value in named.values())
+    assert results[0].shape == ()
