@@ -188,13 +188,14 @@ def fail(error):
     return raising
 
 
-def test_a_failed_rank_is_3_with_its_own_traceback(run, monkeypatch):
+def test_a_failed_rank_is_3_and_its_traceback_is_for_debugging(run, monkeypatch):
     error = WorkerError("ValueError: no", rank=1, stage=1, instruction="1F3", remote_traceback="File model.py, line 3")
     monkeypatch.setattr(runs, "train", fail(error))
     done = run("train", "x.py")
     assert done.exit_code == 3
     assert "at:  rank 1, stage 1, instruction 1F3" in done.stderr
-    assert "File model.py, line 3" in done.stderr
+    assert "File model.py, line 3" not in done.stderr
+    assert "File model.py, line 3" in run("train", "x.py", "--debug").stderr
     assert json.loads(run("train", "x.py", "--json").stdout)["error"]["rank"] == 1
 
 
