@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu lint types format zoo bench bench-planner bench-prediction docs docs-check check
+.PHONY: help setup demo test test-all test-gpu lint types format zoo bench bench-planner bench-convergence bench-prediction docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,9 @@ bench: $(READY) ## two ranks against one process, side by side
 
 bench-planner: $(READY) ## how long the planner takes, and how far from the best it is
 	$(BIN)/python benchmarks/planner.py
+
+bench-convergence: $(READY) ## what stale weights cost: 1f1b, 2bw and pipedream for the same number of samples
+	$(BIN)/python benchmarks/convergence.py
 
 bench-prediction: $(READY) ## predicted against measured step time, every sample model
 	$(BIN)/python benchmarks/prediction.py

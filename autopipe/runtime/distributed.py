@@ -3,6 +3,9 @@
 Gloo keeps channels apart by tag on one mesh. NCCL has no tags, and two operations in another order at the two ends of a
 communicator deadlock: so every channel gets a two-rank group of its own, all of them created in one global order and
 exercised once at the start (the first operation of a group connects it, and lazy connections have hung).
+
+Between CPU ranks the order of a tensor's dimensions in memory travels ahead of it: kernels add up in another order over
+other strides, and the last bits would not be those of a plain loop.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.runtime.transport import Channel, Pending, TransportClosed
+from autopipe.runtime.transport import CONTROL, Channel, Pending, TransportClosed
 
 _GONE = (
     "connection closed by peer",
@@ -45,18 +48,43 @@ def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: boo
 
 
 class _Received:
-    """A posted receive. ``device``: where the tensor belongs when it was staged through the host."""
+    """A posted receive. ``device``: where the tensor belongs when it was staged through the host.
 
-    def __init__(self, work: Any, buffer: torch.Tensor, device: torch.device) -> None:
-        self._work, self._buffer, self._device = work, buffer, device
+    ``order``: where the order of dimensions arrives, and the receive of it; see ``_in_memory``.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        buffer: torch.Tensor,
+        device: torch.device,
+        order: tuple[Any, torch.Tensor] | None = None,
+    ) -> None:
+        self._work, self._buffer, self._device, self._order = work, buffer, device, order
 
     def wait(self) -> torch.Tensor:
-        if self._work is not None:
-            try:
+        try:
+            if self._order is not None:
+                self._order[0].wait()
+            if self._work is not None:
                 self._work.wait()
-            except RuntimeError as error:
-                raise _translate(error) from error
+        except RuntimeError as error:
+            raise _translate(error) from error
+        if self._order is not None:
+            order: list[int] = self._order[1].tolist()
+            stored = self._buffer.view([self._buffer.shape[d] for d in order])
+            return stored.permute([order.index(d) for d in range(len(order))])
         return self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
+
+
+def _in_memory(tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Return the dimensions from the outermost in memory to the innermost, and the tensor so permuted, contiguous."""
+    if tensor.is_contiguous():
+        return list(range(tensor.dim())), tensor
+    dense = tensor.clone()  # the same order without gaps
+    strides = dense.stride()
+    order = sorted(range(dense.dim()), key=lambda d: strides[d], reverse=True)
+    return order, dense.permute(order).contiguous()
 
 
 def _translate(error: RuntimeError) -> BaseException:
@@ -117,16 +145,24 @@ class ProcessTransport:
             staged.copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
             tensor = staged
+        elif self._ordered(channel, tensor.dim()):
+            order, tensor = _in_memory(tensor)
+            self._flying.append(self._isend(channel, torch.tensor(order)))
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
+        self._flying.append(self._isend(channel, tensor, pair))
+
+    def _ordered(self, channel: Channel, dimensions: int) -> bool:
+        """Whether the order of dimensions travels ahead: on the CPU, where results are promised to the last bit."""
+        return self.device.type == "cpu" and channel.kind != CONTROL and dimensions > 1
+
+    def _isend(self, channel: Channel, tensor: torch.Tensor, pair: Any = None) -> tuple[Any, torch.Tensor]:
         try:
             if pair is not None:
-                work = dist.isend(tensor, channel.to_rank, group=pair)
-            else:
-                work = dist.isend(tensor, channel.to_rank, tag=self._tags[channel])
+                return dist.isend(tensor, channel.to_rank, group=pair), tensor
+            return dist.isend(tensor, channel.to_rank, tag=self._tags[channel]), tensor
         except RuntimeError as error:
             raise _translate(error) from error
-        self._flying.append((work, tensor))
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post the receive now; ``wait`` for it later. Activations and gradients arrive on the rank's device."""
@@ -140,14 +176,18 @@ class ProcessTransport:
         )
         if buffer.numel() == 0:
             return _Received(None, buffer, device)
+        order = None
         try:
+            if self._ordered(channel, buffer.dim()):
+                ahead = torch.empty(buffer.dim(), dtype=torch.int64)
+                order = dist.irecv(ahead, channel.from_rank, tag=self._tags[channel]), ahead
             if pair is not None:
                 work = dist.irecv(buffer, channel.from_rank, group=pair)
             else:
                 work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
         except RuntimeError as error:
             raise _translate(error) from error
-        return _Received(work, buffer, device)
+        return _Received(work, buffer, device, order)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Add up over the group."""
