@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSet
 from autopipe.workflow.steps import Prepared, prepare
 from autopipe.workload import Workload
 from autopipe.workload.items import resized
+from autopipe.workload.targets import absolute
 
 
 def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
-    """Put everything that the ranks need into a directory of its own."""
+    """Put everything that the ranks need into a directory of its own, which can be used from any folder."""
     run = RunDirectory(path)
-    run.write(job, prepared.plan, prepared.graph)
+    spec = prepared.plan.workload
+    hooks = {name: absolute(text) for name, text in spec.hooks.items()}
+    spec = replace(spec, target=absolute(spec.target), hooks=hooks)
+    run.write(job, replace(prepared.plan, workload=spec), prepared.graph)
     shutil.rmtree(run.stages, ignore_errors=True)
     shutil.copytree(prepared.stages, run.stages, ignore=shutil.ignore_patterns("__pycache__"))
     return run

@@ -64,6 +64,17 @@ class Target:
         return Path(self.location).name if self.is_file else self.location
 
 
+def absolute(text: str) -> str:
+    """Return a TARGET that means the same from any folder: a file by its absolute path, the rest as it is."""
+    if text.startswith(":"):
+        return text
+    target = Target.parse(text)
+    if not target.is_file:
+        return text
+    path = str(Path(target.location).resolve())
+    return f"{path}:{target.attribute}" if target.attribute else path
+
+
 def import_target(target: Target) -> ModuleType:
     """Import what a TARGET points to.
 

@@ -182,3 +182,13 @@ def test_a_plan_that_is_not_plain_training_is_not_started(tmp_path: Path, monkey
         train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=1)
     assert "--no-check" in caught.value.remedy
     assert not (tmp_path / "work" / "checked").exists()
+
+
+def test_a_run_can_be_exported_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.py").write_text((SAMPLES / "resnet.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path, Path("net.py"), gpus=2, steps=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert runs.export(ExportSettings(Path("net.pt"), run=tmp_path / "run")).step == 1
+    assert runs.evaluate(EvaluateSettings(run=tmp_path / "run")).step == 1
