@@ -50,7 +50,7 @@ def test_replicas_average_batch_norm_while_other_microbatches_are_in_flight(sche
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_cases_of_every_schedule_are_as_equal_as_promised(schedule: str) -> None:
-    assert sampled(schedule, 100).get("bitwise", 0) >= 10
+    assert sampled(schedule, 60).get("bitwise", 0) >= 10
 
 
 STALE = [

@@ -1,0 +1,144 @@
+"""A dozen layouts as real processes: the exported weights are those of the plain loop, with old weights or without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import by_owner
+from oracle import train as plain
+from pipelines import ARGUMENTS, BATCH, SAMPLES, Captured, build, captured, minibatches
+from schedule_cases import Case, doubled
+
+from autopipe.launch.local import LocalLauncher
+from autopipe.runtime.distributed import _in_memory, _Received
+from autopipe.workflow import runs
+from autopipe.workflow.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+
+STEPS = 6
+QUICK = (
+    Case("1f1b", "gpt", (1, 1, 1), "p + 1", recompute=(True,)),
+    Case("2bw", "resnet", (1, 1), "p + 1"),
+    Case("pipedream", "unet", (1, 1, 1), "2"),
+    Case("zero-bubble", "resnet", (1, 1), "2p"),
+    Case("interleaved", "gpt", (1, 1), "2p", loops=2),
+    Case("1f1b", "unet", (2, 1), "2p"),
+)
+LONGER = (
+    Case("gpipe", "seq2seq_lstm", (1, 1, 1, 1), "p"),
+    Case("eager-1f1b", "hf_llama", (1, 1, 1), "2p"),
+    Case("zero-bubble", "gpt", (1, 1, 1), "p + 1", recompute=(False, True)),
+    Case("pipedream", "gpt", (1, 1, 1), "1", vertical_sync=True),
+    Case("pipedream", "resnet", (3, 1), "2p"),
+    Case("2bw", "unet", (1, 2), "8"),
+)
+
+
+def name(case: Case) -> str:
+    return f"{case.schedule}-{case.model}-{'-'.join(map(str, case.replicas))}-m{case.m}"
+
+
+@dataclass
+class Ear:
+    """The losses that rank 0 reports."""
+
+    losses: list[float]
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            self.losses.append(event["loss"])
+
+
+def numbers(made: Captured, model: str) -> dict[str, float]:
+    if made is not captured(model):
+        return {}  # written into the file
+    return {key: float(text) if "." in text else int(text) for key, text in ARGUMENTS[model].items()}
+
+
+def assert_exported(case: Case, folder: Path) -> None:
+    replicated = max(case.replicas) > 1
+    made = doubled(case.model) if replicated else captured(case.model)
+    plan = case.plan(made)
+    pipeline = build(made, plan, folder / "run", steps=STEPS, batch_size=7, save=True)
+    ear = Ear([])
+    LocalLauncher(pipeline.run, plan.num_ranks, ear, watchdog_seconds=60).launch("train")
+    torch.set_num_threads(1)
+    losses, model, _ = plain(
+        Path(made.workload.spec.target),
+        minibatches(made.workload, STEPS, 7),  # seven samples never make equal microbatches
+        case.m,
+        staleness=by_owner([stage.parameters for stage in plan.stages], case.staleness()),
+        arguments=numbers(made, case.model),
+    )
+    exported = torch.load(runs.export(ExportSettings(folder / "model.pt", run=folder / "run")).path)
+    if not replicated:
+        assert all(tie.exact for tie in plan.ties)
+        assert ear.losses == losses
+        assert exported.keys() == model.state_dict().keys()
+        assert all(torch.equal(exported[key], value) for key, value in model.state_dict().items())
+        return
+    # float64: another order of a sum is seen far behind the comma, and anything else is not
+    assert ear.losses == pytest.approx(losses, rel=1e-9)
+    for key, value in model.named_parameters():
+        expected = value.detach()
+        torch.testing.assert_close(exported[key], expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", QUICK, ids=name)
+def test_processes_leave_the_oracles_weights(case: Case, tmp_path: Path) -> None:
+    assert_exported(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONGER, ids=name)
+def test_more_processes_leave_the_oracles_weights(case: Case, tmp_path: Path) -> None:
+    assert_exported(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["2bw", "zero-bubble"])
+def test_a_run_by_name_leaves_the_oracles_weights(schedule: str, tmp_path: Path) -> None:
+    profile = ProfileSettings(
+        ModelSettings(str(SAMPLES / "resnet.py")), work_dir=tmp_path / "work", device="cpu", microbatch_sizes=(2,)
+    )
+    plan = PlanSettings(profile, gpus=2, batch_size=BATCH["resnet"], schedule=schedule, num_microbatches=4)
+    settings = TrainSettings(plan, steps=STEPS, run_dir=tmp_path / "run")
+    result = runs.train(settings, lambda kind, fields: None)
+    torch.set_num_threads(1)
+    delta = 1 if schedule == "2bw" else 0
+    items = minibatches(captured("resnet").workload, STEPS, BATCH["resnet"])
+    losses, model, _ = plain(SAMPLES / "resnet.py", items, 4, staleness=lambda name: delta)
+    exported = torch.load(runs.export(ExportSettings(tmp_path / "model.pt", run=tmp_path / "run")).path)
+    assert list(result.losses) == losses
+    assert all(torch.equal(exported[key], value) for key, value in model.state_dict().items())
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3),
+        torch.randn(2, 3).t(),
+        torch.randn(2, 8, 3, 4).transpose(1, 2),
+        torch.randn(2, 5, 3, 6).permute(0, 2, 3, 1)[..., ::2],
+        torch.randn(1, 3, 1, 4).transpose(0, 3),
+        torch.ones(()).expand(3, 4),
+    ],
+    ids=lambda t: f"{tuple(t.shape)}-{t.stride()}",
+)
+def test_a_tensor_arrives_with_its_dimensions_in_the_same_order_in_memory(tensor: torch.Tensor) -> None:
+    # an attention head that is sent without it is added up in another order by the next stage, to other last bits
+    order, sent = _in_memory(tensor)
+    assert sent.is_contiguous()
+    buffer = torch.empty(tensor.shape)
+    buffer.view(-1).copy_(sent.reshape(-1))
+    found = _Received(Done(), buffer, torch.device("cpu"), (Done(), torch.tensor(order))).wait()
+    assert torch.equal(found, tensor)
+    assert found.stride() == tensor.clone().stride()
