@@ -10,8 +10,9 @@ takes the root first), which is how a gradient is passed down a chain of consume
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,13 +29,18 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class _Flight:
-    """What is kept of a microbatch from its forward to its backward."""
+    """What is kept of a microbatch from its forward to its backward.
+
+    ``gradients``: of what was received, as they arrive. Not the leaves' ``grad``, which autograd lays out in memory
+    like the leaf itself: kernels add up in another order over another layout.
+    """
 
     inputs: tuple[torch.Tensor, ...]
     received: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
     factor: float
     draws: tuple[int, int, int]
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -86,6 +92,8 @@ class StageRunner:
         for value, tensor in flight.received.items():
             if value in self.carries_gradient:
                 tensor.requires_grad_()
+                hook = functools.partial(flight.gradients.__setitem__, value)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         outputs = self._run(flight)
         sent = {value: outputs[value].detach() for value in self.stage.SENDS}
         if self.stage.RETURNS:
@@ -180,15 +188,15 @@ class StageRunner:
 
     def _collect(self, flight: _Flight) -> dict[str, torch.Tensor]:
         gradients = {}
-        for value, tensor in flight.received.items():
+        for value in flight.received:
             if value not in self.carries_gradient:
                 continue
-            if tensor.grad is None:
+            if value not in flight.gradients:
                 raise AutopipeError(
                     f"no gradient came about for {value}, which stage {self.stage.INDEX} received",
                     remedy="cut the model elsewhere (autopipe plan --gpus with another number) and report the model",
                 )
-            gradients[value] = tensor.grad
+            gradients[value] = flight.gradients[value]
         for name, owned in self.exact_ties.items():
             if owned:
                 continue

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import train as plain
-from pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, minibatches, plan_for
+from pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, captured_file, minibatches, plan_for
 
+from autopipe.ir.cuts import Cuts
 from autopipe.runtime.check import compare
 from autopipe.schedules import REGISTRY
 
@@ -65,3 +66,42 @@ def test_gradients_do_not_depend_on_stages_or_microbatches(sample: str, tmp_path
             build(made, plan, tmp_path / f"{num_microbatches}-{num_stages}").train(items, on_gradients=keep)
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected), (num_microbatches, num_stages)
+
+
+LAYOUTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.gamma = nn.Conv2d(3, 24, 3, padding=1), nn.Parameter(torch.rand(24, 1, 1))
+        self.b, self.beta = nn.Linear(24, 19), nn.Parameter(torch.rand(19))
+        self.c = nn.Linear(19 * 64, 5)
+    def forward(self, x):
+        y = self.b((self.a(x) * self.gamma).permute(0, 2, 3, 1).tanh()) * self.beta
+        return self.c(y.permute(0, 3, 1, 2).sigmoid().flatten(1))
+
+def build_model():
+    return Net()
+
+loss = nn.CrossEntropyLoss()
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        yield torch.randn(batch_size, 3, 8, 8, generator=g), torch.randint(0, 5, (batch_size,), generator=g)
+"""
+
+
+def test_gradients_keep_their_layout_in_memory_across_every_cut(tmp_path: Path) -> None:
+    # a leaf's grad is laid out like the leaf; plain autograd hands the gradient on as it is, and sums round by layout
+    path = tmp_path / "layouts.py"
+    path.write_text(LAYOUTS)
+    made = captured_file(path)
+    items = minibatches(made.workload, 2, 8)
+    for num_stages in range(2, len(Cuts(made.capture.graph).legal) + 2):
+        plan = plan_for(made, num_stages, "1f1b", 2, 8)
+        pipeline = build(made, plan, tmp_path / str(num_stages), steps=2)
+        found = compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=False)
+        assert found.bitwise, (num_stages, found.max_relative_error)
