@@ -50,6 +50,17 @@ def run(name: str, limit_seconds: float) -> dict[str, Any]:
     return {**json.loads(lines[-1]), "total_seconds": time.monotonic() - started}
 
 
+def keep(rows: list[dict[str, Any]], order: list[str]) -> None:
+    """Write the results, those of earlier runs for the models that this one has not tried."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / "zoo.json"
+    known = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
+    known.update({row["name"]: row for row in rows})
+    found = [known[name] for name in order if name in known]
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_table(found, RESULTS / "zoo.md")
+
+
 def main() -> int:
     """Run the models that are asked for; 1 if one of them is silently wrong or failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,8 +85,7 @@ def main() -> int:
             seconds, reason = row.get("capture_seconds", 0), row.get("reason", "")[:100]
             print(f"{row['name']:42} {row['result']:12} {seconds:6.1f} s  {reason}", flush=True)
             if not options.representative:
-                RESULTS.mkdir(parents=True, exist_ok=True)
-                write_table(rows, RESULTS / "zoo.md")
+                keep(rows, [name for name in listed if name])
     print(summary(rows))
     return int(any(row["result"] in ("wrong", "failed") for row in rows))
 

@@ -113,10 +113,24 @@ def main(name: str) -> dict[str, Any]:
         row["export_error"] = type(error).__name__
     torch._dynamo.reset()
     try:
+        row.update(attempt(workload, data_dependent=False))
+        if row["result"] == "refused":
+            second = attempt(workload, data_dependent=True)
+            row.update(second if second["result"] != "refused" else {})
+    except Exception as error:
+        traceback.print_exc()
+        row["result"], row["reason"] = "failed", f"{type(error).__name__}: {str(error)[:200]}"
+    return row
+
+
+def attempt(workload: Any, *, data_dependent: bool) -> dict[str, Any]:
+    """Take a model through every step; as ``--allow-data-dependent`` does where that is asked for."""
+    row: dict[str, Any] = {}
+    try:
         started = time.perf_counter()
-        capture(workload, verify=False)
+        capture(workload, verify=False, allow_data_dependent=data_dependent)
         row["capture_seconds"] = time.perf_counter() - started
-        found = capture(workload)
+        found = capture(workload, allow_data_dependent=data_dependent)
         row.update(method=found.method, nodes=len(found.graph.nodes), notes=list(found.notes))
         made = plan(found, workload.spec)
         row["stages"] = len(made.stages)
@@ -125,9 +139,6 @@ def main(name: str) -> dict[str, Any]:
     except AutopipeError as error:
         row["result"] = "refused"
         row["reason"] = f"{error.what} ({error.where})" if error.where else error.what
-    except Exception as error:
-        traceback.print_exc()
-        row["result"], row["reason"] = "failed", f"{type(error).__name__}: {str(error)[:200]}"
     return row
 
 

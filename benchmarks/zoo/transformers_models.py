@@ -70,8 +70,7 @@ def pairs(n: int, generator: torch.Generator) -> Batch:
     """Pictures and texts that belong together."""
     found = {"input_ids": torch.randint(3, 99, (n, 16), generator=generator)}
     found["pixel_values"] = torch.randn(n, 3, 32, 32, generator=generator)
-    found["return_loss"] = torch.tensor(True)
-    return found
+    return {**found, "return_loss": True}
 
 
 def sounds(n: int, generator: torch.Generator) -> Batch:
@@ -189,7 +188,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
          "vision_config": {**VISION, "projection_dim": 16}, "projection_dim": 16},
         pairs,
     ),
-    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", {**AUDIO, "apply_spec_augment": False}, sounds),
+    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", {**AUDIO, "apply_spec_augment": False, "layerdrop": 0.0}, sounds),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopipe.ir.profile import WorkloadSpec
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
 @dataclass
@@ -34,9 +34,9 @@ class ZooWorkload:
         """Return a batch, always the same one for a size."""
         return self.batch(batch_size, torch.Generator().manual_seed(100 + batch_size))
 
-    def leaves(self, item: Batch) -> Batch:
+    def leaves(self, item: Batch) -> dict[str, Tensor]:
         """Return its tensors."""
-        return dict(item)
+        return {name: value for name, value in item.items() if isinstance(value, Tensor)}
 
     def with_leaves(self, item: Batch, leaves: Mapping[str, Tensor]) -> Batch:
         """Return the batch with other tensors."""
@@ -44,13 +44,13 @@ class ZooWorkload:
 
     def num_samples(self, item: Batch) -> int:
         """Return how many samples it holds."""
-        return next(tensor.shape[0] for tensor in item.values() if tensor.dim())
+        return next(tensor.shape[0] for tensor in self.leaves(item).values())
 
     def split(self, item: Batch, num_microbatches: int) -> list[Batch]:
         """Cut it into microbatches."""
         count = min(num_microbatches, self.num_samples(item))
-        cut = {name: tensor.tensor_split(count) for name, tensor in item.items()}
-        return [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
+        cut = {name: tensor.tensor_split(count) for name, tensor in self.leaves(item).items()}
+        return [{**item, **{name: parts[index] for name, parts in cut.items()}} for index in range(count)]
 
     def loss(self, model: nn.Module, item: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the model on a batch."""
