@@ -98,7 +98,7 @@ class Piece:
                 attributes[str(node.target)] = state.attribute(str(node.target))
             arguments = fx.node.map_arg(node.args, argument), fx.node.map_arg(node.kwargs, argument)
             region.enter(node)
-            made[node.name] = graph.create_node(node.op, node.target, *arguments, name=node.name)
+            made[node.name] = graph.create_node(node.op, _callable(node.target), *arguments, name=node.name)
         region.leave()
         graph.output(tuple(made[name] for name in outputs))
         self.module = fx.GraphModule(attributes, graph)
@@ -107,6 +107,21 @@ class Piece:
         """Run it on values in the order of ``inputs``; returns those of ``outputs``."""
         found: tuple[Any, ...] = self.module(*values)
         return found
+
+
+def _callable(target: Any) -> Any:
+    """Return what a call is made to: for a custom ``autograd.Function`` a plain function around its ``apply``.
+
+    ``torch.fx`` writes ``apply`` down as if it were a function of torch itself, which it is not.
+    """
+    owner = getattr(target, "__self__", None)
+    if not (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
+        return target
+
+    def apply(*args: Any) -> Any:
+        return target(*args)
+
+    return apply
 
 
 class Region:

@@ -32,8 +32,9 @@ def optimizer_cost(
     The step runs on copies with random gradients.
     """
     state, named, size = State(root, clock.device), [], 0
+    held = {path for path, _ in root.named_parameters(remove_duplicate=False)}  # what no call reads is not there
     for path, trained in parameters.items():
-        copied = state.attribute(path) if trained and size < _MOST_BYTES else None
+        copied = state.attribute(path) if trained and path in held and size < _MOST_BYTES else None
         if isinstance(copied, nn.Parameter):
             named.append((path, copied))
             size += copied.numel() * copied.element_size()

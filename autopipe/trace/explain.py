@@ -25,6 +25,8 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep
 _SKIPPED = (_TORCH, _OWN, "<frozen", str(Path(sysconfig.get_paths()["stdlib"])) + os.sep + "contextlib.py")
 
+_START = str(Path(__file__).with_name("follow.py"))
+
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 _READS = {
@@ -54,8 +56,13 @@ def is_users(filename: str) -> bool:
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from ``frame`` outwards, that is the user's."""
+    """Return the innermost frame, from ``frame`` outwards, that is the user's.
+
+    Whoever called the tracer is not: a model whose forward is all torch's (a plain ``Sequential``) has no such frame.
+    """
     while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _START:
+            return None
         frame = frame.f_back
     return frame
 

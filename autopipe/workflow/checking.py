@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import RunError
+from autopipe.ir.artifact import digest
 from autopipe.ir.plan import Plan
 from autopipe.runtime.check import Comparison, compare
 from autopipe.runtime.job import Job, RunDirectory
@@ -76,7 +77,8 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     """Compare one step of a new plan with plain training, once. Raises: RunError where they are not equal."""
     marker = settings.plan.work_dir / "checked"
     options = {"clip_grad_norm": settings.clip_grad_norm, "deferred_batch_norm": settings.deferred_batch_norm}
-    known = " ".join(map(str, (prepared.plan.digest, prepared.plan.num_microbatches, *options.values())))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("stage_*.py")))
+    known = " ".join(map(str, (digest(text), prepared.plan.digest, prepared.plan.num_microbatches, *options.values())))
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return
     events("progress", {"what": "comparing one step with plain training", "fraction": 0.0})
