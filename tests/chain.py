@@ -6,6 +6,7 @@ hands on the sum. Shares no code with the runtime.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,21 +87,23 @@ def forward(stages: Sequence[Any], plan: Plan, leaves: dict[str, torch.Tensor], 
     flights = []
     for stage in stages:
         received = {value: sent[value].detach().clone() for value in stage.RECEIVES}
+        arrived: dict[str, torch.Tensor] = {}
         for value, tensor in received.items():
-            tensor.requires_grad_(value in carrying)
+            if value in carrying:
+                # with the strides that it has; in ``grad`` it would have those of the value, and sums another order
+                tensor.requires_grad_().register_hook(functools.partial(arrived.__setitem__, value))
         stage.seed(where)
         results = stage(*(leaves[name] for name in stage.INPUTS), *received.values())
         named = dict(zip((*stage.SENDS, *stage.RETURNS), results, strict=True))
         sent.update(named)
-        flights.append((received, named))
+        flights.append((received, named, arrived))
     return tuple(sent[value] for value in stages[-1].RETURNS), flights
 
 
-def backward(stages: Sequence[Any], plan: Plan, flights: Sequence[Any]) -> None:
+def backward(stages: Sequence[Any], flights: Sequence[Any]) -> None:
     """Run every stage's backward, last stage first, and leave the gradients in the parameters."""
-    carrying = {boundary.value for boundary in plan.boundaries if boundary.spec.requires_grad}
     handed: dict[str, torch.Tensor] = {}
-    for stage, (received, named) in reversed(list(zip(stages, flights, strict=True))):
+    for stage, (received, named, arrived) in reversed(list(zip(stages, flights, strict=True))):
         roots, gradients = [], []
         for value in (*stage.SENDS, *stage.RECEIVES):
             if value in handed:
@@ -116,7 +119,7 @@ def backward(stages: Sequence[Any], plan: Plan, flights: Sequence[Any]) -> None:
             gradients.append(None)
         if roots:
             torch.autograd.backward(roots, gradients)
-        handed.update({value: received[value].grad for value in received if value in carrying})
+        handed.update(arrived)
 
 
 def eager(workload: Any, model: torch.nn.Module, item: Any, where: Any) -> Any:
@@ -140,7 +143,7 @@ def differences(
     expected = eager(workload, plain, item, where)
     leaves = {name: leaf.clone() for name, leaf in workload.leaves(workload.example_item(batch_size)).items()}
     found, flights = forward(stages, plan, leaves, where)
-    backward(stages, plan, flights)
+    backward(stages, flights)
     pairs = [(f"result {index}", a, b) for index, (a, b) in enumerate(zip(found, expected, strict=True))]
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         pairs.append((f"gradient of {name}", ours.grad, theirs.grad))

@@ -130,4 +130,5 @@ def _comment(statement: Statement) -> str:
     source = ir(node).source
     place = "/".join(source.split("/")[-2:]) if source else ""
     head = f"{path} ({kind})" if path else kind
-    return f"# {head}  {place}".rstrip() if head else f"# {place}"
+    said = "  ".join(part for part in (head, place) if part)
+    return f"# {said}" if said else ""

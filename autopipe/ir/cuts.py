@@ -7,6 +7,7 @@ A cut is legal unless it would change the result:
 
 - a crossing value is not one tensor (a tuple, a size), so it cannot be sent;
 - the node behind it is glued to the one before it;
+- one tensor crosses under two names (a call gave back what it was given): gradients would add up in another order;
 - memory that crosses is changed in place behind the cut (the sender's copy, or a view of it, would not see it);
 - a buffer that the forward updates is used on both sides (each side would keep its own).
 
@@ -66,7 +67,9 @@ class Cuts:
 
     def _forbid_unsendable(self, allowed: list[bool]) -> None:
         for position, values in enumerate(self.crossing):
-            if any(self._by_name[value].spec is None for value in values):
+            specs = [self._by_name[value].spec for value in values]
+            tensors = [(self.storage(v), s) for v, s in zip(values, specs, strict=True) if s and s.requires_grad]
+            if None in specs or len(set(tensors)) < len(tensors):
                 allowed[position] = False
         for index, node in enumerate(self.graph.nodes):
             if node.glued:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -131,14 +132,15 @@ def attempt(workload: Any, *, data_dependent: bool) -> dict[str, Any]:
         capture(workload, verify=False, allow_data_dependent=data_dependent)
         row["capture_seconds"] = time.perf_counter() - started
         found = capture(workload, allow_data_dependent=data_dependent)
-        row.update(method=found.method, nodes=len(found.graph.nodes), notes=list(found.notes))
+        row.update(method=found.method, nodes=len(found.graph.nodes))
         made = plan(found, workload.spec)
         row["stages"] = len(made.stages)
         with tempfile.TemporaryDirectory() as folder:
             row["result"], row["reason"] = compare(workload, found, made, Path(folder))
     except AutopipeError as error:
         row["result"] = "refused"
-        row["reason"] = f"{error.what} ({error.where})" if error.where else error.what
+        said = f"{error.what} ({error.where})" if error.where else error.what
+        row["reason"] = re.sub(r"/\S*/site-packages/", "", said)
     return row
 
 

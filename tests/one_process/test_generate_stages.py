@@ -101,5 +101,5 @@ def test_a_stage_that_is_moved_makes_everything_on_its_own_device(sample, tmp_pa
     ]
     leaves = {name: leaf.to("meta") for name, leaf in made.workload.leaves(made.workload.example_item(2)).items()}
     results, flights = forward(stages, plan, leaves, (0, 0, 0))
-    assert all(value.is_meta for _, named in flights for value in named.values())
+    assert all(value.is_meta for _, named, _ in flights for value in named.values())
     assert results[0].shape == ()

@@ -1,0 +1,24 @@
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph, Input, Node
+from autopipe.ir.tensor import TensorSpec
+
+
+def graph_of(storage: str) -> Graph:
+    """x -> a; b is made from a; both are read by c. `storage`: whose memory b has."""
+    spec = TensorSpec(("s0", 4), "float32", requires_grad=True)
+
+    def node(name: str, *inputs: str, storage: str = "") -> Node:
+        return Node(name, "call_function", "f", inputs, spec, parameters=(f"{name}.w",), storage=storage)
+
+    nodes = (node("a", "x"), node("b", "a", storage=storage), node("c", "a", "b"), node("loss", "c"))
+    parameters = {f"{n.name}.w": TensorSpec((4,), "float32", requires_grad=True) for n in nodes}
+    return Graph("toy", (Input("x", TensorSpec(("s0", 4), "float32")),), (), nodes, ("loss",), parameters, {}, {})
+
+
+def test_two_tensors_may_cross_together():
+    assert Cuts(graph_of("")).legal == (1, 2, 3)
+
+
+def test_one_tensor_under_two_names_does_not_cross():
+    # plain autograd adds the gradients of its readers in one order, two chains would in another
+    assert Cuts(graph_of("a")).legal == (1, 3)
