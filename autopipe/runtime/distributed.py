@@ -69,7 +69,7 @@ class _Received:
             if self._work is not None:
                 self._work.wait()
         except RuntimeError as error:
-            raise _translate(error) from error
+            raise translate(error) from error
         if self._order is not None:
             order: list[int] = self._order[1].tolist()
             stored = self._buffer.view([self._buffer.shape[d] for d in order])
@@ -87,7 +87,8 @@ def _in_memory(tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
     return order, dense.permute(order).contiguous()
 
 
-def _translate(error: RuntimeError) -> BaseException:
+def translate(error: RuntimeError) -> BaseException:
+    """Return what an error of torch means: ``TransportClosed`` where it only says that another rank is gone."""
     text = str(error)
     return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
 
@@ -162,7 +163,7 @@ class ProcessTransport:
                 return dist.isend(tensor, channel.to_rank, group=pair), tensor
             return dist.isend(tensor, channel.to_rank, tag=self._tags[channel]), tensor
         except RuntimeError as error:
-            raise _translate(error) from error
+            raise translate(error) from error
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post the receive now; ``wait`` for it later. Activations and gradients arrive on the rank's device."""
@@ -186,7 +187,7 @@ class ProcessTransport:
             else:
                 work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
         except RuntimeError as error:
-            raise _translate(error) from error
+            raise translate(error) from error
         return _Received(work, buffer, device, order)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
@@ -194,14 +195,14 @@ class ProcessTransport:
         try:
             dist.all_reduce(tensor, group=self._sums[tuple(group)])
         except RuntimeError as error:
-            raise _translate(error) from error
+            raise translate(error) from error
 
     def barrier(self) -> None:
         """Wait for every rank."""
         try:
             dist.barrier()
         except RuntimeError as error:
-            raise _translate(error) from error
+            raise translate(error) from error
 
     def _reap(self) -> None:
         while self._flying and self._flying[0][0].is_completed():
@@ -213,7 +214,7 @@ class ProcessTransport:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _translate(error) from error
+                raise translate(error) from error
 
     def close(self) -> None:
         """Wait until everything has left, meet the others, leave the group."""
