@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from benchmarks.zoo.table import summary, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+SETS = ("first", "more")
 REPRESENTATIVE = (
     "transformers/gpt2", "transformers/llama", "transformers/mixtral", "transformers/bert", "transformers/albert",
     "transformers/t5", "transformers/vit", "own/batch norm", "own/custom function", "own/packed lstm", "own/in place",
@@ -26,12 +28,12 @@ REPRESENTATIVE = (
 )  # fmt: skip
 
 
-def run(name: str, limit_seconds: float) -> dict[str, Any]:
-    """Try one model and return what became of it."""
+def run(name: str, limit_seconds: float, *options: str) -> dict[str, Any]:
+    """Try one model and return what became of it. ``options``: of ``benchmarks.zoo.one``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", name],
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", name, *options],
             cwd=ROOT,
             env=environment,
             capture_output=True,
@@ -48,15 +50,24 @@ def run(name: str, limit_seconds: float) -> dict[str, Any]:
     return dict(json.loads(lines[-1]))
 
 
-def keep(rows: list[dict[str, Any]], order: list[str]) -> None:
+def keep(rows: list[dict[str, Any]]) -> None:
     """Write the results, those of earlier runs for the models that this one has not tried."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / "zoo.json"
     known = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
     known.update({row["name"]: row for row in rows})
-    found = [known[name] for name in order if name in known]
+    sets = {which: [known[name] for name in listed(which) if name in known] for which in SETS}
+    found = [row for rows in sets.values() for row in rows]
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    write_table(found, RESULTS / "zoo.md")
+    write_table(sets, RESULTS / "zoo.md")
+
+
+@functools.cache
+def listed(which: str) -> list[str]:
+    """Return the models of a set."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", "--list", which]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return [name for name in found if name]
 
 
 def main() -> int:
@@ -66,24 +77,23 @@ def main() -> int:
     parser.add_argument("--representative", action="store_true", help="a dozen of every kind")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1, help="models at the same time; figures are quiet with one")
+    parser.add_argument("--set", choices=[*SETS, "all"], default="all", help="the first models, or more of them")
+    parser.add_argument("--no-export", action="store_true", help="leave out what torch.export takes")
     options = parser.parse_args()
-    listed = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", "--list"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split("\n")  # fmt: skip
-    names = [name for name in listed if name]
+    names = [name for which in SETS if options.set in (which, "all") for name in listed(which)]
     if options.representative:
         names = [name for name in names if name in REPRESENTATIVE]
     elif options.names:
         names = [name for name in names if name in options.names or name.partition("/")[0] in options.names]
+    more = ["--no-export"] if options.no_export or options.representative else []
     rows = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda name: run(name, options.limit), names):
+        for row in pool.map(lambda name: run(name, options.limit, *more), names):
             rows.append(row)
             seconds, reason = row.get("capture_seconds", 0), row.get("reason", "")[:100]
             print(f"{row['name']:42} {row['result']:12} {seconds:6.1f} s  {reason}", flush=True)
             if not options.representative:
-                keep(rows, [name for name in listed if name])
+                keep(rows)
     print(summary(rows))
     return int(any(row["result"] in ("wrong", "failed") for row in rows))
 

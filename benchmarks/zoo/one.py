@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.trace import Capture, capture
-from benchmarks.zoo import transformers_models, vision_models
+from benchmarks.zoo import more_transformers, own_models, transformers_models, vision_models
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "one_process")]  # the oracle, and models written to be hard
@@ -33,26 +34,34 @@ RUNS = ((4, (0, 0, 0)), (6, (1, 1, 0)))  # batch size, (seed, minibatch, microba
 TOLERANCE = 1e-6
 
 
-def names() -> list[str]:
-    """Return every model, as family/model."""
-    return [
-        *(f"transformers/{name}" for name in transformers_models.MODELS),
-        *(f"timm/{name}" for name in vision_models.TIMM),
-        *(f"torchvision/{name}" for name in vision_models.TORCHVISION),
-        *(f"own/{name}" for name in trace_cases.CASES),
-    ]
+def names(which: str) -> list[str]:
+    """Return the models of a set, as family/model: the ``first``, or ``more``, which nothing was adapted to."""
+    families: dict[str, Iterable[str]] = {
+        "transformers": transformers_models.MODELS,
+        "timm": vision_models.TIMM,
+        "torchvision": vision_models.TORCHVISION,
+        "own": trace_cases.CASES,
+    }
+    if which == "more":
+        families = {
+            "transformers": more_transformers.MODELS,
+            "timm": vision_models.MORE_TIMM,
+            "torchvision": vision_models.MORE_TORCHVISION,
+            "own": own_models.MODELS,
+        }
+    return [f"{family}/{name}" for family, models in families.items() for name in models]
 
 
 def workload_of(name: str) -> Any:
     """Return the workload of a model."""
     family, _, model = name.partition("/")
     makers = {
-        "transformers": transformers_models.workload,
-        "timm": vision_models.timm_workload,
-        "torchvision": vision_models.torchvision_workload,
-        "own": trace_cases.workload,
+        "transformers": more_transformers if model in more_transformers.MODELS else transformers_models,
+        "own": own_models if model in own_models.MODELS else trace_cases,
     }
-    return makers[family](model)
+    if family in makers:
+        return makers[family].workload(model)
+    return getattr(vision_models, f"{family}_workload")(model)
 
 
 def plan(found: Capture, spec: Any) -> Plan:
@@ -99,8 +108,8 @@ def compare(workload: Any, found: Capture, made: Plan, folder: Path) -> tuple[st
     return ("equal" if worst <= TOLERANCE else "wrong"), said
 
 
-def main(name: str) -> dict[str, Any]:
-    """Return the row of a model."""
+def main(name: str, *, export: bool = True) -> dict[str, Any]:
+    """Return the row of a model. ``export``: beside the seconds that ``torch.export`` takes."""
     torch.set_num_threads(1)
     vision_models.importable()
     row: dict[str, Any] = {"name": name}
@@ -108,11 +117,12 @@ def main(name: str) -> dict[str, Any]:
     if not hasattr(workload.spec, "target"):
         workload.spec = transformers_models.workload("gpt2").spec
     workload.loss(workload.build_model(), workload.example_item(2))  # imports and caches are nobody's time
-    try:
-        row["export_seconds"] = export_seconds(workload)
-    except Exception as error:
-        row["export_error"] = type(error).__name__
-    torch._dynamo.reset()
+    if export:
+        try:
+            row["export_seconds"] = export_seconds(workload)
+        except Exception as error:
+            row["export_error"] = type(error).__name__
+        torch._dynamo.reset()
     try:
         row.update(attempt(workload, data_dependent=False))
         if row["result"] == "refused":
@@ -145,4 +155,7 @@ def attempt(workload: Any, *, data_dependent: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("\n".join(names()) if sys.argv[1] == "--list" else json.dumps(main(sys.argv[1])))
+    if sys.argv[1] == "--list":
+        print("\n".join(names(sys.argv[2])))
+    else:
+        print(json.dumps(main(sys.argv[1], export="--no-export" not in sys.argv)))

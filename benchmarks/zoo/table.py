@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,29 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{len(rows)} models: " + ", ".join(f"{count} {result}" for result, count in counts.most_common()) + ratio
 
 
-def write_table(rows: Sequence[Row], path: Path) -> None:
-    """Write all rows, the summary above them."""
+TITLES = {
+    "first": "The models that the tracer was made with",
+    "more": "Further models, chosen by name before any was tried",
+}
+HEAD = """# The zoo
+
+Each model: captured, planned into three stages, generated, and run in stages beside the model itself, at two
+batch sizes and two seeds, dropout on. *exact*: loss, every gradient and every buffer are equal bit for bit.
+*equal*: within 1e-6 relative. *refused*: nothing is trained, and the message names the line.
+Seconds are of the capture without its verification, beside `torch.export(strict=False)` in the same process."""
+
+
+def write_table(sets: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Write a table for each set, its summary above it."""
+    machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread."
+    lines = [HEAD, machine]
+    for which, rows in sets.items():
+        lines += ["", f"## {TITLES[which]}", "", f"{summary(rows)}.", "", *_table(rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "# The zoo",
-        "",
-        f"{summary(rows)}.",
-        "",
-        "Each model: captured, planned into three stages, generated, and run in stages beside the model itself, at two",
-        "batch sizes and two seeds, dropout on. *exact*: loss, every gradient and every buffer are equal bit for bit.",
-        "*equal*: within 1e-6 relative. *refused*: nothing is trained, and the message names the line.",
-        "Seconds are of the capture without its verification, beside `torch.export(strict=False)` in the same process.",
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread.",
-        "",
         "| model | result | captured how | nodes | stages | capture s | export s | ratio | reason |",
         "|---|---|---|---:|---:|---:|---:|---:|---|",
     ]
@@ -53,4 +63,4 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
             row.get("reason", "").replace("|", "\\|").replace("\n", " "),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return lines

@@ -1,4 +1,8 @@
-"""28 models of timm and 10 of torchvision, for small pictures where the model allows them, dropout on."""
+"""Models of timm and torchvision, for small pictures where the model allows them, dropout on.
+
+``TIMM`` and ``TORCHVISION`` are the first set; ``MORE_TIMM`` and ``MORE_TORCHVISION`` were chosen by name before any of
+them was tried.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +56,28 @@ TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
     "swin_t": (64, {}),
     "convnext_tiny": (64, {}),
 }
+MORE_TIMM: dict[str, tuple[int, dict[str, Any]]] = {
+    "repvgg_a0": (64, {}),
+    "skresnet18": (64, {}),
+    "ese_vovnet19b_dw": (64, {}),
+    "rexnet_100": (64, {"drop_path_rate": 0.1}),
+    "lcnet_050": (64, {}),
+    "eca_nfnet_l0": (64, {}),
+    "lambda_resnet26t": (256, {}),
+    "xcit_nano_12_p16_224": (64, {"depth": 3, "drop_path_rate": 0.1}),
+    "convit_tiny": (224, {"depth": 3, "local_up_to_layer": 2}),
+    "pit_ti_224": (224, {}),
+    "crossvit_9_240": (240, {}),
+    "twins_svt_small": (64, {"depths": (1, 1, 2, 1), "img_size": 64}),
+    "edgenext_xx_small": (64, {"drop_path_rate": 0.1}),
+    "coat_lite_tiny": (64, {"img_size": 64}),
+    "hiera_tiny_224": (224, {"stages": (1, 1, 2, 1), "drop_path_rate": 0.1}),
+}
+MORE_TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
+    "squeezenet1_1": (64, {}),
+    "mnasnet0_5": (64, {}),
+    "regnet_y_400mf": (64, {}),
+}
 
 
 def _workload(name: str, size: int, build: Any) -> ZooWorkload:
@@ -72,7 +98,7 @@ def timm_workload(name: str) -> ZooWorkload:
     """Return the workload of a timm model."""
     import timm
 
-    size, options = TIMM[name]
+    size, options = {**TIMM, **MORE_TIMM}[name]
     return _workload(name, size, lambda: timm.create_model(name, num_classes=10, drop_rate=0.1, **options))
 
 
@@ -80,7 +106,7 @@ def torchvision_workload(name: str) -> ZooWorkload:
     """Return the workload of a torchvision model."""
     import torchvision
 
-    size, options = TORCHVISION[name]
+    size, options = {**TORCHVISION, **MORE_TORCHVISION}[name]
     return _workload(name, size, lambda: getattr(torchvision.models, name)(num_classes=10, **options))
 
 
