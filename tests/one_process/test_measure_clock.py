@@ -1,0 +1,54 @@
+"""How a graph is cut into runs that are timed, and what is made of repeated times."""
+
+import pytest
+
+from autopipe.ir.graph import Graph, Input, Node
+from autopipe.ir.tensor import TensorSpec
+from autopipe.measure.clock import Times, repeat
+from autopipe.measure.segments import block_of, segments
+
+
+def test_a_block_is_the_outermost_numbered_module():
+    assert block_of("model.layers.3.mlp.experts.7.up") == "model.layers.3"
+    assert block_of("features.12") == "features.12"
+    assert block_of("head") == ""
+
+
+def chain(paths):
+    """Return a chain of one node for each module path."""
+    spec, nodes, last = TensorSpec(("s0", 2), "float32", True), [], "x"
+    for index, path in enumerate(paths):
+        nodes.append(Node(f"n{index}", "call_module", path, (last,), spec, module_path=path))
+        last = f"n{index}"
+    return Graph("chain", (Input("x", spec),), (), tuple(nodes), (last,), {}, {}, {})
+
+
+def test_runs_cover_all_nodes_and_respect_the_blocks():
+    graph = chain(["embed", *(f"blocks.{i}.{part}" for i in range(3) for part in "abcd"), "head"])
+    found = segments(graph, [0.1] + [1.0] * 12 + [0.1], 2.0)
+    assert found == [(0, 1), (1, 3), (3, 5), (5, 7), (7, 9), (9, 11), (11, 13), (13, 14)]
+
+
+def test_blocks_that_are_too_short_are_joined_whole():
+    graph = chain([f"blocks.{i}.{part}" for i in range(4) for part in "ab"])
+    assert segments(graph, [1.0] * 8, 3.0) == [(0, 4), (4, 8)]
+    assert segments(graph, [1.0] * 8, 100.0) == [(0, 8)]
+
+
+def test_the_median_and_spread_of_repeated_times():
+    times = Times((1.0, 2.0, 3.0, 4.0, 5.0), (1.0,) * 5)
+    assert times.medians == (3.0, 1.0)
+    assert Times((1.0,) * 3, (1.0,) * 3).spread is None
+    assert times.spread == pytest.approx(3.0 / 4.0)  # quartiles 1.5 and 4.5 of the forwards, median 3 + 1
+
+
+def test_repeating_warms_up_once_and_stops_at_the_budget():
+    calls = []
+
+    def once():
+        calls.append(1)
+        return 1.0, 1.0
+
+    assert len(repeat(once, 8.0).forward) == 4 and len(calls) == 5
+    assert len(repeat(once, 0.0).forward) == 3
+    assert len(repeat(once, 1e9).forward) == 15
