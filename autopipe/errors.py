@@ -97,6 +97,7 @@ class WorkerError(AutopipeError):
         remote_traceback: str = "",
         where: str = "",
         remedy: str = "",
+        host: str = "",
     ) -> None:
         place = f"rank {rank}"
         if stage is not None:
@@ -104,12 +105,15 @@ class WorkerError(AutopipeError):
         if instruction:
             place += f", instruction {instruction}"
         super().__init__(what, where=f"{place}{'; ' + where if where else ''}", remedy=remedy)
+        if host:
+            place += f" on {host}"
         self.rank = rank
         self.stage = stage
         self.instruction = instruction
         self.remote_traceback = remote_traceback
 
 
+        self.host = host
 def unknown_choice(kind: str, given: str, known: Iterable[str]) -> str:
     """Return the sentence for an unknown choice: the known ones, and the nearest."""
     names = sorted(known)

@@ -11,22 +11,25 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.schedule import Instruction
 from autopipe.launch.heartbeat import Heartbeats
-from autopipe.runtime.distributed import ProcessTransport, start_process_group
+from autopipe.launch.rendezvous import all_have_devices, choose_interface, open_store
+from autopipe.launch.request import WorkerSpec
+from autopipe.runtime.distributed import ProcessTransport, start_process_group, translate
+from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
@@ -34,24 +37,6 @@ from autopipe.runtime.transport import TransportClosed
 
 _PR_SET_PDEATHSIG = 1
 FAILED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What the supervisor tells a rank; it travels as JSON. ``body``: ``train`` or ``evaluate``.
-
-    ``batch_size``, ``evaluation_data`` (a TARGET): for ``evaluate``, in place of the run's own; 0 and "" leave them.
-    """
-
-    run: str
-    rank: int
-    world_size: int
-    store: str
-    heartbeats: str
-    body: str
-    timeout_seconds: float
-    batch_size: int = 0
-    evaluation_data: str = ""
 
 
 class _Pipe:
@@ -73,48 +58,49 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def rank_main(text: str, connection: Connection) -> None:
-    """Run one rank. ``text``: a ``WorkerSpec`` as JSON."""
+def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
+    """Run one rank in a process of its own. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
-    run = RunDirectory(Path(spec.run))
-    _redirect(run.log(spec.rank))
+    _redirect(RunDirectory(Path(spec.run)).log(spec.rank))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     reporter = _Pipe(connection, Heartbeats(Path(spec.heartbeats), spec.world_size), spec.rank)
-    held: list[RankSession] = []
-    try:
-        _run(spec, run, reporter, held)
-    except BaseException as error:
-        reporter.event("error", **describe(error, held[0] if held else None))
-        traceback.print_exc()
-        sys.stderr.flush()
+    if not rank_body(spec, reporter, listener):
         os._exit(FAILED)  # no destructor may wait for a peer that waits for us
-    reporter.event("done")
     connection.close()
 
 
-def _run(spec: WorkerSpec, run: RunDirectory, reporter: _Pipe, held: list[RankSession]) -> None:
+def rank_body(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None = None) -> bool:
+    """Do what a rank is there for, and report ``done`` or, where it fails, ``error`` with what ``describe`` says.
+
+    Returns whether it was done. Whoever started the process is free in how. ``listener``: for rank 0 of a store that
+    is reached by network, the socket on which it listens; without one it binds the address itself.
+    """
+    held: list[RankSession] = []
+    try:
+        _run(spec, reporter, listener, held)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        reporter.event("error", **describe(error, held[0] if held else None))
+        return False
+    reporter.event("done")
+    return True
+
+
+def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, held: list[RankSession]) -> None:
     reporter.at("starting", waiting=False)
+    run = RunDirectory(Path(spec.run))
     job, plan, graph = run.job(), run.plan(), run.graph()
     torch.set_num_threads(job.threads)
-    device = torch.device(job.device)
-    if device.type == "cuda":
-        index = spec.rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-    use_nccl = device.type == "cuda" and spec.world_size <= torch.cuda.device_count()
     if spec.evaluation_data:
         hooks = {**plan.workload.hooks, "evaluate_data": spec.evaluation_data}
         plan = replace(plan, workload=replace(plan.workload, hooks=hooks))
     layout = Layout.of(plan, graph)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     reporter.at("connecting", waiting=True)
-    store = dist.FileStore(  # type: ignore[attr-defined]  # exported, though not by name
-        spec.store, spec.world_size
-    )
-    start_process_group(store, spec.rank, spec.world_size, use_nccl=use_nccl, timeout_seconds=spec.timeout_seconds)
-    transport = ProcessTransport(layout.channels, layout.groups, device=device, use_nccl=use_nccl)
+    transport = _connect(spec, layout, torch.device(job.device), listener)
     session = RankSession.start(run, job, layout, transport, reporter)
     held.append(session)
     if spec.body == "evaluate":
@@ -125,6 +111,25 @@ def _run(spec: WorkerSpec, run: RunDirectory, reporter: _Pipe, held: list[RankSe
         session.train()
         session.report_timeline()
     transport.close()
+
+
+def _connect(
+    spec: WorkerSpec, layout: Layout, device: torch.device, listener: socket.socket | None
+) -> ProcessTransport:
+    """Meet the other ranks. Raises: TransportClosed where another rank went away meanwhile."""
+    rank, world_size, seconds = spec.rank, spec.world_size, spec.timeout_seconds
+    use_nccl = False
+    choose_interface(spec)
+    try:
+        store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
+        if device.type == "cuda":
+            torch.cuda.set_device(spec.local_rank % torch.cuda.device_count())
+            own = spec.local_world_size <= torch.cuda.device_count()
+            use_nccl = all_have_devices(store, rank, world_size, own)
+        start_process_group(store, rank, world_size, use_nccl=use_nccl, timeout_seconds=seconds)
+        return ProcessTransport(layout.channels, layout.groups, device=device, use_nccl=use_nccl)
+    except RuntimeError as error:
+        raise translate(error) from error
 
 
 def _redirect(path: Path) -> None:

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from autopipe.errors import RunError
-from autopipe.launch.local import LocalLauncher
+from autopipe.launch.registry import launch
+from autopipe.launch.request import Launch
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
 from autopipe.workflow.listener import Listener
@@ -49,8 +50,15 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
         raise RunError(f"there is no checkpoint in {run.checkpoints}", remedy="autopipe train")
     listener = Listener(run, events or (lambda kind, fields: None), plan.num_ranks)
     start = time.time()
-    LocalLauncher(run, plan.num_ranks, listener).launch(
-        "evaluate", batch_size=settings.batch_size or 0, evaluation_data=settings.data or ""
+    launch(
+        Launch(
+            run,
+            plan.num_ranks,
+            listener,
+            body="evaluate",
+            batch_size=settings.batch_size or 0,
+            evaluation_data=settings.data or "",
+        )
     )
     found = listener.evaluation
     return EvaluateResult(

@@ -10,7 +10,8 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
-from autopipe.launch.local import LocalLauncher
+from autopipe.launch.registry import launch
+from autopipe.launch.request import Launch, watchdog_of
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.workflow.checking import batch_size_of, check, check_first, write_run
@@ -69,7 +70,8 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             "run_dir": str(path),
         },
     )
-    LocalLauncher(run, world, listener).launch("train")
+    watchdog = watchdog_of(prepared.plan.predicted.step_seconds, settings.launch.watchdog_seconds)
+    launch(Launch(run, world, listener, settings.launch, watchdog))
     _write_timeline(run, listener, world)
     seconds = max(listener.ended - listener.started, 0.0)
     return TrainResult(

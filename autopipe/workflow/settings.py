@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autopipe.launch.request import LaunchSettings
+
 WORK_DIRECTORY = Path(".autopipe")
 HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "evaluate_data")
 
@@ -141,6 +143,7 @@ class TrainSettings:
     record_timeline: bool = False
 
 
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
 @dataclass(frozen=True, slots=True)
 class EvaluateSettings:
     """``run`` None: the newest one of the work directory. ``data``: a TARGET in place of the ``evaluate_data`` hook."""

@@ -13,7 +13,8 @@ from oracle import train as plain
 from pipelines import ARGUMENTS, BATCH, SAMPLES, Captured, build, captured, minibatches
 from schedule_cases import Case, doubled
 
-from autopipe.launch.local import LocalLauncher
+from autopipe.launch.registry import launch
+from autopipe.launch.request import Launch
 from autopipe.runtime.distributed import _in_memory, _Received
 from autopipe.workflow import runs
 from autopipe.workflow.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
@@ -64,7 +65,7 @@ def assert_exported(case: Case, folder: Path) -> None:
     plan = case.plan(made)
     pipeline = build(made, plan, folder / "run", steps=STEPS, batch_size=7, save=True)
     ear = Ear([])
-    LocalLauncher(pipeline.run, plan.num_ranks, ear, watchdog_seconds=60).launch("train")
+    launch(Launch(pipeline.run, plan.num_ranks, ear, watchdog_seconds=60))
     torch.set_num_threads(1)
     losses, model, _ = plain(
         Path(made.workload.spec.target),

@@ -1,0 +1,155 @@
+"""Ranks of this machine: processes of a fork server that has torch imported already, so each is there at once.
+
+The local launcher and the agent on a remote host both start theirs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autopipe.ir import artifact
+from autopipe.launch.heartbeat import Beat, Heartbeats
+from autopipe.launch.request import WorkerSpec
+
+PRELOAD = ["autopipe.launch.worker"]
+END_SECONDS = 5.0
+# a death is seen at once by whoever has the process
+PATIENCE_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class _Process:
+    rank: int
+    process: ForkServerProcess
+    connection: Connection
+    ended: bool = False
+
+
+class ForkedRanks:
+    """Some of a run's ranks, all on this machine. ``scratch``: a folder for the heartbeats.
+
+    The heartbeats have room for every rank of the run, so that a rank's place in them is its number.
+    """
+
+    patience_seconds = PATIENCE_SECONDS
+
+    def __init__(self, scratch: Path, world_size: int, hosts: Sequence[str] = ()) -> None:
+        self.hosts = tuple(hosts) or ("",) * world_size
+        self.heartbeats = scratch / "heartbeats"
+        self._beats = Heartbeats(self.heartbeats, world_size, create=True)
+        self._processes: list[_Process] = []
+
+    def start(self, spec: WorkerSpec, listener: socket.socket | None = None) -> None:
+        """Start one rank. ``listener``: what rank 0 is to listen on, where the ranks meet by network."""
+        from autopipe.launch.worker import rank_main
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        start_fork_server()
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(
+            target=rank_main,
+            args=(json.dumps(artifact.encode(spec)), send, listener),
+            name=f"rank {spec.rank}",
+            daemon=True,
+        )
+        process.start()
+        send.close()
+        self._processes.append(_Process(spec.rank, process, receive))
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no process is left."""
+        return all(entry.ended for entry in self._processes)
+
+    def waitable(self) -> list[Any]:
+        """Return what becomes ready when a rank says something or ends."""
+        found: list[Any] = [entry.connection for entry in self._processes if not entry.connection.closed]
+        return found + [entry.process.sentinel for entry in self._processes if not entry.ended]
+
+    def poll(self, timeout: float) -> Iterator[dict[str, Any]]:
+        """Return what the ranks say, and who has ended, within ``timeout`` seconds."""
+        ready = set(wait(self.waitable(), timeout))
+        for entry in self._processes:
+            if entry.connection in ready:
+                yield from self._read(entry)
+        for entry in self._processes:
+            if not entry.ended and entry.process.sentinel in ready:
+                yield from self._read(entry)  # what it said last comes before its end
+                entry.process.join()
+                entry.ended = True
+                yield {
+                    "kind": "exit",
+                    "rank": entry.rank,
+                    "code": entry.process.exitcode,
+                    "time_ns": time.time_ns(),
+                }
+
+    def _read(self, entry: _Process) -> Iterator[dict[str, Any]]:
+        if entry.connection.closed:
+            return
+        try:
+            while entry.connection.poll():
+                yield json.loads(entry.connection.recv_bytes())
+        except (EOFError, OSError):
+            entry.connection.close()
+
+    def beats(self) -> list[Beat]:
+        """Return the last note of every rank of the run; those that are not here have noted nothing."""
+        return [self._beats.read(rank) for rank in range(len(self.hosts))]
+
+    def write_stacks(self) -> dict[int, str]:
+        """Let every rank write its stacks into its log; say which ones are stopped."""
+        odd = {}
+        for entry in self._processes:
+            if not entry.ended:
+                _signal(entry.process, signal.SIGUSR2)
+                with contextlib.suppress(psutil.Error):
+                    if psutil.Process(entry.process.pid).status() == psutil.STATUS_STOPPED:
+                        odd[entry.rank] = "stopped by a signal"
+        return odd
+
+    def end(self) -> None:
+        """Kill what is left, and forget it."""
+        for entry in self._processes:
+            if not entry.ended:
+                _signal(entry.process, signal.SIGKILL)
+        for entry in self._processes:
+            entry.process.join(END_SECONDS)
+            entry.connection.close()
+        self._processes.clear()
+        self._beats.close()
+
+
+def start_fork_server() -> None:
+    """Start it deaf to Ctrl-C, which is this process's to handle: else it prints a traceback while it imports torch."""
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _signal(process: ForkServerProcess, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, number)

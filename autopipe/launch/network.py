@@ -1,0 +1,137 @@
+"""Addresses: which interface leads to a peer, a socket that listens there and nowhere else, and who could reach it.
+
+No torch. A machine has several addresses, and the one that its own name stands for is often the wrong one (Debian gives
+the name 127.0.1.1): so what counts is the route to the peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+
+import psutil
+
+from autopipe.errors import RunError
+
+_DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only chooses the route
+_BACKLOG = 128
+
+
+def resolve(host: str) -> tuple[int, str]:
+    """Return (address family, address) of a host; the first that the system names.
+
+    Raises: RunError where the name stands for none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise RunError(f"the host name {host!r} stands for no address: {error}", remedy="check the name") from None
+    family, _, _, _, place = found[0]
+    return family, str(place[0])
+
+
+def own_address_towards(peer: str) -> str:
+    """Return this machine's address on the way to a peer. Raises: RunError where there is no way."""
+    family, address = resolve(peer)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _DISCARD_PORT))
+        except OSError as error:
+            raise RunError(
+                f"there is no route to {peer} ({address}): {error.strerror}",
+                remedy="check the network between the hosts, or name them by addresses that all of them can reach",
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the interface that has an address, "" where none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return ""
+
+
+def interface_towards(peer: str) -> str:
+    """Return the interface of this machine on the way to a peer. Raises: RunError where there is no way."""
+    return interface_of(own_address_towards(peer))
+
+
+def address_of(interface: str) -> str:
+    """Return an interface's address, IPv4 where it has one.
+
+    Raises: RunError where there is no such interface here, or it has no address.
+    """
+    known = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in known.get(interface, ()):
+            if entry.family == family:
+                return entry.address.partition("%")[0]
+    raise RunError(
+        f"this machine ({socket.gethostname()}) has no interface {interface!r} with an address",
+        remedy=f"--interface NAME, one of: {', '.join(sorted(known))}",
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means the machine itself."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def refuse_public(address: str, *, trusted: bool) -> None:
+    """Refuse to meet at an address that anyone on the internet could reach, unless the user said that it is fine.
+
+    Messages between ranks have neither passwords nor encryption: whoever can connect can change the training.
+
+    Raises: RunError.
+    """
+    if ipaddress.ip_address(address).is_global and not trusted:
+        raise RunError(
+            f"the ranks would meet at {address}, an address of the public internet; torch's messages between ranks "
+            "have neither passwords nor encryption",
+            remedy="use a private network or a VPN (--interface NAME), or --i-trust-this-network where a firewall "
+            "keeps strangers out",
+        )
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on this one address, at a free port unless one is named.
+
+    Raises: RunError where that cannot be.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise RunError(
+            f"cannot listen on {address}{f' port {port}' if port else ''}: {error.strerror}",
+            remedy="end what uses the port, or choose another interface (--interface NAME)",
+        ) from None
+    return listener
+
+
+def reach(address: str, port: int, seconds: float) -> str:
+    """Try to connect, and return why it failed; "" where it did not."""
+    try:
+        with contextlib.closing(socket.create_connection((address, port), timeout=seconds)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error) or "timed out"
+
+
+def tcp_address(address: str, port: int) -> str:
+    """Return the text of a store's address."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def parse_tcp(text: str) -> tuple[str, int]:
+    """Take the text of a store's address apart. Raises: ValueError where it is none."""
+    host, colon, port = text.removeprefix("tcp://").rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ValueError(f"{text!r} is not tcp://address:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,0 +1,205 @@
+"""The supervisor: watches ranks that something else started, and says what the first failure was.
+
+::
+
+            events, ends, last notes
+    Ranks -------------------------> Supervisor --> on_event, or one WorkerError
+          <-------------------------
+            write stacks, end
+
+One failing rank ends the run: the others are ended within tenths of a second, and the rank that failed *first* is the
+one that is reported, with its own message; that its neighbours then lost their connection is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autopipe.errors import WorkerError
+from autopipe.launch import stacks
+from autopipe.launch.heartbeat import Beat
+from autopipe.launch.request import OnEvent
+from autopipe.runtime.job import RunDirectory
+
+TICK_SECONDS = 0.1
+# how long the other ranks may still report after the first sign of a failure: the cause may be among them
+GRACE_SECONDS = 0.5
+STACKS_SECONDS = 1.0
+_INSTRUCTION = re.compile(r"(\d+)(?:[FBIWRS]|SF|RF|SB|RB)")
+
+
+class Ranks(Protocol):
+    """Ranks that were started, wherever they run. ``hosts``: the host of each rank, "" for this machine.
+
+    ``patience_seconds``: how much later than a lost connection its cause may be noticed.
+    """
+
+    hosts: Sequence[str]
+    patience_seconds: float
+
+    def poll(self, timeout: float) -> Iterable[Mapping[str, Any]]:
+        """Wait at most so many seconds, and return what happened: a rank's own events, and the launcher's.
+
+        ``{"kind": "exit", "rank", "code", "time_ns"}`` when a process has ended, negative for a signal;
+        ``{"kind": "lost", "host", "ranks", "message", "remedy", "time_ns"}`` when a host does not answer any more.
+        """
+
+    def beats(self) -> Sequence[Beat]:
+        """Return what each rank noted last, in this machine's monotonic seconds."""
+
+    def write_stacks(self) -> Mapping[int, str]:
+        """Let every living rank write its stacks into its log; return what is odd about a rank, such as "stopped"."""
+
+    def end(self) -> None:
+        """End all of them, and return when none is left or reachable."""
+
+
+@dataclass(slots=True)
+class _State:
+    rank: int
+    done: bool = False
+    ended: bool = False
+    error: Mapping[str, Any] | None = None
+    ended_ns: int = 0
+    code: int | None = None
+    lost: Mapping[str, Any] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or (self.ended and not self.done)
+
+
+class Supervisor:
+    """Watches. ``watchdog_seconds``: without any progress for so long, a hang is declared."""
+
+    def __init__(self, run: RunDirectory, ranks: Ranks, on_event: OnEvent, watchdog_seconds: float) -> None:
+        self.run, self.ranks, self.on_event, self.watchdog_seconds = run, ranks, on_event, watchdog_seconds
+        self._states = [_State(rank) for rank in range(len(ranks.hosts))]
+
+    def watch(self) -> None:
+        """Return when every rank is done and its process has ended.
+
+        Raises: WorkerError for the first failure. Ending what is left is the caller's.
+        """
+        progress = time.monotonic()
+        seen: list[int] = []
+        while not all(state.done and state.ended for state in self._states):
+            self._take(TICK_SECONDS)
+            if any(state.failed for state in self._states):
+                self._await_others()
+                raise self._cause()
+            beats = self.ranks.beats()
+            counts = [beat.count for beat in beats]
+            if counts != seen:
+                seen, progress = counts, time.monotonic()
+            elif time.monotonic() - progress > self.watchdog_seconds:
+                raise self._hang(time.monotonic() - progress)
+            self.on_event({"kind": "tick", "ranks": [(beat.doing, beat.waiting) for beat in beats]})
+
+    def _take(self, timeout: float) -> None:
+        for event in self.ranks.poll(timeout):
+            kind = event["kind"]
+            if kind == "lost":
+                for rank in event["ranks"]:
+                    state = self._states[rank]
+                    if not (state.ended or state.done):
+                        state.ended, state.ended_ns, state.lost = True, event["time_ns"], event
+            elif kind == "done":
+                self._states[event["rank"]].done = True
+            elif kind == "error":
+                self._states[event["rank"]].error = event
+            elif kind == "exit":
+                state = self._states[event["rank"]]
+                state.ended, state.ended_ns, state.code = True, event["time_ns"], event["code"]
+            else:
+                self.on_event(dict(event))
+
+    def _await_others(self) -> None:
+        """Let the others report for a moment; longer where all that is known is that connections were lost."""
+        begin = time.monotonic()
+        while not all(state.ended or state.error for state in self._states):
+            only_lost = all(s.error is not None and s.error["secondary"] for s in self._states if s.failed)
+            if time.monotonic() - begin > (self.ranks.patience_seconds if only_lost else GRACE_SECONDS):
+                return
+            self._take(0.02)
+
+    def _cause(self) -> WorkerError:
+        """Name the rank that failed first: an error of its own, or a death; else the first that lost a connection."""
+        own = [(s.error["time_ns"], s) for s in self._states if s.error and not s.error["secondary"]]
+        died = [(s.ended_ns, s) for s in self._states if s.ended and not s.done and s.error is None]
+        lost = [(s.error["time_ns"], s) for s in self._states if s.error]
+        _, state = min(own + died or lost, key=lambda entry: (entry[0], entry[1].rank))
+        host = self.ranks.hosts[state.rank]
+        log = self._log(state.rank)
+        if state.error is not None:
+            error = state.error
+            return WorkerError(
+                error["message"],
+                rank=state.rank,
+                host=host,
+                stage=error["stage"],
+                instruction=error["instruction"],
+                remote_traceback=error["traceback"],
+                where=error["where"],
+                remedy=error["remedy"] or f"read what the rank printed: {log}",
+            )
+        doing = self.ranks.beats()[state.rank].doing
+        return WorkerError(
+            state.lost["message"] if state.lost is not None else death(state.code),
+            rank=state.rank,
+            host=host,
+            stage=self._stage(state.rank, doing),
+            instruction=doing,
+            remedy=state.lost["remedy"] if state.lost is not None else f"read what the rank printed: {log}",
+        )
+
+    def _hang(self, seconds: float) -> WorkerError:
+        """No rank has moved: blame one that is not waiting for another; of several the one that moved longest ago."""
+        logs = [self.run.log(rank) for rank in range(len(self._states))]
+        mark = stacks.sizes(logs)
+        odd = self.ranks.write_stacks()
+        end = time.monotonic() + STACKS_SECONDS
+        while time.monotonic() < end:
+            self._take(TICK_SECONDS)
+        beats = self.ranks.beats()
+        living = [state.rank for state in self._states if not state.ended]
+        rank = min(living, key=lambda r: (r not in odd, beats[r].waiting, beats[r].seconds, r))
+        doing = "; ".join(
+            f"rank {r}: {b.doing}{' (waiting)' if b.waiting else ''}{f' ({odd[r]})' if r in odd else ''}"
+            for r, b in enumerate(beats)
+        )
+        written = stacks.since(logs, mark)
+        return WorkerError(
+            f"no rank has moved for {seconds:.0f} s; {doing}{stacks.told(written)}",
+            rank=rank,
+            host=self.ranks.hosts[rank],
+            stage=self._stage(rank, beats[rank].doing),
+            instruction=beats[rank].doing,
+            where=stacks.innermost(written.get(rank, "")),
+            remedy=f"the stack of every thread is in {self._log(rank)}; slow steps need a longer --watchdog",
+        )
+
+    def _stage(self, rank: int, doing: str) -> int | None:
+        match = _INSTRUCTION.match(doing)
+        if match:
+            return int(match[1])
+        stages = [stage.index for stage in self.run.plan().stages if rank in stage.ranks]
+        return stages[0] if len(stages) == 1 else None
+
+    def _log(self, rank: int) -> str:
+        host = self.ranks.hosts[rank]
+        return f"{self.run.log(rank)}{f' on {host}' if host else ''}"
+
+
+def death(code: int | None) -> str:
+    """Say how a process ended."""
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = " (kill -9, or the kernel ran out of memory)" if name == "SIGKILL" else ""
+        return f"the process was killed by {name}{hint}"
+    return f"the process exited with code {code} before it was finished"
