@@ -15,10 +15,9 @@ from autopipe.workflow.settings import (
     TrainSettings,
 )
 
-from . import documents, failures, options, types
+from . import documents, failures, launching, options, types
 from .terminal import Terminal
 
-LAUNCHERS = ("local", "ssh", "slurm", "env", "ray")
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
 
 
@@ -62,9 +61,10 @@ def check_command(terminal: Terminal, target: str | None, steps: int, **given: A
 )
 @options.option("--deferred-batch-norm", is_flag=True, help="Update running statistics once a minibatch.")
 @options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")
-@options.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
-@options.option("--launcher", type=types.one_of("launcher", *LAUNCHERS), default="local", show_default=True)
-@options.option("--hosts", metavar="h1,h2", help="For --launcher ssh.")
+@options.option(
+    "--resume", type=types.RESUME, metavar="[STEP]", help="Go on from a checkpoint; without STEP from the newest."
+)
+@launching.launching
 @options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is kept.")
 @options.option("--timeline", is_flag=True, help="Record what each rank did when.")
 @options.output
@@ -73,14 +73,6 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     Without TARGET, the stored plan. The model file is code, and it is run.
     """
-    from autopipe.errors import RunError
-
-    if given["launcher"] != "local" or given["hosts"]:
-        name = given["launcher"] if given["launcher"] != "local" else "ssh"
-        raise RunError(
-            f"--launcher {name} is not there yet",
-            remedy="use --launcher local, which starts the ranks as processes on this machine",
-        )
     if given["steps"] is not None and given["epochs"] is not None:
         raise click.UsageError("--steps and --epochs exclude each other; give one")
     settings = TrainSettings(
@@ -103,14 +95,20 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     from .live import watching
 
     with watching(terminal) as events:
-        result = runs.train(settings, events)
+        result = runs.train(placed(settings), events)
     terminal.table(tables.training(result))
     terminal.document("train", documents.train(result))
     if result.stopped:
         terminal.next("the same command with --resume")
         return failures.STOPPED
     terminal.next(f"autopipe export {result.run_dir} -o model.safetensors")
+        launch=launching.settings(given),
     return 0
+    from autopipe.workflow.placement import placed, rehearse
+
+    if settings.launch.dry_run:
+        launching.show(terminal, rehearse(settings))
+        return 0
 
 
 @click.command("eval")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -90,6 +91,34 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _resume(text: str) -> int | None:
+    if text.lower() in ("newest", "true", "yes", "on"):
+        return NEWEST
+    if text.lower() in ("false", "no", "off", "never"):
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is no step")
+    return int(text)
+
+
+NEWEST = -1
+RESUME = Parsed("step", _resume)
+
+
+def _hosts(text: str) -> tuple[Any, ...]:
+    from autopipe.launch.hosts import parse_hosts
+
+    return parse_hosts(text)
+
+
+def _hostfile(text: str) -> tuple[Any, ...]:
+    from autopipe.launch.hosts import read_hostfile
+
+    return read_hostfile(Path(text))
+
+
+HOSTS = Parsed("hosts", _hosts)
+HOSTFILE = Parsed("file", _hostfile)
 SCHEDULE = Names("schedule", _schedules)
 BYTES = Parsed("size", _bytes)
 RATE = Parsed("rate", _rate)
