@@ -88,7 +88,13 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         given["resume"],
         given["run_dir"],
         given["timeline"],
+        launch=launching.settings(given),
     )
+    from autopipe.workflow.placement import placed, rehearse
+
+    if settings.launch.dry_run:
+        launching.show(terminal, rehearse(settings))
+        return 0
     from autopipe.report import tables
     from autopipe.workflow import runs
 
@@ -102,13 +108,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         terminal.next("the same command with --resume")
         return failures.STOPPED
     terminal.next(f"autopipe export {result.run_dir} -o model.safetensors")
-        launch=launching.settings(given),
     return 0
-    from autopipe.workflow.placement import placed, rehearse
-
-    if settings.launch.dry_run:
-        launching.show(terminal, rehearse(settings))
-        return 0
 
 
 @click.command("eval")
