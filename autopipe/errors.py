@@ -8,7 +8,8 @@
     ├── ProfileError      the model cannot be measured
     ├── PlanError         no plan fits, or the one asked for cannot be right; carries the numbers
     ├── ScheduleError     a named rule of schedules is broken; carries the grid with the cell marked
-    ├── ArtifactError     a file that a step wrote is damaged, of another version, or of another model
+    ├── ArtifactError     a file that a step wrote is damaged, or of another model
+    │   └── VersionError  it is whole, and of another format version
     ├── RunError          a run cannot start or go on (directory, data, checkpoint)
     └── WorkerError       exit code 3; a rank failed: rank, stage, instruction and its own traceback
 
@@ -75,7 +76,11 @@ class ScheduleError(AutopipeError):
 
 
 class ArtifactError(AutopipeError):
-    """A file that an earlier step wrote is damaged, of another format version, or of another model."""
+    """A file that an earlier step wrote is damaged, or of another model."""
+
+
+class VersionError(ArtifactError):
+    """A file that another version of autopipe wrote: nothing is wrong with it, and it is made anew where it can be."""
 
 
 class RunError(AutopipeError):
@@ -92,31 +97,44 @@ class WorkerError(AutopipeError):
         what: str,
         *,
         rank: int,
+        host: str = "",
         stage: int | None = None,
         instruction: str = "",
         remote_traceback: str = "",
         where: str = "",
         remedy: str = "",
-        host: str = "",
     ) -> None:
         place = f"rank {rank}"
+        if host:
+            place += f" on {host}"
         if stage is not None:
             place += f", stage {stage}"
         if instruction:
             place += f", instruction {instruction}"
         super().__init__(what, where=f"{place}{'; ' + where if where else ''}", remedy=remedy)
-        if host:
-            place += f" on {host}"
         self.rank = rank
+        self.host = host
         self.stage = stage
         self.instruction = instruction
         self.remote_traceback = remote_traceback
 
 
-        self.host = host
 def unknown_choice(kind: str, given: str, known: Iterable[str]) -> str:
     """Return the sentence for an unknown choice: the known ones, and the nearest."""
     names = sorted(known)
     nearest = difflib.get_close_matches(given, names, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"unknown {kind} {given!r}; known: {', '.join(names)}.{hint}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 stage``, ``2 stages``, ``0 minibatches``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
+def with_article(name: str) -> str:
+    """Return the name of a type behind its article: ``an int``, ``a Tensor``, ``an LBFGS``."""
+    spelled = name[:2].isupper() and name[0] in "FHLMNRSX"  # read letter by letter
+    return f"{'an' if spelled or name[:1].lower() in tuple('aeio') else 'a'} {name}"
