@@ -141,9 +141,9 @@ class TrainSettings:
     resume: bool = False
     run_dir: Path | None = None
     record_timeline: bool = False
-
-
     launch: LaunchSettings = field(default_factory=LaunchSettings)
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluateSettings:
     """``run`` None: the newest one of the work directory. ``data``: a TARGET in place of the ``evaluate_data`` hook."""
