@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from autopipe.errors import RunError
 from autopipe.ir.cluster import Links
+from autopipe.launch.steady import keep_memory, long_turns
 from autopipe.launch.worker import die_with_parent
 from autopipe.runtime.distributed import ProcessTransport, start_process_group
 from autopipe.runtime.transport import ACTIVATION, Channel
@@ -69,6 +70,9 @@ def measure_links(device: str = "cpu") -> Links:
 def _rank(rank: int, store: str, device: str, connection: Connection) -> None:
     die_with_parent()
     torch.set_num_threads(1)
+    if device == "cpu":
+        keep_memory()
+        long_turns()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         found = _measure(rank, store, device)

@@ -28,6 +28,7 @@ from autopipe.ir.schedule import Instruction
 from autopipe.launch.heartbeat import Heartbeats
 from autopipe.launch.rendezvous import all_have_devices, choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
+from autopipe.launch.steady import keep_memory, long_turns
 from autopipe.runtime.distributed import ProcessTransport, start_process_group, translate
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
@@ -95,6 +96,9 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, h
     run = RunDirectory(Path(spec.run))
     job, plan, graph = run.job(), run.plan(), run.graph()
     torch.set_num_threads(job.threads)
+    if job.device == "cpu":
+        keep_memory()
+        long_turns()  # before the transport starts its threads, which inherit it
     if spec.evaluation_data:
         hooks = {**plan.workload.hooks, "evaluate_data": spec.evaluation_data}
         plan = replace(plan, workload=replace(plan.workload, hooks=hooks))

@@ -11,6 +11,8 @@ other strides, and the last bits would not be those of a plain loop.
 from __future__ import annotations
 
 import datetime
+import queue
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -93,6 +95,43 @@ def translate(error: RuntimeError) -> BaseException:
     return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
 
 
+class _Departures:
+    """Keeps what is being sent over gloo until it has left, and not longer.
+
+    Gloo tells that a send is complete only to whoever waits for it, and a rank that waited would stop computing: so one
+    thread waits for them in their order. What fails is raised by the rank's next ``check``.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._wait, name="departures", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Any, tensor: torch.Tensor) -> None:
+        """Keep a tensor until its send is complete."""
+        self._queue.put((work, tensor))
+
+    def check(self) -> None:
+        """Raise what a send failed with."""
+        if self._error is not None:
+            raise translate(self._error) from self._error
+
+    def drain(self) -> None:
+        """Return when everything has left; nothing can be added afterwards."""
+        self._queue.put(None)
+        self._thread.join()
+        self.check()
+
+    def _wait(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            try:
+                entry[0].wait()
+            except RuntimeError as error:
+                self._error = self._error or error
+            entry = None  # or the last tensor would be held while the queue is empty
+
+
 class ProcessTransport:
     """One rank's end, over the process group that ``start_process_group`` made.
 
@@ -115,7 +154,8 @@ class ProcessTransport:
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
         self._sums = {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
         self._pairs: dict[Channel, Any] = {}
-        self._flying: deque[tuple[Any, torch.Tensor]] = deque()
+        self._departures = _Departures()
+        self._flying: deque[tuple[Any, torch.Tensor]] = deque()  # over NCCL
         if use_nccl:
             for channel in ordered:
                 self._pairs[channel] = dist.new_group([channel.from_rank, channel.to_rank])
@@ -132,42 +172,48 @@ class ProcessTransport:
                     self.receive(channel, (1,), token.dtype).wait()
             except RuntimeError as error:
                 raise RuntimeError(f"cannot connect {channel}: {error}") from error
-        self._drain()
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Start the transfer. The tensor is kept until it has left."""
         tensor = tensor.detach()
         if tensor.numel() == 0:
             return
-        self._reap()
+        self._departures.check()
         pair = self._pairs.get(channel) if tensor.is_cuda else None
-        if tensor.is_cuda and pair is None:
+        if pair is not None:
+            self._send_by_nccl(pair, channel, tensor.contiguous())
+            return
+        if tensor.is_cuda:
             staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             staged.copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
             tensor = staged
         elif self._ordered(channel, tensor.dim()):
             order, tensor = _in_memory(tensor)
-            self._flying.append(self._isend(channel, torch.tensor(order)))
-        elif not tensor.is_contiguous():
-            tensor = tensor.contiguous()
-        self._flying.append(self._isend(channel, tensor, pair))
+            self._send_by_gloo(channel, torch.tensor(order))
+        self._send_by_gloo(channel, tensor.contiguous())
 
     def _ordered(self, channel: Channel, dimensions: int) -> bool:
         """Whether the order of dimensions travels ahead: on the CPU, where results are promised to the last bit."""
         return self.device.type == "cpu" and channel.kind != CONTROL and dimensions > 1
 
-    def _isend(self, channel: Channel, tensor: torch.Tensor, pair: Any = None) -> tuple[Any, torch.Tensor]:
+    def _send_by_gloo(self, channel: Channel, tensor: torch.Tensor) -> None:
         try:
-            if pair is not None:
-                return dist.isend(tensor, channel.to_rank, group=pair), tensor
-            return dist.isend(tensor, channel.to_rank, tag=self._tags[channel]), tensor
+            self._departures.add(dist.isend(tensor, channel.to_rank, tag=self._tags[channel]), tensor)
+        except RuntimeError as error:
+            raise translate(error) from error
+
+    def _send_by_nccl(self, pair: Any, channel: Channel, tensor: torch.Tensor) -> None:
+        while self._flying and self._flying[0][0].is_completed():
+            self._flying.popleft()
+        try:
+            self._flying.append((dist.isend(tensor, channel.to_rank, group=pair), tensor))
         except RuntimeError as error:
             raise translate(error) from error
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post the receive now; ``wait`` for it later. Activations and gradients arrive on the rank's device."""
-        device = torch.device("cpu") if channel.kind == "control" else self.device
+        device = torch.device("cpu") if channel.kind == CONTROL else self.device
         pair = self._pairs.get(channel) if device.type == "cuda" else None
         buffer = torch.empty(
             tuple(shape),
@@ -204,20 +250,10 @@ class ProcessTransport:
         except RuntimeError as error:
             raise translate(error) from error
 
-    def _reap(self) -> None:
-        while self._flying and self._flying[0][0].is_completed():
-            self._flying.popleft()
-
-    def _drain(self) -> None:
-        while self._flying:
-            work, _ = self._flying.popleft()
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise translate(error) from error
-
     def close(self) -> None:
         """Wait until everything has left, meet the others, leave the group."""
-        self._drain()
+        self._departures.drain()
+        for work, _ in self._flying:
+            work.wait()
         self.barrier()
         dist.destroy_process_group()

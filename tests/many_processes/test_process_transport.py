@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 from ranks import run_ranks
 
@@ -45,6 +46,28 @@ def both_send_first(rank: int, world: int) -> float:
 
 def test_a_send_never_waits_for_its_receiver() -> None:
     assert run_ranks(both_send_first, 2) == [1.0, 0.0]
+
+
+ROUNDS, MEGABYTE = 64, 1 << 20
+
+
+def back_and_forth(rank: int, world: int) -> float:
+    transport = ProcessTransport(CHANNELS)
+    before = psutil.Process().memory_info().rss
+    for _ in range(ROUNDS):
+        for channel in (FORWARD, BACKWARD):
+            if channel.from_rank == rank:
+                transport.send(channel, torch.ones(MEGABYTE))
+            else:
+                transport.receive(channel, (MEGABYTE,), torch.float32).wait()
+    grown = psutil.Process().memory_info().rss - before
+    transport.close()
+    return grown / MEGABYTE
+
+
+def test_what_has_left_is_not_kept() -> None:
+    sent = 4 * ROUNDS
+    assert all(grown < sent / 4 for grown in run_ranks(back_and_forth, 2))
 
 
 DTYPES = [
