@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu lint types format zoo bench bench-planner bench-convergence bench-prediction docs docs-check check
+.PHONY: help setup demo test test-all test-gpu lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ format: $(READY) ## let ruff lay out the code
 zoo: $(READY) ## capture every kind of model that is known, and say what each needed
 	$(BIN)/python -m benchmarks.zoo
 
+zoo-dozen: $(READY) ## a dozen of them, in about two minutes
+	$(BIN)/python -m benchmarks.zoo --representative --jobs 2 --limit 120
+
 bench: $(READY) ## two ranks against one process, side by side
 	$(BIN)/python benchmarks/two_ranks.py
 
@@ -61,5 +64,6 @@ docs: $(READY) ## write docs/cli.md from the commands themselves
 docs-check: $(READY) ## that docs/cli.md is what the commands say
 	$(BIN)/python docs/make_cli.py --check
 
-check: lint types docs-check ## everything that a change must pass: lint, types, docs, then the tests
+check: lint types docs-check ## everything that a change must pass: lint, types, docs, tests, a dozen of the zoo
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory zoo-dozen

@@ -123,10 +123,10 @@ def _stages(numbers: Sequence[int]) -> str:
 
 
 def shape_text(graph: Graph, spec: TensorSpec) -> str:
-    """Return dtype and shape, the batch under that name."""
+    """Return dtype and shape, the sizes that may vary under names for people."""
     text = str(spec)
-    for symbol in graph.symbols[:1]:
-        text = re.sub(rf"\b{symbol.name}\b", "batch", text)
+    for symbol, name in zip(graph.symbols, ("batch", "length", "length_2"), strict=False):
+        text = re.sub(rf"\b{symbol.name}\b", name, text)
     return text
 
 
@@ -140,10 +140,13 @@ def _names(key: str, values: Sequence[str]) -> list[str]:
 
 
 def _extent(part: Part) -> str:
-    paths = [node.module_path for node in part.nodes if not node.input_only and node.module_path]
-    if not paths:
+    """Say from where to where a stage goes: modules, or the values of the model's own forward; and the loss."""
+    own = [node for node in part.nodes if not node.input_only] or list(part.nodes)
+    names = [node.module_path for node in own if node.module_path] or [node.name for node in own]
+    if part.returns and not any(node.module_path for node in own):
         return "the loss"
-    return paths[0] if paths[0] == paths[-1] else f"{paths[0]} to {paths[-1]}"
+    span = names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"
+    return f"{span}, and the loss" if part.returns else span
 
 
 def _holds(part: Part) -> str:

@@ -1,5 +1,7 @@
 """Calls whose fake result torch cannot make, though its form is known: packed sequences, CTC, cumulative batch norm.
 
+Grouped products of matrices are among them: torch makes their fake in bfloat16 only.
+
 How many rows a packed sequence has depends on the lengths in the batch; that number becomes a size made by the call.
 """
 
@@ -27,6 +29,7 @@ class Opaque:
             "_pack_padded_sequence": self._pack,
             "_pad_packed_sequence": self._pad,
             "ctc_loss": self._ctc_loss,
+            "_grouped_mm": _grouped_mm,
         }
 
     def function(self, name: str) -> Callable[..., Any] | None:
@@ -89,6 +92,20 @@ class Opaque:
         size = self.shape_env.create_unbacked_symint()
         torch._check(size >= 1)  # type: ignore[no-untyped-call]
         return size
+
+
+def _grouped_mm(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """A matrix that is cut into groups of rows gives its rows; two that are cut along the inner side, one a group."""
+    shape = (*left.shape[:-1], right.shape[-1])
+    if left.dim() == 2 and right.dim() == 2:
+        assert offs is not None
+        shape = (offs.shape[0], *shape)
+    elif left.dim() == 3 and right.dim() == 2:
+        shape = shape[1:]
+    made = _like(left, shape, left, right)
+    return made if out_dtype is None else made.to(out_dtype)
 
 
 def _with_momentum(module: _BatchNorm, *inputs: Tensor) -> Any:

@@ -2,12 +2,14 @@
 
 Besides the call of modules and of custom autograd functions: ``torch.compiler.is_compiling()`` says yes, so that model
 libraries take the path without data-dependent shortcuts (transformers drops an all-ones mask otherwise); user-level
-``checkpoint()`` runs its function once; and reads of ``module.training`` by the user's code are noticed.
+``checkpoint()`` runs its function once; reads of ``module.training`` by the user's code are noticed; and what torch
+logs of a fake call that fails is not shown, since the error says it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +24,7 @@ from autopipe.trace.explain import here
 from autopipe.trace.recorder import Recorder
 
 _AUTOCAST = torch.amp.autocast_mode.autocast
+_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class TrainingReads:
@@ -105,6 +108,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         (torch.compiler, "is_exporting", lambda: True),
         (nn.Module, "training", reads),
         (torch.distributions.Distribution, "_validate_args", False),  # it reads the data to check it
+        (_FAKES, "disabled", True),  # it would show a traceback of torch's beside our error
     ]
     with contextlib.ExitStack() as stack:
         namespaces = users_namespaces(recorder.borrowed.model)

@@ -144,7 +144,7 @@ def test_a_promised_gradient_that_does_not_come_is_an_error() -> None:
         runner.backward((0, 0), {})
 
 
-def test_a_recomputed_forward_does_not_update_statistics_again() -> None:
+def test_pitfall_15_a_recomputed_forward_does_not_update_statistics_again() -> None:
     class Norm(Stage):
         INPUTS, RETURNS = ("x",), ("loss",)
 

@@ -171,7 +171,7 @@ def _global_state():
 
 
 @pytest.mark.parametrize("model", CASES, ids=lambda model: model.__name__)
-def test_a_failure_leaves_torch_and_the_model_as_they_were(model):
+def test_pitfall_20_a_failure_leaves_torch_and_the_model_as_they_were(model):
     work = Toy(model, vectors)
     built = work.build_model()
     tensors = {name: id(value) for name, value in built.state_dict(keep_vars=True).items()}
@@ -269,7 +269,7 @@ def test_nothing_is_kept_where_nothing_depends_on_the_data():
     assert "decisions" not in captured.method
 
 
-def test_a_loss_that_couples_samples_is_said_with_both_numbers():
+def test_pitfall_16_a_loss_that_couples_samples_is_said_with_both_numbers():
     class Contrastive(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""One test for each way in which a capture can be silently wrong."""
+"""A test for each way in which a capture can be silently wrong; those of its stages are in test_pitfalls_in_stages."""
 
 import functools
 
@@ -34,7 +34,7 @@ class MaskShortcut(nn.Module):
         return (h * mask[..., None]).pow(2).sum() / mask.sum() / 4
 
 
-def test_1_a_mask_of_ones_is_not_taken_for_no_mask():
+def test_pitfall_01_a_mask_of_ones_is_not_taken_for_no_mask():
     def batch(n, generator):
         item = tokens(n, generator)
         mask = torch.ones(n, 9)
@@ -46,7 +46,7 @@ def test_1_a_mask_of_ones_is_not_taken_for_no_mask():
     assert any("mask" in node.inputs for node in captured.graph.nodes)
 
 
-def test_2_a_read_of_the_data_is_refused_unless_it_is_kept_with_a_guard():
+def test_pitfall_02_a_read_of_the_data_is_refused_unless_it_is_kept_with_a_guard():
     class Branch(Base):
         def forward(self, x):
             h = self.a(x)
@@ -58,7 +58,7 @@ def test_2_a_read_of_the_data_is_refused_unless_it_is_kept_with_a_guard():
     assert [n.target for n in captured.graph.nodes if "guards" in n.target] == ["autopipe.guards.expect"]
 
 
-def test_3_coins_of_numpy_are_found_even_from_a_generator_of_its_own():
+def test_pitfall_03_coins_of_numpy_are_found_even_from_a_generator_of_its_own():
     class OwnGenerator(Base):
         def forward(self, x):
             return (self.a(x) * float(np.random.default_rng().random())).pow(2).mean()
@@ -67,7 +67,7 @@ def test_3_coins_of_numpy_are_found_even_from_a_generator_of_its_own():
         capture(Toy(OwnGenerator, vectors))
 
 
-def test_4_the_batch_size_is_not_baked():
+def test_pitfall_04_the_batch_size_is_not_baked():
     class Reshaping(Base):
         def forward(self, x):
             n, width = x.shape
@@ -79,7 +79,7 @@ def test_4_the_batch_size_is_not_baked():
     assert {"operator.mul"} <= {node.target for node in captured.graph.nodes if node.spec is None}
 
 
-def test_4_a_square_of_the_batch_size_is_not_taken_for_a_line():
+def test_pitfall_04_a_square_of_the_batch_size_is_not_taken_for_a_line():
     class Pairs(Base):
         def forward(self, x):
             h = self.a(x)
@@ -90,7 +90,7 @@ def test_4_a_square_of_the_batch_size_is_not_taken_for_a_line():
     assert {node.spec.shape for node in captured.graph.nodes if node.target == "view"} == {("s0*s0",)}
 
 
-def test_4_arithmetic_that_is_no_line_is_followed_with_a_symbolic_size():
+def test_pitfall_04_arithmetic_that_is_no_line_is_followed_with_a_symbolic_size():
     class Halves(Base):
         def forward(self, x):
             half = x.shape[0] // 2
@@ -101,7 +101,7 @@ def test_4_arithmetic_that_is_no_line_is_followed_with_a_symbolic_size():
     assert "symbolic" in captured.method
 
 
-def test_4_what_a_model_does_from_some_batch_size_on_is_noticed():
+def test_pitfall_04_what_a_model_does_from_some_batch_size_on_is_noticed():
     class Threshold(Base):
         def forward(self, x):
             h = self.a(x)
@@ -115,7 +115,7 @@ def test_4_what_a_model_does_from_some_batch_size_on_is_noticed():
         replay(captured.module, {"x": torch.ones(100, 4)}, (0, 0, 0))
 
 
-def test_5_padding_does_not_fix_the_batch_size():
+def test_pitfall_05_padding_does_not_fix_the_batch_size():
     class Padding(Base):
         def forward(self, x):
             h = F.pad(self.a(x), (1, 1))
@@ -124,7 +124,7 @@ def test_5_padding_does_not_fix_the_batch_size():
     assert capture(Toy(Padding, vectors)).exact
 
 
-def test_5_the_batch_is_no_size_of_the_model():
+def test_pitfall_05_the_batch_is_no_size_of_the_model():
     class Five(nn.Module):
         def __init__(self):
             super().__init__()
@@ -138,7 +138,7 @@ def test_5_the_batch_is_no_size_of_the_model():
     assert captured.graph.inputs[0].spec.shape == ("s0", 5)
 
 
-def test_7_tensors_that_a_helper_has_cached_are_constants_by_value():
+def test_pitfall_07_tensors_that_a_helper_has_cached_are_constants_by_value():
     table = torch.arange(4.0)
 
     class Cached(Base):
@@ -150,7 +150,7 @@ def test_7_tensors_that_a_helper_has_cached_are_constants_by_value():
     assert all(type(value) is torch.Tensor for value in captured.constants.values())
 
 
-def test_8_following_a_model_has_no_side_effects():
+def test_pitfall_08_following_a_model_has_no_side_effects():
     work = workload("batch norm")
     model = work.build_model()
     capture(work, model=model)
@@ -158,37 +158,37 @@ def test_8_following_a_model_has_no_side_effects():
     assert model.norm.running_mean.abs().max() == 0
 
 
-def test_9_the_users_own_backward_is_kept():
+def test_pitfall_09_the_users_own_backward_is_kept():
     captured = capture(workload("custom function"))
     assert captured.exact
     assert "trace_cases.StraightThrough.apply" in [node.target for node in captured.graph.nodes]
 
 
-def test_10_no_cut_lies_before_a_change_in_place():
+def test_pitfall_10_no_cut_lies_before_a_change_in_place():
     graph = capture(workload("batch norm")).graph
     act = next(node for node in graph.nodes if node.target == "act")
     assert act.mutates == ("norm",)
     assert graph.position[act.name] not in Cuts(graph).legal
 
 
-def test_11_a_view_keeps_its_base_until_the_last_change():
+def test_pitfall_11_a_view_keeps_its_base_until_the_last_change():
     graph = capture(workload("in place")).graph
     first = min(graph.position[node.name] for node in graph.nodes if node.mutates)
     last = max(graph.position[node.name] for node in graph.nodes if node.mutates and not node.input_only)
     assert not [position for position in Cuts(graph).legal if first <= position <= last]
 
 
-def test_12_every_name_of_a_tied_parameter_is_known():
+def test_pitfall_12_every_name_of_a_tied_parameter_is_known():
     graph = capture(workload("tied")).graph
     assert {**graph.aliases} == {"head.weight": "embed.weight"}
     assert [n.name for n in graph.nodes if "embed.weight" in n.parameters] == ["h", "head"]
 
 
-def test_13_what_is_not_saved_is_not_saved_by_the_module():
+def test_pitfall_13_what_is_not_saved_is_not_saved_by_the_module():
     assert list(capture(workload("rotary")).module.state_dict()) == ["embed.weight", "out.weight", "out.bias"]
 
 
-def test_14_masks_come_from_the_position_of_the_draw():
+def test_pitfall_14_masks_come_from_the_position_of_the_draw():
     work = workload("checkpoint")
     captured = capture(work)
     assert captured.exact  # the recomputation of checkpoint() would have drawn others
@@ -198,12 +198,12 @@ def test_14_masks_come_from_the_position_of_the_draw():
     assert first != other
 
 
-def test_16_batch_statistics_are_said():
+def test_pitfall_16_batch_statistics_are_said():
     notes = capture(Toy(workload("batch norm")._build, images)).notes
     assert any("batch statistics (norm and 1 more)" in note for note in notes)
 
 
-def test_18_a_tensor_passed_twice_is_two_inputs():
+def test_a_tensor_passed_twice_is_two_inputs():
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
@@ -220,12 +220,12 @@ def test_18_a_tensor_passed_twice_is_two_inputs():
     assert [node.inputs for node in graph.nodes][:2] == [("x",), ("a", "y")]
 
 
-def test_21_a_checkpoint_of_the_users_is_said_to_be_flattened():
+def test_pitfall_21_a_checkpoint_of_the_users_is_said_to_be_flattened():
     for name in ("checkpoint", "reentrant checkpoint"):
         assert any("checkpoint() in the model is flattened" in note for note in capture(workload(name)).notes)
 
 
-def test_22_a_transformer_of_torch_is_looked_into():
+def test_pitfall_22_a_transformer_of_torch_is_looked_into():
     graph = capture(workload("nn.Transformer")).graph
     assert len([node for node in graph.nodes if node.target.endswith("linear1")]) == 2
     assert not [node for node in graph.nodes if node.target == "model"]
@@ -260,7 +260,7 @@ class Caching(Base):
         return (self.a(x) * memoized_table(4) * kept_tables["scale"] * self.tables.get()).pow(2).mean()
 
 
-def test_7_what_helpers_keep_is_not_left_fake():
+def test_pitfall_07_what_helpers_keep_is_not_left_fake():
     work = Toy(Caching, vectors)
     model = work.build_model()
     assert capture(work, model=model).exact

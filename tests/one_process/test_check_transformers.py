@@ -1,0 +1,65 @@
+"""``autopipe check`` on models of the transformers library as people have them: a config, a batch with labels."""
+
+import json
+import textwrap
+
+import pytest
+from click.testing import CliRunner
+
+from autopipe.cli.main import autopipe
+
+pytest.importorskip("transformers")
+
+TEXT = """
+    ids = torch.randint(3, 99, (batch_size, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[::2, 9:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+"""
+PICTURES = """
+    classes = torch.randint(0, 2, (batch_size,), generator=generator)
+    batch = {"pixel_values": torch.randn(batch_size, 3, 32, 32, generator=generator), "labels": classes}
+"""
+SIZES = "hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48"
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", "vocab_size=99, n_embd=32, n_layer=3, n_head=4, n_positions=32", TEXT),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", f"vocab_size=99, {SIZES}, num_key_value_heads=2", TEXT),
+    "bert": ("BertForMaskedLM", "BertConfig", f"vocab_size=99, {SIZES}", TEXT),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        "vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0",
+        TEXT,
+    ),
+    "vit": ("ViTForImageClassification", "ViTConfig", f"{SIZES}, image_size=32, patch_size=8", PICTURES),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        f"vocab_size=99, {SIZES}, num_key_value_heads=2, num_local_experts=4, output_router_logits=True",
+        TEXT,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gpt2", "llama"))) for n in MODELS]
+)
+def test_a_raw_model_trains_in_two_and_three_stages_as_it_does_plainly(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, config, options, batch = MODELS[name]
+    text = f"""
+import torch, transformers
+def build_model():
+    return transformers.{model}(transformers.{config}({options}))
+def data(batch_size=6):
+    generator = torch.Generator().manual_seed(0){textwrap.dedent(batch).replace(chr(10), chr(10) + "    ")}
+    return [batch] * 2
+"""
+    (tmp_path / f"raw_{name}.py").write_text(text)
+    for num_stages in (2, 3):
+        done = CliRunner().invoke(autopipe, ["check", f"raw_{name}.py", "--gpus", str(num_stages), "--json"])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["equal"] is True
+        plan = json.loads((tmp_path / ".autopipe" / "plan.json").read_text())
+        assert len(plan["stages"]) == num_stages
