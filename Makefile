@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction docs docs-check check
+.PHONY: help setup demo test test-all test-gpu hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,10 +21,13 @@ demo: $(READY) ## a GPT in two pipeline stages against the plain loop, in about 
 	@$(BIN)/python docs/demo.py
 
 test: $(READY) ## the tests that answer in minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not hosts"
 
-test-all: $(READY) ## all tests, also the slow ones
+test-all: $(READY) hosts-tools ## all tests, also the slow ones and those on several hosts
 	$(BIN)/python -m pytest
+
+hosts-tools: ## what the tests on several hosts need, from Debian's packages; without them they are skipped, and say so
+	@bash tests/hosts/tools.sh
 
 test-gpu: $(READY) ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -1,0 +1,187 @@
+"""Ray as the one who starts the ranks: a placement group, an actor a rank, in each the command of ``--launcher env``.
+
+::
+
+    this process --placement group--> actors, sorted by node --> `autopipe train --launcher env`, once a rank
+         <------------------ what rank 0 prints, line by line ------------------
+
+Ray has places and moves output; the ranks find and watch one another as under any other launcher. Ray gives bundles to
+nodes in any order, so the actors are sorted by node before ranks are given out: neighbouring stages share a host.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopipe.errors import RunError, counted
+
+PLACE_SECONDS = 600.0
+# what a rank needs of the environment of this process, besides AUTOPIPE_*
+_PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True, slots=True)
+class RayRun:
+    """``command``: what each rank runs. ``folder``: where; every node must have it. ``threads``: CPUs of a rank."""
+
+    command: tuple[str, ...]
+    ranks: int
+    folder: Path
+    threads: int = 1
+    gpus: bool = False
+
+    def start(self, say: Callable[[str, str], None]) -> int:
+        """Run on the cluster that RAY_ADDRESS names, or the one on this machine; return rank 0's exit code.
+
+        Raises: RunError where Ray is not installed, does not answer, or has too few devices.
+        """
+        ray = _ray()
+        try:
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, configure_logging=False)
+        except (ConnectionError, RuntimeError) as error:
+            raise RunError(
+                f"no Ray cluster answers: {str(error).splitlines()[0]}",
+                remedy="ray start --head here, or set RAY_ADDRESS",
+            ) from None
+        try:
+            return self._run(ray, say)
+        finally:
+            ray.shutdown()  # actors and their placement group end with this process's connection
+
+    def _run(self, ray: Any, say: Callable[[str, str], None]) -> int:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = {"CPU": self.threads, **({"GPU": 1} if self.gpus else {})}
+        group = placement_group([needs] * self.ranks, strategy="PACK")
+        if not group.wait(PLACE_SECONDS):
+            raise RunError(
+                f"Ray found no place for {counted(self.ranks, 'rank')} of {needs} each within {PLACE_SECONDS:.0f} s",
+                where=f"the cluster has {ray.cluster_resources()}",
+                remedy="fewer ranks (--gpus), fewer --threads-per-rank, or more nodes",
+            )
+        kind = ray.remote(Rank)
+        actors = [
+            kind.options(
+                num_cpus=self.threads,
+                num_gpus=1 if self.gpus else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            ).remote()
+            for index in range(self.ranks)
+        ]
+        places: list[tuple[str, str]] = ray.get([actor.place.remote() for actor in actors])
+        order = sorted(range(self.ranks), key=lambda index: (places[index][0] != places[0][0], places[index], index))
+        address = places[order[0]][1]
+        port = ray.get(actors[order[0]].free_port.remote(address))
+        environments = contracts([places[index][0] for index in order], address, port)
+        passed = {
+            name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("AUTOPIPE_")
+        }
+        ends = [
+            actors[index]
+            .run.options(num_returns="streaming")
+            .remote(self.command, str(self.folder), {**passed, **environment})
+            for index, environment in zip(order, environments, strict=True)
+        ]
+        return _listen(ray, ends[0], say)
+
+
+def contracts(nodes: list[str], address: str, port: int) -> list[dict[str, str]]:
+    """Return torchrun's variables for each rank. ``nodes``: that of each rank, those of one node side by side."""
+    counts, seen = Counter(nodes), Counter[str]()
+    found = []
+    for rank, node in enumerate(nodes):
+        found.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(nodes)),
+                "LOCAL_RANK": str(seen[node]),
+                "LOCAL_WORLD_SIZE": str(counts[node]),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
+        )
+        seen[node] += 1
+    return found
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise RunError("--launcher ray: Ray is not installed", remedy="pip install 'autopipe-train[ray]'") from None
+    return ray
+
+
+def _listen(ray: Any, lines: Any, say: Callable[[str, str], None]) -> int:
+    """Pass on what rank 0 says, to its end."""
+    try:
+        for reference in lines:
+            stream, text = ray.get(reference)
+            if stream == "code":
+                return int(text)
+            say(stream, text)
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            f"Ray lost the actor of rank 0: {str(error).splitlines()[0]}",
+            remedy="ray status, and the logs of that node",
+        ) from None
+    raise RunError("rank 0 ended without saying how", remedy="ray status, and the logs of its node")
+
+
+class Rank:
+    """An actor: the place of one rank."""
+
+    def place(self) -> tuple[str, str]:
+        """Return the node and its address."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def free_port(self, address: str) -> int:
+        """Return a port that nothing listens on now."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return int(probe.getsockname()[1])
+
+    def run(self, command: tuple[str, ...], folder: str, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Run one rank, and yield what it prints, and last ("code", its exit code)."""
+        leashed = (sys.executable, "-m", "autopipe.launch.leashed", *command)
+        process = subprocess.Popen(
+            leashed,
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        said: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+
+        def pump(name: str, stream: Any) -> None:
+            for line in stream:
+                said.put((name, line))
+            said.put(None)
+
+        streams = {"out": process.stdout, "err": process.stderr}
+        for name, stream in streams.items():
+            threading.Thread(target=pump, args=(name, stream), daemon=True).start()
+        open_streams = len(streams)
+        while open_streams:
+            entry = said.get()
+            if entry is None:
+                open_streams -= 1
+            else:
+                yield entry
+        yield "code", str(process.wait())

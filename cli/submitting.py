@@ -1,0 +1,43 @@
+"""Launchers that start this command again elsewhere: into SLURM's queue, in its allocation, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from . import launching
+from .terminal import Terminal
+
+if TYPE_CHECKING:
+    from autopipe.workflow.settings import TrainSettings
+
+STARTERS = ("slurm", "ray")
+
+
+def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str]) -> int:
+    """Start the run, and return the exit code; in an allocation, become the command that starts the ranks."""
+    from autopipe.workflow import submission
+
+    words = submission.Words.of(terminal.typed)
+    inside = submission.in_an_allocation(os.environ)
+    if settings.launch.dry_run:
+        launching.show(terminal, submission.rehearsed(settings, words, options, inside))
+        return 0
+    if settings.launch.name == submission.RAY:
+        streams = {"out": sys.stdout, "err": sys.stderr}
+        return submission.on_ray(settings, words, lambda name, line: click.echo(line, streams[name], nl=False))
+    if inside:
+        command = submission.srun(settings, words)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(submission.program(command[0]), command)  # noqa: S606  # no shell is wanted
+    found = submission.submit(settings, words, options)
+    terminal.table(f"job {found.job} is in the queue", f"script: {found.script}", f"output: {found.output}")
+    terminal.document("train", {"submitted": dataclasses.asdict(found)})
+    terminal.next(f"squeue --job {found.job}")
+    return 0

@@ -1,0 +1,113 @@
+"""A real SLURM of two nodes: srun and sbatch train to the same bytes; a failure ends the job and is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launches import AUTOPIPE, STEPS, await_, gone, one_line, prepared, ranks, steps_made, weights
+from slurm_cluster import Slurm, left, slurm, why_not
+
+pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "slurm")]
+ALLOCATED = ("salloc", "--quiet", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm(folder) as made:
+        yield made
+    assert left(folder) == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("work"))
+
+
+def test_srun_in_an_allocation_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> None:
+    command = (*ALLOCATED, AUTOPIPE, "train", "--launcher", "slurm", "--steps", STEPS, "--run-dir", "srun", "--json")
+    done = cluster.run(*command, cwd=folder, seconds=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ranks"], found["steps"]) == (2, int(STEPS))
+    assert weights(folder / "srun") == weights(folder / "local")
+
+
+def test_a_batch_job_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> None:
+    options = ("--slurm-option", "nodes=2", "--steps", STEPS, "--run-dir", "a $(touch pwned) run")
+    done = cluster.run(AUTOPIPE, "train", *options, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    submitted = json.loads(done.stdout)["submitted"]
+    assert submitted["job"] in done.stderr
+    state = cluster.wait(submitted["job"], ["COMPLETED", "FAILED"], 200)
+    assert state == "COMPLETED 0:0", Path(submitted["output"]).read_text()
+    assert f'"steps": {STEPS}' in Path(submitted["output"]).read_text()
+    assert weights(folder / "a $(touch pwned) run") == weights(folder / "local")
+    assert not (folder / "pwned").exists()
+
+
+def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_bytes(
+    cluster: Slurm, folder: Path
+) -> None:
+    options = ("--slurm-option", "nodes=2", "--data", "slow.py:data", "--steps", STEPS, "--run-dir", "again")
+    # a step takes a tenth of a second, so that there is time to stop between the first and the last
+    slow = "import select\nimport model\n\ndef data(batch_size=8):\n    for item in model.data(batch_size):\n"
+    slow += "        select.select([], [], [], 0.1)\n        yield item\n"
+    (folder / "slow.py").write_text(slow)
+    done = cluster.run(AUTOPIPE, "train", "model.py", *options, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    submitted = json.loads(done.stdout)["submitted"]
+    job, output = submitted["job"], Path(submitted["output"])
+    await_(lambda: steps_made(folder / "again") > 3, 150, lambda: output.read_text() if output.exists() else "")
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    await_(lambda: cluster.state(job).startswith("PENDING"), 60, lambda: (cluster.state(job), output.read_text()))
+    assert 3 < steps_made(folder / "again") < int(STEPS)
+    assert "stopped cleanly at step" in output.read_text()
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM waits two minutes by itself
+    state = cluster.wait(job, ["COMPLETED", "FAILED"], 200)
+    assert state == "COMPLETED 0:0", output.read_text()
+    assert weights(folder / "again") == weights(folder / "local")
+
+
+@pytest.mark.parametrize("what", ["rank", "task"])
+def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, what: str) -> None:
+    run = folder / f"killed-{what}"
+    command = [*ALLOCATED, AUTOPIPE, "train", "--launcher", "slurm", "--steps", "1000000", "--run-dir", run.name]
+    process = subprocess.Popen(
+        command, cwd=folder, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        await_(lambda: steps_made(run) > 3, 150)
+        started = ranks(run)
+        assert sorted(started) == [0, 1]
+        (started[1] if what == "rank" else started[1].parent().parent()).kill()  # type: ignore[union-attr]
+        _, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.communicate()
+    said = one_line(err)
+    assert process.returncode == 3, err
+    assert "rank 1" in said
+    assert ("killed by SIGKILL" if what == "rank" else "its process on") in said
+    assert "Traceback" not in err
+    assert "a bug in autopipe" not in err
+    assert gone(started.values(), 5)
+
+
+def test_what_sbatch_refuses_is_said_in_its_words(cluster: Slurm, folder: Path) -> None:
+    done = cluster.run(AUTOPIPE, "train", "--slurm-option", "partition=none-such", cwd=folder)
+    assert done.returncode == 1
+    assert "sbatch refused the job" in done.stderr
+    assert "partition" in done.stderr.partition("\n")[0]
+
+
+def test_a_dry_run_shows_the_script_and_submits_nothing(cluster: Slurm, folder: Path) -> None:
+    done = cluster.run(AUTOPIPE, "train", "--slurm-option", "nodes=2", "--dry-run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2" in done.stdout
+    assert "srun --kill-on-bad-exit=1" in done.stdout
+    assert cluster.run("squeue", "--noheader").stdout == ""
