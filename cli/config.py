@@ -32,22 +32,40 @@ def apply(ctx: click.Context, param: click.Parameter, value: str | None) -> None
             continue
         if name not in everything:
             raise click.UsageError(f"{path}: {unknown_choice('option', name, everything)}", ctx)
-        for command, names in known.items():
-            if name in names:
+        for command, options in known.items():
+            if name in options:
+                _refuse_kind(ctx, f"{path}: {key}", options[name], entry)
                 defaults[command][name] = entry
-    for command, names in known.items():
-        for key, entry in table.get(command, {}).items():
+    for command, options in known.items():
+        own = table.get(command)
+        for key, entry in own.items() if isinstance(own, dict) else ():
             name = key.replace("-", "_")
-            if name not in names:
-                raise click.UsageError(f"{path}: [{command}] {unknown_choice('option', name, names)}", ctx)
+            if name not in options:
+                raise click.UsageError(f"{path}: [{command}] {unknown_choice('option', name, options)}", ctx)
+            _refuse_kind(ctx, f"{path}: [{command}] {key}", options[name], entry)
             defaults[command][name] = entry
     ctx.default_map = defaults
 
 
-def _options(command: click.Command | None) -> list[str]:
-    """Return the names that a settings file may give: those of the options, as they are typed."""
+def _options(command: click.Command | None) -> dict[str, click.Option]:
+    """Return the options that a settings file may give, by the names that are typed."""
     params = command.params if command is not None else []
-    return [param.name for param in params if isinstance(param, click.Option) and param.name]
+    return {param.name: param for param in params if isinstance(param, click.Option) and param.name}
+
+
+def _refuse_kind(ctx: click.Context, where: str, option: click.Option, entry: Any) -> None:
+    """Refuse a value that could not have been typed: click would take true for 1, and fail of a table."""
+    if option.multiple and isinstance(entry, list):
+        right = all(isinstance(item, str) for item in entry)
+        wanted = "a list of texts"
+    elif option.is_flag:
+        right, wanted = isinstance(entry, bool), "true or false"
+    elif option.count:
+        right, wanted = type(entry) is int, "a whole number"
+    else:
+        right, wanted = type(entry) in (str, int, float) and "\0" not in str(entry), "a number or a text"
+    if not right:
+        raise click.UsageError(f"{where} is {entry!r:.60}; {wanted} is needed", ctx)
 
 
 def _find(given: str | None) -> tuple[Path | None, dict[str, Any]]:
@@ -55,11 +73,13 @@ def _find(given: str | None) -> tuple[Path | None, dict[str, Any]]:
         if not path.is_file():
             continue
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, no date
             raise click.UsageError(f"{path} is no TOML file: {error}") from None
-        if path.name == "pyproject.toml":
-            table = table.get("tool", {}).get("autopipe", {})
+        for key in ("tool", "autopipe") if path.name == "pyproject.toml" else ():
+            table = table.get(key, {})
+            if not isinstance(table, dict):
+                raise click.UsageError(f"{path}: {key} is {table!r:.60}; a table is needed")
         if table:
             return path, table
     return None, {}

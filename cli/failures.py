@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any
 
 import click
 
-from autopipe.errors import AutopipeError, WorkerError
+from autopipe.errors import AutopipeError, RunError, WorkerError
 
 from .terminal import Terminal
 
@@ -49,6 +50,9 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        _show(_environment(error), terminal)
+        sys.exit(1)
     except Exception as error:
         # our own bug: the traceback is the report
         traceback.print_exc()
@@ -70,5 +74,28 @@ def _show(error: AutopipeError, terminal: Terminal) -> None:
     _document(terminal, fields)
 
 
+def _environment(error: OSError) -> AutopipeError:
+    """Return the error for what the machine refused: a folder, its space, its number of open files."""
+    reason = error.strerror or str(error) or type(error).__name__
+    path = "" if error.filename is None else str(error.filename)
+    return RunError(
+        f"cannot use {path}: {reason}" if path else f"the machine refused something: {reason}",
+        where=path,
+        remedy=_REMEDIES.get(error.errno or 0, "--debug shows where; see the path, its owner and its disk"),
+    )
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room on that disk, or choose another one (--work-dir, --run-dir)",
+    errno.EDQUOT: "make room in your quota, or choose another disk (--work-dir, --run-dir)",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+    errno.ENOMEM: "use a smaller model or batch, or close other programs",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG),
+        "choose a folder that is there and can be written to (--work-dir, --run-dir, TMPDIR)",
+    ),
+}
+
+
 def _document(terminal: Terminal, fields: dict[str, Any]) -> None:
-    terminal.document("", {"error": fields})
+    terminal.document(terminal.command, {"error": fields})

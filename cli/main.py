@@ -60,6 +60,8 @@ class Commands(click.Group):
         """Find the command; an unknown one is answered with the nearest."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(unknown_choice("command", args[0], COMMANDS), ctx)
+        if args and args[0] in COMMANDS:
+            ctx.ensure_object(Terminal).command = args[0]
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -70,8 +72,9 @@ class Commands(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run, with this project's exit codes and error texts."""
         typed = args[0] if args else kwargs.get("args")
+        words = tuple(sys.argv[1:] if typed is None else typed)
         # a usage error comes before --json is read
-        terminal = Terminal(json="--json" in (sys.argv[1:] if typed is None else typed))
+        terminal = Terminal(json="--json" in words, typed=words)
         kwargs = {**kwargs, "standalone_mode": False, "obj": terminal}
         return guarded(lambda: super(Commands, self).main(*args, **kwargs), terminal)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from autopipe.workflow.settings import WORK_DIRECTORY
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -40,11 +43,16 @@ class Subjects:
 
 @dataclass(slots=True)
 class Terminal:
-    """One invocation's output. ``verbosity``: -1 quiet, 0 normal, 1 and 2 with the library's log."""
+    """One invocation's output. ``verbosity``: -1 quiet, 0 normal, 1 and 2 with the library's log.
+
+    ``command``: which one runs, "" until that is known. ``typed``: the words behind the program's name.
+    """
 
     json: bool = False
     verbosity: int = 0
     debug: bool = False
+    command: str = ""
+    typed: tuple[str, ...] = ()
 
     def table(self, *renderables: RenderableType) -> None:
         """Print for people on stdout; nothing with ``--json``."""
@@ -71,9 +79,10 @@ class Terminal:
         for warning in warnings:
             click.echo(f"warning: {warning}", err=True)
 
-    def next(self, command: str) -> None:
-        """Say what to run next."""
-        self.say(f"next: {command}")
+    def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY) -> None:
+        """Say what to run next; a work directory that is not the usual one is part of it."""
+        more = "" if work_dir == WORK_DIRECTORY else f" --work-dir {shlex.quote(str(work_dir))}"
+        self.say(f"next: {', then '.join(command + more for command in commands)}")
 
     def start_log(self) -> None:
         """Let the library's log through as far as was asked for."""

@@ -46,7 +46,18 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
         parameters = dict.fromkeys(name for node in nodes for name in node.parameters)
         held.update(parameters)
         stages.append(
-            Stage(index, start, stop, nodes[0].name, nodes[-1].name, (index,), tuple(parameters), 0.0, 0.0, 0)
+            Stage(
+                index,
+                start,
+                stop,
+                graph.nodes[start].name,
+                graph.nodes[stop - 1].name,
+                (index,),
+                tuple(parameters),
+                0.0,
+                0.0,
+                0,
+            )  # fmt: skip
         )
     unread = tuple(name for name in graph.parameters if name not in held)
     first = stages[0]
@@ -63,7 +74,7 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
         ties=(),
         schedule="1f1b",
         schedule_options={},
-        batch_size=8,
+        batch_size=2 * len(stages),
         num_microbatches=len(stages),
         microbatch_size=2,
         predicted=Prediction(0.0, 0.0, 0.0, 0.0),

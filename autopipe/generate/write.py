@@ -12,6 +12,7 @@ from autopipe.errors import ArtifactError
 from autopipe.generate.loader import CONSTANTS_FILE, stage_file
 from autopipe.generate.parts import Captured, Part, divide
 from autopipe.generate.source import stage_text
+from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.artifact import write_text
 from autopipe.ir.plan import Plan
 
@@ -21,13 +22,15 @@ _LOG = logging.getLogger(__name__)
 def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
     """Write ``stage_0.py``, ``stage_1.py``, ... and the constants; remove what an earlier plan left.
 
-    Raises: ArtifactError where plan and capture are of different models; TraceError for a value without source text.
+    Raises: ArtifactError where plan and capture are of different models, or the plan is damaged; TraceError for a value
+    without source text.
     """
     if plan.graph_digest != capture.graph.digest:
         raise ArtifactError(
             f"the plan is of model {plan.graph_digest}, and the model is now {capture.graph.digest}",
             remedy=f"autopipe plan {plan.workload.target} --gpus {plan.num_ranks}",
         )
+    refuse_disagreement(plan, capture.graph)
     parts = divide(capture.graph, plan)
     texts = [stage_text(capture, plan, part) for part in parts]
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,14 @@
 """Artifacts: frozen dataclasses to JSON files and back, checked field by field.
 
-Every file that one step writes and another reads goes through here, so a truncated file, a wrong type or another
-format version is one clear ``ArtifactError`` that names the field, never a traceback and never a silent default.
+Every file that one step writes and another reads goes through here, so a truncated file, a wrong type or a changed
+digit is one clear ``ArtifactError`` that names the field, never a traceback and never a silent default. What a value
+may be is said once, in the ``__post_init__`` of its dataclass; that nothing was changed since is told by ``digest``,
+the SHA-256 of the rest, which whoever edits a file on purpose leaves out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,9 +20,12 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopipe.errors import ArtifactError, AutopipeError
+from autopipe.errors import ArtifactError, AutopipeError, VersionError, with_article
 
 SCHEMA_VERSION = 1
+LARGEST = 2**63
+"""No count, size or seed reaches it: what does was never written by a step, and would overflow far from here."""
+
 T = TypeVar("T")
 
 
@@ -52,7 +58,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, path: str) -> Any:
-    """Turn plain JSON values into ``kind``, or raise ``ArtifactError`` that names ``path``."""
+    """Turn plain JSON values into ``kind``, or raise ``ArtifactError`` that names ``path`` ("" for the whole)."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, path)
     origin = typing.get_origin(kind)
@@ -64,18 +70,38 @@ def decode(kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, dict):
             raise _mismatch("an object", value, path)
         item = typing.get_args(kind)[1]
-        return {key: decode(item, entry, f"{path}.{key}") for key, entry in value.items()}
+        return {decode(str, key, path): decode(item, entry, _below(path, key)) for key, entry in value.items()}
     if kind is Any:
         return value
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and -LARGEST < value < LARGEST:
         return float(value)
     if kind is type(None):
         kind = types.NoneType
     if type(value) is not kind:
-        raise _mismatch(getattr(kind, "__name__", str(kind)), value, path)
+        raise _mismatch({"NoneType": "null"}.get(kind.__name__, kind.__name__), value, path)
     if kind is float and not math.isfinite(value):
         raise _mismatch("a finite number", value, path)
+    if kind is int and not -LARGEST < value < LARGEST:
+        raise _mismatch("a number below 2**63", value, path)
+    if kind is str and not _is_text(value):
+        raise _mismatch("text", value, path)
     return value
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be written to a file and be part of a path: half a surrogate pair and NUL cannot."""
+    try:
+        return b"\0" not in value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _wrong(path: str, what: str) -> ArtifactError:
+    return ArtifactError(f"{path}: {what}" if path else what, remedy="run the step that wrote the file again")
 
 
 def _decode_dataclass(kind: type, value: Any, path: str) -> Any:
@@ -85,19 +111,19 @@ def _decode_dataclass(kind: type, value: Any, path: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(value) - set(fields))
     if unknown:
-        raise ArtifactError(f"{path}: unknown key {unknown[0]!r}", remedy="run the step that wrote the file again")
+        raise _wrong(path, f"unknown key {ascii(unknown[0])[:60]}")
     arguments = {}
     for name, field in fields.items():
         if name in value:
-            arguments[name] = decode(hints[name], value[name], f"{path}.{name}")
+            arguments[name] = decode(hints[name], value[name], _below(path, name))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ArtifactError(f"{path}: key {name!r} is missing", remedy="run the step that wrote the file again")
+            raise _wrong(path, f"key {name!r} is missing")
     try:
         return kind(**arguments)
     except AutopipeError:
         raise
     except ValueError as error:
-        raise ArtifactError(f"{path}: {error}", remedy="run the step that wrote the file again") from error
+        raise _wrong(path, str(error)) from error
 
 
 def _decode_union(kind: Any, value: Any, path: str) -> Any:
@@ -120,60 +146,105 @@ def _decode_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
     return tuple(decode(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
 
 
+def _shown(value: Any) -> str:
+    """Return a value of a file for people, in ASCII and short: it may be anything."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _mismatch(expected: str, value: Any, path: str) -> ArtifactError:
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ArtifactError(f"{path}: expected {expected}, found {shown}", remedy="run the step that wrote the file again")
+    named = expected if " " in expected or expected in ("null", "text") else with_article(expected)
+    return _wrong(path, f"expected {named}, found {_shown(value)}")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new one, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file so that a reader sees the old text or the new one, never a part of it.
+
+    Raises: ArtifactError where the disk does not take it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ArtifactError(f"cannot write {path}: {error.strerror}", where=str(path)) from error
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise ArtifactError(
+            f"cannot write {path.name}: {error.strerror}",
+            where=str(path),
+            remedy="choose a folder that can be written to, with space left (--work-dir, --run-dir)",
+        ) from error
 
 
 def save(value: Any, path: Path) -> None:
-    """Write an artifact: ``{"kind", "schema_version", ...fields}``, indented, sorted, whole or not at all."""
-    document = {"kind": type(value).__name__, "schema_version": SCHEMA_VERSION, **encode(value)}
-    write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
+    """Write an artifact: ``{"kind", "schema_version", "digest", ...fields}``, indented, sorted, whole or not at all."""
+    body = encode(value)
+    head = {"kind": type(value).__name__, "schema_version": SCHEMA_VERSION, "digest": digest(body)}
+    write_text(path, json.dumps({**head, **body}, indent=1, sort_keys=True) + "\n")
 
 
 def load(kind: type[T], path: Path, *, renew: str) -> T:
     """Read an artifact of ``kind``.
 
-    Raises: ArtifactError, naming the file, the field, and ``renew`` (the command that writes it anew).
+    Raises: ArtifactError, naming the file, the field, and ``renew`` (the command that writes it anew); VersionError
+    for a file that is whole but of another format version.
     """
+
+    def damaged(what: str) -> ArtifactError:
+        return ArtifactError(f"{path.name} is damaged: {what}", where=str(path), remedy=renew)
+
     try:
-        text = path.read_text(encoding="utf-8")
+        document = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArtifactError(f"there is no {path.name}", where=str(path), remedy=renew) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path.name} cannot be read: {error}", where=str(path), remedy=renew) from None
-    try:
-        document = json.loads(text)
+    except UnicodeDecodeError:
+        raise damaged("it is no text") from None
+    except OSError as error:
+        raise ArtifactError(f"{path.name} cannot be read: {error.strerror}", where=str(path), remedy=renew) from None
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path.name} is not JSON: {error}", where=str(path), remedy=renew) from None
+        raise damaged(f"it is not JSON ({error})") from None
     if not isinstance(document, dict):
-        raise ArtifactError(f"{path.name} holds no object", where=str(path), remedy=renew)
-    found = document.pop("kind", None), document.pop("schema_version", None)
-    if found != (kind.__name__, SCHEMA_VERSION):
-        raise ArtifactError(
-            f"{path.name} is a {found[0]} of format {found[1]}; wanted a {kind.__name__} of format {SCHEMA_VERSION}",
+        raise damaged("it holds no object")
+    found, version = document.pop("kind", None), document.pop("schema_version", None)
+    if found != kind.__name__ or type(version) is not int:
+        name = found if isinstance(found, str) and found.isidentifier() else _shown(found)
+        wanted = f"wanted a {kind.__name__} of format {SCHEMA_VERSION}"
+        raise damaged(f"it is a {name} of format {_shown(version)}; {wanted}")
+    if version != SCHEMA_VERSION:
+        raise VersionError(
+            f"{path.name} is a {found} of format {version}; wanted format {SCHEMA_VERSION}",
             where=str(path),
             remedy=renew,
         )
+    written = document.pop("digest", None)
     try:
-        return typing.cast(T, decode(kind, document, path.name))
-    except ArtifactError as error:
-        raise ArtifactError(error.what, where=str(path), remedy=renew) from None
+        value = typing.cast(T, decode(kind, document, ""))
     except AutopipeError as error:
-        raise ArtifactError(f"{path.name}: {error.what}", where=str(path), remedy=renew) from None
+        raise damaged(error.what) from None
+    if written is not None and written != digest(document):
+        raise ArtifactError(
+            f"{path.name} was changed after it was written: its digest is another",
+            where=str(path),
+            remedy=f'{renew}; or take its line "digest" out, to use it as it is' if renew else "",
+        )
+    return value
+
+
+def _parse(text: str) -> Any:
+    """Parse strict JSON: a key that stands twice, and a number that is none, are errors and not guesses."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"key {_shown(next(key for key in keys if keys.count(key) > 1))} stands twice")
+        return found
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number")
+
+    return json.loads(text, object_pairs_hook=unique, parse_constant=constant)

@@ -5,6 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# more than any machine has; tables and tuples of ranks are made of what is written here
+MOST_RANKS = 2**17
+# what is outside of these divides into infinity: 30 years for a byte, or for a message
+_SLOWEST, _FASTEST = 1e-9, 1e300
+_LONGEST_SECONDS = 1e9
+
+
+def _is_rate(*values: float) -> bool:
+    return all(_SLOWEST <= value <= _FASTEST for value in values)
+
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -25,8 +35,12 @@ class Level:
         return self.all_reduce_bandwidth or self.bandwidth
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.bandwidth <= 0 or min(self.latency_seconds, self.all_reduce_bandwidth) < 0:
-            raise ValueError(f"level {self.name!r}: count >= 1, bandwidth > 0 and latency >= 0 are needed")
+        rates = (self.bandwidth, *([self.all_reduce_bandwidth] if self.all_reduce_bandwidth else []))
+        numbers = _is_rate(*rates) and 0 <= self.latency_seconds <= _LONGEST_SECONDS
+        if not numbers or not 1 <= self.count <= MOST_RANKS:
+            raise ValueError(
+                f"level {self.name!r}: count >= 1, bandwidth > 0 and latency >= 0 are needed, none beyond measure"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +52,8 @@ class ClusterDevice:
     speed: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.speed <= 0 or self.memory_bytes < 0:
-            raise ValueError(f"device {self.name!r}: speed > 0 and memory >= 0 are needed")
+        if not _is_rate(self.speed) or not 0 <= self.memory_bytes < 2**63:
+            raise ValueError(f"device {self.name!r}: speed > 0 and memory >= 0 are needed, none beyond measure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +66,10 @@ class Links:
     all_reduce_bandwidth: float
 
     def __post_init__(self) -> None:
-        if min(self.bandwidth, self.all_reduce_bandwidth) <= 0 or self.latency_seconds < 0:
+        if not _is_rate(self.bandwidth, self.all_reduce_bandwidth) or not 0 <= self.latency_seconds <= _LONGEST_SECONDS:
             raise ValueError("links: bandwidths > 0 and latency >= 0 are needed")
+        if self.device_kind not in ("cpu", "cuda"):
+            raise ValueError(f"links between {self.device_kind!r} devices: cpu or cuda is known")
 
     def level(self, count: int) -> Level:
         """Return the links of so many ranks of this machine."""
@@ -74,6 +90,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.levels or not self.devices:
             raise ValueError("a cluster has at least one level and one device")
+        if self.num_ranks > MOST_RANKS:
+            raise ValueError(f"{self.num_ranks} ranks; {MOST_RANKS} at most")
         if len(self.devices) not in (1, self.num_ranks):
             raise ValueError(f"{len(self.devices)} devices for {self.num_ranks} ranks: give one, or one per rank")
 

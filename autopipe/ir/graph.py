@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopipe.ir.artifact import digest
-from autopipe.ir.tensor import TensorSpec
+from autopipe.ir.tensor import TensorSpec, symbols_of
 
 KINDS = ("call_module", "call_function", "call_method")
 
@@ -28,12 +28,22 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size that may differ from batch to batch: ``name`` is dimension ``dimension`` of input ``input``."""
+    """A size that may differ from batch to batch: ``name`` is dimension ``dimension`` of input ``input``.
+
+    ``hint``: what it was in the batch that was followed. ``low``, ``high``: between which sizes the graph is known to
+    be the model; ``high`` 0: there is no limit.
+    """
 
     name: str
     input: str
     dimension: int
     hint: int
+    low: int = 1
+    high: int = 0
+
+    def holds(self, size: int) -> bool:
+        """Tell whether the graph stands for batches of this size."""
+        return self.low <= size and (not self.high or size <= self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,8 @@ class Node:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"node {self.name}: unknown kind {self.kind!r}")
+        if min(self.num_random, self.random_position) < 0:
+            raise ValueError(f"node {self.name}: a number of random draws is negative")
 
 
 @dataclass(frozen=True)
@@ -83,9 +95,10 @@ class Graph:
 
     ``outputs``: the loss, and the weight of the loss where the user's loss returns one.
     ``parameters``/``buffers``: every one of the model under its first name, used or not; ``aliases``: other name ->
-    first name. ``requires_grad`` of a parameter's spec is False where it is frozen.
+    first name. ``requires_grad`` of a parameter's spec is False where it is frozen. ``captured_by``: how it was found,
+    for people.
 
-    Raises: ValueError when a node reads a value that is not made before it.
+    Raises: ValueError when a node reads a value that is not made before it, or state that the model does not have.
     """
 
     name: str
@@ -96,9 +109,13 @@ class Graph:
     parameters: dict[str, TensorSpec]
     buffers: dict[str, TensorSpec]
     aliases: dict[str, str]
+    captured_by: str = ""
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}
+        if len(known) < len(self.inputs):
+            raise ValueError("two inputs have the same name")
+        self._check_symbols()
         for node in self.nodes:
             for value in (*node.inputs, *node.after):
                 if value not in known:
@@ -106,9 +123,36 @@ class Graph:
             if node.name in known:
                 raise ValueError(f"two values are named {node.name!r}")
             known.add(node.name)
+            self._check_state(node, known)
+        for other, first in self.aliases.items():
+            if first not in self.parameters and first not in self.buffers:
+                raise ValueError(f"{other!r} is another name of {first!r}, which the model does not have")
+        if not self.outputs:
+            raise ValueError("no output: the loss is wanted")
         for value in self.outputs:
             if value not in known:
                 raise ValueError(f"output {value!r} is made by no node")
+
+    def _check_symbols(self) -> None:
+        shapes = {entry.name: entry.spec.shape for entry in self.inputs}
+        for symbol in self.symbols:
+            if symbol.hint < 1 or not 0 <= symbol.dimension < len(shapes.get(symbol.input, ())):
+                raise ValueError(f"symbol {symbol.name!r} is no dimension of an input")
+        names = {symbol.name for symbol in self.symbols}
+        specs = [entry.spec for entry in self.inputs] + [node.spec for node in self.nodes if node.spec is not None]
+        for spec in (*specs, *self.parameters.values(), *self.buffers.values()):
+            if any(not symbols_of(dimension) <= names for dimension in spec.shape if isinstance(dimension, str)):
+                raise ValueError(f"{spec} is made of sizes that no input has")
+
+    def _check_state(self, node: Node, known: set[str]) -> None:
+        for kind, read, there in (
+            ("parameter", node.parameters, self.parameters),
+            ("buffer", (*node.buffers, *node.buffers_written), self.buffers),
+            ("value", (*node.mutates, *([node.storage] if node.storage else [])), known),
+        ):
+            for name in read:
+                if name not in there:
+                    raise ValueError(f"node {node.name} names {kind} {name!r}, which is not there")
 
     @functools.cached_property
     def digest(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.artifact import digest
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.ir.schedule import Request
 from autopipe.ir.tensor import TensorSpec
 
 
@@ -30,6 +31,14 @@ class Stage:
     peak_bytes: int
     recompute: bool = False
     buffers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ranks or len(set(self.ranks)) < len(self.ranks) or min(self.ranks) < 0:
+            raise ValueError(f"stage {self.index} runs on ranks {list(self.ranks)}: one or more are needed, each once")
+        if len({*self.parameters}) < len(self.parameters) or len({*self.buffers}) < len(self.buffers):
+            raise ValueError(f"stage {self.index} holds the same parameter or buffer twice")
+        if min(self.forward_seconds, self.backward_seconds, self.peak_bytes) < 0:
+            raise ValueError(f"stage {self.index}: seconds and bytes are not negative")
 
     @property
     def replicas(self) -> int:
@@ -57,6 +66,14 @@ class Boundary:
     spec: TensorSpec
     bytes: int
 
+    def __post_init__(self) -> None:
+        if not self.consumers or list(self.consumers) != sorted({*self.consumers}):
+            raise ValueError(f"boundary {self.value}: its consumers {list(self.consumers)} do not ascend")
+        if not 0 <= self.producer < self.consumers[0]:
+            raise ValueError(f"boundary {self.value} does not go forward")
+        if self.bytes < 0:
+            raise ValueError(f"boundary {self.value}: bytes are not negative")
+
 
 @dataclass(frozen=True, slots=True)
 class Tie:
@@ -71,6 +88,10 @@ class Tie:
     copies: tuple[int, ...]
     exact: bool
 
+    def __post_init__(self) -> None:
+        if not self.copies or list(self.copies) != sorted({*self.copies}) or not 0 <= self.owner < self.copies[0]:
+            raise ValueError(f"{self.parameter} is tied over stages {[self.owner, *self.copies]}, which do not ascend")
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -81,12 +102,20 @@ class Prediction:
     bubble_fraction: float
     bottleneck_seconds: float
 
+    def __post_init__(self) -> None:
+        # -1e-9: a sum of shares is rounded
+        if min(self.step_seconds, self.samples_per_second, self.bottleneck_seconds) < 0 or not (
+            -1e-9 <= self.bubble_fraction <= 1
+        ):
+            raise ValueError("a prediction is not negative, and not more than everything is idle")
+
 
 @dataclass(frozen=True)
 class Plan:
     """Stages partition the nodes; boundaries go forward only; every parameter of the model is in a stage.
 
-    ``schedule_options``: what the schedule takes beside the layout, such as ``stages_per_rank``.
+    ``schedule_options``: what the schedule takes beside the layout, such as ``stages_per_rank``. ``schedule_text``: the
+    user's own grid, for the schedule ``custom``.
     ``notes``: what a person should know about it.
     """
 
@@ -103,26 +132,47 @@ class Plan:
     microbatch_size: int
     predicted: Prediction
     notes: tuple[str, ...] = ()
+    schedule_text: str = ""
 
     def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a plan has at least one stage")
         for index, stage in enumerate(self.stages):
             expected = self.stages[index - 1].stop if index else 0
             if stage.index != index or stage.start != expected or stage.stop <= stage.start:
                 raise ValueError(f"stage {index} does not follow the one before it")
+        last = len(self.stages) - 1
         for boundary in self.boundaries:
-            if not boundary.consumers or min(boundary.consumers) <= boundary.producer:
-                raise ValueError(f"boundary {boundary.value} does not go forward")
+            if boundary.consumers[-1] > last:
+                raise ValueError(f"boundary {boundary.value} goes to stage {boundary.consumers[-1]} of {last + 1}")
+        for tie in self.ties:
+            if tie.copies[-1] > last:
+                raise ValueError(f"{tie.parameter} is tied over stages {[tie.owner, *tie.copies]} of {last + 1}")
         ranks = {rank for stage in self.stages for rank in stage.ranks}
-        if ranks != set(range(self.num_ranks)):
+        if len(ranks) != self.num_ranks or ranks != set(range(len(ranks))):
             raise ValueError(f"the stages use ranks {sorted(ranks)} of {self.num_ranks}")
+        if not 1 <= self.num_microbatches <= self.batch_size < 2**31:
+            raise ValueError(
+                f"{self.num_microbatches} microbatches of a batch of {self.batch_size}: 1 at least, each 1"
+            )
+        if self.microbatch_size != -(-self.batch_size // self.num_microbatches):
+            raise ValueError(
+                f"{self.num_microbatches} microbatches of {self.microbatch_size} make no batch of {self.batch_size}"
+            )
 
     @functools.cached_property
     def digest(self) -> str:
         """Name what decides the result of a run: cuts, ranks, schedule; not the predicted figures."""
         stages = [(s.start, s.stop, s.ranks, s.parameters, s.recompute) for s in self.stages]
-        return digest((self.graph_digest, stages, self.ties, self.schedule, self.schedule_options))
+        order = self.schedule, self.schedule_options, *([self.schedule_text] if self.schedule_text else [])
+        return digest((self.graph_digest, stages, self.ties, *order))
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each stage."""
         return tuple(stage.ranks for stage in self.stages)
+
+    def request(self, num_minibatches: int = 1) -> Request:
+        """Return what the plan's schedule is made for."""
+        options = dict(self.schedule_options)
+        return Request(self.stage_ranks, self.num_microbatches, num_minibatches, 0, options, self.schedule_text)

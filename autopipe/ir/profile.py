@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 
+PRECISIONS = ("fp32", "bf16", "fp16")
+_MOST_SECONDS = 1e9  # 30 years, for one call
+_MOST_BYTES = 2**60
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
@@ -24,6 +28,14 @@ class WorkloadSpec:
     lr: float | None = None
     precision: str = "fp32"
 
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed} is none of torch's: 64 bits at most")
+        if self.lr is not None and not 0 <= self.lr < 2**63:
+            raise ValueError(f"a learning rate of {self.lr} is none")
+
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
@@ -35,8 +47,9 @@ class NodeCost:
     saved_bytes: int
 
     def __post_init__(self) -> None:
-        if min(self.forward_seconds, self.backward_seconds) < 0 or min(self.output_bytes, self.saved_bytes) < 0:
-            raise ValueError("costs are not negative")
+        seconds, size = (self.forward_seconds, self.backward_seconds), (self.output_bytes, self.saved_bytes)
+        if not (0 <= min(seconds) <= max(seconds) <= _MOST_SECONDS and 0 <= min(size) <= max(size) <= _MOST_BYTES):
+            raise ValueError("costs are not negative, and not beyond measure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,10 @@ class Measurement:
     costs: dict[str, NodeCost]
     spread: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.microbatch_size < 2**31 or self.spread < 0:
+            raise ValueError(f"microbatch size {self.microbatch_size}, spread {self.spread}: 1 and 0 at least")
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -56,6 +73,12 @@ class Device:
     name: str
     memory_bytes: int
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cpu", "cuda", "gpu"):  # gpu: what a foreign profile was taken on
+            raise ValueError(f"unknown kind of device {self.kind!r}; known: cpu, cuda, gpu")
+        if self.memory_bytes < 0 or self.threads < 1:
+            raise ValueError(f"{self.name}: memory >= 0 and threads >= 1 are needed")
 
 
 @dataclass(frozen=True)
@@ -85,6 +108,13 @@ class Profile:
         for measurement in self.measurements:
             if set(measurement.costs) != names:
                 raise ValueError(f"microbatch size {measurement.microbatch_size}: costs do not cover the nodes")
+        sizes = [measurement.microbatch_size for measurement in self.measurements]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"microbatch sizes {sizes} do not ascend")
+        if not 0 <= self.optimizer_seconds_per_byte <= 1 or not 0 <= self.optimizer_bytes_per_byte <= _MOST_SECONDS:
+            raise ValueError("the optimizer's costs are not negative, and not beyond measure")
+        if not 0 <= self.batch_size < 2**31:
+            raise ValueError(f"a batch of {self.batch_size} samples is none")
 
     def at(self, microbatch_size: int) -> Measurement:
         """Return the costs at a microbatch size: measured, or on the line through the two nearest measured sizes."""

@@ -14,33 +14,69 @@ DTYPE_BYTES = {
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
+# what a shape may come to: more than any memory holds, and a power far above it would take for ever
+_LARGEST = 2**63
+_LONGEST = 1000  # characters of an expression
+
+
+def _power(base: int, exponent: int) -> int:
+    if not 0 <= exponent <= 64:
+        raise ValueError(f"{exponent} is no exponent of a shape")
+    return int(base**exponent)
+
+
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    ast.Pow: _power,
 }
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse(expression: str) -> ast.expr:
     try:
+        if len(expression) > _LONGEST:
+            raise SyntaxError("too long")
         return ast.parse(expression, mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"{expression!r} is no shape expression") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression[:60]!r} is no shape expression") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def symbols_of(dimension: int | str) -> frozenset[str]:
+    """Return the symbols that a dimension is made of.
+
+    Raises: ValueError for anything that is not integer arithmetic.
+    """
+    if isinstance(dimension, int):
+        return frozenset()
+    allowed = (ast.Constant, ast.Name, ast.BinOp, ast.UnaryOp, ast.USub, ast.Load, *_OPERATORS)
+    body = _parse(dimension)
+    for node in ast.walk(body):
+        number = isinstance(node, ast.Constant) and (type(node.value) is not int or node.value >= _LARGEST)
+        if not isinstance(node, allowed) or number:
+            raise ValueError(f"{dimension[:60]!r} is no shape expression")
+    return frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))
 
 
 def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     """Return a dimension as a number: an int as it is, an expression such as ``s0*16`` with ``sizes`` put in.
 
-    Raises: ValueError for an unknown symbol or anything that is not integer arithmetic.
+    Raises: ValueError for an unknown symbol, a division by zero, or anything that is not integer arithmetic.
     """
     if isinstance(dimension, int):
         return dimension
 
     def value(node: ast.expr) -> int:
+        found = computed(node)
+        if not -_LARGEST < found < _LARGEST:
+            raise ValueError(f"{dimension!r} is beyond any size with {dict(sizes)}")
+        return found
+
+    def computed(node: ast.expr) -> int:
         match node:
             case ast.Constant(value=int(number)):
                 return number
@@ -52,7 +88,12 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
                 return -value(operand)
         raise ValueError(f"cannot evaluate {dimension!r} with {dict(sizes)}")
 
-    return value(_parse(dimension))
+    try:
+        return value(_parse(dimension))
+    except ZeroDivisionError:
+        raise ValueError(f"{dimension!r} divides by zero with {dict(sizes)}") from None
+    except RecursionError:
+        raise ValueError(f"{dimension[:60]!r} is no shape expression") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +111,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {self.dtype!r}")
+        for dimension in self.shape:
+            symbols_of(dimension)
+            if isinstance(dimension, int) and dimension < 0:
+                raise ValueError(f"a dimension of {dimension} is no size")
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape as numbers."""

@@ -26,6 +26,8 @@ from autopipe.measure.size import Captured, Progress, SizeRun
 from autopipe.measure.stepping import optimizer_cost
 
 _log = logging.getLogger(__name__)
+NOISY = 0.1
+"""Relative spread, or stolen time, above which a profile is not to be trusted."""
 
 
 class Fed(Protocol):
@@ -67,6 +69,7 @@ def measure(
     graph = capture.graph
     measurements: list[Measurement] = []
     failures: list[ProfileError] = []
+    stolen: dict[int, float] = {}
     with quiet(where, threads):
         for index, size in enumerate(sizes):
             batch = {k: v.to(where) for k, v in workload.leaves(workload.example_item(size)).items()}
@@ -80,8 +83,10 @@ def measure(
             def said(text: str, part: float, index: int = index, size: int = size) -> None:
                 report(f"microbatch of {size}: {text}", (index + part) / (len(sizes) + 1))
 
+            clock = Clock(where, threads)
             try:
-                measurements.append(SizeRun(capture, Clock(where, threads), size, batch, said).measurement())
+                measurements.append(SizeRun(capture, clock, size, batch, said).measurement())
+                stolen[size] = clock.stolen
             except ProfileError as error:
                 failures.append(error)
                 _log.warning("a microbatch of %d is left out of the profile: %s", size, error.what)
@@ -91,4 +96,18 @@ def measure(
         trained = {name: spec.requires_grad for name, spec in graph.parameters.items()}
         seconds, state = optimizer_cost(capture.module, trained, workload, Clock(where, threads))
     report("done", 1.0)
+    say_noise(measurements, stolen)
     return Profile(workload.spec, graph, describe_device(where, threads), tuple(measurements), seconds, state)
+
+
+def say_noise(measurements: Sequence[Measurement], stolen: dict[int, float]) -> None:
+    """Warn once where the machine was too noisy, whatever the number of sizes."""
+    noisy = [m for m in measurements if m.spread > NOISY or stolen[m.microbatch_size] > NOISY]
+    if noisy:
+        _log.warning(
+            "microbatches of %s: the times vary by up to %.0f %%, and other programs took up to %.0f %% of the time; "
+            "measure again on a quieter machine before trusting the plan",
+            ", ".join(str(m.microbatch_size) for m in noisy),
+            100 * max(m.spread for m in noisy),
+            100 * max(stolen[m.microbatch_size] for m in noisy),
+        )

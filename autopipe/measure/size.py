@@ -23,7 +23,6 @@ from autopipe.measure.walk import Saved, Values, Weights, call, explained, input
 LEAST_SECONDS = 1e-3  # a shorter run of nodes is joined with its neighbours: the clock and autograd's start weigh in
 BUDGET_SECONDS = 0.25  # for the repetitions of one run
 LONG_SECONDS = 0.5  # a whole pass that takes longer is repeated twice only
-NOISY = 0.1  # relative spread, or stolen time, above which a profile is not to be trusted
 _log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
@@ -244,18 +243,12 @@ class SizeRun:
         return [name for name in self.graph.outputs if name in made]
 
     def _compare(self, whole: Times | None) -> float:
-        """Scale the nodes half way to the whole pass, warn where the machine was too noisy, return the spread."""
+        """Scale the nodes half way to the whole pass and return the spread."""
         if whole is not None and whole.spread is not None:
             spread = whole.spread
         else:
             known = [run.spread for run in self.runs.values() if run.spread is not None]
             spread = statistics.median(known) if known else 0.0
-        if spread > NOISY or self.clock.stolen > NOISY:
-            _log.warning(
-                "microbatch of %d: the times vary by %.0f %%, and other programs took %.0f %% of the time; "
-                "measure again on a quieter machine before trusting the plan",
-                self.size, 100 * spread, 100 * self.clock.stolen,
-            )  # fmt: skip
         if whole is None:
             return spread
         sums = sum(c.forward_seconds for c in self.costs.values()), sum(c.backward_seconds for c in self.costs.values())

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import PlanError, unknown_choice
-from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.cluster import MOST_RANKS, Cluster, ClusterDevice, Level
 
+_REMEDY = "correct the file; the command reference (docs/cli.md) shows a whole one"
 QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2}))?\s*([A-Za-z/]*)\s*")
 PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -25,12 +26,12 @@ RATES |= {f"{prefix}bps": Fraction(factor, 8) for prefix, factor in PREFIXES.ite
 
 def parse_bytes(text: str, *, where: str = "") -> int:
     """Return bytes: "16GiB", "80GB", "512 MiB". Raises: PlanError."""
-    return round(_parse(text, BYTES, "a size in bytes such as 16GiB", where))
+    return round(_above_zero(_parse(text, BYTES, "a size in bytes such as 16GiB", where), "size", where))
 
 
 def parse_bandwidth(text: str, *, where: str = "") -> float:
     """Return bytes per second: "10GB/s", "400Gbit/s", "25Gbps". Raises: PlanError."""
-    return _parse(text, RATES, "a bandwidth such as 10GB/s or 400Gbit/s", where)
+    return _above_zero(_parse(text, RATES, "a bandwidth such as 10GB/s or 400Gbit/s", where), "bandwidth", where)
 
 
 def parse_seconds(text: str, *, where: str = "") -> float:
@@ -49,13 +50,22 @@ def _parse(text: str, units: dict[str, Fraction], wanted: str, where: str) -> fl
     return float(Fraction(f"{number}e{exponent or 0}") * units[unit])
 
 
+def _above_zero(value: float, what: str, where: str) -> float:
+    """Refuse what no device has: nothing, or more than a number of 64 bits counts."""
+    if not value > 0:
+        raise PlanError(f"a {what} must be larger than 0", where=where)
+    if value >= 2**63:
+        raise PlanError(f"a {what} of {value:.3g} is beyond measure", where=where)
+    return value
+
+
 def uniform_cluster(num_ranks: int, *, memory: str = "", link: str = "10GB/s", latency: str = "5us") -> Cluster:
     """Return a cluster of equal devices behind one kind of link, from options as a user types them.
 
     Raises: PlanError for a quantity that cannot be read.
     """
     device = ClusterDevice("device", parse_bytes(memory) if memory else 0)
-    level = Level("link", num_ranks, _positive(parse_bandwidth(link), "link"), parse_seconds(latency))
+    level = Level("link", num_ranks, parse_bandwidth(link), parse_seconds(latency))
     return Cluster((level,), (device,), f"options: {num_ranks} ranks, {memory or 'no memory limit'}, {link}")
 
 
@@ -69,17 +79,28 @@ def read_cluster(path: Path) -> Cluster:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path.name} cannot be read: {error}", where=str(path)) from None
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{path.name} is not TOML: {error}", where=str(path)) from None
+        raise PlanError(f"{path.name} cannot be read: {error}", where=str(path), remedy=_REMEDY) from None
+    except (ValueError, RecursionError) as error:  # ValueError: numbers and dates that tomllib hands on to Python
+        raise PlanError(f"{path.name} is not TOML: {error}", where=str(path), remedy=_REMEDY) from None
     return parse_cluster(document, str(path))
 
 
 def parse_cluster(document: dict[str, Any], where: str) -> Cluster:
     """Return the cluster of a TOML document; see ``read_cluster``."""
+    try:
+        return _cluster(document, where)
+    except PlanError as error:
+        raise PlanError(error.what, where=error.where or where, remedy=error.remedy or _REMEDY) from None
+    except ValueError as error:  # what the types themselves say is impossible
+        raise PlanError(str(error), where=where, remedy=_REMEDY) from None
+
+
+def _cluster(document: dict[str, Any], where: str) -> Cluster:
     _only_keys(document, {"source", "device", "level"}, where)
     levels = document.get("level", [])
     devices = document.get("device", {})
+    if not isinstance(devices, (dict, list)):
+        raise PlanError(f"device is {devices!r}; a table is needed", where=where, remedy="write it below [device]")
     if not isinstance(levels, list) or not levels:
         raise PlanError(
             "no [[level]] is given", where=where, remedy="add one [[level]] per kind of link, innermost first"
@@ -89,18 +110,19 @@ def parse_cluster(document: dict[str, Any], where: str) -> Cluster:
     source = _text(document, "source", where, "given")
     if isinstance(devices, dict):
         return Cluster(parsed, (_device(devices, f"{where}: device"),), source)
-    listed: list[ClusterDevice] = []
+    listed: list[tuple[ClusterDevice, int]] = []
     for index, entry in enumerate(devices):
         place = f"{where}: device {index}"
-        listed.extend([_device(entry, place)] * _whole(entry, "count", place, 1))
-    if len(listed) != num_ranks:
+        listed.append((_device(entry, place), _whole(entry, "count", place, 1)))
+    described = sum(count for _, count in listed)
+    if described != num_ranks:
         counts = " x ".join(str(level.count) for level in parsed)
         raise PlanError(
-            f"[[device]] describes {len(listed)} ranks, the levels hold {counts} = {num_ranks}",
+            f"[[device]] describes {described} ranks, the levels hold {counts} = {num_ranks}",
             where=where,
             remedy="give one [device] for all, or counts that add up",
         )
-    return Cluster(parsed, tuple(listed), source)
+    return Cluster(parsed, tuple(device for device, count in listed for _ in range(count)), source)
 
 
 def _level(entry: Any, where: str) -> Level:
@@ -108,7 +130,7 @@ def _level(entry: Any, where: str) -> Level:
     if "bandwidth" not in entry or "count" not in entry:
         missing = "count" if "count" not in entry else "bandwidth"
         raise PlanError(f"{missing} is missing", where=where, remedy='write count = 4 and bandwidth = "10GB/s"')
-    bandwidth = _positive(parse_bandwidth(entry["bandwidth"], where=f"{where}.bandwidth"), f"{where}.bandwidth")
+    bandwidth = parse_bandwidth(entry["bandwidth"], where=f"{where}.bandwidth")
     latency = parse_seconds(_text(entry, "latency", where, "0s"), where=f"{where}.latency")
     return Level(_text(entry, "name", where, "level"), _whole(entry, "count", where, 1), bandwidth, latency)
 
@@ -141,10 +163,6 @@ def _whole(entry: dict[str, Any], key: str, where: str, default: int) -> int:
     value = entry.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{key} is {value!r}; a whole number of at least 1 is needed", where=where)
-    return value
-
-
-def _positive(value: float, where: str) -> float:
-    if not value > 0:
-        raise PlanError("a bandwidth must be larger than 0", where=where)
+    if value > MOST_RANKS:
+        raise PlanError(f"{key} is more than {MOST_RANKS}", where=where)
     return value

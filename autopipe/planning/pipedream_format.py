@@ -16,6 +16,7 @@ Source: msr-fiddle/pipedream, ``graph/graph.py``; AlibabaPAI/DAPPLE, ``profiling
 
 from __future__ import annotations
 
+import graphlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ USUAL = re.compile(
     r"forward_compute_time=([\d.]+), backward_compute_time=([\d.]+), activation_size=([\d.]+), parameter_size=([\d.]+)"
 )
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_REMEDY = "give one of PipeDream's graph.txt files"
+_MOST_MILLISECONDS = 1e12  # of one layer, 30 years: beyond it sums lose their meaning
+_MOST_BYTES = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def read_pipedream(path: Path) -> LayerGraph:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path.name} cannot be read: {error}", where=str(path)) from None
+        raise PlanError(f"{path.name} cannot be read: {error}", where=str(path), remedy=_REMEDY) from None
     return parse_pipedream(text, str(path))
 
 
@@ -65,19 +69,21 @@ def parse_pipedream(text: str, where: str = "profile") -> LayerGraph:
             links.append((fields[0], fields[1], number))
         elif len(fields) > 2:
             if fields[0] in place:
-                raise PlanError(f"node {fields[0]!r} is listed twice", where=f"{where}:{number}")
+                raise PlanError(f"node {fields[0]!r} is listed twice", where=f"{where}:{number}", remedy=_REMEDY)
             place[fields[0]] = len(names)
             names.append(fields[0])
             rows.append((fields[1], *_costs(fields[2], f"{where}:{number}")))
         elif fields[0]:
-            raise PlanError(f"neither a node nor an edge: {line.strip()[:60]!r}", where=f"{where}:{number}")
+            raise PlanError(
+                f"neither a node nor an edge: {line.strip()[:60]!r}", where=f"{where}:{number}", remedy=_REMEDY
+            )
     if not names:
-        raise PlanError("the profile holds no nodes", where=where, remedy="give one of PipeDream's graph.txt files")
+        raise PlanError("the profile holds no nodes", where=where, remedy=_REMEDY)
     edges = []
     for a, b, number in links:
         if a not in place or b not in place:
             missing = a if a not in place else b
-            raise PlanError(f"an edge names {missing!r}, which is no node", where=f"{where}:{number}")
+            raise PlanError(f"an edge names {missing!r}, which is no node", where=f"{where}:{number}", remedy=_REMEDY)
         edges.append((place[a], place[b]))
     return _cleaned(names, rows, edges, where)
 
@@ -90,7 +96,8 @@ def _costs(metadata: str, where: str) -> tuple[float, float, float, float]:
         except ValueError:
             pass  # "1.2.3": the slow path says what is wrong
         else:
-            return a / 1000, b / 1000, c, d
+            if max(a, b) <= _MOST_MILLISECONDS and max(c, d) <= _MOST_BYTES:
+                return a / 1000, b / 1000, c, d
     values = dict(entry.split("=", 1) for entry in metadata.split(", ") if "=" in entry)
     try:
         forward, backward = float(values[FIELDS[0]]), float(values[FIELDS[1]])
@@ -99,14 +106,16 @@ def _costs(metadata: str, where: str) -> tuple[float, float, float, float]:
             size = sum(float(part) for part in activation.strip("[]").split(";"))
         else:
             size = float(activation)
-        result = forward / 1000, backward / 1000, size, float(values[FIELDS[3]])
+        parameters = float(values[FIELDS[3]])
     except KeyError as error:
-        raise PlanError(f"{error.args[0]} is missing", where=where) from None
+        raise PlanError(f"{error.args[0]} is missing", where=where, remedy=_REMEDY) from None
     except ValueError as error:
-        raise PlanError(f"not a number: {error}", where=where) from None
-    if not all(0 <= value < float("inf") for value in result):
-        raise PlanError("a time or size is negative or not finite", where=where)
-    return result
+        raise PlanError(f"not a number: {error}", where=where, remedy=_REMEDY) from None
+    times, sizes = (forward, backward), (size, parameters)
+    known = all(0 <= value <= _MOST_MILLISECONDS for value in times) and all(0 <= v <= _MOST_BYTES for v in sizes)
+    if not known:
+        raise PlanError("a time or size is negative, or beyond measure", where=where, remedy=_REMEDY)
+    return forward / 1000, backward / 1000, size, parameters
 
 
 def _cleaned(
@@ -118,9 +127,17 @@ def _cleaned(
     gone |= {i for i, row in enumerate(rows) if i not in feeds and row[0].startswith("__getitem__")}
     kept = [index for index in range(len(names)) if index not in gone]
     if not kept:
-        raise PlanError("the profile holds nothing but inputs", where=where)
+        raise PlanError("the profile holds nothing but inputs", where=where, remedy=_REMEDY)
     place = {index: new for new, index in enumerate(kept)}
     descriptions, forward, backward, activations, parameters = zip(*(rows[index] for index in kept), strict=True)
+    sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
+    for a, b in edges:
+        sorter.add(b, a)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        first = names[min(error.args[1])]
+        raise PlanError(f"the profile's graph has a cycle through {first!r}", where=where, remedy=_REMEDY) from None
     # a repeated line is the same edge
     unique = dict.fromkeys((place[a], place[b]) for a, b in edges if a in place and b in place)
     kept_names = tuple(names[index] for index in kept)

@@ -26,10 +26,13 @@ def profile_of_layers(layers: LayerGraph, name: str, *, samples: int = 1, deep: 
     """Return the profile of a graph of layers; see ``profile_from_pipedream``."""
     dag = Dag(layers)
     nodes, costs, parameters = [], {}, {}
+    batch = "batch"
+    while batch in layers.names:
+        batch += "_"
     for layer in dag.order(deep=deep):
         own = layers.names[layer]
         size = int(layers.activation_bytes[layer])
-        sources = tuple(layers.names[other] for other in dag.before[layer]) or ("batch",)
+        sources = tuple(layers.names[other] for other in dag.before[layer]) or (batch,)
         weight = int(layers.parameter_bytes[layer]) // 4
         if weight:
             parameters[f"{own}.weight"] = TensorSpec((weight,), "float32", True)
@@ -47,8 +50,8 @@ def profile_of_layers(layers: LayerGraph, name: str, *, samples: int = 1, deep: 
     ends = tuple(node.name for node in nodes if not dag.after[layers.names.index(node.name)])
     graph = Graph(
         name=name,
-        inputs=(Input("batch", TensorSpec(("s0",), "float32")),),
-        symbols=(Symbol("s0", "batch", 0, samples),),
+        inputs=(Input(batch, TensorSpec(("s0",), "float32")),),
+        symbols=(Symbol("s0", batch, 0, samples),),
         nodes=tuple(nodes),
         outputs=ends,
         parameters=parameters,

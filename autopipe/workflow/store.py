@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from autopipe.errors import ArtifactError
+from autopipe.errors import ArtifactError, VersionError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.workflow.requests import PlanRequest
-from autopipe.workflow.settings import Progress
+from autopipe.workflow.settings import WORK_DIRECTORY, Progress
 
 T = TypeVar("T")
 
@@ -63,20 +64,37 @@ class Store:
         """What was measured between two ranks of this machine."""
         return self.path / "links.json"
 
+    def renew(self, path: Path) -> str:
+        """Return the command that writes an artifact anew."""
+        command = {
+            self.profile: "autopipe profile TARGET",
+            self.links: "autopipe doctor --links",
+        }.get(path, "autopipe plan TARGET --gpus N")
+        return command if self.path == WORK_DIRECTORY else f"{command} --work-dir {shlex.quote(str(self.path))}"
+
     def stored_profile(self) -> Profile:
         """Read the profile. Raises: ArtifactError that says how to make one."""
-        return artifact.load(Profile, self.profile, renew="autopipe profile TARGET")
+        return artifact.load(Profile, self.profile, renew=self.renew(self.profile))
 
     def stored_plan(self) -> tuple[Plan, PlanRecord]:
         """Read the plan. Raises: ArtifactError that says how to make one."""
-        renew = "autopipe plan TARGET --gpus N"
+        renew = self.renew(self.plan)
         plan = artifact.load(Plan, self.plan, renew=renew)
         record = artifact.load(PlanRecord, self.record, renew=renew)
+        self.refuse_strangers(plan, record)
+        return plan, record
+
+    def refuse_strangers(self, plan: Plan, record: PlanRecord) -> None:
+        """Refuse a plan that is not the one of its record: one of the two was changed or comes from elsewhere.
+
+        Raises: ArtifactError.
+        """
         if record.plan_digest != plan.digest:
             raise ArtifactError(
-                "plan.json and plan-record.json do not belong together", where=str(self.plan), remedy=renew
+                "plan.json and plan-record.json do not belong together",
+                where=str(self.plan),
+                remedy=self.renew(self.plan),
             )
-        return plan, record
 
 
 def profile_digest(profile: Profile) -> str:
@@ -103,11 +121,14 @@ class Work:
         return Work(Store(work_dir), progress or _silent)
 
     def found(self, kind: type[T], path: Path) -> T | None:
-        """Return an artifact, None where it is missing; one that cannot be used is noted and made anew."""
+        """Return an artifact, None where it is missing; one of another format version is noted and made anew.
+
+        Raises: ArtifactError for a damaged one: somebody changed it, or the disk did, and neither is passed over.
+        """
         if not path.exists():
             return None
         try:
-            return artifact.load(kind, path, renew="")
-        except ArtifactError as error:
-            self.notes.append(f"{path.name} cannot be used and is made anew: {error.what}")
+            return artifact.load(kind, path, renew=self.store.renew(path))
+        except VersionError as error:
+            self.notes.append(f"made anew: {error.what}")
             return None

@@ -7,13 +7,13 @@ seeded by (seed, stream, epoch): so an epoch is the same in every process, and a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from autopipe.draws import seed_of
-from autopipe.errors import ModelFileError
+from autopipe.errors import ModelFileError, with_article
 from autopipe.workload import items
 from autopipe.workload.hooks import Hook
 from autopipe.workload.isolation import PrivateRandom
@@ -28,7 +28,10 @@ _DATA = 1 << 40  # a position that no operation of a model has
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The batches of one workload. ``name`` and ``path`` are for errors; ``arguments`` gives the forward's names."""
+    """The batches of one workload. ``name`` and ``path`` are for errors; ``arguments`` gives the forward's names.
+
+    ``read``: by hook, the last iterator that it handed out, to tell one that is handed out a second time.
+    """
 
     name: str
     path: str
@@ -36,6 +39,7 @@ class Batches:
     hooks: Mapping[str, Hook]
     inputs: Sequence[SyntheticInput]
     arguments: Callable[[], tuple[str, ...]]
+    read: dict[str, Any] = field(default_factory=dict)
 
     def example(self, batch_size: int | None) -> Item:
         """Return one batch of exactly ``batch_size`` samples (None: as many as it comes with). The same every time.
@@ -90,11 +94,12 @@ class Batches:
             source = hook.source(batch_size)
             if not hasattr(source, "__iter__"):
                 raise ModelFileError(
-                    f"{hook.label} gave a {type(source).__name__}, which cannot be iterated",
+                    f"{hook.label} gave {with_article(type(source).__name__)}, which cannot be iterated",
                     where=hook.path,
                     remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
                 )
             iterator = iter(source)
+        self._refuse_used_up(hook, iterator, source)
         count = 0
         while True:
             with private.active(), users_code(f"{hook.label}, batch {count}", hook.path):
@@ -111,8 +116,22 @@ class Batches:
             raise ModelFileError(
                 f"{hook.label} gave nothing in epoch {epoch}{again}",
                 where=hook.path,
-                remedy="give at least one batch per epoch; check the path of the data and the batch size",
+                remedy="give at least one batch per epoch, each time that it is called; check the path of the data and "
+                "the batch size",
             )
+
+    def _refuse_used_up(self, hook: Hook, iterator: Any, source: Any) -> None:
+        """Refuse the same iterator a second time: what was read of it is gone, and every epoch begins at the start."""
+        if iterator is not source or type(iterator).__module__ not in ("builtins", "itertools"):
+            return  # made anew from something that can be read again, or a class of the user's that may start anew
+        if self.read.get(hook.name) is iterator:
+            raise ModelFileError(
+                f"{hook.label} gave the same {type(source).__name__} again, which can be read only once",
+                where=hook.path,
+                remedy="make it inside the function, so that each call begins at the first batch; or return a list or "
+                "a DataLoader",
+            )
+        self.read[hook.name] = iterator
 
     def _synthetic_epoch(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
         private = PrivateRandom(self._stream(_TRAINING, epoch))

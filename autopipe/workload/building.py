@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import inspect
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.errors import ModelFileError, unknown_choice
-from autopipe.workload.targets import look_up, users_code
+from autopipe.errors import ModelFileError, unknown_choice, with_article
+from autopipe.workload.targets import advising, look_up, users_code
 
 NAMES = ("model", "build_model", "get_model", "create_model", "Model")
 
@@ -35,15 +37,21 @@ class Builder:
         if isinstance(self.value, nn.Module):
             with users_code(f"copying {self.origin}", self.path):
                 return copy.deepcopy(self.value)
-        with users_code(f"building {self.origin}", self.path):
+        with self._advice(), users_code(f"building {self.origin}", self.path):
             model = self.value(**self.arguments)
         if not isinstance(model, nn.Module):
             raise ModelFileError(
-                f"{self.origin} gave a {type(model).__name__}, not a torch.nn.Module",
+                f"{self.origin} gave {with_article(type(model).__name__)}, not a torch.nn.Module",
                 where=self.path,
                 remedy="return the model from it, or name another attribute: file.py:ATTR",
             )
         return model
+
+    def _advice(self) -> contextlib.AbstractContextManager[None]:
+        if not self.arguments:
+            return contextlib.nullcontext()
+        given = " ".join(shlex.quote(f"{name}={value!r}") for name, value in self.arguments.items())
+        return advising(f"see whether the model takes --arg {given}; or correct that line")
 
 
 def find_builder(module: ModuleType, attribute: str, label: str, arguments: Mapping[str, str]) -> Builder:
@@ -56,7 +64,7 @@ def find_builder(module: ModuleType, attribute: str, label: str, arguments: Mapp
         value = look_up(module, attribute, label)
         if not _may_be_model(value):
             raise ModelFileError(
-                f"{label}:{attribute} is a {type(value).__name__}",
+                f"{label}:{attribute} is {with_article(type(value).__name__)}",
                 where=path,
                 remedy="name an nn.Module instance, a subclass of it, or a callable that returns one",
             )

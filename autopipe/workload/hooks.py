@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopipe.errors import ModelFileError, unknown_choice
+from autopipe.errors import ModelFileError, unknown_choice, with_article
 from autopipe.workload.targets import Target, import_target, look_up, users_code
 
 HOOKS = {
@@ -132,7 +132,7 @@ def _instance(value: Any, name: str, label: str, path: str) -> Any:
     """Make an instance where a class is given (``torch.nn:CrossEntropyLoss``), but for classes of optimizers."""
     if not isinstance(value, type) or (name == "optimizer" and issubclass(value, torch.optim.Optimizer)):
         return value
-    with users_code(f"{name} of {label}: making a {value.__name__}", path):
+    with users_code(f"{name} of {label}: making {with_article(value.__name__)}", path):
         return value()
 
 
@@ -147,7 +147,7 @@ def _checked(hook: Hook) -> Hook:
             if isinstance(value, Iterator):
                 raise _wrong(hook, "is an iterator, which can be read only once", f"{wanted}, or a DataLoader")
             return hook
-        raise _wrong(hook, f"is a {type(value).__name__}", wanted)
+        raise _wrong(hook, f"is {with_article(type(value).__name__)}", wanted)
     if hook.name in _ARGUMENTS:
         if not takes(value, _ARGUMENTS[hook.name]):
             raise _wrong(hook, f"cannot be called with {_ARGUMENTS[hook.name]} argument(s)", wanted)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import ModelFileError
+from autopipe.errors import ModelFileError, with_article
 
 Item: TypeAlias = "tuple[Any, Any] | dict[str, Any]"
 _INPUTS: Any = pytree.SequenceKey(0)  # the place of the inputs in (inputs, target)
@@ -36,7 +36,7 @@ def normalised(item: Any, origin: str) -> Item:
     else:
         size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
         raise ModelFileError(
-            f"{origin} gave a {type(item).__name__}{size}; wanted (inputs, target) or a dict",
+            f"{origin} gave {with_article(type(item).__name__)}{size}; wanted (inputs, target) or a dict",
             remedy="put several inputs into one tuple: ((a, b), target)",
         )
     for path, leaf in _paths(found):
@@ -50,7 +50,7 @@ def _check_other(leaf: Any, path: str, origin: str) -> None:
     kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
     if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
         raise ModelFileError(
-            f"{origin} gave a {kind} at {path}; only torch tensors can be cut into microbatches",
+            f"{origin} gave {with_article(kind)} at {path}; only torch tensors can be cut into microbatches",
             remedy="convert it with torch.as_tensor",
         )
     inside = list(vars(leaf).values()) if hasattr(leaf, "__dict__") else []
@@ -58,7 +58,7 @@ def _check_other(leaf: Any, path: str, origin: str) -> None:
         inside = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
     if any(isinstance(value, Tensor) for value in inside):
         raise ModelFileError(
-            f"{origin} gave a {kind} at {path}, which holds tensors that cannot be cut",
+            f"{origin} gave {with_article(kind)} at {path}, which holds tensors that cannot be cut",
             remedy="give the tensors themselves in a tuple, list or dict",
         )
 

@@ -9,8 +9,9 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from autopipe.errors import ModelFileError, unknown_choice
-from autopipe.workload.hooks import Hook
+from autopipe.errors import ModelFileError, unknown_choice, with_article
+from autopipe.workload.hooks import Hook, takes
+from autopipe.workload.targets import advising
 
 T = TypeVar("T")
 Named = Sequence[tuple[str, Parameter]]
@@ -44,8 +45,9 @@ def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
     Raises: ModelFileError when it fails, gives something else, or leaves several learning rates to one ``--lr``.
     """
     if isinstance(hook.function, type):
-        return checked(hook, hook(list(named)) if lr is None else hook(list(named), lr=lr), Optimizer)
-    optimizer = checked(hook, hook(list(named)), Optimizer)
+        made = _with_rate(hook, list(named), lr)
+        return _stepping(hook, checked(hook, made, Optimizer))
+    optimizer = _stepping(hook, checked(hook, hook(list(named)), Optimizer))
     if lr is not None:
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         if len(rates) > 1:
@@ -60,6 +62,34 @@ def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
     return optimizer
 
 
+def _with_rate(hook: Hook, named: list[tuple[str, Parameter]], lr: float | None) -> object:
+    if lr is None:
+        return hook(named)
+    with advising(f"see whether {hook.origin} takes a learning rate of {lr:g} (--lr)"):
+        return hook(named, lr=lr)
+
+
+def _stepping(hook: Hook, optimizer: Optimizer) -> Optimizer:
+    """Refuse an optimizer that cannot step on what a pipeline gives it: dense gradients, once a minibatch.
+
+    Raises: ModelFileError.
+    """
+    name = type(optimizer).__name__
+    if not takes(optimizer.step, 0):
+        raise ModelFileError(
+            f"{hook.label} gave {with_article(name)}, whose step needs a closure that runs the whole model again",
+            where=hook.path,
+            remedy="choose one that steps on gradients alone, such as AdamW or SGD",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ModelFileError(
+            f"{hook.label} gave {with_article(name)}, which takes sparse gradients alone; here they are dense",
+            where=hook.path,
+            remedy="choose AdamW or another one, and sparse=False in the embedding",
+        )
+    return optimizer
+
+
 def checked(hook: Hook, made: object, kind: type[T]) -> T:
     """Return what the hook made, if it is of the kind that was asked for.
 
@@ -67,7 +97,7 @@ def checked(hook: Hook, made: object, kind: type[T]) -> T:
     """
     if not isinstance(made, kind):
         raise ModelFileError(
-            f"{hook.label} gave a {type(made).__name__}, not a torch {kind.__name__}",
+            f"{hook.label} gave {with_article(type(made).__name__)}, not a torch {kind.__name__}",
             where=hook.path,
             remedy=f"return the {kind.__name__} from it",
         )

@@ -182,6 +182,15 @@ def users_code(doing: str, path: str) -> Iterator[None]:
         raise _wrap(doing, path, error) from error
 
 
+@contextlib.contextmanager
+def advising(remedy: str) -> Iterator[None]:
+    """Give what the user's code raises inside another remedy: the cause is what the command line said."""
+    try:
+        yield
+    except ModelFileError as error:
+        raise ModelFileError(error.what, where=error.where, remedy=remedy) from error.__cause__
+
+
 def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
     what = f"{doing} failed: {type(error).__name__}: {error}"
     remedy = "correct that line; python on the file alone shows the same error"

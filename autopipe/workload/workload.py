@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from autopipe.draws import exclusive
-from autopipe.errors import AutopipeError, ModelFileError
+from autopipe.errors import AutopipeError, ModelFileError, with_article
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import items
 from autopipe.workload.batches import Batches
@@ -211,7 +211,7 @@ class Workload:
         weight = None
         if hook is not None and isinstance(found, (tuple, list)) and len(found) == 2:
             found, weight = found
-        if not isinstance(found, Tensor):
+        if not isinstance(found, Tensor) or (hook is None and found is output and found.dim() != 0):
             raise self._no_loss(output, found)
         if found.dim() != 0:
             raise ModelFileError(
@@ -259,12 +259,15 @@ class Workload:
         if "loss" in self._hooks:
             hook = self._hooks["loss"]
             return ModelFileError(
-                f"{hook.label} gave a {type(found).__name__}; wanted a scalar tensor, or (scalar, weight)",
+                f"{hook.label} gave {with_article(type(found).__name__)}; wanted a scalar tensor, or (scalar, weight)",
                 where=hook.path,
                 remedy="return the loss as a tensor",
             )
+        kind = type(output).__name__
+        if isinstance(output, Tensor):
+            kind = f"a tensor of shape {tuple(output.shape)}"
         return ModelFileError(
-            f"the output of {self.name} ({type(output).__name__}) carries no loss: looked for a loss hook, "
+            f"the output of {self.name} ({kind}) carries no loss: looked for a loss hook, "
             'output.loss, output["loss"] and a scalar output',
             where=self._path,
             remedy="define loss(output, target) in the model file, give --loss torch.nn:CrossEntropyLoss, "

@@ -11,11 +11,12 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from autopipe.errors import ProfileError
 from autopipe.ir.graph import Graph, Input, Node
-from autopipe.ir.profile import WorkloadSpec
+from autopipe.ir.profile import Measurement, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
 from autopipe.measure import measure
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
+from autopipe.measure.measure import say_noise
 from autopipe.measure.piece import Piece, State
 from autopipe.measure.size import SizeRun
 
@@ -350,9 +351,18 @@ def test_regions_without_gradient_and_under_autocast_are_entered():
 
 
 def test_a_noisy_machine_is_warned_about(caplog):
+    found = [Measurement(size, {}, spread) for size, spread in ((1, 0.3), (2, 0.05), (4, 0.01))]
+    with caplog.at_level(logging.WARNING, "autopipe"):
+        say_noise(found, {1: 0.0, 2: 0.5, 4: 0.0})
+        say_noise(found[2:], {4: 0.0})
+    (record,) = caplog.records
+    assert "microbatches of 1, 2: the times vary by up to 30 %" in record.getMessage()
+    assert "other programs took up to 50 % of the time" in record.getMessage()
+
+
+def test_how_busy_the_machine_was_is_known_of_every_size():
     _, capture, workload = stack_of()
     run = size_run(capture, workload, 2)
     run.clock.wall_seconds, run.clock.own_seconds = 1000.0, 500.0
-    with caplog.at_level(logging.WARNING, "autopipe"):
-        run.measurement()
-    assert "other programs took 50 % of the time" in caplog.text
+    run.measurement()
+    assert run.clock.stolen == pytest.approx(0.5, abs=0.01)

@@ -35,15 +35,15 @@ def test_a_missing_file_is_answered_with_the_command_that_writes_it(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d["levels"][0].update(count="two"), r"levels\[0\].count: expected int, found \"two\""),
+        (lambda d: d["levels"][0].update(count="two"), r"levels\[0\].count: expected an int, found \"two\""),
         (lambda d: d["levels"][0].update(count=0), r"levels\[0\]: level 'node': count >= 1"),
         (lambda d: d["levels"][0].pop("name"), r"levels\[0\]: key 'name' is missing"),
         (lambda d: d.update(extra=1), "unknown key 'extra'"),
         (lambda d: d.update(schema_version=99), "of format 99"),
         (lambda d: d.update(kind="Plan"), "is a Plan of format 1; wanted a Cluster"),
-        (lambda d: d["levels"][0].update(bandwidth=None), "expected float, found null"),
+        (lambda d: d["levels"][0].update(bandwidth=None), "expected a float, found null"),
         (lambda d: d.update(devices={}), "expected a list"),
-        (lambda d: d["devices"][0].update(memory_bytes=True), "expected int, found true"),
+        (lambda d: d["devices"][0].update(memory_bytes=True), "expected an int, found true"),
     ],
 )
 def test_a_changed_file_is_refused_by_the_name_of_the_field(tmp_path, cluster, change, message) -> None:
@@ -66,7 +66,7 @@ def test_no_damage_to_a_file_is_a_traceback(tmp_path_factory, position: int, byt
     try:
         artifact.load(Cluster, path, renew="autopipe plan")
     except ArtifactError as error:
-        assert error.remedy == "autopipe plan"
+        assert error.remedy.startswith("autopipe plan")
 
 
 def test_equal_values_have_one_text_whatever_the_order_of_keys() -> None:

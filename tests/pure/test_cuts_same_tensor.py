@@ -1,5 +1,5 @@
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.graph import Graph, Input, Node
+from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.tensor import TensorSpec
 
 
@@ -12,7 +12,8 @@ def graph_of(storage: str) -> Graph:
 
     nodes = (node("a", "x"), node("b", "a", storage=storage), node("c", "a", "b"), node("loss", "c"))
     parameters = {f"{n.name}.w": TensorSpec((4,), "float32", requires_grad=True) for n in nodes}
-    return Graph("toy", (Input("x", TensorSpec(("s0", 4), "float32")),), (), nodes, ("loss",), parameters, {}, {})
+    batch, symbol = Input("x", TensorSpec(("s0", 4), "float32")), Symbol("s0", "x", 0, 2)
+    return Graph("toy", (batch,), (symbol,), nodes, ("loss",), parameters, {}, {})
 
 
 def test_two_tensors_may_cross_together():

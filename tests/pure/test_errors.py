@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopipe import errors
-from autopipe.errors import AutopipeError, ScheduleError, WorkerError, unknown_choice
+from autopipe.errors import AutopipeError, ScheduleError, WorkerError, counted, unknown_choice, with_article
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutopipeError)]
 
@@ -43,3 +43,15 @@ def test_an_unknown_choice_is_answered_with_the_nearest() -> None:
     assert unknown_choice("schedule", "1f1", ["gpipe", "1f1b"]) == (
         "unknown schedule '1f1'; known: 1f1b, gpipe. Did you mean '1f1b'?"
     )
+
+
+def test_a_number_stands_with_its_noun() -> None:
+    assert [counted(number, "stage") for number in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
+    assert counted(2, "batch") == "2 batches"
+
+
+def test_a_type_stands_with_its_article() -> None:
+    names = ["int", "Tensor", "LBFGS", "list", "AdamW", "NoneType", "SGD", "UNet"]
+    assert [with_article(name) for name in names] == [
+        "an int", "a Tensor", "an LBFGS", "a list", "an AdamW", "a NoneType", "an SGD", "a UNet",
+    ]  # fmt: skip

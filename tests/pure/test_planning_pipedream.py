@@ -47,7 +47,7 @@ def test_the_reader_takes_lists_stage_ids_and_edges_indented_by_spaces_and_drops
         (TEXT + TEXT.splitlines()[0], "node 'node2' is listed twice", "profile:8"),
         (TEXT.replace("parameter_size=4.000", "size=4"), "parameter_size is missing", "profile:1"),
         (TEXT.replace("=1.500", "=1.5.0"), "not a number: could not convert", "profile:1"),
-        (TEXT.replace("=1.500", "=-1.5"), "a time or size is negative or not finite", "profile:1"),
+        (TEXT.replace("=1.500", "=-1.5"), "a time or size is negative, or beyond measure", "profile:1"),
         (TEXT.splitlines()[2], "the profile holds nothing but inputs", "profile"),
     ],
 )

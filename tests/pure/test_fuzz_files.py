@@ -1,0 +1,339 @@
+"""Whatever stands in a file that is read: it is used as it was meant, or refused with what, where and what to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import FUZZING, as_json, damaged, mutated
+from planning_cases import cluster_of, profile_of, random_graph
+
+from autopipe.errors import ArtifactError, AutopipeError
+from autopipe.ir import artifact
+from autopipe.ir.agreement import refuse_disagreement
+from autopipe.ir.cluster import Links
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning.cluster_file import parse_cluster, read_cluster
+from autopipe.planning.pipedream_format import read_pipedream
+from autopipe.planning.pipedream_profile import profile_of_layers
+from autopipe.runtime.job import Job
+from autopipe.workflow.requests import PlanRequest
+from autopipe.workflow.store import PlanRecord, profile_digest
+
+CLUSTER = """
+source = "datasheet"
+[device]
+name = "V100-16GB"
+memory = "16GiB"
+speed = 1.0
+[[level]]
+name = "node"
+count = 4
+bandwidth = "10GB/s"
+latency = "5us"
+[[level]]
+name = "cluster"
+count = 2
+bandwidth = "1.25GB/s"
+latency = "20us"
+"""
+GRAPH_TXT = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.000
+node2 -- Linear(4, 4) -- forward_compute_time=1.500, backward_compute_time=3.000, activation_size=64.000, parameter_size=80.000
+node3 -- ReLU() -- forward_compute_time=0.500, backward_compute_time=0.250, activation_size=[64.0; 32.0], parameter_size=0.000
+node4 -- Add -- forward_compute_time=0.500, backward_compute_time=0.250, activation_size=64.0, parameter_size=0.000
+\tnode1 -- node2
+\tnode2 -- node3
+\tnode2 -- node4
+\tnode3 -- node4
+"""  # noqa: E501 - the format has long lines
+
+
+def documents() -> dict[str, Any]:
+    """One valid value of every kind of artifact that is read."""
+    rng = random.Random(3)
+    profile = profile_of(random_graph(rng, 9), rng, (2, 4))
+    cluster = cluster_of(rng, 2)
+    plan = make_plan(profile, cluster, PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, schedule="1f1b"))
+    request = PlanRequest(2, 8, "1f1b", 4, None, "auto", cluster, None, None, "never", None)
+    return {
+        "profile": profile,
+        "graph": profile.graph,
+        "plan": plan,
+        "plan-record": PlanRecord(plan.digest, profile_digest(profile), request, cluster),
+        "links": Links("cpu", 1e-4, 4e9, 2e9),
+        "job": Job(4, 0, 8),
+    }
+
+
+VALUES = documents()
+USES: dict[str, Callable[[Any], object]] = {
+    "profile": lambda value: make_plan(value, VALUES["plan-record"].cluster, PlanOptions(num_ranks=2, batch_size=8)),
+    "graph": lambda value: [value.digest, Cuts(value).legal, refuse_disagreement(VALUES["plan"], value)],
+    "plan": lambda value: [value.digest, refuse_disagreement(value, VALUES["profile"].graph)],
+    "plan-record": lambda value: value.request.overlaid(PlanRequest(gpus=3)).changes_to(value.request),
+    "links": lambda value: value.level(4).ring_bandwidth,
+    "job": lambda value: value.device,
+}
+
+
+def read(kind: str, data: bytes, folder: Path) -> Any:
+    """Load, and use what was loaded as the next step does. None where it was refused as it should be."""
+    path = folder / f"{kind}.json"
+    path.write_bytes(data)
+    try:
+        value = artifact.load(type(VALUES[kind]), path, renew="autopipe COMMAND")
+    except AutopipeError as error:
+        assert error.what
+        assert error.where
+        assert error.remedy
+        str(error).encode("utf-8")
+        return None
+    try:
+        USES[kind](value)
+    except AutopipeError as error:  # such as too little memory: said by whoever knows
+        assert error.what
+        return None
+    artifact.save(value, path)  # what is accepted can be written and read again
+    assert artifact.load(type(value), path, renew="autopipe COMMAND") == value
+    return value
+
+
+def written(kind: str, folder: Path) -> bytes:
+    artifact.save(VALUES[kind], folder / f"{kind}.json")
+    return (folder / f"{kind}.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_what_was_written_is_read(kind: str, folder: Path) -> None:
+    assert read(kind, written(kind, folder), folder) == VALUES[kind]
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_changed_artifact_is_the_same_or_refused(kind: str, folder: Path) -> None:
+    document = json.loads(written(kind, folder))
+
+    @FUZZING
+    @given(mutated(document))
+    def check(changed: Any) -> None:
+        found = read(kind, as_json(changed), folder)
+        if found is not None and changed.get("digest") is not None:
+            assert found == VALUES[kind]
+
+    check()
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_an_artifact_without_its_digest_means_something_possible_or_is_refused(kind: str, folder: Path) -> None:
+    document = json.loads(written(kind, folder))
+    del document["digest"]
+
+    @FUZZING
+    @given(mutated(document))
+    def check(changed: Any) -> None:
+        found = read(kind, as_json(changed), folder)
+        if isinstance(found, Plan):
+            says_what_it_does(found)
+
+    check()
+
+
+def says_what_it_does(plan: Plan) -> None:
+    """What decides a run is that of the graph: only figures, names and the cutting of the batch may be others."""
+    graph, known = VALUES["profile"].graph, VALUES["plan"]
+    assert plan.graph_digest == graph.digest
+    assert sorted({name for stage in plan.stages for name in stage.parameters}) == sorted(graph.parameters)
+    assert plan.microbatch_size * plan.num_microbatches >= plan.batch_size >= plan.num_microbatches >= 1
+    kept = [(b.value, b.producer, b.consumers, b.spec) for b in plan.boundaries]
+    assert kept == [(b.value, b.producer, b.consumers, b.spec) for b in known.boundaries] or plan.stages != known.stages
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_bytes_that_change_are_noticed(kind: str, folder: Path) -> None:
+    original = written(kind, folder)
+
+    @FUZZING
+    @given(damaged(original))
+    def check(data: bytes) -> None:
+        found = read(kind, data, folder)
+        assert found is None or found == VALUES[kind] or b'"digest"' not in data
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda d: d.update(num_microbatches=0), "0 microbatches of a batch of 8"),
+        (lambda d: d.update(microbatch_size=3), "4 microbatches of 3 make no batch of 8"),
+        (lambda d: d["stages"][0].update(last="nowhere"), "is said to be"),
+        (lambda d: d["stages"][1].update(ranks=[0]), r"the stages use ranks \[0\] of 2"),
+        (lambda d: d["stages"][1].update(ranks=[1, 1]), "one or more are needed, each once"),
+        (lambda d: d["stages"][0]["parameters"].pop(), "without its parameter|is in no stage"),
+        (lambda d: d["boundaries"].pop(), "its boundaries are"),
+        (lambda d: d["boundaries"][0].update(consumers=[0]), "does not go forward"),
+        (lambda d: d["boundaries"][0].update(consumers=[7]), "its boundaries are|goes to stage 7 of 2"),
+        (lambda d: d.update(num_ranks=10**9), "of 1000000000"),
+        (lambda d: d["predicted"].update(step_seconds=-1.0), "a prediction is not negative"),
+        (lambda d: d["workload"].update(seed=2**64), "below 2"),
+        (lambda d: d["workload"].update(precision="fp4"), "unknown precision 'fp4'"),
+    ],
+)
+def test_a_plan_that_means_something_impossible_is_refused_with_what_it_says(folder, change, shown) -> None:
+    document = json.loads(written("plan", folder))
+    del document["digest"]
+    change(document)
+    (folder / "plan.json").write_bytes(as_json(document))
+    with pytest.raises(ArtifactError, match=shown):
+        refuse_disagreement(artifact.load(Plan, folder / "plan.json", renew="autopipe plan"), VALUES["profile"].graph)
+
+
+def test_a_changed_digit_is_noticed_and_can_be_meant(folder: Path) -> None:
+    document = json.loads(written("profile", folder))
+    document["measurements"][0]["costs"]["n0"]["forward_seconds"] *= 2
+    path = folder / "profile.json"
+    path.write_bytes(as_json(document))
+    with pytest.raises(ArtifactError, match="was changed after it was written") as caught:
+        artifact.load(Profile, path, renew="autopipe profile TARGET")
+    assert "autopipe profile TARGET" in caught.value.remedy
+    assert 'take its line "digest" out' in caught.value.remedy
+    del document["digest"]
+    path.write_bytes(as_json(document))
+    assert artifact.load(Profile, path, renew="").measurements != VALUES["profile"].measurements
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"kind": "Links", "kind": "Links"}', 'key "kind" stands twice'),
+        ('{"kind": NaN}', "NaN is no number"),
+        ("[" * 100_000, "it is not JSON"),
+        ("9" * 5000, "it is not JSON"),
+        ("", "it is not JSON"),
+        ("[]", "it holds no object"),
+        ('{"kind": "Graph", "schema_version": "1"}', "it is a Graph of format"),
+    ],
+)
+def test_what_is_no_document_is_damaged(folder: Path, text: str, shown: str) -> None:
+    path = folder / "graph.json"
+    path.write_text(text)
+    with pytest.raises(ArtifactError, match=r"graph\.json is damaged: ") as caught:
+        artifact.load(Graph, path, renew="autopipe train")
+    assert shown in caught.value.what
+    assert caught.value.remedy == "autopipe train"
+
+
+# -- files of other formats --------------------------------------------------------------------------------------------
+
+
+def refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except AutopipeError as error:
+        assert error.what
+        assert error.where
+        assert error.remedy
+        return True
+    return False
+
+
+def plan_on(profile: Profile, cluster: Any) -> object:
+    ranks = min(cluster.num_ranks, 2)
+    return make_plan(profile, cluster, PlanOptions(num_ranks=ranks, batch_size=8, num_microbatches=4))
+
+
+def test_a_changed_cluster_file_describes_a_cluster_or_is_refused() -> None:
+    @FUZZING
+    @given(mutated(tomllib.loads(CLUSTER)))
+    def check(document: Any) -> None:
+        found: list[Any] = []
+        if not refused(lambda: found.append(parse_cluster(document, "cluster.toml"))):
+            cluster = found[0]
+            assert cluster.num_ranks >= 1
+            assert all(level.bandwidth > 0 and level.latency_seconds >= 0 for level in cluster.levels)
+            try:
+                plan_on(VALUES["profile"], cluster)
+            except AutopipeError as error:
+                assert error.what
+
+    check()
+
+
+def test_bytes_of_a_cluster_file_that_change_are_never_a_traceback(folder: Path) -> None:
+    path = folder / "cluster.toml"
+
+    @FUZZING
+    @given(damaged(CLUSTER.encode()))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        refused(lambda: read_cluster(path))
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CLUSTER.replace("count = 4", "count = 1000000000"),
+        CLUSTER.replace('"16GiB"', '"1e99GiB"'),
+        CLUSTER.replace('"10GB/s"', '"0GB/s"'),
+        CLUSTER.replace('"5us"', '"1e99s"'),
+        CLUSTER.replace("[device]", "device = 3\n[other]"),
+        CLUSTER.replace("speed = 1.0", "speed = nan"),
+        "a = " + "[" * 5000,
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(folder: Path, text: str) -> None:
+    (folder / "cluster.toml").write_text(text)
+    assert refused(lambda: read_cluster(folder / "cluster.toml"))
+
+
+def test_a_changed_profile_of_pipedream_is_read_or_refused(folder: Path) -> None:
+    path = folder / "graph.txt"
+
+    @FUZZING
+    @given(damaged(GRAPH_TXT.encode()) | st.permutations(GRAPH_TXT.splitlines()).map(lambda x: "\n".join(x).encode()))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        found: list[Any] = []
+        if not refused(lambda: found.append(read_pipedream(path))):
+            refused(lambda: profile_of_layers(found[0], "graph.txt"))
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GRAPH_TXT + "\tnode4 -- node2\n",  # in a ring
+        GRAPH_TXT + "\tnode4 -- node4\n",
+        GRAPH_TXT.replace("=1.500", "=1e999"),
+        GRAPH_TXT.replace("=80.000", "=1" + "0" * 400),
+        GRAPH_TXT.replace("node3 --", "node2 --"),
+    ],
+)
+def test_a_profile_of_pipedream_that_cannot_be_is_refused(folder: Path, text: str) -> None:
+    (folder / "graph.txt").write_text(text)
+    assert refused(lambda: profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt"))
+
+
+def test_a_layer_may_be_called_as_the_batch_is(folder: Path) -> None:
+    (folder / "graph.txt").write_text(GRAPH_TXT.replace("node2", "batch"))
+    found = profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt")
+    assert dataclasses.asdict(found.graph.inputs[0])["name"] == "batch_"
