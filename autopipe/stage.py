@@ -56,6 +56,7 @@ class Stage(Container):
     _autopipe_draws: tuple[int, int, int] = (0, 0, 0)
     _autopipe_device: torch.device = torch.device("cpu")
     _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()
+    _autopipe_constants: tuple[str, ...] = ()
 
     @classmethod
     def adopt(cls, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> Self:
@@ -96,6 +97,33 @@ class Stage(Container):
         stage._autopipe_modes = tuple(modes)
         stage.training = model.training
         return stage
+
+    def take_over(self, code: type[Stage], constants: Mapping[str, torch.Tensor]) -> None:
+        """Make ready to run the code of another recording of the same model, over the modules that are held already.
+
+        Raises: ArtifactError naming what that code asks for and the stage lacks.
+        """
+        for path in code.MODULES:
+            held: Any = self
+            for name in path.split("."):
+                held = held._modules.get(name) if isinstance(held, nn.Module) else None
+            if not isinstance(held, nn.Module) or isinstance(held, Container):
+                raise ArtifactError(
+                    f"stage {code.INDEX} would need {path}, which it does not hold, for another shape of the batch",
+                    remedy="pad the batches to one shape",
+                )
+        for name in code.CONSTANTS:
+            self.register_buffer(name, constants[name].to(self._autopipe_device), persistent=False)
+        self._autopipe_constants = (*self._autopipe_constants, *code.CONSTANTS)
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The names of the tensors that are neither parameter nor buffer of the model."""
+        return (*self.CONSTANTS, *self._autopipe_constants)
+
+    def run(self, code: type[Stage], *arguments: torch.Tensor) -> Any:
+        """Call the stage, or the code of another recording with what this stage holds."""
+        return self(*arguments) if code is type(self) else code.forward(self, *arguments)
 
     def train(self, mode: bool = True) -> Self:
         """Switch to training, each part to the mode it was adopted in, or to evaluation."""

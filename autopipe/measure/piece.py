@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -89,16 +90,17 @@ class Piece:
 
         def argument(node: fx.Node) -> fx.Node:
             if node.op == "get_attr" and node.name not in made:
-                attributes[str(node.target)] = state.attribute(str(node.target))
-                made[node.name] = graph.get_attr(str(node.target))
+                attributes[_attribute(node)] = state.attribute(str(node.target))
+                made[node.name] = graph.get_attr(_attribute(node))
             return made[node.name]
 
         for node in nodes:
             if node.op == "call_module":
-                attributes[str(node.target)] = state.attribute(str(node.target))
+                attributes[_attribute(node)] = state.attribute(str(node.target))
             arguments = fx.node.map_arg(node.args, argument), fx.node.map_arg(node.kwargs, argument)
             region.enter(node)
-            made[node.name] = graph.create_node(node.op, _callable(node.target), *arguments, name=node.name)
+            target = _attribute(node) if node.op == "call_module" else _callable(node.target)
+            made[node.name] = graph.create_node(node.op, target, *arguments, name=node.name)
         region.leave()
         graph.output(tuple(made[name] for name in outputs))
         self.module = fx.GraphModule(attributes, graph)
@@ -107,6 +109,11 @@ class Piece:
         """Run it on values in the order of ``inputs``; returns those of ``outputs``."""
         found: tuple[Any, ...] = self.module(*values)
         return found
+
+
+def _attribute(node: fx.Node) -> str:
+    """Return the path that a node names, without Python's keywords: torch.fx writes ``self.class`` as it stands."""
+    return ".".join(f"{name}_of_the_model" if iskeyword(name) else name for name in str(node.target).split("."))
 
 
 def _callable(target: Any) -> Any:

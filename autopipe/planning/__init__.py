@@ -31,6 +31,7 @@ from autopipe.planning.cluster_file import parse_bandwidth, parse_bytes, parse_s
 from autopipe.planning.compare import Comparison, Contender, comparison
 from autopipe.planning.explain import Explanation, explain
 from autopipe.planning.options import NEEDS, PlanOptions, ScheduleNeeds
+from autopipe.planning.recut import recut
 from autopipe.planning.watch import Watch
 
 __all__ = [
@@ -49,5 +50,6 @@ __all__ = [
     "parse_bytes",
     "parse_seconds",
     "read_cluster",
+    "recut",
     "uniform_cluster",
 ]

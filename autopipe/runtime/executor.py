@@ -6,6 +6,7 @@ turn, so that a transfer runs while the rank computes.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ import torch
 from autopipe.errors import AutopipeError
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Request
-from autopipe.ir.tensor import TensorSpec
 from autopipe.ir.timeline import Span
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.routes import Edge, Routes
+from autopipe.runtime.recording import Recording
+from autopipe.runtime.routes import Edge
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import Stepper
 from autopipe.runtime.transport import ACTIVATION, GRADIENT, Channel, Pending, Transport
@@ -29,27 +30,23 @@ LOOKAHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One part of a minibatch: its tensors by name, its share of the loss, and the sizes of its symbols."""
+    """Part of a minibatch: its tensors by name, its share of the loss, the sizes of its symbols, what it follows."""
 
     leaves: Mapping[str, torch.Tensor]
     factor: float
     sizes: Mapping[str, int]
+    recording: Recording
 
 
 @dataclass(slots=True)
 class Executor:
-    """What one rank needs to follow its row.
-
-    ``specs``: shape of every value that crosses, and of every exactly tied parameter, by name.
-    """
+    """What one rank needs to follow its row."""
 
     plan: Plan
     request: Request
-    routes: Routes
     runners: dict[int, StageRunner]
     stepper: Stepper
     transport: Transport
-    specs: Mapping[str, TensorSpec]
     reporter: Reporter
     record: bool = False
     spans: list[Span] = field(default_factory=list)
@@ -57,6 +54,7 @@ class Executor:
     _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     _posted: dict[Instruction, list[Pending]] = field(default_factory=dict)
     _minibatches: Mapping[int, Sequence[Microbatch]] = field(default_factory=dict)
+    _last_backwards: frozenset[Instruction] = frozenset()
     _training: bool = True
 
     def run(
@@ -76,6 +74,8 @@ class Executor:
         self._minibatches, self._training = minibatches, training
         row = [i if not offset else _shifted(i, offset) for i in row]
         row = [i for i in row if i.microbatch < len(minibatches[i.minibatch])]
+        # behind these a minibatch's gradients are complete on this rank
+        self._last_backwards = frozenset({(i.stage, i.minibatch): i for i in row if i.op == "B"}.values())
         handlers: dict[str, Callable[[Instruction], None]] = {
             "F": self._forward, "B": self._backward, "SF": self._send, "SB": self._send,
             "RF": self._receive, "RB": self._receive, "R": self._reduce, "S": self._step,
@@ -114,8 +114,10 @@ class Executor:
     def _peer_rank(self, instruction: Instruction, stage: int) -> int:
         return self.request.rank_of(stage, instruction.minibatch, instruction.microbatch)
 
-    def _values(self, kind: str, edge: Edge) -> tuple[str, ...]:
-        return (self.routes.forward if kind == ACTIVATION else self.routes.backward)[edge]
+    def _edges(self, kind: str, instruction: Instruction) -> Mapping[Edge, tuple[str, ...]]:
+        """Return what crosses for a microbatch: by edge, the values of one message."""
+        routes = self._microbatch(instruction).recording.routes
+        return routes.forward if kind == ACTIVATION else routes.backward
 
     def _microbatch(self, instruction: Instruction) -> Microbatch:
         return self._minibatches[instruction.minibatch][instruction.microbatch]
@@ -127,10 +129,10 @@ class Executor:
         kind = ACTIVATION if instruction.op == "RF" else GRADIENT
         edge = (instruction.peer, instruction.stage)
         channel = Channel(kind, *edge, self._peer_rank(instruction, instruction.peer), self.transport.rank)
-        sizes = self._microbatch(instruction).sizes
+        microbatch = self._microbatch(instruction)
         pending = []
-        for value in self._values(kind, edge):
-            spec = self.specs[value]
+        for value in self._edges(kind, instruction).get(edge, ()):
+            spec, sizes = microbatch.recording.specs[value], microbatch.sizes
             pending.append(self.transport.receive(channel, spec.concrete(sizes), getattr(torch, spec.dtype)))
         self._posted[instruction] = pending
 
@@ -139,13 +141,12 @@ class Executor:
         edge = (instruction.peer, instruction.stage)
         tensors = [pending.wait() for pending in self._posted.pop(instruction)]
         self._mail[kind, edge, instruction.minibatch, instruction.microbatch] = dict(
-            zip(self._values(kind, edge), tensors, strict=True)
+            zip(self._edges(kind, instruction).get(edge, ()), tensors, strict=True)
         )
 
     def _deliver(self, kind: str, instruction: Instruction, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put what an instruction made where it is read: kept for a send, or straight for a stage on this rank."""
-        edges = self.routes.forward if kind == ACTIVATION else self.routes.backward
-        for edge, values in edges.items():
+        for edge, values in self._edges(kind, instruction).items():
             if edge[0] == instruction.stage:
                 key = kind, edge, instruction.minibatch, instruction.microbatch
                 # a tensor object of its own for each reader: each collects a gradient of its own
@@ -155,11 +156,12 @@ class Executor:
         kind = ACTIVATION if instruction.op == "SF" else GRADIENT
         edge = (instruction.stage, instruction.peer)
         channel = Channel(kind, *edge, self.transport.rank, self._peer_rank(instruction, instruction.peer))
-        sizes = self._microbatch(instruction).sizes
-        tensors = self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch))
+        microbatch = self._microbatch(instruction)
+        # an edge of the plan over which this microbatch sends nothing
+        tensors = self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch), {})
         for value, tensor in tensors.items():
-            spec = self.specs[value]
-            expected = spec.concrete(sizes)
+            spec = microbatch.recording.specs[value]
+            expected = spec.concrete(microbatch.sizes)
             if tuple(tensor.shape) != expected or tensor.dtype != getattr(torch, spec.dtype):
                 raise AutopipeError(
                     f"{value} should be {spec.dtype}{list(expected)} here, and is {tensor.dtype}{list(tensor.shape)}",
@@ -170,9 +172,8 @@ class Executor:
 
     def _take(self, kind: str, instruction: Instruction) -> dict[str, torch.Tensor]:
         """Return what the other stages made for this one, in the order in which autograd would have added it up."""
-        edges = self.routes.forward if kind == ACTIVATION else self.routes.backward
         found: dict[str, torch.Tensor] = {}
-        for edge in edges:
+        for edge in self._edges(kind, instruction):
             if edge[1] == instruction.stage:
                 found.update(self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch)))
         return found
@@ -180,20 +181,25 @@ class Executor:
     def _forward(self, instruction: Instruction) -> None:
         runner = self.runners[instruction.stage]
         microbatch = self._microbatch(instruction)
-        inputs = [microbatch.leaves[name] for name in runner.stage.INPUTS]
+        name = microbatch.recording.name
+        inputs = [microbatch.leaves[entry] for entry in runner.faces[name].code.INPUTS]
         received = self._take(ACTIVATION, instruction)
         key = self._key(instruction)
         if not self._training:
-            self._deliver(ACTIVATION, instruction, runner.evaluate(key, inputs, received, microbatch.factor))
+            self._deliver(ACTIVATION, instruction, runner.evaluate(key, inputs, received, microbatch.factor, name))
             return
         runner.versions.use(instruction.weight_version)
-        self._deliver(ACTIVATION, instruction, runner.forward(key, inputs, received, microbatch.factor))
+        self._deliver(ACTIVATION, instruction, runner.forward(key, inputs, received, microbatch.factor, name))
 
     def _backward(self, instruction: Instruction) -> None:
         runner = self.runners[instruction.stage]
         runner.versions.use(instruction.weight_version)
         key = self._key(instruction)
-        self._deliver(GRADIENT, instruction, runner.backward(key, self._take(GRADIENT, instruction)))
+        arrived = self._take(GRADIENT, instruction)
+        last = instruction in self._last_backwards
+        with self.stepper.overlapping(instruction.stage) if last else contextlib.nullcontext():
+            gradients = runner.backward(key, arrived)
+        self._deliver(GRADIENT, instruction, gradients)
 
     def _backward_inputs(self, instruction: Instruction) -> None:
         runner = self.runners[instruction.stage]

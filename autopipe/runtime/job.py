@@ -16,9 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopipe.errors import unknown_choice
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
+
+NONFINITE = ("stop", "warn", "skip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,9 @@ class Job:
 
     ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
     ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
-    ``deferred_batch_norm``: see ``runtime.deferred``.
+    ``deferred_batch_norm``: see ``runtime.deferred``. ``excluded_devices``: GPUs that no rank uses.
+    ``max_shapes``: for how many further shapes of the batch code may be made; ``allow_data_dependent``: how.
+    ``on_nonfinite``: one of ``NONFINITE``, what a loss that is not finite leads to.
     """
 
     steps: int
@@ -44,6 +49,20 @@ class Job:
     save: bool = True
     evaluation_note: str = ""
     deferred_batch_norm: bool = False
+    excluded_devices: tuple[int, ...] = ()
+    on_nonfinite: str = "stop"
+    max_shapes: int = 16
+    allow_data_dependent: bool = False
+
+    def __post_init__(self) -> None:
+        counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every
+        counts += self.keep_checkpoints, self.max_shapes
+        if min(*counts, self.clip_grad_norm) < 0 or self.threads < 1 or self.start_step < -1:
+            raise ValueError("a job's numbers are not negative, and it has a thread at least")
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"unknown device {self.device!r}; known: cpu, cuda")
+        if self.on_nonfinite not in NONFINITE:
+            raise ValueError(unknown_choice("policy", self.on_nonfinite, NONFINITE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,12 @@ from autopipe.runtime import state
 from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
+from autopipe.runtime.finite import FiniteBuffers
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout, microbatches
-from autopipe.runtime.routes import tied
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.recording import Recording
+from autopipe.runtime.recordings import Recordings
+from autopipe.runtime.saver import Saver
 from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import GradientHook, Stepper
@@ -34,9 +37,9 @@ from autopipe.runtime.weights import WeightVersions
 from autopipe.schedules import REGISTRY, lower, make, validate
 from autopipe.workload import Workload
 
-# an asynchronous schedule keeps its pipeline full for this many minibatches, then drains; see semantics: where it
-# drains changes nothing
-WINDOW = 32
+# an asynchronous schedule keeps its pipeline full for this many minibatches, fewer where they take long, then drains;
+# see semantics: where it drains changes nothing
+WINDOW, LEAST_WINDOW, WINDOW_SECONDS = 32, 4, 10.0
 
 
 def _due(step: int, every: int) -> bool:
@@ -48,7 +51,8 @@ def _due(step: int, every: int) -> bool:
 class RankSession:
     """A rank that has its stages built. Make it with ``RankSession.start``.
 
-    ``items``: epoch -> minibatches, where they are not to come from the workload's own data.
+    ``items``: epoch -> minibatches, where they are not to come from the workload's own data. ``stopped``: whether
+    training ended because it was asked to.
     """
 
     job: Job
@@ -60,7 +64,18 @@ class RankSession:
     reporter: Reporter
     device: torch.device
     items: Callable[[int], Iterator[Any]] | None = None
+    stopped: bool = False
     _rows: dict[tuple[int, int], tuple[Instruction, ...]] = field(default_factory=dict)
+    _saver: Saver = field(init=False)
+    _recordings: Recordings = field(init=False)
+
+    def __post_init__(self) -> None:
+        stages, leads = len(self.layout.plan.stages), self.transport.rank == 0
+        self._saver = Saver(self.run.checkpoints, stages, keep=self.job.keep_checkpoints, leads=leads)
+        run, workload, runners = self.run, self.workload, self.executor.runners
+        self._recordings = Recordings(
+            run, self.job, self.layout, workload, self.transport, self.reporter, runners
+        )
 
     @staticmethod
     def start(
@@ -79,7 +94,7 @@ class RankSession:
             workload = Workload.from_spec(plan.workload)
         schedule = make(plan.schedule, replace(request, num_minibatches=1))
         runners: dict[int, StageRunner] = {}
-        carrying = {value for values in layout.routes.backward.values() for value in values}
+        carrying = Recording.of(plan, graph).carries_gradient
         scaler = LossScaler() if plan.workload.precision == "fp16" else None
         if scaler is not None and any(schedule.staleness):
             raise PlanError(
@@ -103,7 +118,7 @@ class RankSession:
                 adopted,
                 WeightVersions(adopted, schedule.staleness[stage.index], graph.aliases),
                 seed=plan.workload.seed,
-                carries_gradient=frozenset(carrying),
+                carries_gradient=carrying,
                 exact_ties=ties,
                 recompute=stage.recompute,
                 scaler=scaler,
@@ -122,15 +137,18 @@ class RankSession:
             clip_norm=job.clip_grad_norm or None,
             on_gradients=on_gradients,
             scaler=scaler,
+            on_nonfinite=job.on_nonfinite,
         )
+        for stage in mine:
+            used, written = layout.parameters_used(stage), layout.buffers_written(stage)
+            if job.on_nonfinite == "skip":
+                stepper.kept_buffers[stage.index] = FiniteBuffers(runners[stage.index].stage, written)
+            if stage.replicas > 1:
+                stepper.bring_together(stage.index, used, written, graph.aliases)
         optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
         stepper.optimizers = optimizers
         stepper.schedulers = {i: None if o is None else workload.scheduler(o) for i, o in optimizers.items()}
-        specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
-        specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
-        executor = Executor(
-            plan, request, layout.routes, runners, stepper, transport, specs, reporter, job.record_timeline
-        )
+        executor = Executor(plan, request, runners, stepper, transport, reporter, job.record_timeline)
         return RankSession(job, layout, workload, run, executor, transport, reporter, device)
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -142,28 +160,49 @@ class RankSession:
         """
         step, epoch, position = self._resume()
         saved = step if self.job.start_step >= 0 else -1
-        for first, epoch_now, position_now, window in self._windows(step, epoch, position):
-            self._run_window(first, window)
-            step, epoch, position = first + len(window), epoch_now, position_now
-            if _due(step, self.job.checkpoint_every):
+        try:
+            for first, epoch_now, position_now, window in self._windows(step, epoch, position):
+                self._run_window(first, window)
+                step, epoch, position = first + len(window), epoch_now, position_now
+                self._report_saved()
+                if _due(step, self.job.checkpoint_every):
+                    self.save(step, epoch, position)
+                    saved = step
+                if _due(step, self.job.evaluate_every):
+                    self.evaluate(self.job.batch_size or None, step)
+            if self.job.save and saved != step:
                 self.save(step, epoch, position)
-                saved = step
-            if _due(step, self.job.evaluate_every):
-                self.evaluate(self.job.batch_size or None, step)
-        if self.job.save and saved != step:
-            self.save(step, epoch, position)
+            self.reporter.at("saving", waiting=True)
+            self._saver.wait()
+            self._report_saved()
+        except BaseException:
+            self._saver.abandon()
+            raise
+        if self.stopped and self.transport.rank == 0:
+            self.reporter.event("stopped", step=step)
 
     def _window_length(self, step: int) -> int:
-        length = 1 if REGISTRY[self.layout.plan.schedule].synchronous else WINDOW
+        length = 1 if REGISTRY[self.layout.plan.schedule].synchronous else self._window()
         for every in (self.job.checkpoint_every, self.job.evaluate_every):
             if every:
                 length = min(length, every - step % every)
         return min(length, self.job.steps - step) if self.job.steps else length
 
+    def _window(self) -> int:
+        """Return how many minibatches run before the pipeline drains: where it does, a run can be stopped."""
+        seconds = self.layout.plan.predicted.step_seconds
+        return max(LEAST_WINDOW, min(WINDOW, int(WINDOW_SECONDS / seconds))) if seconds else WINDOW
+
+    def _may_begin(self, step: int, length: int) -> bool:
+        self.stopped = not self.reporter.may_begin(step, step + length)
+        return not self.stopped
+
     def _windows(self, step: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, list[Any]]]:
-        """Yield (first minibatch, epoch, position after it, items) until the job is done."""
+        """Yield (first minibatch, epoch, position after it, items) until the job is done, or is to stop."""
         window: list[Any] = []
         length = self._window_length(step)
+        if self._done(step, epoch) or not self._may_begin(step, length):
+            return
         while not self._done(step, epoch):
             found = 0
             items = self._items(epoch)
@@ -181,6 +220,8 @@ class RankSession:
                     yield step, epoch, found, window
                     step, window = step + len(window), []
                     length = self._window_length(step)
+                    if not self._done(step, epoch) and not self._may_begin(step, length):
+                        return
             else:
                 break
             if found == 0 or found < position:
@@ -206,8 +247,7 @@ class RankSession:
     def _run_window(self, first: int, items: Sequence[Any]) -> None:
         plan = self.layout.plan
         minibatches = {
-            first + index: microbatches(self.workload, self.layout.graph, item, plan.num_microbatches, self.device)
-            for index, item in enumerate(items)
+            first + index: self._recordings.microbatches(item, self.device) for index, item in enumerate(items)
         }
         for index, item in enumerate(items):
             self.executor.stepper.samples[first + index] = self.workload.num_samples(item)
@@ -270,33 +310,22 @@ class RankSession:
             )
 
     def save(self, step: int, epoch: int, position: int) -> None:
-        """Write a checkpoint together with the other ranks; rank 0 makes it the latest once all have written."""
+        """Copy what this rank holds and begin to write it; rank 0 makes it the latest once all have written.
+
+        Raises: what writing the checkpoint before has failed with.
+        """
         self.reporter.at("saving", waiting=False)
-        stepper, plan = self.executor.stepper, self.layout.plan
-        final = checkpoints.directory_of(self.run.checkpoints, step)
-        temporary = final.with_name(final.name + ".tmp")
-        for index, runner in self.executor.runners.items():
-            if plan.stages[index].ranks[0] != self.transport.rank:
-                continue
-            owned = stepper.owned(index)
-            tensors = state.collect(runner, owned, stepper.optimizers[index])
-            checkpoints.write_stage(
-                temporary,
-                index,
-                len(plan.stages),
-                tensors,
-                state.groups(owned, stepper.optimizers[index]),
-                state.scheduler_numbers(stepper.schedulers[index]),
-            )
-        self.reporter.at("saving", waiting=True)
-        self.transport.barrier()
-        if self.transport.rank == 0:
-            manifest = checkpoints.Manifest(
-                step, epoch, position, plan.workload.seed, self.layout.graph.digest, plan.digest, (), *self._scale()
-            )
-            path = checkpoints.finish(
-                self.run.checkpoints, temporary, len(plan.stages), manifest, self.job.keep_checkpoints
-            )
+        plan = self.layout.plan
+        manifest = checkpoints.Manifest(
+            step, epoch, position, plan.workload.seed, self.layout.graph.digest, plan.digest, (), *self._scale()
+        )
+        written = [i for i in self.executor.runners if plan.stages[i].ranks[0] == self.transport.rank]
+        self._saver.save(manifest, self.executor.stepper, written, pinned=self.device.type == "cuda")
+
+    def _report_saved(self) -> None:
+        """Report the checkpoints that were finished. Raises: what writing one has failed with."""
+        self._saver.look()
+        for step, path in self._saver.finished():
             self.reporter.event("checkpoint", step=step, path=str(path))
 
     # -- evaluation ------------------------------------------------------------------------------------------------
@@ -316,9 +345,7 @@ class RankSession:
                     item = next(items, None)
                 if item is None:
                     break
-                parts = microbatches(
-                    self.workload, self.layout.graph, item, self.layout.plan.num_microbatches, self.device
-                )
+                parts = self._recordings.microbatches(item, self.device, training=False)
                 self.executor.run(row, {count: parts}, offset=count, training=False)
                 loss = self.executor.stepper.collect_loss(count)
                 if loss is not None:

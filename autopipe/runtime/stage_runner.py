@@ -27,6 +27,14 @@ from autopipe.stage import Stage
 Key = tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Face:
+    """What a stage does for one recording. ``carries_gradient``: values received and sent through which one flows."""
+
+    code: type[Stage]
+    carries_gradient: frozenset[str]
+
+
 @dataclass(slots=True)
 class _Flight:
     """What is kept of a microbatch from its forward to its backward.
@@ -40,13 +48,15 @@ class _Flight:
     outputs: dict[str, torch.Tensor]
     factor: float
     draws: tuple[int, int, int]
+    face: Face
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class StageRunner:
     """Runs one adopted stage.
 
-    ``carries_gradient``: the received and sent values through which a gradient flows. ``weighted``: the user's loss
+    ``carries_gradient``: the received and sent values through which a gradient flows. ``faces``: by name of the
+    recording, "" being the stage's own. ``weighted``: the user's loss
     returns (loss, weight). ``exact_ties``: parameters whose gradient takes part in a chain: name -> whether this stage
     owns it. ``scaler``: for float16, the scale that the loss is multiplied with.
     ``deferred``: gathers the statistics of BatchNorm until the step.
@@ -66,7 +76,7 @@ class StageRunner:
     ) -> None:
         self.stage = stage
         self.seed = seed
-        self.carries_gradient = carries_gradient
+        self.faces = {"": Face(type(stage), carries_gradient)}
         self.recompute = recompute
         self.scaler = scaler
         self.deferred = deferred
@@ -82,33 +92,37 @@ class StageRunner:
         inputs: Sequence[torch.Tensor],
         received: Mapping[str, torch.Tensor],
         factor: float,
+        recording: str = "",
     ) -> dict[str, torch.Tensor]:
         """Run microbatch ``key`` = (minibatch, microbatch) and return what later stages read, detached.
 
         ``factor``: the microbatch's share of the minibatch loss (n_j / n), applied here, on the last stage, and nowhere
-        else; where the loss brings its own weight, that weight takes its place.
+        else; where the loss brings its own weight, that weight takes its place. ``recording``: which it follows.
         """
-        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key))
+        face = self.faces[recording]
+        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key), face)
         for value, tensor in flight.received.items():
-            if value in self.carries_gradient:
+            if value in face.carries_gradient:
                 tensor.requires_grad_()
                 hook = functools.partial(flight.gradients.__setitem__, value)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         outputs = self._run(flight)
-        sent = {value: outputs[value].detach() for value in self.stage.SENDS}
+        sent = {value: outputs[value].detach() for value in face.code.SENDS}
         if self.stage.RETURNS:
             returned = [outputs[value] for value in self.stage.RETURNS]
             weight = returned[1].detach() if len(returned) > 1 else None
             self.losses[key] = self._scaled(outputs, factor).detach(), weight
-        flight.outputs = {} if self.recompute else self._roots(outputs, factor)
+        flight.outputs = {} if self.recompute else self._roots(flight, outputs)
         self.flights[key] = flight
         return sent
 
     def _run(self, flight: _Flight) -> dict[str, torch.Tensor]:
         self.stage.seed(flight.draws)
-        arguments = [flight.received[value] for value in self.stage.RECEIVES]
-        results = self.stage(*flight.inputs, *arguments)
-        return dict(zip((*self.stage.SENDS, *self.stage.RETURNS), results, strict=True))
+        code = flight.face.code
+        arguments = [flight.received[value] for value in code.RECEIVES]
+        results = self.stage.run(code, *flight.inputs, *arguments)
+        # what the model returns goes by the names that the plan's own recording gives it
+        return dict(zip((*code.SENDS, *self.stage.RETURNS), results, strict=True))
 
     def _scaled(self, outputs: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
         loss = outputs[self.stage.RETURNS[0]]
@@ -116,25 +130,31 @@ class StageRunner:
             return loss * outputs[self.stage.RETURNS[1]].detach()
         return loss * factor
 
-    def _roots(self, outputs: Mapping[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    def _roots(self, flight: _Flight, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Keep the outputs that backward starts from; "" is the loss."""
-        roots = {value: outputs[value] for value in self.stage.SENDS if value in self.carries_gradient}
+        face = flight.face
+        roots = {value: outputs[value] for value in face.code.SENDS if value in face.carries_gradient}
         if self.stage.RETURNS:
-            loss = self._scaled(outputs, factor)
+            loss = self._scaled(outputs, flight.factor)
             if loss.requires_grad:
                 roots[""] = loss if self.scaler is None else loss * self.scaler.scale
         return roots
 
     def evaluate(
-        self, key: Key, inputs: Sequence[torch.Tensor], received: Mapping[str, torch.Tensor], factor: float
+        self,
+        key: Key,
+        inputs: Sequence[torch.Tensor],
+        received: Mapping[str, torch.Tensor],
+        factor: float,
+        recording: str = "",
     ) -> dict[str, torch.Tensor]:
         """Run a microbatch forward only. The caller has switched the stage to eval mode and gradients off."""
-        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key))
+        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key), self.faces[recording])
         outputs = self._run(flight)
         if self.stage.RETURNS:
             weight = outputs[self.stage.RETURNS[1]] if len(self.stage.RETURNS) > 1 else None
             self.losses[key] = self._scaled(outputs, factor), weight
-        return {value: outputs[value] for value in self.stage.SENDS}
+        return {value: outputs[value] for value in flight.face.code.SENDS}
 
     def backward(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the backward of a microbatch and return the gradients that earlier stages wait for.
@@ -152,7 +172,7 @@ class StageRunner:
         """Run the half of a backward that earlier stages wait for, and return what they wait for."""
         flight = self.flights.pop(key)
         roots, starts = self._starts(flight, gradients)
-        received = [tensor for value, tensor in flight.received.items() if value in self.carries_gradient]
+        received = [tensor for value, tensor in flight.received.items() if value in flight.face.carries_gradient]
         copies = [name for name, owned in self.exact_ties.items() if not owned]
         self._pending[key] = backward_inputs(roots, starts, received, self.versions.in_use, copies)
         return self._collect(flight)
@@ -170,7 +190,7 @@ class StageRunner:
         if self.recompute:
             with self._frozen_buffers():
                 again = self._run(flight)
-            outputs = self._roots(again, flight.factor)
+            outputs = self._roots(flight, again)
         roots: list[torch.Tensor] = []
         starts: list[torch.Tensor | None] = []
         for value, gradient in gradients.items():
@@ -189,7 +209,7 @@ class StageRunner:
     def _collect(self, flight: _Flight) -> dict[str, torch.Tensor]:
         gradients = {}
         for value in flight.received:
-            if value not in self.carries_gradient:
+            if value not in flight.face.carries_gradient:
                 continue
             if value not in flight.gradients:
                 raise AutopipeError(

@@ -21,7 +21,7 @@ from autopipe.runtime.weights import WeightVersions
 
 def buffers(runner: StageRunner) -> dict[str, torch.Tensor]:
     """Return the buffers of a stage, non-persistent ones too: a forward may have changed them."""
-    constants = runner.stage.CONSTANTS
+    constants = runner.stage.constants
     return {name: buffer for name, buffer in runner.stage.named_buffers() if name not in constants}
 
 

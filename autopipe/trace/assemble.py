@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 
 from torch import Tensor, fx, nn
@@ -27,9 +28,21 @@ def assemble(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor])
     try:
         module.graph = graph
     except (SyntaxError, RuntimeError) as error:
-        raise TraceError(f"a call has an argument that cannot be written down: {error}") from error
+        if not any(keyword.iskeyword(name) for node in graph.nodes for name in str(node.target).split(".")):
+            raise TraceError(f"a call has an argument that cannot be written down: {error}") from error
+        _run_without_source(module, graph)
     module.training = model.training  # not train(): that would reach into the user's modules
     return module
+
+
+def _run_without_source(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Give a module its graph where torch.fx cannot write it: a part of the model is named like a Python keyword.
+
+    Stage files reach such a part as ``self["class"]``.
+    """
+    module._graph = graph
+    graph.owning_module = module
+    type(module).forward = lambda self, *args: fx.Interpreter(self).run(*args)  # type: ignore[method-assign]
 
 
 def _container(module: nn.Module, model: nn.Module, path: str) -> nn.Module:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node, Symbol
@@ -73,7 +73,10 @@ class _Describer:
         graph = Graph(
             name=name,
             inputs=tuple(inputs),
-            symbols=(Symbol("s0", self.found.batch_input.name, 0, self.found.batch),),
+            symbols=tuple(
+                Symbol(f"s{index}", node.name, dimension, size)
+                for index, ((node, dimension), size) in enumerate(zip(self.found.places, self.found.sizes, strict=True))
+            ),
             nodes=tuple(described),
             outputs=outputs,
             parameters={n: _state_spec(p) for n, p in model.named_parameters()},
@@ -90,6 +93,7 @@ class _Describer:
         self.position[node.name] = index
         meta = node.meta
         module = self.found.borrowed.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        _refuse_sparse(node, module)
         read = [entry for entry in node.all_input_nodes if entry.op == "get_attr"]
         state = [str(entry.target) for entry in read if entry.target not in self.constants]
         if module is not None:
@@ -200,6 +204,25 @@ def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
         if not found:
             return [dataclasses.replace(node, input_only=node.name in known) for node in nodes]
         tainted |= found
+
+
+# where `sparse` stands when it is not given by name
+_SPARSE = {"embedding": 6, "embedding_bag": 7}
+
+
+def _refuse_sparse(node: fx.Node, module: nn.Module | None) -> None:
+    """Refuse sparse gradients: they are added up, sent, clipped and compared as what they are not, dense.
+
+    Raises: TraceError with the user's line.
+    """
+    place = _SPARSE.get(getattr(node.target, "__name__", ""), len(node.args))
+    given = node.kwargs.get("sparse", node.args[place] if place < len(node.args) else False)
+    if getattr(module, "sparse", None) is True or given is True:
+        raise TraceError(
+            f"{node.target if module is not None else 'an embedding'} makes sparse gradients (sparse=True)",
+            where=where_text(node.meta),
+            remedy="leave sparse=True out: the gradient is the same, as a dense tensor",
+        )
 
 
 def tensor_spec(meta: Mapping[str, Any], symbols: Symbols) -> TensorSpec | None:

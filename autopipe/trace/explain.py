@@ -145,6 +145,18 @@ def explained(error: Exception, construct: str) -> TraceError:
     )
 
 
+UNSEEN = "was made by a call that cannot be followed"
+
+
+def went_unseen(error: TraceError) -> bool:
+    """Tell whether a call could not be recorded, so that another way to capture the model may see more.
+
+    Not where the model does what no capture can cut (a backward in the forward), nor where it draws a coin.
+    """
+    cause = error.__cause__
+    return UNSEEN in error.what or (cause is not None and not isinstance(cause, (AutopipeError, *DATA_DEPENDENT)))
+
+
 def unsupported(what: str, remedy: str) -> TraceError:
     """Return a ``TraceError`` for a construct, at the user's line that runs now."""
     return TraceError(what, where=here(), remedy=remedy)

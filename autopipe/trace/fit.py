@@ -1,8 +1,9 @@
-"""Two recordings at two batch sizes -> one graph for every batch size.
+"""Two recordings at two shapes of the batch -> one graph for every batch size and, where they vary, every length.
 
-A number that is the same in both is a constant; one that differs is ``a * batch + b``, or ``c * batch * batch``, and is
-written into the graph as arithmetic over ``input.size(0)``. Fake tensors cost the same at any size, so the second batch
-is large: what a model does differently for more than a few samples shows. Verification then tries a third size.
+A number that is the same in both is a constant; one that differs is arithmetic over the sizes (``sizes.Size``) and is
+written into the graph as such, from ``input.size(0)``. Fake tensors cost the same at any size, so the second batch is
+large: what a model does differently for more than a few samples, or for a long sequence, shows. Verification then
+tries a third shape.
 
 About three times as fast as one recording with a symbolic size, which stands behind it for whatever does not fit.
 """
@@ -10,48 +11,15 @@ About three times as fast as one recording with a symbolic size, which stands be
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from autopipe.trace.align import OtherWay, aligned, merged
 from autopipe.trace.follow import Followed
+from autopipe.trace.sizes import Size
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """``square * s * s + factor * s + offset``, s being the batch size."""
-
-    factor: int
-    offset: int
-    square: int = 0
-
-    @classmethod
-    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> Size:
-        """Return what gives the numbers seen at two batch sizes: (batch size, number) each.
-
-        Raises: OtherWay when nothing so simple does.
-        """
-        (s, x), (t, y) = first, second
-        factor, rest = divmod(y - x, t - s)
-        offset = x - factor * s
-        if rest:
-            raise OtherWay(f": {x} at {s} samples and {y} at {t}")
-        square, rest = divmod(-offset, s * t)
-        if square > 0:  # through two points a square looks like a line far below zero
-            if rest or factor != square * (s + t):
-                raise OtherWay(f": {x} at {s} samples and {y} at {t}")
-            return cls(0, 0, square)
-        return cls(factor, offset)
-
-    def __str__(self) -> str:
-        if self.square:
-            return "s0*s0" if self.square == 1 else f"s0*s0*{self.square}"
-        text = "s0" if self.factor == 1 else f"s0*{self.factor}"
-        return text if not self.offset else f"{text}{self.offset:+d}"
 
 
 class Fit:
@@ -72,7 +40,7 @@ class Fit:
     def _number(self, first: Any, second: Any) -> Size:
         if type(first) is not int or type(second) is not int:
             raise OtherWay(f": {first!r} and {second!r}")
-        return Size.through((self.narrow.batch, first), (self.wide.batch, second))
+        return Size.through((self.narrow.sizes, first), (self.wide.sizes, second))
 
     def _shape(self, node: fx.Node, other: fx.Node) -> None:
         value, wider = node.meta.get("val"), other.meta.get("val")
@@ -111,21 +79,28 @@ class Fit:
     def _node(self, size: Size, user: fx.Node, made: dict[Size, fx.Node]) -> fx.Node:
         if size in made:
             return made[size]
-        plain = Size(1, 0)
-        if size == plain:
-            source = self.narrow.batch_input
-            found = self._insert("call_method", "size", (source, 0), user)
-        else:
-            found = self._node(plain, user, made)
-            if size.square:
-                found = self._insert("call_function", operator.mul, (found, found), user)
-            factor = size.square or size.factor
-            if factor != 1:
-                found = self._insert("call_function", operator.mul, (found, factor), user)
-            if size.offset:
-                found = self._insert("call_function", operator.add, (found, size.offset), user)
+        found = self._product(size.of, user, made)
+        if size.factor != 1:
+            found = self._insert("call_function", operator.mul, (found, size.factor), user)
+        if size.offset:
+            found = self._insert("call_function", operator.add, (found, size.offset), user)
+        if size.times:
+            outer = self._product(size.times, user, made)
+            found = self._insert("call_function", operator.mul, (outer, found), user)
         made[size] = found
         return found
+
+    def _product(self, which: tuple[int, ...], user: fx.Node, made: dict[Size, fx.Node]) -> fx.Node:
+        """Return the node of one size of the batch, or of several multiplied."""
+        plain = Size(1, 0, which)
+        if plain not in made:
+            if len(which) == 1:
+                source, dimension = self.narrow.places[which[0]]
+                made[plain] = self._insert("call_method", "size", (source, dimension), user)
+            else:
+                first, second = (self._product((index,), user, made) for index in which)
+                made[plain] = self._insert("call_function", operator.mul, (first, second), user)
+        return made[plain]
 
     def _insert(self, kind: str, target: Any, args: tuple[Any, ...], user: fx.Node) -> fx.Node:
         with self.narrow.graph.inserting_before(user):

@@ -7,7 +7,7 @@ copy into the buffer, and a batch that is changed in place is cloned first, so t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +21,29 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from autopipe.errors import TraceError
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import explained, place, short_path
+from autopipe.trace.lengths import Length
 from autopipe.trace.patches import TrainingReads, following
 from autopipe.trace.reads import FollowingShapeEnv, Reads
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.symbols import Symbols
 from autopipe.workload import Item, Workload
 
+Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
+
 
 @dataclass
 class Followed:
-    """What one pass found. ``batch``: its number of samples; ``reads_training``: the user's code asks for the mode."""
+    """What one pass found. ``sizes``: its number of samples, and its ``lengths``, where they are free to vary.
+
+    ``reads_training``: the user's code asks for the mode.
+    """
 
     recorder: Recorder
     borrowed: Borrowed
     symbols: Symbols
-    batch: int
+    sizes: tuple[int, ...]
     reads_training: bool
+    lengths: tuple[Length, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -49,6 +56,13 @@ class Followed:
         found: fx.Node = next(n for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() > 0)
         return found
 
+    @property
+    def places(self) -> list[tuple[fx.Node, int]]:
+        """Where each of ``sizes`` is read: an input and its dimension."""
+        inputs = {str(node.target): node for node in self.graph.nodes if node.op == "placeholder"}
+        lengths = [(inputs[length.places[0][0]], length.places[0][1]) for length in self.lengths]
+        return [(self.batch_input, 0), *lengths]
+
 
 def follow(
     workload: Workload,
@@ -56,14 +70,17 @@ def follow(
     item: Item,
     *,
     batch: int | None = None,
+    lengths: tuple[tuple[Length, int], ...] = (),
     watch: bool = False,
     answer: bool = False,
+    forward: Forward | None = None,
 ) -> Followed:
-    """Run ``workload.loss(model, item)`` with fake tensors.
+    """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
 
     Dimension 0 of every leaf with as many entries as the first one is the batch. ``batch``: follow a batch of so many
-    samples; None: a symbolic number of them. ``watch``: refuse at the very line that draws from Python's or numpy's
-    random numbers. ``answer``: keep data-dependent decisions as this batch makes them (symbolic only).
+    samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
+    refuse at the very line that draws from Python's or numpy's random numbers. ``answer``: keep data-dependent
+    decisions as this batch makes them (symbolic only).
 
     Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
     """
@@ -78,14 +95,16 @@ def follow(
     borrowed = Borrowed(model, mode, sized[0].device)
     with borrowed:
         recorder = Recorder(borrowed, symbols, watch=watch)
-        fakes = {name: _fake_leaf(mode, name, leaf, count, batch) for name, leaf in leaves.items()}
+        given = {place: size for length, size in lengths for place in length.places}
+        fakes = {name: _fake_leaf(mode, name, leaf, count, batch, given) for name, leaf in leaves.items()}
         for name, fake in fakes.items():
             recorder.add_input(name, fake)
         if answer:
             recorder.reads = Reads(borrowed, leaves, workload.spec.seed)
         shape_env.on_answer = recorder.answered
         with _running(recorder, mode, symbolic=batch is None) as reads:
-            loss, weight = workload.loss(model, workload.with_leaves(item, fakes))
+            faked = workload.with_leaves(item, fakes)
+            loss, weight = workload.loss(model, faked) if forward is None else forward(recorder, faked)
             _copy_reassigned(recorder, borrowed)
             recorder.set_output((loss,) if weight is None else (loss, weight))
         drawn = borrowed.snapshot.random_drawn()
@@ -94,7 +113,8 @@ def follow(
     _check_batch(symbols, shape_env, count)
     _clone_changed_inputs(recorder.graph)
     remove_unused(recorder.graph)
-    return Followed(recorder, borrowed, symbols, batch or count, reads.seen)
+    sizes = (batch or count, *(size for _, size in lengths))
+    return Followed(recorder, borrowed, symbols, sizes, reads.seen, tuple(length for length, _ in lengths))
 
 
 @contextlib.contextmanager
@@ -114,11 +134,20 @@ def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Ite
                 recorder.reads.restore()
 
 
-def _fake_leaf(mode: FakeTensorMode, name: str, leaf: Tensor, count: int, batch: int | None) -> Tensor:
+def _fake_leaf(
+    mode: FakeTensorMode,
+    name: str,
+    leaf: Tensor,
+    count: int,
+    batch: int | None,
+    lengths: Mapping[tuple[str, int], int],
+) -> Tensor:
     """Return the fake of an input; an object of its own even where the user passes one tensor twice."""
     batched = leaf.dim() > 0 and leaf.shape[0] == count
     if batch is not None:
-        shape = (batch, *leaf.shape[1:]) if batched else leaf.shape
+        shape = [lengths.get((name, dimension), size) for dimension, size in enumerate(leaf.shape)]
+        if batched:
+            shape[0] = batch
         with mode:
             return torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
     real = torch.empty_like(leaf, requires_grad=leaf.requires_grad)

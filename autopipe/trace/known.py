@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autopipe.trace.borrowed import Borrowed
-from autopipe.trace.explain import unsupported
+from autopipe.trace.explain import UNSEEN, unsupported
 from autopipe.trace.values import tensors_in
 
 
@@ -50,7 +50,7 @@ class Known:
             self.constant_fakes.append(value)
         if name is None:
             raise unsupported(
-                f"a tensor of shape {tuple(value.shape)} was made by a call that cannot be followed",
+                f"a tensor of shape {tuple(value.shape)} {UNSEEN}",
                 "make it with a public torch function in forward, or in __init__ with register_buffer",
             )
         node = self.graph.get_attr(name)

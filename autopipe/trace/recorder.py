@@ -64,6 +64,8 @@ class Recorder(TorchFunctionMode):
         self.custom_functions: list[str] = []
         self.construct = ""  # the call that runs now, for messages
         self.opaque = Opaque(symbols.shape_env)
+        # the user's line and modules of what runs now, where another program stands in for the model
+        self.given: tuple[tuple[str, int] | None, tuple[tuple[str, str, int], ...]] | None = None
         self.reads: Reads | None = None
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._owner = threading.get_ident()
@@ -111,7 +113,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "_opname", "") or getattr(func, "__name__", "")
         if not self.listening or name in NEVER_RECORDED:
             return func(*args, **kwargs)
         if name == "__get__" and property_name(func) in PLAIN_PROPERTIES:
@@ -372,9 +374,15 @@ class Recorder(TorchFunctionMode):
         if self.watch and self.borrowed.snapshot.random_drawn():
             raise unsupported("random numbers from outside of torch", "")
         frame = calling_frame()
-        if frame is not None:
-            node.meta["source"] = frame.f_code.co_filename, frame.f_lineno
-            node.meta["frame"] = id(frame)
-        node.meta["stack"] = tuple(self._stack)
+        if self.given is not None:
+            source, stack = self.given
+            if source is not None:
+                node.meta["source"], node.meta["frame"] = source, id(node)
+        else:
+            stack = tuple(self._stack)
+            if frame is not None:
+                node.meta["source"] = frame.f_code.co_filename, frame.f_lineno
+                node.meta["frame"] = id(frame)
+        node.meta["stack"] = stack
         node.meta["grad"] = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         node.meta["autocast"] = effective_autocast(self.autocast)

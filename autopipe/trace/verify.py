@@ -39,9 +39,11 @@ class Outcome:
 
 
 def verify(
-    workload: Workload, model: nn.Module, module: fx.GraphModule, graph: Graph, items: list[Item]
+    workload: Workload, model: nn.Module, module: fx.GraphModule, graph: Graph, items: list[Item], *, seeds: int = 2
 ) -> tuple[bool, list[str]]:
     """Compare the graph with the model on ``items``: whether every bit is the same, and notes for people.
+
+    ``seeds``: how many random seeds the first item is compared with; the others with one.
 
     The model is left as it was. A guard (``autopipe.guards``) may stop any microbatch but the first: then the graph
     has said itself that it is not meant for it.
@@ -49,14 +51,14 @@ def verify(
     Raises: TraceError naming the first thing that differs, and both numbers.
     """
     wheres = [(workload.spec.seed, 0, index) for index in range(len(items))]
-    wheres.append((workload.spec.seed + 1, 0, 0))
-    runs = list(zip([*items, items[0]], wheres, strict=True))
+    wheres += [(workload.spec.seed + more, 0, 0) for more in range(1, seeds)]
+    runs = list(zip([*items, *[items[0]] * (seeds - 1)], wheres, strict=True))
     total = max((n.random_position + n.num_random for n in graph.nodes), default=0)
 
     def eager(item: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
-        with flat_checkpoints(), draws.Draws(*where) as seeds:
+        with flat_checkpoints(), draws.Draws(*where) as drawn:
             loss, weight = workload.loss(model, item)
-        return loss, weight, seeds.position
+        return loss, weight, drawn.position
 
     def captured(item: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
         loss, *weight = replay(module, workload.leaves(item), where)

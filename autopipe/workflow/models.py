@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from autopipe.errors import RunError
+from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.measure import measure
@@ -25,12 +25,31 @@ class Model:
     capture: Capture
 
 
-def load_model(settings: ProfileSettings, work: Work, *, verify: bool) -> Model:
-    """Load the model that is meant and capture it. Raises: RunError where no model was ever named."""
+def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: Profile | None = None) -> Model:
+    """Load the model that is meant and capture it. ``stored``: what was found of it before, which is not found anew.
+
+    Raises: RunError where no model was ever named.
+    """
     workload = _workload(settings.model, work)
     work.progress(f"capturing the model: {workload.name}", 0.0)
-    captured = capture(workload, allow_data_dependent=settings.allow_data_dependent, verify=verify)
+    captured = capture(
+        workload,
+        allow_data_dependent=settings.allow_data_dependent,
+        verify=verify,
+        lengths=stored is None or len(stored.graph.symbols) > 1,
+    )
+    if stored is not None and stored.graph.digest == captured.graph.digest:
+        # between which lengths the graph is the model was found out on real batches
+        captured = dataclasses.replace(
+            captured, graph=dataclasses.replace(captured.graph, symbols=stored.graph.symbols)
+        )
     return Model(workload, captured)
+
+
+def keeps_decisions(work: Work) -> bool:
+    """Tell whether the stored profile is of a model captured with ``--allow-data-dependent``."""
+    stored = work.found(Profile, work.store.profile)
+    return stored is not None and "decisions kept" in stored.graph.captured_by
 
 
 def _workload(model: ModelSettings, work: Work) -> Workload:
@@ -88,7 +107,7 @@ def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...]
     """Return the model and its profile: the stored one where model, device and sizes are still the same."""
     stored = work.found(Profile, work.store.profile)
     # a graph that was verified once, and is the same again, needs no second proof
-    model = load_model(settings, work, verify=settings.verify and stored is None)
+    model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored)
     reason = "there was no profile" if stored is None else _stale(stored, model, settings)
     if stored is not None and not reason:
         work.notes.append(f"profile of {stored.graph.name} taken from before")
@@ -97,7 +116,7 @@ def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...]
     if stored is not None and settings.verify:
         model = load_model(settings, work, verify=True)
     found = measure_model(model, settings, work, sizes)
-    work.notes.append(f"measured {len(found.graph.nodes)} nodes: {reason}")
+    work.notes.append(f"measured {counted(len(found.graph.nodes), 'node')}: {reason}")
     return model, found
 
 

@@ -6,6 +6,7 @@ Most of them have been in a pipeline framework that people trained with; none sh
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from schedule_cases import Case, compared
 
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Request, Schedule
-from autopipe.runtime import layout, session
+from autopipe.runtime import session
 from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.recordings import Recordings
+from autopipe.runtime.reduction import GradientSum
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import Stepper
 from autopipe.runtime.weights import WeightVersions
@@ -69,13 +72,13 @@ def only_the_last_microbatch_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def microbatches_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = layout.microbatches
+    original = Recordings.microbatches
 
     def microbatches(*arguments) -> list[Microbatch]:
         parts = original(*arguments)
         return [replace(part, factor=1 / len(parts)) for part in parts]
 
-    monkeypatch.setattr(session, "microbatches", microbatches)
+    monkeypatch.setattr(Recordings, "microbatches", microbatches)
 
 
 def stash_one_version_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,28 +142,43 @@ def tied_copy_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def replicas_averaged_as_if_they_had_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replica takes the mean over its own samples, and the mean of the replicas is taken."""
-    forward, reduce = StageRunner.forward, Stepper.reduce
-    shares: dict[tuple[int, int], float] = {}
+    forward, start = StageRunner.forward, GradientSum._start_next
+    own = threading.local()  # a rank is a thread
 
-    def sharing(self, key, inputs, received, factor):
-        where = (id(self), key[0])
-        shares[where] = shares.get(where, 0.0) + factor
-        return forward(self, key, inputs, received, factor)
+    def sharing(self, key, inputs, received, factor, *more):
+        own.share = getattr(own, "share", 0.0) + factor
+        return forward(self, key, inputs, received, factor, *more)
 
-    def averaged(self, stage, minibatch):
-        runner, group = self.runners[stage], self.request.stage_ranks[stage]
-        runner.versions.begin_step(minibatch)
-        for parameter in self.parameters(stage).values():
-            if parameter.grad is not None:
-                parameter.grad /= len(group) * shares[id(runner), minibatch]
-        reduce(self, stage, minibatch)
+    def averaged(self, leaves):
+        for name in self.buckets[self._next].names:
+            if leaves[name].grad is not None:
+                leaves[name].grad /= len(self.group) * own.share
+        start(self, leaves)
+        if self._next == len(self.buckets):
+            own.share = 0.0
 
     monkeypatch.setattr(StageRunner, "forward", sharing)
-    monkeypatch.setattr(Stepper, "reduce", averaged)
+    monkeypatch.setattr(GradientSum, "_start_next", averaged)
 
 
 def replica_gradients_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stepper, "reduce", lambda self, stage, t: self.runners[stage].versions.begin_step(t))
+    monkeypatch.setattr(Stepper, "bring_together", lambda *arguments: None)
+
+
+def bucket_started_before_its_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first gradient that comes sends its whole bucket off."""
+    original = GradientSum._noting
+
+    def noting(self, name, leaves):
+        note = original(self, name, leaves)
+
+        def early(leaf):
+            self._of[name].missing.clear()
+            note(leaf)
+
+        return early
+
+    monkeypatch.setattr(GradientSum, "_noting", noting)
 
 
 def clip_norm_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +256,9 @@ MUTATIONS = {
         replicas_averaged_as_if_they_had_the_same_samples, Case("1f1b", "gpt", (2, 1), "2p")
     ),
     "replica gradients not added": Mutation(replica_gradients_not_added, Case("1f1b", "gpt", (1, 2), "2p")),
+    "bucket started before its last gradient": Mutation(
+        bucket_started_before_its_last_gradient, Case("1f1b", "gpt", (1, 2), "2p")
+    ),
     "clip norm per stage": Mutation(clip_norm_per_stage, RESNET, clip=0.5),
     "recompute with other randomness": Mutation(recompute_with_other_randomness, replace(GPT, recompute=(True,))),
     "randomness of the rank": Mutation(randomness_of_the_rank, GPT),

@@ -1,0 +1,72 @@
+"""``Recording``: one capture of the model, cut as the plan says. What ranks follow for batches of its shape.
+
+There is one to begin with, the plan's own. Batches of another shape, and evaluation where it takes another way through
+the model, get one of their own (``recordings``): other calls, over the same parameters on the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopipe.errors import RunError
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.ir.tensor import TensorSpec
+from autopipe.runtime.routes import Routes, tied
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """``name``: of its folder beside the stage files, "" for the plan's own. ``specs``: of every value that crosses."""
+
+    name: str
+    graph: Graph
+    routes: Routes
+    specs: Mapping[str, TensorSpec]
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph, name: str = "") -> Recording:
+        """Read it off a plan for this graph."""
+        specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
+        specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
+        return Recording(name, graph, Routes.of(plan), specs)
+
+    @property
+    def carries_gradient(self) -> frozenset[str]:
+        """The values through which a gradient comes back."""
+        return frozenset(value for values in self.routes.backward.values() for value in values)
+
+    def sizes(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Return the sizes of a batch by symbol."""
+        return {s.name: int(leaves[s.input].shape[s.dimension]) for s in self.graph.symbols if leaves[s.input].dim()}
+
+    def fits(self, leaves: Mapping[str, torch.Tensor]) -> bool:
+        """Tell whether a batch has the shapes that this stands for.
+
+        Raises: RunError where it has other tensors, naming the one and both shapes: no other recording would help.
+        """
+        _check_kinds(self.graph, leaves)
+        sizes = self.sizes(leaves)
+        if not all(symbol.holds(sizes.get(symbol.name, symbol.hint)) for symbol in self.graph.symbols):
+            return False
+        return all(tuple(leaves[entry.name].shape) == entry.spec.concrete(sizes) for entry in self.graph.inputs)
+
+
+def _check_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> None:
+    missing = [entry.name for entry in graph.inputs if entry.name not in leaves]
+    if missing:
+        raise RunError(
+            f"the batch lacks {missing[0]!r}; it has {', '.join(leaves)}",
+            remedy="let every batch have the entries of the first one",
+        )
+    for entry in graph.inputs:
+        leaf = leaves[entry.name]
+        if leaf.dim() != len(entry.spec.shape) or str(leaf.dtype) != f"torch.{entry.spec.dtype}":
+            raise RunError(
+                f"{entry.name} is {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}; "
+                f"the model was captured with {entry.spec}",
+                remedy="give every batch the dtypes and the number of dimensions of the first one",
+            )

@@ -1,0 +1,162 @@
+"""Recordings made while a run goes on: a batch of a shape not seen before gets stage code of its own.
+
+All ranks meet the same batches in the same order, so all come to a new shape together, between two minibatches. Rank 0
+captures the model at that shape, compares it with the model as every capture is, cuts it as the plan is cut, and writes
+it beside the stage files; the others wait, and then each takes over its part. The parameters stay where they are.
+
+Of evaluation the first recording may already be there: ``generate`` wrote it because the model takes another way then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.draws import exclusive
+from autopipe.errors import AutopipeError, RunError
+from autopipe.generate import generate, load_constants, load_stage
+from autopipe.ir import artifact
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.planning import recut
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.recording import Recording
+from autopipe.runtime.stage_runner import Face, StageRunner
+from autopipe.runtime.transport import Transport
+from autopipe.trace import Capture, capture, with_own_constants
+from autopipe.workload import Workload
+from autopipe.workload.items import resized, shapes
+
+EVALUATION = "evaluation"
+
+
+def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -> None:
+    """Cut a capture as a plan of ``graph`` is cut, and write its stage files, graph and plan into a folder of its own.
+
+    Raises: PlanError where it cannot be cut so.
+    """
+    captured = with_own_constants(captured, folder.name)
+    cut = recut(plan, graph, captured.graph)
+    generate(captured, cut, folder)
+    artifact.save(captured.graph, folder / "graph.json")
+    artifact.save(cut, folder / "plan.json")
+
+
+@dataclass(slots=True)
+class Recordings:
+    """The recordings of one rank. ``training``, ``evaluation``: those that a batch may follow, the plan's own first."""
+
+    run: RunDirectory
+    job: Job
+    layout: Layout
+    workload: Workload
+    transport: Transport
+    reporter: Reporter
+    runners: dict[int, StageRunner]
+    training: list[Recording] = field(default_factory=list)
+    evaluation: list[Recording] = field(default_factory=list)
+    _made: int = 0
+
+    def __post_init__(self) -> None:
+        own = Recording.of(self.layout.plan, self.layout.graph)
+        self.training = [own]
+        self.evaluation = self.training
+        if (self.run.stages / EVALUATION / "plan.json").is_file():
+            self.evaluation = [self._taken_over(EVALUATION)]
+
+    def microbatches(self, item: Any, device: torch.device, *, training: bool = True) -> list[Microbatch]:
+        """Cut a minibatch. The factor n_j / n is each part's share of the samples.
+
+        Raises: RunError where a part has other tensors than the captured batch, or more shapes come than are allowed.
+        """
+        parts = self.workload.split(item, self.layout.plan.num_microbatches)
+        total = sum(self.workload.num_samples(part) for part in parts)
+        found = []
+        for part in parts:
+            leaves = self.workload.leaves(part)
+            recording = self._of(part, training=training)
+            on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
+            factor = self.workload.num_samples(part) / total
+            found.append(Microbatch(on_device, factor, recording.sizes(leaves), recording))
+        return found
+
+    def _of(self, part: Any, *, training: bool) -> Recording:
+        leaves = self.workload.leaves(part)
+        known = self.training if training else self.evaluation
+        for recording in known:
+            if recording.fits(leaves):
+                return recording
+        if self._made >= self.job.max_shapes:
+            raise RunError(
+                f"a batch of another shape ({shapes(part)}), and code was made for {self._made} shapes already",
+                remedy="pad or group the batches so that there are fewer shapes, or allow more with --max-shapes",
+            )
+        self._made += 1
+        known.append(self._record(part, training=training))
+        return known[-1]
+
+    def _record(self, part: Any, *, training: bool) -> Recording:
+        """Make the recording of a new shape, together with the other ranks."""
+        name = f"shape_{self._made}" if training or self.evaluation is self.training else f"{EVALUATION}_{self._made}"
+        self.reporter.at(f"capturing {name}", waiting=False)
+        self.transport.barrier()  # ranks may be threads: none of them may run the model while it is followed
+        if self.transport.rank == 0:
+            as_trained = training or self.evaluation is self.training
+            try:
+                with exclusive(), torch.enable_grad():
+                    captured = capture(
+                        _OneBatch(self.workload, part),  # type: ignore[arg-type]  # a workload in all but its examples
+                        allow_data_dependent=self.job.allow_data_dependent,
+                        training=as_trained,
+                    )
+                    write_recording(captured, self.layout.plan, self.layout.graph, self.run.stages / name)
+            except AutopipeError as error:
+                raise RunError(
+                    f"a batch of another shape ({shapes(part)}) cannot be followed in these stages: {error.what}",
+                    where=error.where,
+                    remedy=error.remedy or "pad the batches to one shape",
+                ) from error
+            self.reporter.event(
+                "note", text=f"stage code made for another shape, {shapes(part)} ({captured.method}): stages/{name}"
+            )
+        self.reporter.at(f"waiting for {name}", waiting=True)
+        self.transport.barrier()
+        return self._taken_over(name)
+
+    def _taken_over(self, name: str) -> Recording:
+        """Load a recording that was written, and let this rank's stages take its code over."""
+        folder = self.run.stages / name
+        plan = artifact.load(Plan, folder / "plan.json", renew="autopipe train")
+        graph = artifact.load(Graph, folder / "graph.json", renew="autopipe train")
+        recording = Recording.of(_without_frozen(plan, self.layout.plan), graph, name)
+        constants = load_constants(folder)
+        for index, runner in self.runners.items():
+            code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+            runner.stage.take_over(code, constants)
+            runner.faces[name] = Face(code, recording.carries_gradient)
+        return recording
+
+
+def _without_frozen(plan: Plan, own: Plan) -> Plan:
+    """Return a plan with the ties that the run has: a frozen tied parameter exchanges nothing."""
+    return replace(plan, ties=own.ties)
+
+
+class _OneBatch:
+    """A workload whose example is one batch that the data gave."""
+
+    def __init__(self, workload: Workload, item: Any) -> None:
+        self._workload, self._item = workload, item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def example_item(self, batch_size: int) -> Any:
+        """Return the batch, its samples repeated where there are too few."""
+        return resized(self._item, batch_size)

@@ -1,0 +1,157 @@
+"""``torch.export``'s graph of a model, run again so that the recorder sees its calls.
+
+Export follows a model below the public API, at the calls into ATen, and so sees what scripted functions and C++ code
+do. Its graph holds the user's own parameters. Running it call by call under the recorder gives the same kind of
+recording as the model itself, which is then cut, written and verified like any other.
+
+It is not trusted with a custom ``autograd.Function``: it follows the forward of one and differentiates that, with the
+right loss and wrong gradients (straight-through estimators, gradient reversal).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopipe.trace.borrowed import Snapshot
+from autopipe.trace.explain import is_users
+from autopipe.trace.follow import Forward
+from autopipe.trace.recorder import Recorder
+from autopipe.workload import Item, Workload
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}
+
+
+class NotExportable(Exception):  # noqa: N818  # a finding that the caller turns into the error of the model
+    """Why ``torch.export`` cannot stand in; the text says it in one line."""
+
+
+def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
+    """Return a forward that runs what ``torch.export`` made of the loss of one batch.
+
+    Raises: NotExportable where it fails, or the model has a custom ``autograd.Function``.
+    """
+    leaves = {name: leaf.detach().clone() for name, leaf in workload.leaves(item).items()}
+    count = workload.num_samples(item)
+    free = {name: {0: torch.export.Dim.AUTO} if _is_batched(leaf, count) else None for name, leaf in leaves.items()}
+    before, whole = Snapshot(model), _Whole(workload, model, item)
+    try:
+        with _custom_functions_refused(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(whole, (leaves,), dynamic_shapes=(free,), strict=False)
+            module = program.module(check_guards=False)
+    except NotExportable:
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise NotExportable(f"{type(error).__name__}: {text[0] if text else ''}") from error
+    finally:
+        before.restore()
+    assert isinstance(module, fx.GraphModule)
+    _rebind(module, whole)
+
+    def forward(recorder: Recorder, faked: Item) -> tuple[Tensor, Tensor | None]:
+        loss, *weight = _Again(module, recorder).run(workload.leaves(faked))
+        recorder.given = None
+        return loss, (weight[0] if weight else None)
+
+    return forward
+
+
+class _Whole(nn.Module):
+    """The loss of a batch as a function of its tensors."""
+
+    def __init__(self, workload: Workload, model: nn.Module, item: Item) -> None:
+        super().__init__()
+        self.model = model
+        self._workload, self._item = workload, item
+
+    def forward(self, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        loss, weight = self._workload.loss(self.model, self._workload.with_leaves(self._item, leaves))
+        return (loss,) if weight is None else (loss, weight)
+
+
+def _is_batched(leaf: Tensor, count: int) -> bool:
+    return leaf.dim() > 0 and leaf.shape[0] == count
+
+
+@contextlib.contextmanager
+def _custom_functions_refused() -> Iterator[None]:
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch."):
+            return apply.__func__(cls, *args, **kwargs)
+        raise NotExportable(
+            f"{cls.__qualname__} is an autograd.Function, whose backward torch.export would replace by its own"
+        )
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _rebind(module: nn.Module, whole: nn.Module) -> None:
+    """Put the user's own parameters and buffers where export may have put copies."""
+    own: dict[str, Tensor] = dict(whole.named_parameters(remove_duplicate=False))
+    own.update(whole.named_buffers(remove_duplicate=False))
+    for path, part in module.named_modules(remove_duplicate=False):
+        registries: tuple[Any, ...] = (part._parameters, part._buffers)
+        for registry in registries:
+            for name in registry:
+                full = f"{path}.{name}" if path else name
+                if full in own:
+                    registry[name] = own[full]
+
+
+class _Again(fx.Interpreter):
+    """Runs an exported graph; the recorder is told which of the user's lines and modules each call came from."""
+
+    def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(module)
+        self._recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node at the user's place."""
+        self._recorder.given = _line(n.meta.get("stack_trace")), _modules(n.meta.get("nn_module_stack"))
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call; regions of another grad mode or autocast are opened here, and their inside is run as well."""
+        name = str(getattr(target, "_opname", getattr(target, "__name__", "")))
+        if name in _CHECKS:
+            return None
+        if name == "wrap_with_set_grad_enabled":
+            enabled, inside, *rest = args
+            with torch.set_grad_enabled(enabled):
+                return type(self)(inside, self._recorder).run(*rest)
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, cache, inside, *rest = args
+            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+                return type(self)(inside, self._recorder).run(*rest)
+        return super().call_function(target, args, kwargs)
+
+
+def _line(stack_trace: str | None) -> tuple[str, int] | None:
+    """Return the user's innermost line of a traceback that export kept."""
+    found = [(name, int(line)) for name, line in _FRAME.findall(stack_trace or "") if is_users(name)]
+    return found[-1] if found else None
+
+
+def _modules(stack: Mapping[str, tuple[str, Any]] | None) -> tuple[tuple[str, str, int], ...]:
+    """Return the modules around a call, outermost first, as the recorder keeps them."""
+    found = []
+    for path, kind in (stack or {}).values():
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        if path.startswith("model"):
+            found.append((path.removeprefix("model").lstrip("."), name.rpartition(".")[2], 0))
+    return tuple(found)

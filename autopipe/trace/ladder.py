@@ -1,0 +1,184 @@
+"""The ways to capture a model, tried one after the other.
+
+1. Calls of the model, recorded at two shapes of the batch; where those do not fit one graph, with a symbolic size.
+2. With ``--allow-data-dependent``: the same, every decision that depends on the data kept and checked at each step.
+3. ``torch.export``, where a call went past the recorder (a scripted function, for one). Refused where the model has a
+   ``torch.autograd.Function`` of its own: export differentiates its forward instead, and nobody would see it.
+
+Whichever it was, ``api.capture`` compares the graph with the model before it is accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autopipe.errors import TraceError
+from autopipe.trace.align import OtherWay, aligned
+from autopipe.trace.assemble import assemble
+from autopipe.trace.borrowed import Snapshot
+from autopipe.trace.describe import describe
+from autopipe.trace.evaluation import Arguments, evaluation_arguments
+from autopipe.trace.explain import DATA_DEPENDENT, went_unseen
+from autopipe.trace.exported import NotExportable, export
+from autopipe.trace.fit import Fit
+from autopipe.trace.follow import Followed, Forward, follow
+from autopipe.trace.lengths import Length, other_length, sizes_of
+from autopipe.trace.naming import rename
+from autopipe.trace.result import Capture
+from autopipe.workload import Item, Workload
+
+logger = logging.getLogger(__name__)
+
+QUICK = "calls of the model, at two batch sizes"
+LENGTHS = "calls of the model, at two batch sizes and lengths"
+SYMBOLIC = "calls of the model, batch size symbolic"
+KEPT = f"{SYMBOLIC}, data-dependent decisions kept"
+EXPORT = "torch.export"
+_WIDE = 131  # samples of the second pass: many, so that what a model does from some number on shows
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What is captured. ``batch``: the number of samples that is followed. ``forward``: what is run in the end."""
+
+    workload: Workload
+    model: nn.Module
+    item: Item
+    batch: int
+    forward: Forward | None = None
+
+    def climb(self, lengths: tuple[Length, ...], *, allow_data_dependent: bool) -> Capture:
+        """Return the capture by the first way that works. ``lengths``: sizes that should stay free.
+
+        Raises: TraceError of the first way, saying what else was tried.
+        """
+        try:
+            narrow = self._follow(batch=self.batch)
+        except TraceError as error:
+            if isinstance(error.__cause__, DATA_DEPENDENT):
+                if not allow_data_dependent:
+                    raise
+                return self._symbolic(KEPT, answer=True)
+            if self.forward is not None or not went_unseen(error):
+                raise
+            return self._exported(error)
+        fit = self._fit(narrow, lengths)
+        if fit is None:
+            return self._symbolic(SYMBOLIC, answer=False)
+        raw = _arguments(narrow)
+        same, note = self._in_evaluation(narrow, batch=self.batch)
+        fit.apply()
+        found = self._finished(fit.narrow, LENGTHS if fit.narrow.lengths else QUICK, same, raw, note)
+        symbols = found.graph.symbols
+        highs = [max(pair) for pair in zip(fit.narrow.sizes, fit.wide.sizes, strict=False)]
+        symbols = (symbols[0], *(dataclasses.replace(s, high=h) for s, h in zip(symbols[1:], highs[1:], strict=False)))
+        return dataclasses.replace(found, graph=dataclasses.replace(found.graph, symbols=symbols))
+
+    def _follow(self, **options: Any) -> Followed:
+        return follow(self.workload, self.model, self.item, forward=self.forward, **options)
+
+    def _fit(self, narrow: Followed, lengths: tuple[Length, ...]) -> Fit | None:
+        """Return the fit of a second recording, with other lengths if possible; None where none fits."""
+        taken = sizes_of(self.model) | {int(size) for leaf in self._leaves for size in leaf.shape[1:]}
+        many = next(n for n in range(_WIDE, 2 * _WIDE) if n not in taken and _is_prime_step(n - self.batch))
+        whys: list[Exception] = []
+        for longer in (True, False) if lengths else ():
+            given = tuple((length, other_length(length.size, taken, longer=longer)) for length in lengths)
+            if any(size == length.size for length, size in given):
+                continue
+            try:
+                wide = self._follow(batch=many, lengths=given)
+                free = dataclasses.replace(
+                    narrow, sizes=(self.batch, *(length.size for length in lengths)), lengths=lengths
+                )
+                return Fit(free, wide)
+            except OtherWay as why:
+                whys.append(why)
+                break  # it was followed, and is another graph: a shorter one will be, too
+            except TraceError as why:
+                whys.append(why)
+        try:
+            return Fit(narrow, self._follow(batch=many))
+        except (OtherWay, TraceError) as why:
+            logger.info("two batch sizes do not fit one graph (%s); following a symbolic one", why)
+            return None
+        finally:
+            if whys:
+                logger.info("sequence lengths stay fixed: %s", whys[-1])
+
+    @functools.cached_property
+    def _leaves(self) -> list[Tensor]:
+        return list(self.workload.leaves(self.item).values())
+
+    def _symbolic(self, method: str, *, answer: bool) -> Capture:
+        found = self._follow(answer=answer)
+        same, note = self._in_evaluation(found, answer=answer)
+        return self._finished(found, method, same, _arguments(found), note)
+
+    def _exported(self, error: TraceError) -> Capture:
+        """Capture what ``torch.export`` makes of the model, as if it were the model."""
+        try:
+            forward = export(self.workload, self.model, self.item)
+            below = dataclasses.replace(self, forward=forward)
+            found = below.climb((), allow_data_dependent=False)
+        except (NotExportable, TraceError) as why:
+            said = why.what if isinstance(why, TraceError) else str(why)
+            remedy = "; ".join(part for part in (error.remedy, f"tried too: torch.export ({said})") if part)
+            raise TraceError(error.what, where=error.where, remedy=remedy) from error
+        note = f"captured by torch.export, because recording its calls failed: {error.what} ({error.where})"
+        graph = dataclasses.replace(found.graph, captured_by=f"{EXPORT} ({found.method})")
+        return dataclasses.replace(
+            found,
+            graph=graph,
+            method=graph.captured_by,
+            notes=(note, *found.notes),
+            evaluation={},
+            evaluation_note="torch.export keeps the training mode that it was made in",
+        )
+
+    def _in_evaluation(self, training: Followed, **options: Any) -> tuple[dict[fx.Node, fx.Node], str]:
+        """Follow the model in evaluation mode where its own code asks for the mode; torch.nn's modules know it."""
+        if not training.reads_training or not self.model.training:
+            return {}, ""
+        before = Snapshot(self.model)
+        self.model.eval()
+        try:
+            return aligned(training, self._follow(**options)), ""
+        except OtherWay as way:
+            return {}, f"evaluation mode goes another way{way}"
+        except TraceError as error:
+            return {}, f"in evaluation mode the model cannot be followed: {error.what}"
+        finally:
+            before.restore()
+
+    def _finished(
+        self,
+        found: Followed,
+        method: str,
+        in_evaluation: dict[fx.Node, fx.Node],
+        raw: dict[fx.Node, Arguments],
+        note: str,
+    ) -> Capture:
+        differing, other = evaluation_arguments(in_evaluation, raw)
+        rename(found.graph)
+        graph = dataclasses.replace(describe(found, self.workload.name), captured_by=method)
+        constants = dict(sorted(found.recorder.constants.items()))
+        module = assemble(self.model, found.graph, constants)
+        evaluation = {node.name: arguments for node, arguments in differing.items()}
+        notes = tuple(dict.fromkeys(found.recorder.notes))
+        return Capture(graph, module, constants, method, evaluation, note or other, notes)
+
+
+def _arguments(found: Followed) -> dict[fx.Node, Arguments]:
+    return {node: (node.args, dict(node.kwargs)) for node in found.graph.nodes}
+
+
+def _is_prime_step(step: int) -> bool:
+    """Tell whether two batch sizes so far apart show what is no line: a prime number, as in ``lengths``."""
+    return all(step % divisor for divisor in (2, 3, 5, 7, 11, 13))

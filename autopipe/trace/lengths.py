@@ -1,0 +1,92 @@
+"""Sizes beside the batch size that may differ from batch to batch: sequence lengths.
+
+Which they are is guessed from the example, and only believed when the recordings agree and real batches of that length
+compare equal (``api.capture``). A guess that is wrong costs a pass; what is not found is captured per shape instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+_SHORTEST = 4  # a size below is a number of classes or coordinates rather than a length
+_MOST = 2  # source and target of an encoder-decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A size that tensors of the batch share. ``places``: (input, dimension) of each. ``size``: in the example."""
+
+    places: tuple[tuple[str, int], ...]
+    size: int
+
+
+def found_lengths(model: nn.Module, leaves: Mapping[str, Tensor], count: int) -> tuple[Length, ...]:
+    """Return the lengths of a batch of ``count`` samples.
+
+    The second dimension of integers (tokens, labels), and dimensions of vectors in a row, ``[batch, length, width]``,
+    that no size of the model equals. Wherever a tensor has that size again, it is taken for the same length.
+    """
+    taken = sizes_of(model)
+    wanted: dict[int, None] = {}
+    for leaf in leaves.values():
+        if leaf.dim() not in (2, 3) or leaf.shape[0] != count:
+            continue
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            wanted[int(leaf.shape[1])] = None
+        else:
+            wanted.update({int(size): None for size in leaf.shape[1:] if int(size) not in taken})
+    found = []
+    for size in wanted:
+        if size < _SHORTEST or size == count:
+            continue
+        places = [
+            (name, dimension)
+            for name, leaf in leaves.items()
+            for dimension in range(leaf.dim())
+            if leaf.shape[dimension] == size and (dimension or leaf.shape[0] != count)
+        ]
+        found.append(Length(tuple(places), size))
+    return tuple(found) if len(found) <= _MOST else ()
+
+
+def sizes_of(model: nn.Module) -> set[int]:
+    """Return every size of the model's parameters and buffers."""
+    state = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
+    return {int(size) for tensor in state for size in tensor.shape}
+
+
+def other_length(size: int, taken: set[int], *, longer: bool) -> int:
+    """Return the length of a second recording: a prime number of steps away, so that no rounding looks like a line.
+
+    (A length padded to a multiple of 8, or halved, differs by a number that this prime does not divide.)
+    """
+    wanted = 4 * size if longer else max(size // 2, 2)
+    steps = range(wanted - size, wanted + size) if longer else range(size - wanted, 0, -1)
+    for step in steps:
+        other = size + step if longer else size - step
+        if _is_prime(step) and step > 2 and other > 1 and other not in taken:
+            return other
+    return size
+
+
+def shorter(size: int) -> tuple[int, ...]:
+    """Return the lengths at which real batches are compared, the shortest first."""
+    return tuple(dict.fromkeys(cut for cut in (2, size // 4, 3 * size // 4) if 1 < cut < size))
+
+
+def cut(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], part: int) -> dict[str, Tensor]:
+    """Return the tensors of a batch at the ``part``-th of the shorter lengths."""
+    found = dict(leaves)
+    for length in lengths:
+        for name, dimension in length.places:
+            found[name] = found[name].narrow(dimension, 0, shorter(length.size)[part]).contiguous()
+    return found
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
