@@ -216,9 +216,7 @@ def _noise(one: _Trained, other: _Trained) -> float:
 
 def _averaged_buffers(layout: Layout) -> set[str]:
     """Return the buffers that replicas average at each step, as the definition says: plain training has no such."""
-    nodes = layout.graph.nodes
-    replicated = [stage for stage in layout.plan.stages if stage.replicas > 1]
-    return {b for stage in replicated for node in nodes[stage.start : stage.stop] for b in node.buffers_written}
+    return {name for stage in layout.plan.stages if stage.replicas > 1 for name in layout.buffers_written(stage)}
 
 
 def staleness(layout: Layout) -> dict[str, int]:

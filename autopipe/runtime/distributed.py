@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.runtime.transport import CONTROL, Channel, Pending, TransportClosed
+from autopipe.runtime.transport import FIGURES, Channel, Pending, TransportClosed
 
 _GONE = (
     "connection closed by peer",
@@ -158,13 +158,14 @@ class ProcessTransport:
         self._flying: deque[tuple[Any, torch.Tensor]] = deque()  # over NCCL
         if use_nccl:
             for channel in ordered:
-                self._pairs[channel] = dist.new_group([channel.from_rank, channel.to_rank])
+                if channel.kind not in FIGURES:
+                    self._pairs[channel] = dist.new_group([channel.from_rank, channel.to_rank])
         self._exercise(ordered)
 
     def _exercise(self, channels: Sequence[Channel]) -> None:
         """Send one element over every channel, so that a pair that cannot connect fails here and by name."""
-        token = torch.zeros(1, device=self.device if self.use_nccl else "cpu")
         for channel in channels:
+            token = torch.zeros(1, device=self.device if channel in self._pairs else "cpu")
             try:
                 if channel.from_rank == self.rank:
                     self.send(channel, token)
@@ -195,7 +196,7 @@ class ProcessTransport:
 
     def _ordered(self, channel: Channel, dimensions: int) -> bool:
         """Whether the order of dimensions travels ahead: on the CPU, where results are promised to the last bit."""
-        return self.device.type == "cpu" and channel.kind != CONTROL and dimensions > 1
+        return self.device.type == "cpu" and channel.kind not in FIGURES and dimensions > 1
 
     def _send_by_gloo(self, channel: Channel, tensor: torch.Tensor) -> None:
         try:
@@ -213,7 +214,7 @@ class ProcessTransport:
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post the receive now; ``wait`` for it later. Activations and gradients arrive on the rank's device."""
-        device = torch.device("cpu") if channel.kind == CONTROL else self.device
+        device = torch.device("cpu") if channel.kind in FIGURES else self.device
         pair = self._pairs.get(channel) if device.type == "cuda" else None
         buffer = torch.empty(
             tuple(shape),
@@ -238,10 +239,15 @@ class ProcessTransport:
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Add up over the group."""
+        self.start_all_reduce(group, tensor).wait()
+
+    def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
+        """Start to add up over the group: the backend does it in threads, or on a stream, of its own."""
         try:
-            dist.all_reduce(tensor, group=self._sums[tuple(group)])
+            work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
         except RuntimeError as error:
             raise translate(error) from error
+        return _Received(work, tensor, tensor.device)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.plan import Plan, Tie
 from autopipe.ir.schedule import Request, Traffic
-from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
 
 Edge = tuple[int, int]
 
@@ -63,6 +63,11 @@ class Routes:
         return Traffic(tuple(self.forward), tuple(self.backward))
 
 
+def loss_channel(request: Request, rank: int) -> Channel:
+    """Return where a rank of the last stage sends its share of the losses."""
+    return Channel(LOSS, request.num_stages - 1, 0, rank, 0)
+
+
 def channels(routes: Routes, request: Request) -> list[Channel]:
     """Return every channel that a run can use, sorted: the same list on every rank."""
     ranks = request.stage_ranks
@@ -83,4 +88,5 @@ def channels(routes: Routes, request: Request) -> list[Channel]:
     for rank in range(1, request.num_ranks):
         found.add(Channel(CONTROL, 0, 0, 0, rank))
         found.add(Channel(CONTROL, 0, 0, rank, 0))
+    found.update(loss_channel(request, rank) for rank in ranks[-1])
     return sorted(c for c in found if c.from_rank != c.to_rank)

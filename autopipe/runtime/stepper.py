@@ -1,13 +1,18 @@
 """The end of a minibatch: sum up what belongs together, clip, step, share what is tied, report the loss.
 
+R takes a minibatch's gradients out and starts to add them up over replicas; S waits for that, and does all the rest.
+What runs between the two overlaps with the sum.
+
 All that ranks must agree on passes through ``_agree``: every rank sends rank 0 a short vector, which is zero where the
 rank has nothing to say, and gets the sum back. Nothing is exchanged that the run does not need.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +20,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopipe.errors import RunError
 from autopipe.ir.plan import Tie
 from autopipe.ir.schedule import Request
 from autopipe.runtime.events import Reporter
+from autopipe.runtime.finite import FiniteBuffers, all_finite, first_nonfinite
+from autopipe.runtime.reduction import BufferMean, GradientSum
+from autopipe.runtime.routes import loss_channel
 from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.transport import CONTROL, TIE_GRADIENT, TIE_VALUE, Channel, Transport
@@ -33,6 +42,7 @@ class Stepper:
     added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``on_gradients``: (stage, minibatch, parameters),
     called when a stage's gradients are complete, before clipping. ``scaler``: for float16. ``losses``: of every
     minibatch, on rank 0. ``samples``: how many each minibatch holds, set by whoever reads the data.
+    ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.
     """
 
     request: Request
@@ -47,8 +57,13 @@ class Stepper:
     clip_norm: float | None = None
     on_gradients: GradientHook | None = None
     scaler: LossScaler | None = None
+    on_nonfinite: str = "warn"
+    kept_buffers: dict[int, FiniteBuffers] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, GradientSum] = field(default_factory=dict)
+    means: dict[int, BufferMean] = field(default_factory=dict)
+    _sent_losses: set[int] = field(default_factory=set)
     _stepped: list[int] = field(default_factory=list)
     _skip: bool = False
 
@@ -65,45 +80,54 @@ class Stepper:
         copies = {tie.parameter for tie in self.ties if stage in tie.copies}
         return {name: p for name, p in self.parameters(stage).items() if name not in copies}
 
+    def bring_together(self, stage: int, used: Sequence[str], written: Iterable[str], first: Mapping[str, str]) -> None:
+        """Say that a stage is replicated. ``used``: its parameters in the order of their use.
+
+        ``written``: buffers that its forwards write. ``first``: other name -> first name of state with several.
+        """
+        runner, group = self.runners[stage], self.request.stage_ranks[stage]
+        # what every microbatch hands to the owner of a tied parameter has been added up there
+        trained = {
+            n: p for n, p in self.parameters(stage).items() if p.requires_grad and runner.exact_ties.get(n, True)
+        }
+        self.sums[stage] = GradientSum(trained, used, group, self.transport)
+        self.means[stage] = BufferMean(runner.stage, written, first, group)
+
+    def overlapping(self, stage: int) -> contextlib.AbstractContextManager[None]:
+        """Return what the last backward of a minibatch runs in: gradients start on their way as they come.
+
+        Where the sum of the minibatch before is still on its way, this one starts at R.
+        """
+        found = self.sums.get(stage)
+        if found is None or found.busy:
+            return contextlib.nullcontext()
+        return found.watching(self.runners[stage].versions.in_use)
+
     def reduce(self, stage: int, minibatch: int) -> None:
-        """Add up the gradients of a stage's replicas, and average their buffers.
+        """Take the gradients of a minibatch out, and start to add them up over the stage's replicas.
 
         The losses carry their shares, so the sum of the gradients is the gradient.
         """
-        group = self.request.stage_ranks[stage]
-        self.runners[stage].versions.begin_step(minibatch)
-        parameters = [p for p in self.parameters(stage).values() if p.requires_grad]
-        if len(group) < 2 or not parameters:
-            return
-        present = torch.tensor([float(p.grad is not None) for p in parameters])
-        self.transport.all_reduce(group, present)
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
-        self.transport.all_reduce(group, flat)
-        offset = 0
-        for parameter, found in zip(parameters, present.tolist(), strict=True):
-            part = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-            parameter.grad = part.clone() if found else None
-        self._average_buffers(stage, group)
+        self.runners[stage].versions.take_gradients(minibatch)
+        if stage == self._last_stage:
+            self._send_loss(minibatch)
+        if stage in self.sums:
+            self.sums[stage].start(self.parameters(stage))
 
-    def _average_buffers(self, stage: int, group: Sequence[int]) -> None:
-        """Give all replicas the mean of their running statistics; what counts batches stays each replica's own."""
-        deferred = self.runners[stage].deferred
-        if deferred is not None:  # the sums over all replicas are those of the whole minibatch
-            for tensor in deferred.tensors():
-                self.transport.all_reduce(group, tensor)
+    def _finish_reduction(self, stage: int, minibatch: int) -> None:
+        """Wait for what R started, and give replicas the mean of their statistics."""
+        self.runners[stage].versions.begin_step(minibatch)
+        if stage in self.sums:
+            self.reporter.at(f"{stage}R", waiting=True)
+            self.sums[stage].finish()
+        if stage not in self.means:
             return
-        means: dict[int, torch.Tensor] = {}
-        for module in self.runners[stage].stage.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or not buffer.is_floating_point():
-                    continue
-                if id(buffer) not in means:
-                    # another tensor: without a flush, autograd has saved this one for microbatches in flight
-                    mean = means[id(buffer)] = buffer.detach().clone()
-                    self.transport.all_reduce(group, mean)
-                    mean.div_(len(group))
-                module._buffers[name] = means[id(buffer)]
+        deferred = self.runners[stage].deferred
+        if deferred is None:
+            self.means[stage].average(self.transport)
+            return
+        for tensor in deferred.tensors():  # the sums over all replicas are those of the whole minibatch
+            self.transport.all_reduce(self.means[stage].group, tensor)
 
     def step(self, stage: int, minibatch: int) -> None:
         """Carry out S of a stage, and after the rank's last one report the loss."""
@@ -118,6 +142,8 @@ class Stepper:
         deferred = self.runners[stage].deferred
         if deferred is not None:
             deferred.commit()
+        if stage in self.kept_buffers:
+            self.kept_buffers[stage].settle()
         self._share_ties(stage)
         versions.end_step()
         if scheduler is not None and not self._skip:
@@ -131,14 +157,18 @@ class Stepper:
 
     def _complete(self, minibatch: int) -> None:
         """Bring all gradients of the rank to what the optimizer takes: ties summed, unscaled, averaged, clipped."""
-        for stage, runner in self.runners.items():
-            runner.versions.begin_step(minibatch)
+        for stage in self.runners:
+            self._finish_reduction(stage, minibatch)
+        for stage in self.runners:
             self._sum_ties(stage)
         owned = {stage: self.owned(stage) for stage in self.runners}
         gradients = [p.grad for parameters in owned.values() for p in parameters.values() if p.grad is not None]
-        if self.scaler is not None:
-            finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if self.on_nonfinite == "stop":
+            self._refuse_nonfinite(minibatch, owned)
+        if self.scaler is not None or self.on_nonfinite == "skip":
+            finite = all_finite(gradients) and (self.on_nonfinite != "skip" or self._loss_is_finite(minibatch))
             self._skip = bool(self._agree(torch.tensor([float(not finite)], dtype=torch.float64)) > 0)
+        if self.scaler is not None:
             for gradient in gradients:
                 gradient.mul_(self.scaler.inverse)
         if self.weighted:
@@ -154,6 +184,23 @@ class Stepper:
             factor = self._clip_factor(owned)
             for gradient in gradients:
                 gradient.mul_(factor)
+
+    def _loss_is_finite(self, minibatch: int) -> bool:
+        return self._last_stage not in self.runners or all_finite([self._shares(minibatch)])
+
+    def _refuse_nonfinite(self, minibatch: int, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+        """End the run where this rank sees a loss or gradient that is not finite. Raises: RunError.
+
+        An infinite gradient under a loss scale is nothing unusual: the scale comes down, and the step is left out.
+        """
+        found = "" if self._loss_is_finite(minibatch) else f"its loss (stage {self._last_stage})"
+        for stage, parameters in owned.items():
+            gradients = [p.grad for p in parameters.values() if p.grad is not None]
+            if not found and self.scaler is None and not all_finite(gradients):
+                found = f"the gradient of {first_nonfinite(parameters)} (stage {stage})"
+        if found:
+            self.reporter.event("nonfinite", step=minibatch, what=found, policy="stop")
+            raise RunError(f"step {minibatch + 1} is not finite: {found}")
 
     # -- tied parameters -------------------------------------------------------------------------------------------
 
@@ -259,25 +306,32 @@ class Stepper:
                 shares[1, j] = 0.0 if weight is None else weight.double().cpu()
         return shares
 
+    def _send_loss(self, minibatch: int) -> None:
+        """Send rank 0 what this rank knows of a minibatch's loss, once. It waits for it at its own step, not here."""
+        rank = self.transport.rank
+        if rank in self.request.stage_ranks[self._last_stage] and rank != 0 and minibatch not in self._sent_losses:
+            self._sent_losses.add(minibatch)
+            self.transport.send(loss_channel(self.request, rank), self._shares(minibatch))
+
     def collect_loss(self, minibatch: int) -> float | None:
         """Return the loss of a minibatch on rank 0, None elsewhere. Every rank calls it."""
         ranks = self.request.stage_ranks[self._last_stage]
         rank = self.transport.rank
         total = torch.zeros(2, self.request.num_microbatches, dtype=torch.float64)
         if rank in ranks:
-            shares = self._shares(minibatch)
+            self._send_loss(minibatch)
+            total += self._shares(minibatch)
+            self._sent_losses.discard(minibatch)
             losses = self.runners[self._last_stage].losses
             for key in [key for key in losses if key[0] == minibatch]:
                 del losses[key]
-            if rank != 0:
-                self.transport.send(Channel(CONTROL, 0, 0, rank, 0), shares)
-            total += shares
         if rank != 0:
             return None
         for other in ranks:
             if other != 0:
                 self.reporter.at("loss", waiting=True)
-                total += self.transport.receive(Channel(CONTROL, 0, 0, other, 0), total.shape, total.dtype).wait()
+                channel = loss_channel(self.request, other)
+                total += self.transport.receive(channel, total.shape, total.dtype).wait()
         loss = float(sum(total[0].tolist()))
         return loss / (float(sum(total[1].tolist())) or 1.0) if self.weighted else loss
 
@@ -286,6 +340,10 @@ class Stepper:
         if loss is not None:
             self.losses[minibatch] = loss
             samples = self.samples.pop(minibatch, 0)
+            skipped = self._skip and self.on_nonfinite == "skip" and (self.scaler is None or not math.isfinite(loss))
+            if skipped or not math.isfinite(loss):
+                policy = "skip" if skipped else "warn"
+                self.reporter.event("nonfinite", step=minibatch, what=f"its loss is {loss}", policy=policy)
             self.reporter.event("step", step=minibatch, loss=loss, samples=samples, time=time.time())
 
 

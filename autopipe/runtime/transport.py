@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,13 +18,16 @@ import torch
 
 from autopipe.errors import AutopipeError
 
-ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL = (
+ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL, LOSS = (
     "activation",
     "gradient",
     "tie-gradient",
     "tie-value",
     "control",
+    "loss",
 )
+# small figures that stay on the CPU, whatever device the rank computes on
+FIGURES = (CONTROL, LOSS)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,10 +50,10 @@ class TransportClosed(AutopipeError):  # noqa: N818 - it is the state that a wai
 
 
 class Pending(Protocol):
-    """A receive that has been posted."""
+    """A receive that has been posted, or a sum that has been started."""
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor once it has arrived. Raises: TransportClosed."""
+        """Return the tensor once it is there. Raises: TransportClosed."""
 
 
 class Transport(Protocol):
@@ -66,6 +70,9 @@ class Transport(Protocol):
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Add up a tensor over the ranks of ``group``, in place; every one of them calls it, in the same order."""
+
+    def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
+        """Start the same and return at once. The tensor is left alone until ``wait`` returns it, summed."""
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -102,15 +109,17 @@ class ThreadHub:
     def sum(self, group: tuple[int, ...]) -> _Sum:
         """Return the meeting point of a group."""
         with self._lock:
-            return self._sums.setdefault(group, _Sum(group))
+            return self._sums.setdefault(group, _Sum(self, group))
 
     def abort(self) -> None:
         """Wake every rank: one of them has failed."""
         self.aborted.set()
         self._barrier.abort()
         with self._lock:
-            for meeting in self._sums.values():
-                meeting.barrier.abort()
+            meetings = list(self._sums.values())
+        for meeting in meetings:
+            with meeting.changed:
+                meeting.changed.notify_all()
 
     def wait_for_all(self) -> None:
         """Return when every rank has come here."""
@@ -122,21 +131,41 @@ class ThreadHub:
 
 
 class _Sum:
-    """One group's all-reduce: everyone puts its tensor down, all add them up in rank order, everyone leaves."""
+    """One group's sums: everyone puts its tensor down and goes on; whoever waits adds them up, in rank order."""
 
-    def __init__(self, group: tuple[int, ...]) -> None:
-        self.barrier = threading.Barrier(len(group))
-        self.parts: dict[int, torch.Tensor] = {}
+    def __init__(self, hub: ThreadHub, group: tuple[int, ...]) -> None:
+        self.hub, self.group = hub, group
+        self.changed = threading.Condition()
+        self.started: Counter[int] = Counter()  # how many sums each rank has started
+        self.parts: dict[int, dict[int, torch.Tensor]] = {}  # by number of the sum, then by rank
+        self.taken: Counter[int] = Counter()
 
-    def run(self, rank: int, tensor: torch.Tensor) -> None:
-        self.parts[rank] = tensor.clone()
-        self.barrier.wait()
-        total = torch.stack([self.parts[r] for r in sorted(self.parts)]).sum(0) if len(self.parts) > 2 else None
-        if total is None:
-            first, *rest = (self.parts[r] for r in sorted(self.parts))
-            total = first + rest[0] if rest else first
-        self.barrier.wait()
-        tensor.copy_(total)
+    def put(self, rank: int, tensor: torch.Tensor) -> int:
+        """Return the number of the sum that this tensor is a part of."""
+        with self.changed:
+            number = self.started[rank]
+            self.started[rank] += 1
+            self.parts.setdefault(number, {})[rank] = tensor.clone()
+            self.changed.notify_all()
+        return number
+
+    def take(self, number: int) -> torch.Tensor:
+        """Return a sum, once all parts are there. Raises: TransportClosed."""
+
+        def over() -> bool:
+            return len(self.parts[number]) == len(self.group) or self.hub.aborted.is_set()
+
+        with self.changed:
+            there = self.changed.wait_for(over, self.hub.timeout_seconds)
+            missing = [rank for rank in self.group if rank not in self.parts[number]]
+            if missing:
+                text = f"ranks {missing} of {list(self.group)} brought nothing for {self.hub.timeout_seconds:.0f} s"
+                raise TransportClosed("another rank has failed") if there else AutopipeError(text)
+            parts = [self.parts[number][rank] for rank in sorted(self.group)]
+            self.taken[number] += 1
+            if self.taken[number] == len(self.group):
+                del self.parts[number], self.taken[number]
+        return torch.stack(parts).sum(0) if len(parts) > 2 else sum(parts[1:], start=parts[0])
 
 
 class ThreadTransport:
@@ -173,10 +202,13 @@ class ThreadTransport:
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Add up in rank order."""
-        try:
-            self.hub.sum(tuple(group)).run(self.rank, tensor)
-        except threading.BrokenBarrierError:
-            raise TransportClosed("another rank has failed") from None
+        self.start_all_reduce(group, tensor).wait()
+
+    def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
+        """Put the tensor down; the sum is made where it is waited for."""
+        meeting = self.hub.sum(tuple(group))
+        number = meeting.put(self.rank, tensor)
+        return _Arrival(lambda: tensor.copy_(meeting.take(number)))
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -40,7 +40,7 @@ class WeightVersions:
         self.in_use: dict[str, nn.Parameter] = dict(self.masters)
         self.newest = 0
         self._used = -1
-        self._begun = False
+        self._taken = self._begun = False
         self._leaves: dict[int, dict[str, nn.Parameter]] = {}
         self.peak_versions = 1
         self.start_at(0)
@@ -87,22 +87,33 @@ class WeightVersions:
                     # not owner._parameters[key]: an LSTM keeps a list of its weights, and renews it in __setattr__
                     setattr(owner, key, leaf)
 
-    def begin_step(self, minibatch: int) -> None:
-        """Give the masters the gradients of a minibatch, and memory of their own to be stepped on.
+    def take_gradients(self, minibatch: int) -> None:
+        """Give the masters the gradients of a minibatch, and let go of the versions that no later one asks for.
 
-        A second call before ``end_step`` does nothing: whoever needs the gradients first makes it.
+        From here on those of the next minibatch do not mix with them. A second call before ``end_step`` does nothing:
+        whoever needs the gradients first makes it.
         """
-        if self.staleness == 0 or self._begun:
+        if self.staleness == 0 or self._taken:
             return
-        self._begun = True
+        self._taken = True
         leaves = self._leaves[max(minibatch - self.staleness, 0)]
         for name, master in self._moving().items():
             master.grad, leaves[name].grad = leaves[name].grad, None
         del leaves
-        # before the new version takes memory, let go of what no later minibatch asks for
+        # before the new version takes memory
         self.use(self.newest)
         for version in [v for v in self._leaves if v < minibatch + 1 - self.staleness]:
             del self._leaves[version]
+
+    def begin_step(self, minibatch: int) -> None:
+        """Give the masters the gradients of a minibatch, and memory of their own to be stepped on.
+
+        A second call before ``end_step`` does nothing.
+        """
+        if self.staleness == 0 or self._begun:
+            return
+        self.take_gradients(minibatch)
+        self._begun = True
         for master in self._moving().values():
             master.data = master.data.clone()
 
@@ -113,6 +124,6 @@ class WeightVersions:
             self._leaves = {self.newest: self._leaves.popitem()[1]}
             self._used = self.newest
             return
-        self._begun = False
+        self._taken = self._begun = False
         self._add(self.newest, {name: master.data for name, master in self._moving().items()})
         self.peak_versions = max(self.peak_versions, len(self._leaves))

@@ -14,6 +14,7 @@ class StageCosts:
     """Seconds of one stage: per microbatch, but ``step`` and ``reduce`` (of its replicas) once a minibatch.
 
     ``input_seconds`` and ``weight_seconds``: the halves of the backward, for schedules that split it.
+    ``reduce_buckets``: parts of the reduction, evenly spread over the last backward, each of which starts by itself.
     """
 
     forward_seconds: float
@@ -22,6 +23,18 @@ class StageCosts:
     weight_seconds: float = 0.0
     step_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    reduce_buckets: int = 1
+
+    def reduced(self, ended: float) -> float:
+        """Return when the reduction ends whose slowest replica's last backward ended then.
+
+        One bucket after the other, each once its share of the backward is done: either the last bucket has to wait for
+        the backward, or all of them follow the first without a gap. (Between the two, the k-th bucket starts a gapless
+        rest; that ends in between as well, because both sums are linear in k.)
+        """
+        one = 1 / self.reduce_buckets
+        gapless = ended - self.backward_seconds * (1 - one) + self.reduce_seconds
+        return max(ended + self.reduce_seconds * one, gapless)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,10 +63,14 @@ def alternate(forwards: Sequence[T], warmup: int, backwards: Sequence[T] | None 
     return order + [("B", item) for item in backwards[max(len(forwards) - warmup, 0) :]]
 
 
-def end_of_minibatch(request: Request, stage: int, minibatch: int) -> list[Instruction]:
-    """Return the reduction, where the stage is replicated, and the optimizer step."""
-    step = Instruction("S", stage, minibatch, weight_version=minibatch)
-    return [Instruction("R", stage, minibatch), step] if len(request.stage_ranks[stage]) > 1 else [step]
+def reduction(request: Request, stage: int, minibatch: int) -> list[Instruction]:
+    """Return the start of the reduction, where the stage is replicated."""
+    return [Instruction("R", stage, minibatch)] if len(request.stage_ranks[stage]) > 1 else []
+
+
+def step(stage: int, minibatch: int) -> Instruction:
+    """Return the optimizer step."""
+    return Instruction("S", stage, minibatch, weight_version=minibatch)
 
 
 def flushed(
@@ -84,8 +88,9 @@ def flushed(
         row: list[Instruction] = []
         for t in minibatches(request):
             row += [Instruction(op, stage, t, j, t) for op, stage, j in order(rank, t)]
-            for stage in stages_of(request, rank):
-                row += end_of_minibatch(request, stage, t)
+            stages = stages_of(request, rank)
+            row += [i for stage in stages for i in reduction(request, stage, t)]
+            row += [step(stage, t) for stage in stages]  # the first of them needs the gradients of all, to clip
         rows.append(tuple(row))
     return Schedule(name, request, tuple(rows), (0,) * request.num_stages, tuple(in_flight))
 
@@ -95,45 +100,65 @@ def unflushed(
 ) -> Schedule:
     """Return the schedule in which 1F1B runs on through the ends of minibatches, one stage on a rank.
 
-    Minibatch t uses version ``max(t - staleness, 0)``. The reduction follows the rank's last backward of a minibatch,
-    and the step the reduction. Where the stage is replicated the step may come a forward later, which then overlaps
-    with the reduction: but before a forward that needs its version, before a backward of another minibatch, whose
-    gradient would mix with this one's, and only where no earlier stage would hold that forward back if all stages met
-    at every step, as they do to agree on a clipping factor: ``(w_s + 1) r_s <= w_v r_v`` for v < s.
+    Minibatch t uses version ``max(t - staleness, 0)``. Where no stage is replicated, the step follows the rank's last
+    backward of a minibatch. Else the reduction does, and the step may come later, so that the two overlap with other
+    minibatches: before the forward that needs its version, and before the next reduction begins. As all stages may
+    meet at a step, to agree on a clipping factor, what lies before it must need nothing that lies behind it elsewhere:
+
+    - every stage one step stale (2bw): all stages wait, replicated or not. Before the step of t every stage has then
+      run the forwards of all microbatches ``g < (t + 2) m``, and backwards of ``g < (t + 2) m - w_s r_s`` alone.
+      Only the last stage, which sends nothing ahead, has its last backward of t + 1 still to come, where the next
+      reduction begins; no earlier stage needs it yet.
+    - else only a replicated stage waits, and a forward long: ``(w_s + 1) r_s <= w_v r_v`` for v < s.
     """
     rows: list[tuple[Instruction, ...]] = [()] * request.num_ranks
+    replicated = any(len(ranks) > 1 for ranks in request.stage_ranks)
+    long = replicated and set(staleness) == {1}
     ahead = None  # the fewest microbatches that an earlier stage sends ahead
     for stage, ranks in enumerate(request.stage_ranks):
-        late = len(ranks) > 1 and (ahead is None or (warmup[stage] + 1) * len(ranks) <= ahead)
-        ahead = min(warmup[stage] * len(ranks), warmup[stage] * len(ranks) if ahead is None else ahead)
+        sent = warmup[stage] * len(ranks)
+        short = len(ranks) > 1 and (ahead is None or sent + len(ranks) <= ahead)
+        ahead = sent if ahead is None else min(ahead, sent)
+        wait = "long" if long else "forward" if short else ""
         for rank in ranks:
             share = [(t, j) for t in minibatches(request) for j in own_microbatches(request, stage, rank, t)]
-            rows[rank] = _unflushed_row(request, stage, share, warmup[stage], staleness[stage], late=late)
+            rows[rank] = _unflushed_row(request, stage, share, warmup[stage], staleness[stage], wait)
     return Schedule(name, request, tuple(rows), tuple(staleness), tuple(in_flight))
 
 
 def _unflushed_row(
-    request: Request, stage: int, share: Sequence[tuple[int, int]], warmup: int, staleness: int, *, late: bool
+    request: Request, stage: int, share: Sequence[tuple[int, int]], warmup: int, staleness: int, wait: str
 ) -> tuple[Instruction, ...]:
+    """Return one rank's row. ``wait``: how long a step may, "" not at all; see ``unflushed``."""
     row: list[Instruction] = []
     ends = deque(minibatches(request))  # the minibatches whose end is still to come
     waiting: list[Instruction] = []  # a step that is due, but may wait
     done = 0
     counts = Counter(t for t, _ in share)
+    drain = 2 * len(share) - min(warmup, len(share))  # the position behind the last forward and its backward
     last = dict(zip(ends, itertools.accumulate(counts[t] for t in ends), strict=True))  # backwards until t is through
+
+    def end(minibatch: int) -> list[Instruction]:
+        # what takes the gradients out, so that those of the next minibatch do not mix with them
+        return [Instruction("R", stage, minibatch)] if wait == "long" else reduction(request, stage, minibatch)
+
     for position, (op, (t, j)) in enumerate(alternate(share, warmup)):
         # behind the warm-up every forward is followed by a backward: minibatches end before that forward
         while ends and last[ends[0]] <= done and position >= min(warmup, len(share)):
-            *reduction, step = end_of_minibatch(request, stage, ends.popleft())
-            row += [*waiting, *reduction]
-            waiting = [step]
+            minibatch = ends.popleft()
+            row += [*waiting, *end(minibatch)]
+            waiting = [step(stage, minibatch)]
         version = max(t - staleness, 0)
-        if waiting and (not late or op == "B" or version > waiting[0].weight_version):
+        if op == "F":
+            due = version > waiting[0].weight_version if waiting else False
+        else:  # where the next reduction begins, and where the forwards have come to their end
+            due = wait != "long" or position >= drain or (bool(ends) and done + 1 == last[ends[0]])
+        if waiting and (due or not wait):
             row += waiting
             waiting = []
         row.append(Instruction(op, stage, t, j, version))
         done += op == "B"
     row += waiting
     for t in ends:
-        row += end_of_minibatch(request, stage, t)
+        row += [*end(t), step(stage, t)]
     return tuple(row)

@@ -12,10 +12,11 @@ version-kept            it is not older than the newest by more than the stalene
 staleness               it is version max(t - staleness of s, 0), for minibatch t at stage s
 microbatch-order        the backwards of a stage run in microbatch order on each rank, so do the gradients add up
 in-flight               no rank holds more forwards without backward than the schedule's bound
-step-once               S (and R, where replicated) once per minibatch on every rank of a stage, in order
+step-once               S (and R, where replicated) once per minibatch on every rank of a stage, in order; R behind
+                        the step of the minibatch before
 step-after-backward     S comes after the rank's last backward of its minibatch
-gradients-apart         S comes before the rank's first backward of a later minibatch
-reduce-before-step      R comes after the rank's last backward of its minibatch and before S
+gradients-apart         S, or R which takes them out, comes before the rank's first backward of a later minibatch
+reduce-before-step      R comes after the rank's last backward of its minibatch and before S, where replicated
 message-place           a send comes behind what makes it, a receive before what needs it
 channel-order           what one end of a channel sends, the other receives, once, in the same order
 no-deadlock             all ranks finish when channels are first in, first out and sends never block
@@ -147,7 +148,7 @@ class Row:
             self.fail("step-after-backward", f"{i} comes after the step of minibatch {i.minibatch}")
         if i.minibatch < self.reduced[i.stage]:
             self.fail("reduce-before-step", f"{i} comes after the reduction of minibatch {i.minibatch}")
-        if i.minibatch > self.newest[i.stage]:
+        if i.minibatch > max(self.newest[i.stage], self.reduced[i.stage]):
             self.fail("gradients-apart", f"{i} comes before the step of minibatch {self.newest[i.stage]}")
         if i.op != "I":
             self.left[i.stage, i.minibatch] -= 1
@@ -175,10 +176,10 @@ class Row:
             self.fail("message-place", f"{i} comes {'after' if done else 'before'} the {kind} that it belongs to")
 
     def _reduce(self, i: Instruction) -> None:
-        if len(self.request.stage_ranks[i.stage]) == 1 or i.minibatch != self.reduced[i.stage]:
-            self.fail(
-                "step-once", f"{i}: the next reduction of stage {i.stage} is of minibatch {self.reduced[i.stage]}"
-            )
+        if not self.newest[i.stage] == self.reduced[i.stage] == i.minibatch:
+            due = max(self.newest[i.stage], self.reduced[i.stage])
+            what = "the next reduction" if self.newest[i.stage] >= due else f"behind step {due - 1}, the next reduction"
+            self.fail("step-once", f"{i}: {what} of stage {i.stage} is of minibatch {due}")
         if self.left[i.stage, i.minibatch]:
             self.fail("reduce-before-step", f"{i}: {self.left[i.stage, i.minibatch]} backwards are still to come")
         self.reduced[i.stage] += 1
@@ -191,3 +192,4 @@ class Row:
         if len(self.request.stage_ranks[i.stage]) > 1 and self.reduced[i.stage] <= i.minibatch:
             self.fail("reduce-before-step", f"{i} comes before the reduction")
         self.newest[i.stage] += 1
+        self.reduced[i.stage] = self.newest[i.stage]

@@ -5,8 +5,9 @@ have reached, and is picked up again by whoever brings it. Every instruction is 
 their number. Links are per pair of ranks and direction, and only their sender puts messages on them, so the order of a
 link is the order of its sender's row, whatever order the ranks are visited in.
 
-Sends never block (beyond ``send_seconds``). A reduction blocks until all replicas are there. An instruction that takes
-no time and no waiting leaves no span.
+Sends never block (beyond ``send_seconds``), nor does a reduction begin with waiting: the step waits, until all replicas
+are there and their gradients added up. That wait is the span of the reduction. An instruction that takes no time and no
+waiting leaves no span.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class _Simulation:
         self.waiting: dict[Message, int] = {}  # the rank that waits for a message
         self.link_free: dict[tuple[int, int], float] = {}
         self.reached: dict[Meeting, dict[int, float]] = {}
+        self.stepping: dict[Meeting, list[int]] = {}  # the ranks that wait for a reduction
         self.ready = list(range(len(schedule.rows)))[::-1]
         self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
         self.durations = {
@@ -74,6 +76,13 @@ class _Simulation:
         while index < len(row):
             i = row[index]
             op, start = i.op, now
+            if op == "S" and (i.stage, i.minibatch) in self.reached:
+                finish = self._reduced(rank, i, now)
+                if finish is None:
+                    break
+                if finish > now:
+                    spans.append(Span(rank, Instruction("R", i.stage, i.minibatch), now, finish))
+                    now = start = finish
             seconds = durations.get(op)
             if seconds is not None:
                 now += seconds[i.stage]
@@ -85,10 +94,7 @@ class _Simulation:
                     break
                 now = max(now, arrival) + edges.get((i.peer, i.stage), FREE).receive_seconds
             elif op == "R":
-                finish = self._meet(rank, i, now)
-                if finish is None:
-                    break
-                now = finish
+                self._bring(rank, i, now)
             else:
                 now = self._send(rank, i, now)
             if now > start:
@@ -111,17 +117,24 @@ class _Simulation:
             self.ready.append(waiter)
         return now
 
-    def _meet(self, rank: int, i: Instruction, now: float) -> float | None:
-        """Come to a reduction. Returns when it ends, None while replicas are missing."""
-        replicas = self.schedule.request.stage_ranks[i.stage]
-        reached = self.reached.setdefault((i.stage, i.minibatch), {})
-        if rank not in reached:
-            reached[rank] = now
-            if len(reached) == len(replicas):
-                self.ready.extend(other for other in replicas if other != rank)
+    def _bring(self, rank: int, i: Instruction, now: float) -> None:
+        """Come to a reduction: those who wait for it at their step are picked up by the last replica."""
+        meeting = i.stage, i.minibatch
+        reached = self.reached.setdefault(meeting, {})
+        reached[rank] = now
+        if len(reached) == len(self.schedule.request.stage_ranks[i.stage]):
+            self.ready.extend(self.stepping.pop(meeting, ()))
+
+    def _reduced(self, rank: int, i: Instruction, now: float) -> float | None:
+        """Return when a step may begin, None while replicas are missing."""
+        meeting = i.stage, i.minibatch
+        replicas, reached = self.schedule.request.stage_ranks[i.stage], self.reached[meeting]
         if len(reached) < len(replicas):
+            self.stepping.setdefault(meeting, []).append(rank)
             return None
-        return max(reached.values()) + self.costs.stages[i.stage].reduce_seconds
+        if len(replicas) == 1:
+            return now
+        return max(now, self.costs.stages[i.stage].reduced(max(reached.values())))
 
     def _deadlock(self, stuck: list[int]) -> ScheduleError:
         rank = stuck[0]

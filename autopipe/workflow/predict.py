@@ -13,12 +13,13 @@ from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import PlanOptions
 from autopipe.planning.alternatives import Score
 from autopipe.planning.api import candidate_counts
 from autopipe.planning.refusals import microbatch_count
+from autopipe.runtime.reduction import num_buckets
 from autopipe.runtime.routes import Edge, Routes, tied
 from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
 
@@ -30,8 +31,7 @@ MOST_SIMULATED_ONCE = 200_000
 
 def schedule_of(plan: Plan, num_minibatches: int = 1) -> Schedule:
     """Return the schedule that a plan names, without communication."""
-    request = Request(plan.stage_ranks, plan.num_microbatches, num_minibatches, options=dict(plan.schedule_options))
-    return make(plan.schedule, request)
+    return make(plan.schedule, plan.request(num_minibatches))
 
 
 def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
@@ -54,6 +54,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
                 backward / 2,
                 step_seconds=profile.optimizer_seconds_per_byte * owned,
                 reduce_seconds=reduce_seconds,
+                reduce_buckets=num_buckets(owned),
             )
         )
     return Costs(tuple(stages), _edges(plan, profile, cluster))

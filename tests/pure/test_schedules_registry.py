@@ -189,7 +189,7 @@ def test_2bw_uses_the_version_of_the_paper():
 
 
 def finishes_when_every_step_is_a_meeting_of_all_ranks(schedule: Schedule) -> bool:
-    """Walk the rows with queues for channels, and let S wait until every rank of every stage is at that step."""
+    """Walk the rows with queues for channels; S waits for R of its replicas, and until every rank is at that step."""
     replicas = [len(ranks) for ranks in schedule.request.stage_ranks]
     queues: defaultdict[tuple[int, ...], deque[tuple[int, int]]] = defaultdict(deque)
     meetings: defaultdict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
@@ -208,10 +208,12 @@ def finishes_when_every_step_is_a_meeting_of_all_ranks(schedule: Schedule) -> bo
                     if not queue:
                         break
                     assert queue.popleft() == (i.minibatch, i.microbatch)
-                elif i.op in ("R", "S"):
-                    here = meetings[(i.minibatch, i.stage) if i.op == "R" else (i.minibatch,)]
-                    here.add((rank, i.stage))
-                    if len(here) < (replicas[i.stage] if i.op == "R" else sum(replicas)):
+                elif i.op == "R":
+                    meetings[i.minibatch, i.stage].add((rank, i.stage))
+                elif i.op == "S":
+                    meetings[i.minibatch,].add((rank, i.stage))
+                    reduced = replicas[i.stage] == 1 or len(meetings[i.minibatch, i.stage]) == replicas[i.stage]
+                    if not reduced or len(meetings[i.minibatch,]) < sum(replicas):
                         break
                 row.popleft()
                 moved = True
@@ -234,11 +236,30 @@ def test_a_step_that_comes_late_holds_no_one_up(name, counts, m):
     assert finishes_when_every_step_is_a_meeting_of_all_ranks(schedule)
 
 
-def test_2bw_steps_a_forward_late_where_a_reduction_can_overlap_with_it():
-    schedule = make("2bw", Request(replicated(1, 2), 4, 2))
-    row = [str(i) for i in schedule.rows[1]]
-    assert row[row.index("1R") :][:4] == ["1R", "1F1:0@0", "1S@0", "1B1:0@0"]
-    assert " ".join(str(i) for i in schedule.rows[0]).count("0B3@0 0S@0") == 1  # no replicas, nothing to overlap
+def texts(schedule: Schedule, rank: int) -> list[str]:
+    return [str(i) for i in schedule.rows[rank]]
+
+
+def test_2bw_steps_as_late_as_it_may_where_a_reduction_can_overlap_with_the_next_minibatch():
+    """W(1) is first needed by minibatch 2, and the gradients of minibatch 1 are added up only behind that step."""
+    schedule = make("2bw", Request(replicated(2, 1), 4, 3))
+    row = texts(schedule, 0)
+    assert row[row.index("0R") : row.index("0S@0") + 2] == ["0R", "0F1:2@0", "0B1:0@0", "0S@0", "0F2:0@1"]
+    row = texts(schedule, 2)  # the last stage has a backward of minibatch 1 left there: its gradients start in it
+    assert row[row.index("1S@0") - 1 :][:4] == ["1F1:3@0", "1S@0", "1B1:3@0", "1R1"]
+    assert row.index("1S@0") - row.index("1R") == 8
+
+
+def test_without_replicas_2bw_steps_at_once():
+    assert " ".join(texts(make("2bw", line(2, 4, 2)), 0)).count("0B3@0 0S@0") == 1
+
+
+def test_where_stages_are_stale_by_different_steps_only_replicas_wait_and_a_forward_long():
+    schedule = make("pipedream", Request(replicated(2, 1), 4, 3))
+    assert schedule.staleness == (1, 0)
+    row = texts(schedule, 0)
+    assert row[row.index("0R") :][:4] == ["0R", "0F1:2@0", "0S@0", "0B1:0@0"]
+    assert not any("R" in text for text in texts(schedule, 2))
 
 
 def test_2bw_says_how_many_microbatches_it_needs():

@@ -19,6 +19,8 @@ HALVES = make("zero-bubble", line(2, 3))
 LOOPED = make("interleaved", Request(((0,), (1,), (0,), (1,)), 2))
 STALE = make("2bw", line(2, 2, 3))
 LONG = make("2bw", line(2, 2, 4))
+# ... 1R 1F1:0 1B1:0 1F1:1 ... 1F1:3 1S 1B1:3 1R1 1F2:0
+OVERLAPPED = make("2bw", Request(((0, 1), (2,)), 4, 3))
 
 
 def rows(schedule: Schedule, rank: int, change: Callable[[list[Instruction]], None]) -> Schedule:
@@ -99,9 +101,11 @@ BROKEN = [
     ("step-once", dropped(FLUSH, 1, "1S@0"), "stage 1 never steps minibatch 0"),
     ("step-once", doubled(FLUSH, 1, "1S@0"), "the next step of stage 1 is 1"),
     ("step-once", changed(FLUSH, 1, "1S@0", weight_version=1), "the next step of stage 1 is 0"),
-    ("step-once", rows(FLUSH, 1, lambda row: row.insert(-1, Instruction("R", 1, 0))), "the next reduction"),
+    ("step-once", doubled(REPLICAS, 0, "0R"), "the next reduction of stage 0 is of minibatch 1"),
+    ("step-once", moved(OVERLAPPED, 2, "1S@0", "1F2:0@1"), "behind step 0, the next reduction of stage 1"),
     ("step-after-backward", moved(FLUSH, 1, "1S@0", "1B2@0"), "1 backwards are still to come"),
     ("gradients-apart", moved(STALE, 0, "0B1:0@0", "0S@0"), "comes before the step of minibatch 0"),
+    ("gradients-apart", moved(OVERLAPPED, 2, "1R", "1F1:1@0"), "1B1:0@0 comes before the step of minibatch 0"),
     ("reduce-before-step", moved(REPLICAS, 0, "0S@0", "0R"), "comes before the reduction"),
     ("reduce-before-step", moved(REPLICAS, 0, "0R", "0B2@0"), "1 backwards are still to come"),
     ("message-place", moved(LOWERED, 0, "0SF0>1", "0F0@0"), "comes before the F"),
@@ -126,7 +130,7 @@ def test_every_rule_has_a_mistake_that_breaks_it():
     assert {rule for rule, _, _ in BROKEN} == set(RULES)
 
 
-@pytest.mark.parametrize("schedule", [FLUSH, TWICE, LOWERED, REPLICAS, HALVES, LOOPED, STALE, LONG])
+@pytest.mark.parametrize("schedule", [FLUSH, TWICE, LOWERED, REPLICAS, HALVES, LOOPED, STALE, LONG, OVERLAPPED])
 def test_what_the_mistakes_are_planted_in_breaks_no_rule(schedule):
     validate(schedule)
 

@@ -104,6 +104,25 @@ def test_a_reduction_waits_for_the_last_replica_and_the_step_follows():
     assert spans(timeline, 1)[-2:] == [("0R", 3, 10), ("0S@0", 10, 10.5)]
 
 
+def test_buckets_of_a_reduction_start_while_the_last_backward_runs():
+    schedule = make("1f1b", Request(((0, 1),), 2))
+    for buckets, reduce, end in ((1, 4, 9), (4, 4, 6), (4, 0.8, 5.2), (4, 2, 5.5)):
+        # F to 1, B to 5: a quarter of B is done at 2, 3, 4, 5
+        costs = Costs((StageCosts(1, 4, reduce_seconds=reduce, reduce_buckets=buckets),))
+        assert simulate(schedule, costs).seconds == pytest.approx(end)
+
+
+def test_a_reduction_under_2bw_hides_behind_the_next_minibatch():
+    request = Request(((0, 1), (2,)), 8, 9)
+
+    def seconds(name, reduce):
+        costs = Costs((StageCosts(1, 1, reduce_seconds=reduce), StageCosts(0.4, 0.4)))
+        return simulate(make(name, request), costs).seconds
+
+    assert seconds("2bw", 3) == seconds("2bw", 0) + 3  # the last one alone hangs over
+    assert seconds("1f1b", 3) == pytest.approx(seconds("1f1b", 0) + 9 * 3)
+
+
 def test_the_slowest_stage_sets_the_pace():
     costs = Costs(tuple(StageCosts(f, 2 * f) for f in (1.0, 2.0, 1.0)))
     short, long = (simulate(make("1f1b", line(3, m)), costs).seconds for m in (20, 30))
