@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import click
 
 from autopipe.workflow.settings import (
+    MAX_SHAPES,
     WORK_DIRECTORY,
     ClusterSettings,
     ModelSettings,
+    OrderSettings,
     PlanSettings,
     ProfileSettings,
 )
@@ -94,13 +96,13 @@ model_options: tuple[Callable[[Any], Any], ...] = (
     option("--data", metavar="TARGET", help="Training data, instead of the file's `data`."),
     option("--eval-data", metavar="TARGET", help="Held-out data, instead of the file's `evaluate_data`."),
     option("--optimizer", metavar="NAME|TARGET", help="Such as adamw, or a function of the named parameters."),
-    option("--lr", type=float, help="Learning rate."),
+    option("--lr", type=types.NUMBER, metavar="RATE", help="Learning rate."),
     option(
         "--precision",
         type=types.one_of("precision", "fp32", "bf16", "fp16"),
         help="Of forward and loss: bf16 and fp16 run under autocast, fp16 with loss scaling. [default: fp32]",
     ),
-    option("--seed", type=int, help="Of the initial weights and of every random operation. [default: 0]"),
+    option("--seed", type=types.SEED, metavar="N", help="Of the initial weights and of every random operation. [default: 0]"),
 )
 profile_options: tuple[Callable[[Any], Any], ...] = (
     option("--device", type=types.one_of("device", "auto", "cpu", "cuda"), help="What to run on. [default: auto]"),
@@ -109,10 +111,31 @@ profile_options: tuple[Callable[[Any], Any], ...] = (
     option("--allow-data-dependent", is_flag=True, help="Accept branches that depend on the data, as first taken."),
     option("--no-verify", is_flag=True, help="Skip the comparison of the captured model with the original."),
 )
+order_options: tuple[Callable[[Any], Any], ...] = (
+    option(
+        "--vertical-sync/--no-vertical-sync",
+        default=None,
+        help="pipedream: every stage uses one version of the weights for a minibatch. [default: its own]",
+    ),
+    option("--stages-per-rank", type=types.COUNT, metavar="V", help="interleaved, zero-bubble: stages on each rank."),
+    option(
+        "--warmup-depth",
+        type=types.COUNT,
+        metavar="D",
+        help="eager-1f1b, pipedream, 2bw: microbatches sent ahead, as a multiple of 1f1b's: more hide slow links.",
+    ),
+    option(
+        "--schedule-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Your own order, custom: a line a rank, cells such as 1F0 (stage, F, B, I or W, microbatch) and commas.",
+    ),
+)
 plan_options: tuple[Callable[[Any], Any], ...] = (
     option("--gpus", type=types.COUNT, metavar="N", help="How many ranks; on a CPU, processes."),
     option("--batch-size", type=types.COUNT, metavar="B", help="Samples of one optimizer step."),
     option("--schedule", type=types.SCHEDULE, metavar="auto|NAME", help="Order of the work. [default: auto]"),
+    *order_options,
     option(
         "--cluster",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -149,6 +172,11 @@ def model(function: Function) -> Function:
 def profiling(function: Function) -> Function:
     """Add the options of model and measurement."""
     return _apply(function, *model_options, *profile_options, work_dir)
+
+
+def ordering(function: Function) -> Function:
+    """Add the options of schedules."""
+    return _apply(function, *order_options)
 
 
 def planning(function: Function) -> Function:
@@ -188,6 +216,18 @@ _EXCLUSIVE = (
 )
 
 
+def shapes(function: Function) -> Function:
+    """Add the option of the commands whose ranks meet the data."""
+    most = option(
+        "--max-shapes",
+        type=click.IntRange(min=0),
+        default=MAX_SHAPES,
+        show_default=True,
+        help="Further shapes of the batch, such as image sizes, for which stage code is made while training.",
+    )
+    return _apply(function, most)
+
+
 def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
     """Return the settings of the options that ``planning`` adds.
 
@@ -207,4 +247,13 @@ def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
         given["microbatch_size"],
         given["recompute"],
         given["replicas"],
+        order_settings(given),
+        given.get("max_shapes", MAX_SHAPES),
+    )
+
+
+def order_settings(given: dict[str, Any]) -> OrderSettings:
+    """Return the settings of the options that ``ordering`` adds."""
+    return OrderSettings(
+        given["vertical_sync"], given["stages_per_rank"], given["warmup_depth"], given["schedule_file"]
     )

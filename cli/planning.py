@@ -37,7 +37,7 @@ def profile_command(terminal: Terminal, target: str, links: bool, **given: Any) 
     terminal.table(tables.profile_table(result.profile))
     terminal.table(tables.block_table(result.profile), *plans.links(measured))
     terminal.document("profile", documents.profile(result) | documents.links(measured))
-    terminal.next("autopipe plan --gpus 2")
+    terminal.next("autopipe plan --gpus 2", work_dir=settings.work_dir)
 
 
 @click.command("plan")
@@ -89,7 +89,7 @@ def plan_command(
     with terminal.progress() as progress:
         result = steps.plan(settings, progress, explained=explain)
     _show(terminal, result)
-    terminal.next("autopipe check, then autopipe train")
+    terminal.next("autopipe check", "autopipe train", work_dir=settings.work_dir)
 
 
 def _show(terminal: Terminal, result: PlanResult) -> None:
@@ -144,20 +144,21 @@ def generate_command(terminal: Terminal, work_dir: Path) -> None:
     terminal.notes(result.notes)
     terminal.table(*result.files)
     terminal.document("generate", documents.generate(result))
-    terminal.next("autopipe check")
+    terminal.next("autopipe check", work_dir=work_dir)
 
 
 @click.command("simulate")
 @options.option("--schedule", type=types.SCHEDULE, metavar="NAME", help="Another schedule than the plan's.")
+@options.ordering
 @options.work_dir
 @options.output
-def simulate_command(terminal: Terminal, schedule: str | None, work_dir: Path) -> None:
+def simulate_command(terminal: Terminal, schedule: str | None, work_dir: Path, **given: Any) -> None:
     """Play the stored plan through, without running the model -> timeline.json."""
     from autopipe.report import tables
     from autopipe.workflow import steps
 
-    result = steps.simulate(work_dir, None if schedule == "auto" else schedule)
+    result = steps.simulate(work_dir, None if schedule == "auto" else schedule, order=options.order_settings(given))
     terminal.notes(result.notes)
     terminal.table(*tables.simulation(result.plan, result.timeline, result.grid))
     terminal.document("simulate", documents.simulate(result))
-    terminal.next("autopipe train")
+    terminal.next("autopipe train", work_dir=work_dir)

@@ -106,7 +106,9 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
     _check_memory(problem, stages)
     check_every_parameter(graph, stages)
     num_used = 1 + max(rank for stage in stages for rank in stage.ranks)
-    options = {"stages_per_rank": problem.options.stages_per_rank} if problem.options.stages_per_rank > 1 else {}
+    options = dict(problem.options.schedule_options)
+    if problem.options.stages_per_rank > 1:
+        options["stages_per_rank"] = problem.options.stages_per_rank
     return Plan(
         graph_digest=graph.digest,
         workload=problem.profile.workload,
@@ -116,6 +118,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         ties=find_ties(graph, [names for names, _ in state], exchanged, problem.microbatch_size),
         schedule=problem.needs.name,
         schedule_options=options,
+        schedule_text=problem.options.schedule_text,
         batch_size=problem.options.batch_size,
         num_microbatches=m,
         microbatch_size=problem.microbatch_size,

@@ -42,13 +42,17 @@ class CutReason:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``bound_seconds``: no plan takes a step in less. ``runner_up``: the best plan with other cuts."""
+    """``bound_seconds``: no plan takes a step in less. ``runner_up``: the best plan with other cuts.
+
+    ``left_out``: what was not considered, and why.
+    """
 
     cuts: tuple[CutReason, ...]
     limit: str
     bound_seconds: float
     gap: float
     runner_up: Plan | None
+    left_out: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return it as lines of text."""
@@ -59,7 +63,7 @@ class Explanation:
             starts = ", ".join(stage.first for stage in self.runner_up.stages[1:])
             step = self.runner_up.predicted.step_seconds
             lines.append(f"runner-up: cuts before {starts or 'nothing'}, {step:.4g} s a step")
-        return lines
+        return [*lines, *self.left_out]
 
 
 def explain(

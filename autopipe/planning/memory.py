@@ -48,8 +48,9 @@ def in_flight(needs: ScheduleNeeds, num_microbatches: int, *, behind: int, num_r
 
 def weight_versions(needs: ScheduleNeeds, num_microbatches: int, held: int, replicas: int = 1) -> int:
     """Return how many versions of its weights a stage keeps when ``held`` microbatches are in flight on each rank."""
-    if isinstance(needs.weight_versions, int):
-        return needs.weight_versions
+    fixed = needs.fixed_versions(num_microbatches)
+    if fixed is not None:
+        return fixed
     return 1 + math.ceil((held - 1) * replicas / num_microbatches)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,8 +20,8 @@ class ScheduleNeeds:
     ``in_flight``: forwards whose backward is not done, at most: ``"all"`` is m; ``"depth"`` is
     min(m, ceil(depth * ranks behind this stage / r) + 1), ``"ranks"`` min(m, ceil(all ranks / r)). An asynchronous
     schedule does not stop at m.
-    ``weight_versions``: how many copies of the weights live at once; ``"depth"`` is 1 + ceil((in flight - 1) r / m). An
-    asynchronous schedule with v of them sends at most (v - 1) m microbatches ahead.
+    ``weight_versions``: how many copies of the weights live at once, or a function of m that returns it; ``"depth"`` is
+    1 + ceil((in flight - 1) r / m). An asynchronous schedule with v of them sends at most (v - 1) m microbatches ahead.
     ``min_microbatches``: the least m, or a function of p that returns it. ``replicas``: whether it takes replicas.
     """
 
@@ -28,7 +29,7 @@ class ScheduleNeeds:
     flush: bool = True
     in_flight: str = "depth"
     depth: int = 1
-    weight_versions: int | str = 1
+    weight_versions: int | str | Callable[[int], int] = 1
     min_microbatches: int | Callable[[int], int] = 1
     replicas: bool = True
 
@@ -37,6 +38,25 @@ class ScheduleNeeds:
         if callable(self.min_microbatches):
             return self.min_microbatches(num_stages)
         return self.min_microbatches
+
+    def fixed_versions(self, num_microbatches: int) -> int | None:
+        """Return the copies of the weights where every stage keeps the same number, else None."""
+        if isinstance(self.weight_versions, str):
+            return None
+        return self.weight_versions if isinstance(self.weight_versions, int) else self.weight_versions(num_microbatches)
+
+    def with_depth(self, depth: int) -> ScheduleNeeds:
+        """Return the needs with a warm-up so many times as deep as 1f1b's."""
+        least = self.min_microbatches
+        deeper = (lambda p: depth * least(p)) if callable(least) else least
+        return dataclasses.replace(self, depth=depth, min_microbatches=deeper)
+
+    def with_one_version(self, num_ranks: int) -> ScheduleNeeds:
+        """Return the needs where all stages are as stale as the first, which sends ``depth * (num_ranks - 1)`` ahead.
+
+        So many without replicas; fewer with them.
+        """
+        return dataclasses.replace(self, weight_versions=lambda m: 1 + -(-self.depth * (num_ranks - 1) // m))
 
 
 NEEDS: Mapping[str, ScheduleNeeds] = MappingProxyType(
@@ -64,6 +84,8 @@ class PlanOptions:
     ``batch_size``: samples of one optimizer step. ``num_microbatches`` or ``microbatch_size``: at most one of
     them; with neither, the planner tries powers of two. ``recompute``: "auto" (only where a stage does not fit
     without), "always", "never". ``straight``: one rank a stage, ``num_ranks`` stages.
+    ``schedule_options``: what else the schedule is told, and ``schedule_text`` its text; the plan takes both over.
+    ``stage_ranks``: the rank of each stage, where a schedule's text says it; else stages are dealt out in turn.
     ``replica_choices``: "any", or "powers" of two (a faster search). ``tolerance``: how far from the best a flush plan
     may stay, 0 for exact.
 
@@ -81,6 +103,9 @@ class PlanOptions:
     straight: bool = True
     replica_choices: str = "any"
     tolerance: float = 0.0
+    schedule_options: tuple[tuple[str, int], ...] = ()
+    schedule_text: str = ""
+    stage_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "batch_size", "stages_per_rank"):
@@ -115,4 +140,12 @@ class PlanOptions:
     @property
     def num_stages(self) -> int:
         """How many stages a straight plan has."""
-        return self.num_ranks * self.stages_per_rank
+        return len(self.stage_ranks) or self.num_ranks * self.stages_per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that runs a stage of a straight plan."""
+        return self.stage_ranks[stage] if self.stage_ranks else stage % self.num_ranks
+
+    def stages_on(self, rank: int) -> int:
+        """Return how many stages a rank of a straight plan runs."""
+        return self.stage_ranks.count(rank) if self.stage_ranks else self.stages_per_rank

@@ -59,7 +59,7 @@ class Problem:
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that runs a stage of a straight plan: round robin when a rank runs several."""
-        return stage % self.options.num_ranks
+        return self.options.rank_of(stage)
 
     def device_of(self, stage: int) -> ClusterDevice:
         """Return the device of a stage of a straight plan."""
@@ -110,7 +110,7 @@ class Problem:
     def limit(self, stage: int) -> float:
         """Return the bytes that a stage may use; infinite where the device has no limit."""
         memory = self.device_of(stage).memory_bytes
-        return memory / self.options.stages_per_rank if memory else math.inf
+        return memory / self.options.stages_on(self.rank_of(stage)) if memory else math.inf
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k, infinite where the stage does not fit; recompute is used as the options allow."""

@@ -112,6 +112,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     can_recompute = options.recompute == "never"
     if can_recompute:
         yield "recompute the activations (--recompute auto)", dataclasses.replace(problem, options=recompute)
+    if options.stage_ranks:
+        return  # the schedule's own text says how many microbatches and ranks there are
     counts = sorted({min(problem.num_microbatches * 2**k, options.batch_size) for k in range(1, 31)})
     for count in counts if problem.num_microbatches < options.batch_size else []:
         size = math.ceil(options.batch_size / count)

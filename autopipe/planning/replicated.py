@@ -24,7 +24,7 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     cluster, G = problem.cluster, options.num_ranks // width
     equal = width == 1 and len(set(cluster.devices)) == 1 and _levels_in_use(cluster, G) <= 1
     outer = _span(cluster, 0, options.num_ranks - 1)
-    versions = needs.weight_versions if isinstance(needs.weight_versions, int) else 0
+    versions = needs.fixed_versions(problem.num_microbatches) or 0
     rules = np.zeros(solver.NUM_RULES)
     rules[solver.MICROBATCHES] = problem.num_microbatches
     rules[solver.RANKS] = G

@@ -1,7 +1,7 @@
 """Plan to schedule: pure functions that make rows of instructions, and what checks, lowers, simulates and draws."""
 
 from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
-from autopipe.schedules.custom import to_csv
+from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
 from autopipe.schedules.lower import lower
 from autopipe.schedules.memory import StageBytes, peak_bytes
@@ -18,6 +18,8 @@ __all__ = [
     "ScheduleKind",
     "StageBytes",
     "StageCosts",
+    "layout_of",
+    "lines_of",
     "lower",
     "make",
     "peak_bytes",

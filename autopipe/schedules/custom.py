@@ -30,7 +30,7 @@ Cell = tuple[str, int, int]  # op, stage, microbatch
 def custom(request: Request) -> Schedule:
     """Return the schedule in ``request.text``. Raises: ScheduleError for what cannot be read, or breaks a rule."""
     check_request(KIND.name, request)
-    lines = [text for text in (raw.split("#")[0].strip() for raw in request.text.splitlines()) if text]
+    lines = lines_of(request.text)
     if len(lines) != request.num_ranks:
         raise ScheduleError(
             f"the custom schedule has {len(lines)} rows for {request.num_ranks} ranks",
@@ -46,20 +46,64 @@ def custom(request: Request) -> Schedule:
     return schedule
 
 
-def _parse(request: Request, rank: int, text: str) -> list[Cell]:
-    stages = stages_of(request, rank)
-    cells = []
+def layout_of(text: str) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Return (ranks of each stage, microbatches) of a grid; a row whose cells name no stage is its rank's own.
+
+    Raises: ScheduleError for what is no grid, or leaves a stage or a microbatch out.
+    """
+    lines = lines_of(text)
+    ranks: dict[int, list[int]] = {}
+    found: set[int] = set()
+    for rank, row in enumerate(lines):
+        for stage, _, microbatch in _cells(rank, row):
+            home = ranks.setdefault(rank if stage is None else stage, [])
+            if rank not in home:
+                home.append(rank)
+            found.add(microbatch)
+    for kind, numbers in (("stage", ranks), ("microbatch", found)):
+        missing = [number for number in range(max(numbers, default=-1) + 1) if number not in numbers]
+        if missing or not numbers:
+            what = f"{kind} {missing[0]} is not in it" if missing else "there is not one cell in it"
+            raise ScheduleError(
+                f"the custom schedule runs {kind}s 0 to {max(numbers, default=0)}, and {what}",
+                remedy=f"number the {kind}s from 0 without gaps",
+            )
+    return tuple(tuple(ranks[stage]) for stage in range(len(ranks))), len(found)
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the rows of a grid, without comments and blank lines."""
+    return [row for row in (raw.split("#")[0].strip() for raw in text.splitlines()) if row]
+
+
+def _cells(rank: int, text: str) -> list[tuple[int | None, str, int]]:
+    """Return (stage, op, microbatch) of a row. Raises: ScheduleError for what is no cell."""
+    found = []
     for index, cell in enumerate(part.strip() for part in text.split(",")):
         if not cell:
             continue
         match = _CELL.fullmatch(cell)
-        if match is None or not (match[1] or len(stages) == 1):
-            raise ScheduleError(
-                f"{cell!r} is no cell of a schedule",
-                where=f"rank {rank}, cell {index}",
-                remedy="stage, then F, B, I or W, then microbatch: 1F0",
-            )
-        cells.append((match[2], int(match[1] or stages[0]), int(match[3])))
+        if match is None:
+            raise _no_cell(cell, rank, index)
+        found.append((int(match[1]) if match[1] else None, match[2], int(match[3])))
+    return found
+
+
+def _no_cell(cell: str, rank: int, index: int) -> ScheduleError:
+    return ScheduleError(
+        f"{cell!r} is no cell of a schedule",
+        where=f"rank {rank}, cell {index}",
+        remedy="stage, then F, B, I or W, then microbatch: 1F0",
+    )
+
+
+def _parse(request: Request, rank: int, text: str) -> list[Cell]:
+    stages = stages_of(request, rank)
+    cells = []
+    for index, (stage, op, microbatch) in enumerate(_cells(rank, text)):
+        if stage is None and len(stages) != 1:
+            raise _no_cell(f"{op}{microbatch}", rank, index)
+        cells.append((op, stages[0] if stage is None else stage, microbatch))
     return cells
 
 

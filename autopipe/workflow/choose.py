@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autopipe.errors import PlanError, RunError
+from autopipe.errors import PlanError, RunError, counted
 from autopipe.ir import artifact
+from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster, Links
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, Watch, make_best_plan
+from autopipe.schedules import lines_of
 from autopipe.workflow.clusters import cluster_of_figures, this_machine
 from autopipe.workflow.predict import judge, predict, scored
 from autopipe.workflow.requests import PlanRequest
@@ -43,7 +45,10 @@ def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work
     request, reason = said, "there was none"
     stored = work.found(Plan, work.store.plan)
     record = work.found(PlanRecord, work.store.record)
-    if stored is not None and record is not None and record.plan_digest == stored.digest:
+    if stored is not None and record is None:
+        reason = f"there was no {work.store.record.name}"
+    if stored is not None and record is not None:
+        work.store.refuse_strangers(stored, record)
         same_model = stored.graph_digest == found.graph.digest
         if same_model or not settings.profile.model.said:
             request = record.request.overlaid(said)
@@ -57,10 +62,11 @@ def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work
         elif cluster_of(request, ranks_of(request, found), found, work).levels != record.cluster.levels:
             reason = "the links were measured anew"
         else:
-            work.notes.append(f"plan of {stored.num_ranks} ranks ({stored.schedule}) taken from before")
+            refuse_disagreement(stored, found.graph)
+            work.notes.append(f"plan of {counted(stored.num_ranks, 'rank')} ({stored.schedule}) taken from before")
             return stored, record
     chosen = choose_plan(found, request, work, batch_of(workload, request))
-    work.notes.append(f"planned {len(chosen.plan.stages)} stages in {chosen.seconds:.2f} s: {reason}")
+    work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")
     return chosen.plan, chosen.record
 
 
@@ -79,7 +85,7 @@ def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: in
     """Make the plan of a request and write it and its record. Ctrl-C ends the search with the best so far."""
     num_ranks = ranks_of(request, found)
     cluster = cluster_of(request, num_ranks, found, work)
-    space = Space.of(request, num_ranks, batch_size)
+    space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
     start = time.perf_counter()
     made, watch = search(found, cluster, _choices(request, space, found, work), work.progress)
     seconds = time.perf_counter() - start
@@ -135,7 +141,18 @@ def _choices(request: PlanRequest, space: Space, found: Profile, work: Work) -> 
 
 
 def ranks_of(request: PlanRequest, found: Profile) -> int:
-    """Return how many ranks are meant. Raises: RunError where nobody said."""
+    """Return how many ranks are meant.
+
+    Raises: RunError where nobody said; PlanError where a schedule file says another number.
+    """
+    if request.grid is not None:
+        rows = len(lines_of(request.grid))
+        if request.gpus not in (None, rows):
+            raise PlanError(
+                f"the schedule file has {counted(rows, 'row')}, one a rank, and --gpus is {request.gpus}",
+                remedy=f"--gpus {rows}, or a file with {request.gpus} rows",
+            )
+        return rows
     if request.gpus is not None:
         return request.gpus
     if request.cluster is not None:

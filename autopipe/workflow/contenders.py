@@ -10,7 +10,7 @@ from autopipe.planning import Comparison, Explanation, comparison, explain
 from autopipe.planning.alternatives import Score
 from autopipe.planning.compare import verdict
 from autopipe.workflow.predict import judge, scored
-from autopipe.workflow.space import Space, replicated, takes_replicas
+from autopipe.workflow.space import Space, plain, replicated, takes_replicas
 from autopipe.workflow.store import PlanRecord
 
 
@@ -18,7 +18,9 @@ def compared(made: Plan, found: Profile, record: PlanRecord, space: Space) -> Co
     """Return a single device, data parallelism, the best straight pipeline and the best plan of all."""
     cluster, rivals = record.cluster, space.rivals()
     score = judge(found, cluster, (*space.straight, *rivals))
-    result = comparison(found, cluster, space.straight[0], score=score, straight=space.straight, free=rivals, made=made)
+    first = space.straight[0]
+    base = plain(first) if first.stage_ranks else first  # a grid is for its own ranks alone
+    result = comparison(found, cluster, base, score=score, straight=space.straight, free=rivals, made=made)
     return result if score is not None else _judged(result, scored(found, cluster))
 
 
@@ -37,4 +39,5 @@ def explained(made: Plan, found: Profile, record: PlanRecord, space: Space) -> E
     options = next(o for o in space.straight if o.schedule == made.schedule and o.stages_per_rank == per_rank)
     if takes_replicas(options) and any(stage.replicas > 1 for stage in made.stages):
         options = replicated(options)
-    return explain(made, found, record.cluster, options, score=judge(found, record.cluster, [options]))
+    reasons = explain(made, found, record.cluster, options, score=judge(found, record.cluster, [options]))
+    return dataclasses.replace(reasons, left_out=space.left_out)

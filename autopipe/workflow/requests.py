@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
+from autopipe.errors import PlanError, unknown_choice
 from autopipe.ir.cluster import Cluster
 from autopipe.planning import read_cluster
+from autopipe.schedules import REGISTRY
 from autopipe.workflow.settings import PlanSettings
 
 _OPTIONS = {
@@ -21,12 +24,25 @@ _OPTIONS = {
     "link": "--link",
     "replicas": "--replicas",
     "device_name": "--device-name",
+    "vertical_sync": "--vertical-sync",
+    "stages_per_rank": "--stages-per-rank",
+    "warmup_depth": "--warmup-depth",
+    "grid": "--schedule-file",
+}
+_FILES = ("cluster", "grid")  # what they hold is not shown
+# what belongs to one schedule, and goes with it
+_OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
+
+_CHOICES = {
+    "schedule": ("auto", *REGISTRY),
+    "recompute": ("auto", "always", "never"),
+    "replicas": ("auto", "never"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The options of a plan; None is *not said*. ``cluster``: what the cluster file held."""
+    """The options of a plan; None is *not said*. ``cluster``, ``grid``: what cluster file and schedule file held."""
 
     gpus: int | None = None
     batch_size: int | None = None
@@ -39,20 +55,51 @@ class PlanRequest:
     link: float | None = None
     replicas: str | None = None
     device_name: str | None = None
+    vertical_sync: bool | None = None
+    stages_per_rank: int | None = None
+    warmup_depth: int | None = None
+    grid: str | None = None
+
+    def __post_init__(self) -> None:
+        counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**31:
+                raise ValueError(f"{_OPTIONS[name]} {value} is out of range")
+        for name in ("gpu_memory_bytes", "link"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{_OPTIONS[name]} {value} is not above 0")
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(unknown_choice(name, value, known))
 
     @property
     def of_other_devices(self) -> bool:
         """Whether the devices or links are described, and need not be here."""
         return any(x is not None for x in (self.cluster, self.gpu_memory_bytes, self.link, self.device_name))
 
+    @property
+    def schedule_options(self) -> dict[str, int]:
+        """What the schedule is told beside how many stages a rank has, under the schedules' own names."""
+        found = {"vertical_sync": 1 if self.vertical_sync else None, "depth": self.warmup_depth}
+        return {name: value for name, value in found.items() if value is not None}
+
     @staticmethod
     def of(settings: PlanSettings) -> PlanRequest:
-        """Return what the user said. Raises: PlanError where the cluster file is not one."""
-        figures = settings.cluster
+        """Return what the user said. Raises: PlanError where the cluster file, or the schedule file, is not one."""
+        figures, order = settings.cluster, settings.order
+        grid = None if order.file is None else _read(order.file)
+        if grid is not None and settings.schedule not in (None, "custom"):
+            raise PlanError(
+                f"--schedule {settings.schedule} has an order of its own, and {order.file} says another",
+                remedy="leave one of --schedule and --schedule-file out; the file alone is --schedule custom",
+            )
         return PlanRequest(
             settings.gpus,
             settings.batch_size,
-            settings.schedule,
+            settings.schedule if grid is None else "custom",
             settings.num_microbatches,
             settings.microbatch_size,
             settings.recompute,
@@ -61,10 +108,18 @@ class PlanRequest:
             figures.link,
             settings.replicas,
             figures.device_name,
+            order.vertical_sync,
+            order.stages_per_rank,
+            order.warmup_depth,
+            grid,
         )
 
     def overlaid(self, said: PlanRequest) -> PlanRequest:
-        """Return this request with what is said now on top. The two ways to name microbatches exclude each other."""
+        """Return this request with what is said now on top.
+
+        The two ways to name microbatches exclude each other; what one schedule was told is not for another, and a
+        grid says itself how many ranks and microbatches there are.
+        """
         given = {field.name: getattr(said, field.name) for field in dataclasses.fields(said)}
         changes = {name: value for name, value in given.items() if value is not None}
         if said.num_microbatches is not None:
@@ -75,6 +130,10 @@ class PlanRequest:
             changes |= dict.fromkeys(("gpu_memory_bytes", "link", "device_name"))
         elif said.of_other_devices:
             changes["cluster"] = None
+        if said.schedule is not None and said.schedule != self.schedule:
+            changes = dict.fromkeys(_OF_SCHEDULE) | changes
+        if said.grid is not None and said.grid != self.grid:
+            changes = dict.fromkeys(("gpus", "num_microbatches", "microbatch_size")) | changes
         return dataclasses.replace(self, **changes)
 
     def changes_to(self, other: PlanRequest) -> tuple[str, ...]:
@@ -83,8 +142,18 @@ class PlanRequest:
         for name, option in _OPTIONS.items():
             before, after = getattr(self, name), getattr(other, name)
             if before != after:
-                found.append(option if name == "cluster" else f"{option} {_shown(before)} -> {_shown(after)}")
+                found.append(option if name in _FILES else f"{option} {_shown(before)} -> {_shown(after)}")
         return tuple(found)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a schedule file. Raises: PlanError where it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"the schedule file cannot be read: {error}", where=str(path), remedy="give a text file, one line a rank"
+        ) from error
 
 
 def _shown(value: object) -> str:

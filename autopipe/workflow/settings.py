@@ -14,6 +14,8 @@ from typing import Any
 from autopipe.launch.request import LaunchSettings
 
 WORK_DIRECTORY = Path(".autopipe")
+MAX_SHAPES = 16
+ELASTIC_RESTARTS = 3
 HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "evaluate_data")
 
 Progress = Callable[[str, float], None]
@@ -33,6 +35,9 @@ ranks        ``states``: one text a rank, such as "2F7" or "waits for 1RF3<0"
 step         ``step``, ``loss``, ``seconds`` (since the start), ``samples_per_second``
 checkpoint   ``step``, ``path``
 evaluation   ``loss``, ``samples``
+stopping     ``signal``: the run was asked to stop, and does after the minibatch that is under way
+nonfinite    ``step``, ``what``, ``skipped``: the loss or a gradient is not finite, and the run goes on
+restart      the fields of ``Restart``, and ``of``: how many there may be
 ===========  ========================================================================================
 """
 
@@ -90,10 +95,24 @@ class ClusterSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderSettings:
+    """What a schedule is told beyond its name. ``file``: the user's own grid, for the schedule ``custom``.
+
+    ``warmup_depth``: a multiple of 1f1b's. ``vertical_sync``: all stages of pipedream read one version.
+    """
+
+    vertical_sync: bool | None = None
+    stages_per_rank: int | None = None
+    warmup_depth: int | None = None
+    file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSettings:
     """What a plan is for. ``schedule``: a name or "auto"; ``gpus``: ranks, where None is those of the stored plan.
 
-    ``replicas``: "auto" (stages may run on several ranks) or "never".
+    ``replicas``: "auto" (stages may run on several ranks) or "never". ``max_shapes``: for how many further shapes of
+    the batch code is made while ranks run.
     """
 
     profile: ProfileSettings
@@ -105,6 +124,8 @@ class PlanSettings:
     microbatch_size: int | None = None
     recompute: str | None = None
     replicas: str | None = None
+    order: OrderSettings = OrderSettings()
+    max_shapes: int = MAX_SHAPES
 
     @property
     def work_dir(self) -> Path:
@@ -126,7 +147,11 @@ class TrainSettings:
 
     ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``evaluate_every`` 0: never while training.
     ``check_first``: compare with plain training before the first step of a new plan. ``deferred_batch_norm``: running
-    statistics once a minibatch. ``run_dir`` None: a new one in the work directory.
+    statistics once a minibatch. ``resume``: go on from ``resume_step``, None being the newest checkpoint. ``run_dir``
+    None: a new one in the work directory. ``max_restarts``: new attempts after a rank failed; None is none, and with
+    ``elastic`` (go on with the ranks that are left) ``ELASTIC_RESTARTS``. ``excluded_devices``: GPUs that ranks of this
+    machine leave alone. ``on_nonfinite``: what a loss or gradient that is not finite leads to: the end (``stop``), a
+    message (``warn``), or a step that all ranks leave out (``skip``).
     """
 
     plan: PlanSettings
@@ -139,9 +164,21 @@ class TrainSettings:
     deferred_batch_norm: bool = False
     keep_checkpoints: int = 3
     resume: bool = False
+    resume_step: int | None = None
     run_dir: Path | None = None
     record_timeline: bool = False
     launch: LaunchSettings = field(default_factory=LaunchSettings)
+    max_restarts: int | None = None
+    elastic: bool = False
+    excluded_devices: tuple[int, ...] = ()
+    on_nonfinite: str = "stop"
+
+    @property
+    def restarts(self) -> int:
+        """How many new attempts there may be."""
+        if self.max_restarts is None:
+            return ELASTIC_RESTARTS if self.elastic else 0
+        return self.max_restarts
 
 
 @dataclass(frozen=True, slots=True)

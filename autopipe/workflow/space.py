@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Profile
+from autopipe.ir.schedule import Request
 from autopipe.planning import NEEDS, PlanOptions
-from autopipe.schedules import REGISTRY
+from autopipe.schedules import REGISTRY, layout_of, make
 from autopipe.workflow.requests import PlanRequest
 
 # where a schedule is to be chosen: the first one wins a tie, and needs less memory than gpipe
@@ -21,32 +22,44 @@ _AUTO_FIRST = "1f1b"
 _STAGES_PER_RANK = {"interleaved": (2, 3, 4)}
 # above so many ranks replicas are powers of two, and within 1 % of the best
 MANY_RANKS = 32
+_SPLITS = (
+    "zero-bubble was not considered: the profile has no times of the two halves of a backward, which it moves apart"
+)
+_SENDS = (
+    "interleaved was not considered: it sends more often, and the links are assumed (autopipe doctor --links measures "
+    "them, --link and --cluster say)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """``straight``: one rank a stage. ``free``: replicas where they pay; a schedule without them is not in it."""
+    """``straight``: one rank a stage. ``free``: replicas where they pay; a schedule without them is not in it.
+
+    ``left_out``: what was not considered, and why.
+    """
 
     straight: tuple[PlanOptions, ...]
     free: tuple[PlanOptions, ...]
+    left_out: tuple[str, ...] = ()
 
     @staticmethod
-    def of(request: PlanRequest, num_ranks: int, batch_size: int) -> Space:
-        """Return the space of a request. Raises: PlanError for an option that no plan can meet."""
+    def of(request: PlanRequest, num_ranks: int, batch_size: int, *, links_known: bool = False) -> Space:
+        """Return the space of a request. ``links_known``: measured or described, and not just assumed.
+
+        Raises: PlanError for an option that no plan can meet; ScheduleError where the user's own grid breaks a rule.
+        """
+        name = request.schedule or "auto"
+        if name == "custom":
+            return Space((_of_grid(request, num_ranks, batch_size),), ())
         straight: list[PlanOptions] = []
-        for name in schedules(request.schedule or "auto"):
-            alone = PlanOptions(
-                num_ranks=num_ranks,
-                batch_size=batch_size,
-                num_microbatches=request.num_microbatches,
-                microbatch_size=request.microbatch_size,
-                schedule=name,
-                recompute=request.recompute or "auto",
-            )
-            for count in _STAGES_PER_RANK.get(name, (1,)) if num_ranks > 1 else (1,):
+        for schedule in _told(schedules(name, links_known=links_known or bool(request.stages_per_rank)), request):
+            alone = _ordered(request, schedule, num_ranks, batch_size)
+            counts = _STAGES_PER_RANK.get(schedule, (1,)) if num_ranks > 1 else (1,)
+            for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
                 straight.append(dataclasses.replace(alone, stages_per_rank=count))
         free = [replicated(options) for options in straight if takes_replicas(options)]
-        return Space(tuple(straight), tuple(free))
+        left_out = (_SPLITS, *(() if links_known else (_SENDS,))) if name == "auto" else ()
+        return Space(tuple(straight), tuple(free), left_out)
 
     def choices(self, replicas: str) -> tuple[PlanOptions, ...]:
         """Return what is searched with ``--replicas auto`` or ``never``.
@@ -64,10 +77,93 @@ class Space:
 
     def rivals(self) -> tuple[PlanOptions, ...]:
         """Return the options of the best replicated plan to compare with: 1f1b's where the request's has none."""
-        if self.free:
-            return self.free
-        other = dataclasses.replace(self.straight[0], schedule=_AUTO_FIRST, stages_per_rank=1)
-        return (replicated(other),)
+        return self.free or (replicated(plain(self.straight[0])),)
+
+
+def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
+    """Return the options of a schedule with what the request tells it: a stage a rank, no replicas."""
+    needs = NEEDS[schedule]
+    if request.warmup_depth is not None:
+        needs = needs.with_depth(request.warmup_depth)
+    if request.vertical_sync:
+        needs = needs.with_one_version(num_ranks)
+    return PlanOptions(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        num_microbatches=request.num_microbatches,
+        microbatch_size=request.microbatch_size,
+        schedule=schedule,
+        needs=None if needs is NEEDS[schedule] else needs,
+        recompute=request.recompute or "auto",
+        schedule_options=tuple(request.schedule_options.items()),
+    )
+
+
+def _told(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
+    """Return those of the schedules that take what the request tells them.
+
+    Raises: PlanError where there is none, with those that do.
+    """
+    options = dict.fromkeys(request.schedule_options) | ({"stages_per_rank": None} if request.stages_per_rank else {})
+
+    def lacks(name: str) -> list[str]:
+        known = {option.name for option in REGISTRY[name].options}
+        return [option for option in options if option not in known]
+
+    found = tuple(name for name in names if not lacks(name))
+    if found:
+        return found
+    missing = lacks(names[0])[0]
+    flag = {"depth": "--warmup-depth"}.get(missing, "--" + missing.replace("_", "-"))
+    takers = [kind.name for kind in REGISTRY.values() if missing in {option.name for option in kind.options}]
+    who = (
+        f"--schedule {names[0]} takes" if len(names) == 1 else "none of the schedules that --schedule auto tries takes"
+    )
+    raise PlanError(f"{who} no {flag}", remedy=f"leave it out, or choose a schedule that does: {', '.join(takers)}")
+
+
+def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptions:
+    """Return the options of the user's own grid, which is validated here. ``num_ranks``: those of its rows."""
+    if request.grid is None:
+        raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
+    _told(("custom",), request)
+    stage_ranks, count = layout_of(request.grid)
+    make("custom", Request(stage_ranks, count, text=request.grid))
+    for stage, ranks in enumerate(stage_ranks):
+        if len(ranks) > 1:
+            raise PlanError(
+                f"the schedule file runs stage {stage} on ranks {list(ranks)}: the planner places a grid's stages on a "
+                "rank each",
+                remedy="give each stage one row",
+            )
+    if request.num_microbatches not in (None, count):
+        raise PlanError(
+            f"the schedule file has {count} microbatches, and --num-microbatches is {request.num_microbatches}",
+            remedy="leave --num-microbatches out",
+        )
+    return PlanOptions(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        num_microbatches=count,
+        microbatch_size=request.microbatch_size,
+        schedule="custom",
+        recompute=request.recompute or "auto",
+        schedule_text=request.grid,
+        stage_ranks=tuple(ranks[0] for ranks in stage_ranks),
+    )
+
+
+def plain(options: PlanOptions) -> PlanOptions:
+    """Return the same question under 1f1b, with nothing told to the schedule."""
+    return dataclasses.replace(
+        options,
+        schedule=_AUTO_FIRST,
+        needs=None,
+        stages_per_rank=1,
+        schedule_options=(),
+        schedule_text="",
+        stage_ranks=(),
+    )
 
 
 def replicated(options: PlanOptions) -> PlanOptions:
@@ -84,21 +180,23 @@ def replicated(options: PlanOptions) -> PlanOptions:
 
 def takes_replicas(options: PlanOptions) -> bool:
     """Whether the planner and the runtime can replicate stages under this schedule."""
-    return options.schedule_needs.replicas and REGISTRY[options.schedule].replicas
+    return options.schedule_needs.replicas and REGISTRY[options.schedule].replicas and not options.stage_ranks
 
 
-def schedules(name: str) -> tuple[str, ...]:
+def schedules(name: str, *, links_known: bool = False) -> tuple[str, ...]:
     """Return the schedules to try.
 
-    ``auto``: those that the planner knows and that give plain training's result with a stage a rank. One that splits
-    the backward is not among them: the profile has no times of the halves. Nor is one that needs more stages than
-    ranks, or a file.
+    ``auto``: those that the planner knows and that give plain training's result. One that splits the backward is not
+    among them: the profile has no times of the halves. One with several stages a rank is where the links are known:
+    it pays with more messages, which cost nothing on a link that is merely assumed to be fast. Nor is a file.
     """
     if name != "auto":
         return (name,)
-    kinds = [kind for kind in REGISTRY.values() if kind.synchronous and kind.name in NEEDS]
-    plain = [kind.name for kind in kinds if not kind.splits_backward and kind.name not in {*_STAGES_PER_RANK, "custom"}]
-    return tuple(sorted(plain, key=lambda name: name != _AUTO_FIRST))
+    kinds = [kind for kind in REGISTRY.values() if kind.synchronous and kind.name in NEEDS and kind.name != "custom"]
+    names = [
+        kind.name for kind in kinds if not kind.splits_backward and (links_known or kind.name not in _STAGES_PER_RANK)
+    ]
+    return tuple(sorted(names, key=lambda name: name != _AUTO_FIRST))
 
 
 def most_stages(found: Profile) -> int:

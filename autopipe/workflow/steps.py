@@ -10,30 +10,44 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.errors import ArtifactError
+from autopipe.errors import ArtifactError, counted
 from autopipe.generate import generate as generate_stages
 from autopipe.generate import load_constants, load_stage
 from autopipe.ir import artifact
+from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.schedules import render
+from autopipe.workflow import evaluation
 from autopipe.workflow.choose import batch_of, choose_plan, ensure_plan
 from autopipe.workflow.contenders import compared
 from autopipe.workflow.contenders import explained as explain
-from autopipe.workflow.models import ensure_profile, load_model, measure_model
+from autopipe.workflow.models import ensure_profile, keeps_decisions, load_model, measure_model
 from autopipe.workflow.predict import predict, schedule_of, timeline_of
+from autopipe.workflow.reordered import reordered
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
-from autopipe.workflow.settings import WORK_DIRECTORY, ModelSettings, PlanSettings, ProfileSettings, Progress
+from autopipe.workflow.settings import (
+    MAX_SHAPES,
+    WORK_DIRECTORY,
+    ModelSettings,
+    OrderSettings,
+    PlanSettings,
+    ProfileSettings,
+    Progress,
+)
 from autopipe.workflow.store import PlanRecord, Store, Work
 from autopipe.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that a run starts from. ``notes``: what was done or taken from before; ``warnings``: of the model."""
+    """Everything that a run starts from. ``notes``: what was done or taken from before; ``warnings``: of the model.
+
+    ``max_shapes``, ``allow_data_dependent``: for batches of another shape, which are captured while ranks run.
+    """
 
     workload: Workload
     graph: Graph
@@ -44,6 +58,8 @@ class Prepared:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     evaluation_note: str = ""
+    max_shapes: int = MAX_SHAPES
+    allow_data_dependent: bool = False
 
 
 def profile(settings: ProfileSettings, progress: Progress | None = None) -> ProfileResult:
@@ -51,7 +67,7 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
     work = Work.begin(settings.work_dir, progress)
     model = load_model(settings, work, verify=settings.verify)
     found = measure_model(model, settings, work)
-    work.notes.append(f"measured {len(found.graph.nodes)} nodes, captured by {model.capture.method}")
+    work.notes.append(f"measured {counted(len(found.graph.nodes), 'node')}, captured by {model.capture.method}")
     return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
 
 
@@ -100,7 +116,8 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
     """
     work = Work.begin(work_dir, progress)
     made, _ = work.store.stored_plan()
-    model = load_model(ProfileSettings(ModelSettings(), work_dir), work, verify=False)
+    settings = ProfileSettings(ModelSettings(), work_dir, allow_data_dependent=keeps_decisions(work))
+    model = load_model(settings, work, verify=False)
     if model.capture.graph.digest != made.graph_digest:
         raise ArtifactError(
             f"the plan is of model {made.graph_digest}, and the model is now {model.capture.graph.digest}",
@@ -108,20 +125,23 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
             remedy=f"autopipe plan {made.workload.target} --gpus {made.num_ranks}",
         )
     files = generate_stages(model.capture, made, work.store.stages)
+    evaluation.record(model, made, settings, work)
     return GenerateResult(made, tuple(str(path) for path in files), tuple(work.notes))
 
 
 def simulate(
-    work_dir: Path = WORK_DIRECTORY, schedule: str | None = None, progress: Progress | None = None
+    work_dir: Path = WORK_DIRECTORY,
+    schedule: str | None = None,
+    progress: Progress | None = None,
+    order: OrderSettings | None = None,
 ) -> SimulateResult:
     """Simulate the stored plan, under another schedule where one is named, and write timeline.json."""
     store = Work.begin(work_dir, progress).store
     made, record = store.stored_plan()
     found = store.stored_profile()
-    notes: tuple[str, ...] = ()
-    if schedule is not None and schedule != made.schedule:
-        notes = (f"the plan is for {made.schedule}; simulated with {schedule}, the same stages",)
-        made = dataclasses.replace(made, schedule=schedule, schedule_options={})
+    refuse_disagreement(made, found.graph)
+    said = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
+    made, notes = reordered(made, PlanRequest.of(said))
     timeline = timeline_of(made, found, record.cluster)
     made = dataclasses.replace(made, predicted=predict(made, found, record.cluster))
     artifact.save(timeline, store.timeline)
@@ -140,9 +160,11 @@ def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepare
     made = dataclasses.replace(made, workload=model.workload.spec)
     if _stages_hold(work.store, made):
         work.notes.append("stage files taken from before")
+        note = evaluation.note_of(model, work)
     else:
         generate_stages(model.capture, made, work.store.stages)
-        work.notes.append(f"wrote {len(made.stages)} stage files to {work.store.stages}")
+        note = evaluation.record(model, made, settings.profile, work)
+        work.notes.append(f"wrote {counted(len(made.stages), 'stage file')} to {work.store.stages}")
     return Prepared(
         workload=model.workload,
         graph=model.capture.graph,
@@ -152,7 +174,9 @@ def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepare
         stages=work.store.stages,
         notes=(*work.notes, *assumptions(record)),
         warnings=model.capture.notes,
-        evaluation_note=model.capture.evaluation_note,
+        evaluation_note=note,
+        max_shapes=settings.max_shapes,
+        allow_data_dependent=settings.profile.allow_data_dependent,
     )
 
 

@@ -7,15 +7,19 @@ import pytest
 from test_planning_refusals import chain, machine
 
 from autopipe.errors import PlanError, ScheduleError
+from autopipe.ir import artifact
+from autopipe.ir.plan import Plan
 from autopipe.planning import NEEDS, PlanOptions, Watch, make_best_plan, make_plan
 from autopipe.schedules import REGISTRY
 from autopipe.workflow import choose, predict
 from autopipe.workflow.choose import choose_plan, later, search
 from autopipe.workflow.contenders import compared, explained
+from autopipe.workflow.reordered import reordered
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.space import MANY_RANKS, Space, schedules, takes_replicas
 from autopipe.workflow.store import Work
 
+GRID = "F0,F1,B0,B1\nF0,B0,F1,B1\n"
 FOUND, FAST = chain(8, saved=2**20, weight=2**20, output=2**20), machine(4, 100)
 
 
@@ -28,6 +32,14 @@ def test_auto_gives_plain_trainings_result_and_prefers_1f1b():
     assert names[0] == "1f1b"
     assert all(REGISTRY[name].synchronous and not REGISTRY[name].splits_backward for name in names)
     assert {"custom", "interleaved"}.isdisjoint(names)
+    assert "interleaved" in schedules("auto", links_known=True)
+
+
+def test_what_auto_leaves_out_is_said():
+    assumed, known = (Space.of(PlanRequest(), 2, 32, links_known=known).left_out for known in (False, True))
+    assert [line.split()[0] for line in assumed] == ["zero-bubble", "interleaved"]
+    assert [line.split()[0] for line in known] == ["zero-bubble"]
+    assert Space.of(PlanRequest(schedule="gpipe"), 2, 32).left_out == ()
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name in NEEDS and name != "custom"])
@@ -42,6 +54,9 @@ def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
 @pytest.mark.parametrize("name", list(REGISTRY))
 def test_replicas_are_in_the_space_exactly_where_schedule_and_planner_have_them(name):
     if name not in NEEDS:
+        return
+    if name == "custom":
+        assert Space.of(PlanRequest(schedule=name, grid=GRID), 2, 32).free == ()
         return
     space = Space.of(PlanRequest(schedule=name), 4, 32)
     assert bool(space.free) == (REGISTRY[name].replicas and NEEDS[name].replicas)
@@ -64,6 +79,94 @@ def test_interleaving_is_tried_at_several_depths():
     assert [options.stages_per_rank for options in space.straight] == [2, 3, 4]
 
 
+def test_what_a_schedule_is_told_is_in_the_plan_and_its_memory():
+    told = PlanRequest(schedule="pipedream", vertical_sync=True, warmup_depth=2, num_microbatches=2)
+    (options,) = Space.of(told, 4, 32).straight
+    made, _ = search(FOUND, FAST, (options,), silent)
+    assert made.schedule_options == {"vertical_sync": 1, "depth": 2}
+    assert predict.schedule_of(made).staleness == (3, 3, 3, 3)
+    (own,) = Space.of(PlanRequest(schedule="pipedream", num_microbatches=2), 4, 32).straight
+    plain, _ = search(FOUND, FAST, (own,), silent)
+    assert made.stages[-1].peak_bytes > plain.stages[-1].peak_bytes  # four versions, not one
+    (three,) = Space.of(PlanRequest(schedule="interleaved", stages_per_rank=3), 2, 32).straight
+    assert search(FOUND, machine(2, 100), (three,), silent)[0].schedule_options == {"stages_per_rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("request_", "what", "who"),
+    [
+        (PlanRequest(schedule="1f1b", vertical_sync=True), "1f1b takes no --vertical-sync", "pipedream"),
+        (PlanRequest(vertical_sync=True), "--schedule auto tries takes no --vertical-sync", "pipedream"),
+        (PlanRequest(schedule="gpipe", warmup_depth=2), "gpipe takes no --warmup-depth", "eager-1f1b, pipedream, 2bw"),
+        (PlanRequest(schedule="2bw", stages_per_rank=2), "no --stages-per-rank", "interleaved, zero-bubble"),
+        (PlanRequest(schedule="custom"), "none was given", "--schedule-file"),
+        (PlanRequest(schedule="custom", grid=GRID, num_microbatches=4), "has 2 microbatches, and", "leave --num"),
+        (PlanRequest(schedule="custom", grid=GRID, warmup_depth=2), "custom takes no --warmup-depth", "eager-1f1b"),
+        (PlanRequest(schedule="custom", grid="0F0,0B0\n0F1,0B1\n"), "runs stage 0 on ranks [0, 1]", "one row"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_refused_with_those_that_do(request_, what, who):
+    with pytest.raises(PlanError) as caught:
+        Space.of(request_, 2, 32)
+    assert what in caught.value.what and who in caught.value.remedy
+
+
+def test_a_grid_is_planned_for_its_own_ranks_stages_and_microbatches(tmp_path):
+    wave = "0F0,3F0,3B0,0B0,0F1,3F1,3B1,0B1\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1\n"  # stages 0 and 3 on rank 0
+    made, _ = chosen(tmp_path, PlanRequest(schedule="custom", grid=wave))
+    assert made.plan.stage_ranks == ((0,), (1,), (1,), (0,))
+    assert (made.plan.num_microbatches, made.plan.num_ranks, made.plan.schedule_text) == (2, 2, wave)
+    assert artifact.load(Plan, tmp_path / "plan.json", renew="") == made.plan
+    assert dataclasses.replace(made.plan, schedule_text=wave + "#").digest != made.plan.digest
+    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record, made.space).contenders}
+    assert found["best straight pipeline"] == made.plan and found["data parallel"].schedule == "1f1b"
+    assert explained(made.plan, FOUND, made.record, made.space).cuts
+    with pytest.raises(PlanError, match="has 2 rows, one a rank, and --gpus is 3"):
+        chosen(tmp_path, PlanRequest(schedule="custom", grid=wave, gpus=3))
+    with pytest.raises(ScheduleError, match=r"backward-after-forward") as caught:
+        chosen(tmp_path, PlanRequest(schedule="custom", grid="F0,B0\nB0,F0\n"))
+    assert ">1B0@0<" in str(caught.value)
+
+
+def test_another_schedule_forgets_what_the_one_before_was_told():
+    stored = PlanRequest(gpus=4, schedule="pipedream", vertical_sync=True, num_microbatches=8)
+    assert stored.overlaid(PlanRequest(schedule="2bw")).vertical_sync is None
+    assert stored.overlaid(PlanRequest(batch_size=8)).vertical_sync is True
+    grid = stored.overlaid(PlanRequest(schedule="custom", grid=GRID))
+    assert (grid.gpus, grid.num_microbatches, grid.vertical_sync) == (None, None, None)
+    assert stored.changes_to(grid)[-1] == "--schedule-file"
+
+
+@pytest.mark.parametrize(
+    ("request_", "ranks", "note"),
+    [
+        (PlanRequest(schedule="gpipe"), 4, "gpipe, the same stages"),
+        (PlanRequest(schedule="interleaved", stages_per_rank=2), 2, "stages_per_rank 2, the same stages on 2 ranks"),
+        (PlanRequest(schedule="pipedream", vertical_sync=True), 4, "pipedream, vertical_sync 1, the same stages"),
+        (PlanRequest(schedule="custom", grid="0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"), 2, "custom"),
+    ],
+)
+def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
+    made = make_plan(FOUND, FAST, PlanOptions(4, 32, 1))
+    other, (said,) = reordered(made, request_)
+    assert other.num_ranks == ranks and note in said
+    assert math.isfinite(predict.predict(other, FOUND, FAST).step_seconds)
+    assert reordered(made, PlanRequest()) == (made, ())
+
+
+@pytest.mark.parametrize(
+    ("request_", "what"),
+    [
+        (PlanRequest(schedule="interleaved", stages_per_rank=3), "4 stages, which are not 3 on every rank"),
+        (PlanRequest(schedule="custom", grid=GRID), "has 2 stages and 2 microbatches, and the plan 4 and 1"),
+        (PlanRequest(schedule="custom"), "none was given"),
+    ],
+)
+def test_a_plan_that_cannot_be_dealt_out_so_is_refused(request_, what):
+    with pytest.raises(PlanError, match=what):
+        reordered(make_plan(FOUND, FAST, PlanOptions(4, 32, 1)), request_)
+
+
 def test_many_ranks_are_searched_in_powers_of_two():
     (few, *_), (many, *_) = (Space.of(PlanRequest(), n, 4096).free for n in (MANY_RANKS, 2 * MANY_RANKS))
     assert (few.replica_choices, few.tolerance) == ("any", 0.0)
@@ -84,7 +187,8 @@ def test_a_plan_that_no_schedule_can_run_takes_for_ever(monkeypatch):
 
 def test_a_huge_plan_keeps_the_planners_figures():
     plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8))
-    huge = dataclasses.replace(plan, num_microbatches=predict.MOST_SIMULATED_ONCE)
+    most = predict.MOST_SIMULATED_ONCE
+    huge = dataclasses.replace(plan, num_microbatches=most, batch_size=most, microbatch_size=1)
     assert predict.scored(FOUND, FAST)(huge) is huge.predicted
 
 
