@@ -1,27 +1,33 @@
-"""doctor: what this machine has, and what is wrong with it."""
+"""doctor: what this machine or others have, and what is wrong with them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from . import documents, options
+from . import documents, launching, options
 from .terminal import Terminal
 
 
 @click.command("doctor")
 @options.option("--links", is_flag=True, help="Measure between two ranks -> links.json, which plan then uses.")
+@launching.hosting
 @options.work_dir
 @options.output
-def doctor_command(terminal: Terminal, links: bool, work_dir: Path) -> int:
-    """Look at this machine: versions, devices, memory, disk, gloo. Exit code 1 where something does not work."""
+def doctor_command(terminal: Terminal, links: bool, work_dir: Path, **given: Any) -> int:
+    """Look at this machine: versions, devices, memory, disk, gloo; with --hosts at these, and what lies between them.
+
+    Exit code 1 where something does not work.
+    """
     from autopipe.report import plans, tables
     from autopipe.workflow import doctor
     from autopipe.workflow.links import measure as measure_links
 
+    where = launching.settings(given)
     with terminal.progress() as progress:
-        result = doctor.examine(work_dir, progress)
+        result = doctor.examine_hosts(where, progress) if where.hosts else doctor.examine(work_dir, progress)
         measured = measure_links(work_dir, None, progress) if links else None
     terminal.table(tables.findings(result), *plans.links(measured))
     terminal.document("doctor", documents.doctor(result) | documents.links(measured))

@@ -27,7 +27,7 @@ from autopipe.ir import artifact
 from autopipe.launch.heartbeat import Beat, Heartbeats
 from autopipe.launch.request import WorkerSpec
 
-PRELOAD = ["autopipe.launch.worker"]
+PRELOAD = ["autopipe.launch.preloaded"]
 END_SECONDS = 5.0
 # a death is seen at once by whoever has the process
 PATIENCE_SECONDS = 0.5
@@ -55,16 +55,18 @@ class ForkedRanks:
         self._beats = Heartbeats(self.heartbeats, world_size, create=True)
         self._processes: list[_Process] = []
 
-    def start(self, spec: WorkerSpec, listener: socket.socket | None = None) -> None:
-        """Start one rank. ``listener``: what rank 0 is to listen on, where the ranks meet by network."""
-        from autopipe.launch.worker import rank_main
+    def start(self, spec: WorkerSpec, listener: socket.socket | None = None) -> int:
+        """Start one rank and return its process id.
 
+        ``listener``: what rank 0 listens on, where the ranks meet by network.
+        """
+        from autopipe.launch.entry import rank_entry
+
+        preload()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        start_fork_server()
         receive, send = context.Pipe(duplex=False)
         process = context.Process(
-            target=rank_main,
+            target=rank_entry,
             args=(json.dumps(artifact.encode(spec)), send, listener),
             name=f"rank {spec.rank}",
             daemon=True,
@@ -72,6 +74,8 @@ class ForkedRanks:
         process.start()
         send.close()
         self._processes.append(_Process(spec.rank, process, receive))
+        assert process.pid is not None
+        return process.pid
 
     @property
     def all_ended(self) -> bool:
@@ -114,6 +118,10 @@ class ForkedRanks:
         """Return the last note of every rank of the run; those that are not here have noted nothing."""
         return [self._beats.read(rank) for rank in range(len(self.hosts))]
 
+    def set_stop(self, before: int, agreed: bool) -> None:
+        """Tell every rank before which minibatch it is to stop."""
+        self._beats.set_stop(before, agreed)
+
     def write_stacks(self) -> dict[int, str]:
         """Let every rank write its stacks into its log; say which ones are stopped."""
         odd = {}
@@ -137,8 +145,12 @@ class ForkedRanks:
         self._beats.close()
 
 
-def start_fork_server() -> None:
-    """Start it deaf to Ctrl-C, which is this process's to handle: else it prints a traceback while it imports torch."""
+def preload() -> None:
+    """Start the fork server, which imports torch meanwhile.
+
+    It is deaf to Ctrl-C, which is this process's to handle: else it prints a traceback while it imports.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return

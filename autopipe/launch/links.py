@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from autopipe.errors import RunError
 from autopipe.ir.cluster import Links
+from autopipe.launch.entry import die_with_parent
 from autopipe.launch.steady import keep_memory, long_turns
-from autopipe.launch.worker import die_with_parent
 from autopipe.runtime.distributed import ProcessTransport, start_process_group
 from autopipe.runtime.transport import ACTIVATION, Channel
 

@@ -16,6 +16,8 @@ from autopipe.launch.request import HostCommand, Launch
 
 LAUNCHERS = {
     "local": "autopipe.launch.local",
+    "ssh": "autopipe.launch.ssh",
+    "env": "autopipe.launch.env",
 }
 
 

@@ -107,7 +107,7 @@ class Supervisor:
             if kind == "lost":
                 for rank in event["ranks"]:
                     state = self._states[rank]
-                    if not (state.ended or state.done):
+                    if not state.ended:
                         state.ended, state.ended_ns, state.lost = True, event["time_ns"], event
             elif kind == "done":
                 self._states[event["rank"]].done = True

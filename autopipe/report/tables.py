@@ -189,12 +189,12 @@ def exported(result: ExportResult) -> str:
 
 
 def findings(result: Examination) -> Table:
-    """Return one row a finding of ``doctor``."""
-    table = _table("this machine", "", "what", "found", "try", left=4)
+    """Return one row a finding of ``doctor``, here or on other hosts."""
+    elsewhere = any(finding.host for finding in result.findings)
+    table = _table("the hosts" if elsewhere else "this machine", "", "what", "found", "try", left=4)
     for finding in result.findings:
-        table.add_row(
-            {"ok": "ok", "note": "-", "problem": "!!"}[finding.state], finding.name, finding.found, finding.fix
-        )
+        name = f"{finding.host}: {finding.name}" if finding.host else finding.name
+        table.add_row({"ok": "ok", "note": "-", "problem": "!!"}[finding.state], name, finding.found, finding.fix)
     return table
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, and a fix for everything that is wrong with it."""
+"""What this machine and other hosts have, and a fix for everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe import __version__
+from autopipe.errors import RunError
+from autopipe.launch.finding import Finding
+from autopipe.launch.request import LaunchSettings
 from autopipe.report.text import in_bytes
 from autopipe.workflow.settings import Progress
 
@@ -27,16 +30,6 @@ OPTIONAL = {
     "transformers": "models of that library, such as sample_models/hf_llama.py",
     "scikit-learn": "the data of sample_models/resnet.py",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """``state``: ok, note (nothing to do), or problem, which has a ``fix``."""
-
-    name: str
-    state: str
-    found: str
-    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +49,29 @@ def examine(work_dir: Path, progress: Progress | None = None) -> Examination:
     if progress is not None:
         progress("looking at this machine", 0.0)
     return Examination((*_python(), *_torch(), *_machine(), *_optional(), *_disk(work_dir)))
+
+
+def examine_hosts(settings: LaunchSettings, progress: Progress | None = None) -> Examination:
+    """Look at what a run on these hosts needs: that they can be reached, fit together, and reach one another."""
+    from autopipe.launch import preflight
+    from autopipe.launch.agents import Agents
+
+    if progress is not None:
+        progress("looking at the hosts", 0.0)
+    findings: list[Finding] = []
+    try:
+        agents = Agents([host.name for host in settings.hosts], settings)
+        try:
+            found = preflight.survey(agents, settings, devices=True)
+            findings += preflight.versions(found)
+            findings += preflight.memory(found, [()] * len(found.hosts), devices=any(f["gpus"] for f in found.facts))
+            findings += preflight.clocks(found)
+            findings += preflight.reachable(agents, found)
+        finally:
+            agents.close()
+    except RunError as error:
+        findings.append(Finding("host", "problem", error.what, error.remedy, error.where.removeprefix("host ")))
+    return Examination(tuple(findings))
 
 
 def _python() -> Iterator[Finding]:

@@ -1,0 +1,68 @@
+"""What a host says about itself before ranks are started on it. No torch: its version is read from the installation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from typing import Any
+
+import psutil
+
+from autopipe import __version__
+
+_SMI = ("--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits")
+_SMI_SECONDS = 20.0
+_MIB = 2**20
+
+
+def collect(*, devices: bool) -> dict[str, Any]:
+    """Return versions, memory, cores and addresses; ``devices``: the GPUs too, which takes a moment.
+
+    ``reached_at``: the address under which ssh reached this machine, "" where no ssh did.
+    """
+    return {
+        "autopipe": __version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "machine": platform.machine(),
+        "host_name": socket.gethostname(),
+        "memory_bytes": psutil.virtual_memory().available,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "reached_at": _reached_at(os.environ.get("SSH_CONNECTION", "")),
+        "gpus": gpus() if devices else [],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _reached_at(connection: str) -> str:
+    """Take the server's address from what sshd sets: client address, client port, server address, server port."""
+    words = connection.split()
+    return words[2].partition("%")[0] if len(words) == 4 else ""
+
+
+def gpus() -> list[tuple[str, int, int]]:
+    """Return (name, free bytes, bytes) of each GPU, as the driver's own tool says; none where there is no driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        done = subprocess.run([tool, *_SMI], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = []
+    for line in done.stdout.splitlines():
+        name, _, figures = line.partition(",")
+        free, _, total = figures.partition(",")
+        if free.strip().isdigit() and total.strip().isdigit():
+            found.append((name.strip(), int(free) * _MIB, int(total) * _MIB))
+    return found

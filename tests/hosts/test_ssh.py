@@ -1,0 +1,256 @@
+"""Training over ssh on two hosts: the same weights as here; every way of dying is named and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from two_hosts import Hosts, two_hosts, why_not
+
+pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
+AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
+MODEL = """
+import torch
+from torch import nn
+
+def build_model():
+    layers = [layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(24, 1))
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for step in range(100_000):
+        yield torch.randn(batch_size, 24, generator=g), torch.randn(batch_size, 1, generator=g)
+"""
+OPTIONS = ["--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts") / "ssh") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and its plan for four ranks: what the runs of this file share."""
+    path = tmp_path_factory.mktemp("work")
+    (path / "model.py").write_text(MODEL)
+    here(path, "plan", "model.py", "--gpus", "4", *OPTIONS)
+    return path
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def here(path: Path, *words: str) -> str:
+    done = subprocess.run(
+        [AUTOPIPE, *words], cwd=path, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def over_ssh(hosts: Hosts, *words: str) -> list[str]:
+    slots = ",".join(f"{name}:2" for name in hosts.names)
+    return hosts.inside(0, AUTOPIPE, *words, "--hosts", slots, "--ssh-config", str(hosts.config))
+
+
+@pytest.fixture
+def train(hosts: Hosts, folder: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a long run on both hosts, and return when it makes steps."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        command = over_ssh(hosts, "train", "--run-dir", str(tmp_path / "run"), "--steps", "1000000", *words)
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        started.append(process)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        end = time.monotonic() + 90
+        while not (metrics.is_file() and metrics.read_text().count("\n") > 3):
+            if process.poll() is not None or time.monotonic() > end:
+                process.kill()
+                raise AssertionError(process.communicate())
+            moment()
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    for index in range(len(hosts.names)):
+        for left in hosts.processes(index):
+            left.kill()
+
+
+def moment() -> None:
+    select.select([], [], [], 0.05)
+
+
+def assert_nothing_runs(hosts: Hosts, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while any(hosts.processes(index) for index in range(len(hosts.names))):
+        left = [p.cmdline() for index in range(len(hosts.names)) for p in hosts.processes(index) if p.is_running()]
+        assert time.monotonic() < end, left
+        moment()
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> str:
+    """Return what was said, in one line, once the command has ended within its time."""
+    begin = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begin < seconds, err
+    assert "Traceback" not in err
+    assert "bug in autopipe" not in err
+    return " ".join(err.split())
+
+
+def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, tmp_path: Path) -> None:
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    done = subprocess.run(
+        over_ssh(hosts, "train", "--run-dir", str(remote), "--steps", "5", "--json"),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    here(folder, "train", "--run-dir", str(local), "--steps", "5")
+    for run in (remote, local):
+        here(folder, "export", str(run), "-o", f"{run}.pt")
+    ours, theirs = (torch.load(f"{run}.pt") for run in (local, remote))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (remote / "metrics.jsonl").read_text().count("\n") == 5
+    assert_nothing_runs(hosts, 5)
+
+
+def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, train) -> None:
+    process = train()
+    hosts.ranks(1)[3].kill()
+    said = ended(process, 5)
+    assert process.returncode == 3
+    assert "killed by SIGKILL" in said
+    assert "rank 3 on h1, stage 3, instruction" in said
+    assert_nothing_runs(hosts, 5)
+
+
+def test_a_killed_agent_is_named_and_its_ranks_go_with_it(hosts: Hosts, train) -> None:
+    process = train()
+    hosts.agent(1).kill()
+    said = ended(process, 8)
+    assert process.returncode == 3
+    assert "the agent on h1 is gone" in said
+    assert_nothing_runs(hosts, 5)
+
+
+def test_a_killed_ssh_client_is_a_lost_host(hosts: Hosts, train) -> None:
+    process = train()
+    clients = [p for p in hosts.processes(0) if p.name() == "ssh" and "h1" in p.cmdline()]
+    assert len(clients) == 1
+    clients[0].kill()
+    said = ended(process, 8)
+    assert process.returncode == 3
+    assert "h1" in said
+    assert_nothing_runs(hosts, 5)
+
+
+def test_a_cut_cable_is_noticed_and_the_lonely_host_ends_itself(hosts: Hosts, train) -> None:
+    process = train()
+    hosts.link(1, "down")
+    try:
+        said = ended(process, 15)
+        assert process.returncode == 3
+        assert "h1" in said and ("does not answer" in said or "ssh to h1 failed" in said), said
+        assert_nothing_runs(hosts, 25)  # the link is still down: nobody told them
+    finally:
+        hosts.link(1, "up")
+
+
+def test_a_killed_coordinator_leaves_no_orphan_on_any_host(hosts: Hosts, train) -> None:
+    process = train()
+    coordinators = [p for p in hosts.processes(0) if "train" in p.cmdline() and p.name().startswith("autopipe")]
+    for found in coordinators or [psutil.Process(process.pid)]:
+        found.kill()
+    process.communicate(timeout=10)
+    assert_nothing_runs(hosts, 5)
+
+
+def test_ctrl_c_twice_ends_all_hosts_at_once(hosts: Hosts, train) -> None:
+    process = train()
+    process.send_signal(signal.SIGINT)
+    moment()
+    process.send_signal(signal.SIGINT)
+    ended(process, 8)
+    assert process.returncode in (75, 130)
+    assert_nothing_runs(hosts, 5)
+
+
+def test_sigterm_stops_all_hosts_before_the_same_minibatch_with_a_checkpoint(hosts: Hosts, train, tmp_path) -> None:
+    process = train()
+    process.send_signal(signal.SIGTERM)
+    ended(process, 30)
+    assert process.returncode == 75
+    assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
+    assert_nothing_runs(hosts, 5)
+
+
+def test_a_host_without_autopipe_says_what_to_install(hosts: Hosts, folder: Path) -> None:
+    command = over_ssh(hosts, "train", "--steps", "1", "--remote-python", "/usr/bin/env")
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "--remote-python" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert_nothing_runs(hosts, 5)
+
+
+def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, folder: Path, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    # a mount that only the coordinator sees
+    script = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(private)]
+    words = [AUTOPIPE, "train", "--steps", "1", "--run-dir", str(private / "run")]
+    slots = ",".join(f"{name}:2" for name in hosts.names)
+    command = hosts.inside(0, *script, *words, "--hosts", slots, "--ssh-config", str(hosts.config))
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "is not the same folder there" in done.stderr
+    assert "--run-dir" in done.stderr
+
+
+def test_a_host_that_is_not_there_is_named(hosts: Hosts, folder: Path) -> None:
+    command = hosts.inside(0, AUTOPIPE, "train", "--steps", "1", "--gpus", "4", "--ssh-config", str(hosts.config))
+    done = subprocess.run(
+        [*command, "--hosts", "h0:2,nowhere:2"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ssh to nowhere failed" in done.stderr
+    assert_nothing_runs(hosts, 5)
