@@ -48,6 +48,8 @@ class Lines:
             say(f"  checkpoint of step {fields['step']}: {fields['path']}")
         elif kind == "evaluation":
             say(f"  evaluation loss {fields['loss']:.6f} over {fields['samples']} samples")
+        elif kind in SENTENCES:
+            say(f"  {SENTENCES[kind](fields)}")
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self.clock()
@@ -64,6 +66,33 @@ def step_line(fields: Mapping[str, Any], steps: int) -> str:
         f"  step {fields['step'] + 1}{of}  loss {fields['loss']:.6f}  {fields['samples_per_second']:.1f} samples/s"
         f"  {fields['seconds']:.1f} s"
     )
+
+
+def stopping_line(fields: Mapping[str, Any]) -> str:
+    """Say that a run is about to stop."""
+    return f"{fields['signal']}: stopping after the minibatch that is under way; Ctrl-C ends at once"
+
+
+def restart_line(fields: Mapping[str, Any]) -> str:
+    """Say what failed and where the run goes on."""
+    start = f"from the checkpoint of step {fields['from_step']}" if fields["from_step"] else "from the beginning"
+    return (
+        f"rank {fields['rank']} failed at step {fields['reached'] + 1}: {fields['what']}\n"
+        f"  restart {fields['number']} of {fields['of']}, {start}, on {fields['ranks']} ranks"
+    )
+
+
+def nonfinite_line(fields: Mapping[str, Any]) -> str:
+    """Say that a step was not finite."""
+    after = "the step was left out by every rank" if fields["skipped"] else "training goes on"
+    return f"warning: step {fields['step'] + 1} is not finite ({fields['what']}); {after}"
+
+
+SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "stopping": stopping_line,
+    "restart": restart_line,
+    "nonfinite": nonfinite_line,
+}
 
 
 class Table:
@@ -94,6 +123,8 @@ class Table:
             self.states = tuple(fields["states"])
         elif kind == "checkpoint":
             self.live.console.print(f"  checkpoint of step {fields['step']}: {fields['path']}")
+        elif kind in SENTENCES:
+            self.live.console.print(f"  {SENTENCES[kind](fields)}")
 
     def _render(self) -> Any:
         from autopipe.report.tables import live

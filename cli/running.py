@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from autopipe.workflow.settings import (
     TrainSettings,
 )
 
-from . import documents, failures, launching, options, types
+from . import documents, failures, launching, options, submitting, types
 from .terminal import Terminal
 
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
@@ -24,6 +25,7 @@ run_argument = click.argument("run", required=False, type=click.Path(file_okay=F
 @click.command("check")
 @click.argument("target", required=False)
 @options.planning
+@options.shapes
 @options.option("--steps", type=types.COUNT, default=2, show_default=True, metavar="K", help="Optimizer steps.")
 @options.output
 def check_command(terminal: Terminal, target: str | None, steps: int, **given: Any) -> int:
@@ -45,12 +47,26 @@ def check_command(terminal: Terminal, target: str | None, steps: int, **given: A
     return 0 if report.equal else 1
 
 
-@click.command("train")
+class Resuming(click.Command):
+    """A command whose ``--resume`` may stand alone: then it means the newest checkpoint, whatever follows it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give a lone ``--resume`` its value before click takes the next word for it."""
+        end = args.index("--") if "--" in args else len(args)
+        found = list(args)
+        for index in range(end):
+            if args[index] == "--resume" and not "".join(args[index + 1 : index + 2]).isdecimal():
+                found[index] = "--resume=newest"
+        return super().parse_args(ctx, found)
+
+
+@click.command("train", cls=Resuming)
 @click.argument("target", required=False)
 @options.planning
+@options.shapes
 @options.option("--steps", type=types.COUNT, metavar="K", help="Optimizer steps.")
 @options.option("--epochs", type=types.COUNT, metavar="E", help="Passes over the data. [default: 1]")
-@options.option("--clip-grad-norm", type=click.FloatRange(min=0), default=0.0, metavar="X", help="Largest norm.")
+@options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest norm.")
 @options.option("--checkpoint-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: at the end.")
 @options.option("--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: never.")
 @options.option(
@@ -63,6 +79,20 @@ def check_command(terminal: Terminal, target: str | None, steps: int, **given: A
 @options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")
 @options.option(
     "--resume", type=types.RESUME, metavar="[STEP]", help="Go on from a checkpoint; without STEP from the newest."
+)
+@options.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Go on from the last checkpoint, up to N times, after a rank has failed. [default: 0; 3 with --elastic]",
+)
+@options.option("--elastic", is_flag=True, help="Go on with the ranks that are left, under a new plan.")
+@options.option(
+    "--on-nonfinite",
+    type=types.one_of("policy", "stop", "warn", "skip"),
+    default="stop",
+    show_default=True,
+    help="What a loss of NaN or infinity leads to; skip: every rank leaves the step out.",
 )
 @launching.launching
 @options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is kept.")
@@ -85,26 +115,37 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         given["check"],
         given["deferred_batch_norm"],
         given["keep_checkpoints"],
-        given["resume"],
+        given["resume"] is not None,
+        None if given["resume"] == types.NEWEST else given["resume"],
         given["run_dir"],
         given["timeline"],
         launch=launching.settings(given),
+        max_restarts=given["max_restarts"],
+        elastic=given["elastic"],
+        on_nonfinite=given["on_nonfinite"],
     )
+    if settings.launch.name in submitting.STARTERS:
+        return submitting.start(terminal, settings, dict(given["slurm_option"]))
+    from autopipe.workflow import together
     from autopipe.workflow.placement import placed, rehearse
 
+    settings = together.joined(settings, os.environ)
     if settings.launch.dry_run:
         launching.show(terminal, rehearse(settings))
         return 0
+    if together.follows(settings):
+        return together.follow(settings)
     from autopipe.report import tables
     from autopipe.workflow import runs
 
     from .live import watching
 
-    with watching(terminal) as events:
-        result = runs.train(placed(settings), events)
+    with together.leading(settings) as led, watching(terminal) as events:
+        result = runs.train(placed(led), events)
     terminal.table(tables.training(result))
     terminal.document("train", documents.train(result))
     if result.stopped:
+        terminal.say(f"stopped cleanly at step {result.step}, with a checkpoint")
         terminal.next("the same command with --resume")
         return failures.STOPPED
     terminal.next(f"autopipe export {result.run_dir} -o model.safetensors")

@@ -77,6 +77,13 @@ def _rate(text: str) -> float:
     return parse_bandwidth(text)
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{text} is no number from 0 on")
+    return value
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in text.split(","))
     if min(sizes) < 1:
@@ -117,11 +124,20 @@ def _hostfile(text: str) -> tuple[Any, ...]:
     return read_hostfile(Path(text))
 
 
+def _slurm_option(text: str) -> tuple[str, str]:
+    from autopipe.launch.slurm import parse_option
+
+    return parse_option(text)
+
+
+SLURM_OPTION = Parsed("key=value", _slurm_option)
 HOSTS = Parsed("hosts", _hosts)
 HOSTFILE = Parsed("file", _hostfile)
 SCHEDULE = Names("schedule", _schedules)
 BYTES = Parsed("size", _bytes)
 RATE = Parsed("rate", _rate)
+NUMBER = Parsed("number", _number)
 SIZES = Parsed("n,n,...", _sizes)
 PAIR = Parsed("name=value", _pair)
 COUNT = click.IntRange(min=1)
+SEED = click.IntRange(min=-(2**63), max=2**63 - 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from autopipe.ir import artifact
 from autopipe.launch.forked import PRELOAD, ForkedRanks
 from autopipe.launch.request import LOOPBACK, HostCommand, Launch, WorkerSpec
-from autopipe.launch.signals import ending_as_interrupt
+from autopipe.launch.signals import taken
 from autopipe.launch.supervisor import Supervisor
 
 
@@ -18,12 +18,12 @@ def launch(request: Launch) -> None:
 
     Raises: WorkerError for the first failure. Whatever way it ends, no rank is left.
     """
-    with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, ending_as_interrupt():
+    with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, taken(request.stop):
         ranks = ForkedRanks(Path(scratch), request.world_size)
         try:
             for rank in range(request.world_size):
                 ranks.start(_spec(request, rank, Path(scratch)))
-            Supervisor(request.run, ranks, request.on_event, request.watchdog_seconds).watch()
+            Supervisor(request.run, ranks, request.on_event, request.watchdog_seconds, request.stop).watch()
         finally:
             ranks.end()
 

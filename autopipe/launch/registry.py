@@ -19,6 +19,8 @@ LAUNCHERS = {
     "ssh": "autopipe.launch.ssh",
     "env": "autopipe.launch.env",
 }
+# those whose ranks can be asked to finish their minibatch; under the others a signal is not this process's to answer
+STOPPABLE = ("local", "ssh", "env")
 
 
 def _module(request: Launch) -> Any:

@@ -9,11 +9,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autopipe.launch.environment import Membership
+from autopipe.launch.signals import StopRequest
 from autopipe.runtime.job import RunDirectory
+
+if TYPE_CHECKING:
+    from autopipe.launch.meeting import Meeting
 
 LOOPBACK = "lo"
 STEPS_WITHOUT_PROGRESS = 20
@@ -37,6 +42,7 @@ class LaunchSettings:
 
     ``remote_python`` "": the path of this process's interpreter. ``interface`` "": the one that leads to the first
     host. ``watchdog_seconds`` None: from the plan. ``trust_network``: an address of the public internet is accepted.
+    ``here``, ``meeting``: which process this is under a cluster's own launcher, and rank 0's end of ``launch.meeting``.
     """
 
     launcher: str = ""
@@ -47,6 +53,8 @@ class LaunchSettings:
     trust_network: bool = False
     watchdog_seconds: float | None = None
     dry_run: bool = False
+    here: Membership | None = None
+    meeting: Meeting | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -59,6 +67,7 @@ class Launch:
     """One start of all ranks of a run. ``body``: ``train`` or ``evaluate``.
 
     ``batch_size``, ``evaluation_data`` (a TARGET): for ``evaluate``, in place of the run's own; 0 and "" leave them.
+    ``stop``: whoever asks it asks the run to stop cleanly; without one, signals end it.
     """
 
     run: RunDirectory
@@ -69,6 +78,7 @@ class Launch:
     body: str = "train"
     batch_size: int = 0
     evaluation_data: str = ""
+    stop: StopRequest | None = None
 
     @property
     def timeout_seconds(self) -> float:

@@ -1,14 +1,37 @@
-"""Signals that ask a run to end."""
+"""Signals that ask a run to end: at once, or cleanly, with a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Whether the run was asked to stop cleanly, and by which signal: ``asked`` is its name, "" before."""
+
+    def __init__(self) -> None:
+        self.asked = ""
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Take SIGTERM, SIGHUP, SIGUSR1 and the first Ctrl-C as the request; a second Ctrl-C ends everything at once.
+
+        A signal that is ignored (``nohup``) stays ignored. Only the main thread may set handlers.
+        """
+
+        def take(number: int, frame: Any) -> None:
+            if number == signal.SIGINT and self.asked:
+                raise KeyboardInterrupt
+            self.asked = self.asked or signal.Signals(number).name
+
+        with _handled(STOPPING, take):
+            yield
 
 
 @contextlib.contextmanager
@@ -17,19 +40,30 @@ def ending_as_interrupt() -> Iterator[None]:
 
     A signal that is ignored (``nohup``) stays ignored. Only the main thread may set handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    previous = {number: signal.getsignal(number) for number in ENDING}
+    with _handled(ENDING, interrupt):
+        yield
+
+
+def taken(stop: StopRequest | None) -> contextlib.AbstractContextManager[None]:
+    """Return what a launcher does its work in: signals are ``stop``'s where there is one, else they end the run."""
+    return ending_as_interrupt() if stop is None else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.getsignal(number) for number in numbers}
     try:
-        for number, handler in previous.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, interrupt)
+        for number, before in previous.items():
+            if before != signal.SIG_IGN:
+                signal.signal(number, handler)
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -24,6 +24,8 @@ from autopipe.errors import WorkerError
 from autopipe.launch import stacks
 from autopipe.launch.heartbeat import Beat
 from autopipe.launch.request import OnEvent
+from autopipe.launch.signals import StopRequest
+from autopipe.launch.stopping import Agreement
 from autopipe.runtime.job import RunDirectory
 
 TICK_SECONDS = 0.1
@@ -52,6 +54,9 @@ class Ranks(Protocol):
     def beats(self) -> Sequence[Beat]:
         """Return what each rank noted last, in this machine's monotonic seconds."""
 
+    def set_stop(self, before: int, agreed: bool) -> None:
+        """Tell every rank before which minibatch it is to stop, and whether that is agreed; see launch.stopping."""
+
     def write_stacks(self) -> Mapping[int, str]:
         """Let every living rank write its stacks into its log; return what is odd about a rank, such as "stopped"."""
 
@@ -75,10 +80,18 @@ class _State:
 
 
 class Supervisor:
-    """Watches. ``watchdog_seconds``: without any progress for so long, a hang is declared."""
+    """Watches. ``watchdog_seconds``: without any progress for so long, a hang is declared. ``stop``: a clean end."""
 
-    def __init__(self, run: RunDirectory, ranks: Ranks, on_event: OnEvent, watchdog_seconds: float) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        ranks: Ranks,
+        on_event: OnEvent,
+        watchdog_seconds: float,
+        stop: StopRequest | None = None,
+    ) -> None:
         self.run, self.ranks, self.on_event, self.watchdog_seconds = run, ranks, on_event, watchdog_seconds
+        self.stop, self._agreement = stop, Agreement(ranks.set_stop)
         self._states = [_State(rank) for rank in range(len(ranks.hosts))]
 
     def watch(self) -> None:
@@ -94,6 +107,10 @@ class Supervisor:
                 self._await_others()
                 raise self._cause()
             beats = self.ranks.beats()
+            if self.stop is not None and self.stop.asked:
+                if self._agreement.proposed < 0:
+                    self.on_event({"kind": "stopping", "signal": self.stop.asked})
+                self._agreement.move(beats)
             counts = [beat.count for beat in beats]
             if counts != seen:
                 seen, progress = counts, time.monotonic()

@@ -6,7 +6,6 @@ user's model file is imported in the rank and never before: an edit is always se
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -15,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,10 +25,13 @@ import torch
 from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.schedule import Instruction
+from autopipe.launch.entry import die_with_parent
 from autopipe.launch.heartbeat import Heartbeats
 from autopipe.launch.rendezvous import all_have_devices, choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
 from autopipe.launch.steady import keep_memory, long_turns
+from autopipe.launch.stopping import may_begin
+from autopipe.runtime import blame
 from autopipe.runtime.distributed import ProcessTransport, start_process_group, translate
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
@@ -36,7 +39,6 @@ from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport import TransportClosed
 
-_PR_SET_PDEATHSIG = 1
 FAILED = 3
 
 
@@ -52,11 +54,8 @@ class _Pipe:
     def event(self, kind: str, **fields: Any) -> None:
         self._connection.send_bytes(json.dumps({"kind": kind, "rank": self._rank, **fields}).encode())
 
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent goes: kill -9 of the supervisor must leave no orphan."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    def may_begin(self, step: int, end: int) -> bool:
+        return may_begin(self._heartbeats, self._rank, step, end)
 
 
 def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
@@ -104,7 +103,7 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, h
         plan = replace(plan, workload=replace(plan.workload, hooks=hooks))
     layout = Layout.of(plan, graph)
     reporter.at("connecting", waiting=True)
-    transport = _connect(spec, layout, torch.device(job.device), listener)
+    transport = _connect(spec, layout, torch.device(job.device), job.excluded_devices, listener)
     session = RankSession.start(run, job, layout, transport, reporter)
     held.append(session)
     if spec.body == "evaluate":
@@ -118,7 +117,11 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, h
 
 
 def _connect(
-    spec: WorkerSpec, layout: Layout, device: torch.device, listener: socket.socket | None
+    spec: WorkerSpec,
+    layout: Layout,
+    device: torch.device,
+    excluded_devices: Sequence[int],
+    listener: socket.socket | None,
 ) -> ProcessTransport:
     """Meet the other ranks. Raises: TransportClosed where another rank went away meanwhile."""
     rank, world_size, seconds = spec.rank, spec.world_size, spec.timeout_seconds
@@ -127,8 +130,9 @@ def _connect(
     try:
         store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
         if device.type == "cuda":
-            torch.cuda.set_device(spec.local_rank % torch.cuda.device_count())
-            own = spec.local_world_size <= torch.cuda.device_count()
+            usable = [index for index in range(torch.cuda.device_count()) if index not in excluded_devices]
+            torch.cuda.set_device(usable[spec.local_rank % len(usable)])
+            own = spec.local_world_size <= len(usable)
             use_nccl = all_have_devices(store, rank, world_size, own)
         start_process_group(store, rank, world_size, use_nccl=use_nccl, timeout_seconds=seconds)
         return ProcessTransport(layout.channels, layout.groups, device=device, use_nccl=use_nccl)
@@ -147,17 +151,6 @@ def _redirect(path: Path) -> None:
     os.close(descriptor)
 
 
-def _line(error: BaseException) -> str:
-    """Return the last line that is neither torch's nor ours: the stage file's, or the user's own."""
-    installed = Path(torch.__file__).parents[1]
-    ours = Path(__file__).parents[1]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_file() and not path.is_relative_to(installed) and not path.is_relative_to(ours):
-            return f"{path}:{frame.lineno}: {(frame.line or '').strip()}"
-    return ""
-
-
 def describe(error: BaseException, session: RankSession | None) -> dict[str, Any]:
     """Turn what a rank died of into an event. ``secondary``: it only noticed that another rank is gone."""
     current: Instruction | None = session.executor.current if session is not None else None
@@ -166,7 +159,7 @@ def describe(error: BaseException, session: RankSession | None) -> dict[str, Any
     if isinstance(error, AutopipeError):
         text, where, remedy = error.what, error.where, error.remedy
     else:
-        where = _line(error)
+        where = blame.place(error, session.layout.graph if session is not None else None)
     return {
         "message": text,
         "where": where,

@@ -7,24 +7,27 @@ Any plan can load what any other plan saved, because everything is kept under th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from autopipe.errors import ArtifactError
 from autopipe.ir import artifact
 from autopipe.ir.artifact import write_text
+from autopipe.runtime.snapshot import Snapshot
 
 _FILE = re.compile(r"stage-\d+-of-\d+\.safetensors")
-_STEP = re.compile(r"step-(\d{8})")
+_STEP = re.compile(r"step-(\d{8,})")
+_HALF = re.compile(r"step-\d{8,}\.(tmp|old)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,12 @@ class Manifest:
     scale: float = 0.0
     good_steps: int = 0
 
+    def __post_init__(self) -> None:
+        if min(self.step, self.epoch, self.position, self.good_steps, self.scale) < 0:
+            raise ValueError("steps, epochs, positions and the scale of the loss are not negative")
+        if len({stage.file for stage in self.files}) < len(self.files):
+            raise ValueError("two stages have the same file")
+
 
 def directory_of(checkpoints: Path, step: int) -> Path:
     """Return the directory of a step's checkpoint."""
@@ -70,11 +79,21 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def unfinished(checkpoints: Path, step: int) -> Path:
+    """Return the directory in which a step's checkpoint is made."""
+    return checkpoints / f"step-{step:08d}.tmp"
+
+
+def description(temporary: Path, index: int) -> Path:
+    """Return the file that says, in a checkpoint that is being made, that a stage has written its part."""
+    return temporary / f"stage-{index}.json"
+
+
 def write_stage(
     temporary: Path,
     index: int,
     num_stages: int,
-    tensors: Mapping[str, torch.Tensor],
+    snapshot: Snapshot,
     groups: dict[str, dict[str, float]],
     scheduler: dict[str, float],
 ) -> None:
@@ -86,14 +105,14 @@ def write_stage(
     path = temporary / name
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, path)
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-        size = path.stat().st_size
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"the checkpoint of stage {index} cannot be written: {error}", where=str(path)) from error
-    description = StageFile(name, _sha256(path), size, tuple(sorted(tensors)), groups, scheduler)
-    artifact.save(description, temporary / f"stage-{index}.json")
+        sha256, size = snapshot.write(path)
+    except OSError as error:
+        raise ArtifactError(
+            f"the checkpoint of stage {index} cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="make room on the disk; --keep-checkpoints says how many stay",
+        ) from error
+    artifact.save(StageFile(name, sha256, size, snapshot.names, groups, scheduler), description(temporary, index))
 
 
 def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manifest, keep: int) -> Path:
@@ -102,23 +121,54 @@ def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manife
     ``keep``: how many of the newest stay; 0 keeps all. Returns its directory.
     """
     files = tuple(
-        artifact.load(StageFile, temporary / f"stage-{index}.json", renew="save the checkpoint again")
+        artifact.load(StageFile, description(temporary, index), renew="save the checkpoint again")
         for index in range(num_stages)
     )
     final = directory_of(checkpoints, manifest.step)
-    complete = replace(manifest, files=files)
-    artifact.save(complete, temporary / "manifest.json")
-    for index in range(num_stages):
-        (temporary / f"stage-{index}.json").unlink()
-    _sync_directory(temporary)
-    if final.exists():
-        shutil.rmtree(final)
-    temporary.rename(final)
-    _sync_directory(checkpoints)
-    write_text(checkpoints / "latest", final.name + "\n")
-    for old in steps(checkpoints)[:-keep] if keep else []:
-        shutil.rmtree(directory_of(checkpoints, old))
+    artifact.save(replace(manifest, files=files), temporary / "manifest.json")
+    try:
+        for index in range(num_stages):
+            description(temporary, index).unlink()
+        _sync_directory(temporary)
+        if final.exists():
+            _remove(final)
+        temporary.rename(final)
+        _sync_directory(checkpoints)
+        write_text(checkpoints / "latest", final.name + "\n")
+        for old in steps(checkpoints)[:-keep] if keep else []:
+            _remove(directory_of(checkpoints, old))
+    except OSError as error:
+        raise ArtifactError(f"the checkpoint cannot be finished: {error.strerror}", where=str(final)) from error
     return final
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint. Under another name first: one that is half removed must not look like one."""
+    doomed = directory.with_name(directory.name + ".old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    directory.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_unfinished(checkpoints: Path) -> None:
+    """Remove what a crash left half written or half removed. Nobody may be writing."""
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        if _HALF.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(checkpoints: Path, step: int) -> list[int]:
+    """Rename the checkpoints of steps after ``step`` to ``step-N.abandoned``, and return their steps.
+
+    They are of a run that is given up by going on from an earlier one, and must never be taken for this one's.
+    """
+    clear_unfinished(checkpoints)
+    later = [found for found in steps(checkpoints) if found > step]
+    for found in later:
+        aside = directory_of(checkpoints, found).with_suffix(".abandoned")
+        shutil.rmtree(aside, ignore_errors=True)
+        directory_of(checkpoints, found).rename(aside)
+    return later
 
 
 def _sync_directory(path: Path) -> None:
@@ -130,11 +180,21 @@ def _sync_directory(path: Path) -> None:
 
 
 def steps(checkpoints: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, ascending."""
+    """Return the steps that a checkpoint was finished for, ascending. Whether it still is whole, ``verify`` says."""
     if not checkpoints.is_dir():
         return []
-    found = [(_STEP.fullmatch(path.name), path) for path in checkpoints.iterdir()]
-    return sorted(int(match[1]) for match, path in found if match and (path / "manifest.json").is_file())
+    found = [_STEP.fullmatch(path.name) for path in checkpoints.iterdir()]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def intact(checkpoints: Path) -> list[int]:
+    """Return the steps whose checkpoint is whole, ascending. Reads every file of every one of them."""
+    found = []
+    for step in steps(checkpoints):
+        with contextlib.suppress(ArtifactError):
+            Checkpoint(directory_of(checkpoints, step)).verify()
+            found.append(step)
+    return found
 
 
 class Checkpoint:
@@ -161,6 +221,22 @@ class Checkpoint:
             self.scheduler = self.scheduler or stage.scheduler
         self._verified: set[str] = set()
 
+    def verify(self) -> None:
+        """Read everything once. Raises: ArtifactError naming the first file that is not what was written."""
+        for stage in self.manifest.files:
+            with _opened(self._verify(stage.file)) as file:
+                lacking = sorted(set(stage.tensors) - set(file.keys()))
+                if lacking:
+                    raise ArtifactError(f"{stage.file} lacks {lacking[0]!r}", where=str(self.directory / stage.file))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor it holds, by name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for stage in self.manifest.files:
+            with _opened(self._verify(stage.file)) as file:
+                found.update({name: tuple(file.get_slice(name).get_shape()) for name in stage.tensors})
+        return found
+
     @staticmethod
     def latest(checkpoints: Path) -> Checkpoint | None:
         """Return the newest complete checkpoint, None where there is none."""
@@ -180,7 +256,11 @@ class Checkpoint:
         remedy = "go on from an earlier checkpoint"
         if not path.is_file():
             raise ArtifactError(f"{file} is missing from the checkpoint", where=str(path), remedy=remedy)
-        if path.stat().st_size != expected.bytes or _sha256(path) != expected.sha256:
+        try:
+            same = path.stat().st_size == expected.bytes and _sha256(path) == expected.sha256
+        except OSError as error:
+            raise ArtifactError(f"{file} cannot be read: {error.strerror}", where=str(path), remedy=remedy) from None
+        if not same:
             raise ArtifactError(f"{file} is not what was written: its SHA-256 differs", where=str(path), remedy=remedy)
         self._verified.add(file)
         return path
@@ -197,11 +277,18 @@ class Checkpoint:
         for name in names:
             by_file.setdefault(self._file_of[name], []).append(name)
         for file, wanted in by_file.items():
-            try:
-                with safe_open(self._verify(file), framework="pt") as opened:
-                    for name in wanted:
-                        # memory of its own: the file may be removed, and kernels round by how memory is aligned
-                        tensors[name] = opened.get_tensor(name).clone()
-            except SafetensorError as error:
-                raise ArtifactError(f"{file} is damaged: {error}", where=str(self.directory / file)) from error
+            with _opened(self._verify(file)) as opened:
+                for name in wanted:
+                    # memory of its own: the file may be removed, and kernels round by how memory is aligned
+                    tensors[name] = opened.get_tensor(name).clone()
         return tensors
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of tensors. Raises: ArtifactError where it, or what is read from it, is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ArtifactError(f"{path.name} is damaged: {error}", where=str(path)) from error

@@ -71,6 +71,9 @@ class DeferredStatistics:
             layer, count = sums.module, float(sums.count)
             if count == 0 or layer.running_mean is None or layer.running_var is None:
                 continue
+            if not bool(sums.totals.isfinite().all()):  # a step that is not finite has no statistics
+                sums.totals, sums.count = torch.zeros_like(sums.totals), torch.zeros_like(sums.count)
+                continue
             mean = sums.totals[0] / count
             variance = (sums.totals[1] / count - mean.pow(2)) * (count / max(count - 1, 1))
             factor = layer.momentum

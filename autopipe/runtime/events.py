@@ -14,6 +14,12 @@ class Reporter(Protocol):
     def event(self, kind: str, **fields: Any) -> None:
         """Say that something happened; the fields are JSON values."""
 
+    def may_begin(self, step: int, end: int) -> bool:
+        """Say whether the minibatches from ``step`` to before ``end`` may begin; every rank gets the same answers.
+
+        No: the run is to stop before ``step``, cleanly.
+        """
+
 
 class Silent:
     """Takes everything, keeps the last instruction."""
@@ -27,3 +33,7 @@ class Silent:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Let it pass."""
+
+    def may_begin(self, step: int, end: int) -> bool:
+        """Go on: nobody stops it."""
+        return True

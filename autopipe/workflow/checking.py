@@ -52,9 +52,9 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
 
 def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
-    items = list(itertools.islice(workload.items(batch_size_of(workload, plan)), steps))
-    if not items:
-        raise RunError(f"the data of {workload.name} is empty")
+    size = batch_size_of(workload, plan)
+    epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty one is an error of its own
+    items = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
     samples = workload.num_samples(items[-1])
     if samples > 1:
         items[-1] = resized(items[-1], samples - 1)
@@ -65,6 +65,9 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
         device=prepared.profile.device.kind,
         threads=prepared.profile.device.threads,
         save=False,
+        max_shapes=prepared.max_shapes,
+        allow_data_dependent=prepared.allow_data_dependent,
+        on_nonfinite="warn",
         **options,
     )
     with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:

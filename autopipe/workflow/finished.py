@@ -12,6 +12,7 @@ from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.results import EvaluateResult, ExportResult
+from autopipe.workflow.resuming import refuse_other_parameters
 from autopipe.workflow.settings import EvaluateSettings, Events, ExportSettings
 from autopipe.workload import Workload
 
@@ -48,6 +49,8 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
     step = checkpoints.steps(run.checkpoints)[-1:]
     if not step:
         raise RunError(f"there is no checkpoint in {run.checkpoints}", remedy="autopipe train")
+    checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0])).verify()
+    refuse_other_parameters(run.graph(), Workload.from_spec(plan.workload).build_model(), run.path)
     listener = Listener(run, events or (lambda kind, fields: None), plan.num_ranks)
     start = time.time()
     launch(
@@ -91,7 +94,9 @@ def export(settings: ExportSettings) -> ExportResult:
     if not steps or (settings.step is not None and settings.step not in steps):
         raise RunError(f"no checkpoint of step {settings.step}; there are {steps}", where=str(run.checkpoints))
     source = checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, settings.step or steps[-1]))
+    source.verify()
     model = Workload.from_spec(plan.workload).build_model()
+    refuse_other_parameters(graph, model, run.path)
     state = model.state_dict()
     held = set(source.names)
     names = {key: f"model.{graph.aliases.get(key, key)}" for key in state}

@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.schedule import Instruction
 from autopipe.ir.timeline import Span
+from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
+from autopipe.workflow.results import Restart
 from autopipe.workflow.settings import Events
 
 
 @dataclass(slots=True)
 class Listener:
-    """The events of one launch. ``started``: when all ranks were ready to train, 0 where nothing is trained."""
+    """The events of a run. ``started``: when all ranks were ready to train, 0 where nothing is trained.
+
+    ``losses``: by step; of a step that was done again, the last. ``reached``: the steps done in the latest attempt.
+    """
 
     run: RunDirectory
     events: Events
     world_size: int
-    losses: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    reached: int = 0
     samples: int = 0
     ready: int = 0
     started: float = 0.0
     ended: float = 0.0
     checkpoint: str = ""
+    stopped: bool = False
+    skipped: list[int] = field(default_factory=list)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+
+    def begin(self, world_size: int) -> None:
+        """Begin an attempt."""
+        self.world_size, self.ready, self.reached = world_size, 0, 0
+
+    def restarted(self, restart: Restart) -> None:
+        """Forget the steps that are done again, and note it in the metrics."""
+        self.losses = {step: loss for step, loss in self.losses.items() if step < restart.from_step}
+        self._write({"restart": restart.number, "from_step": restart.from_step, "ranks": restart.ranks})
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Take one event of a rank, or a tick of the supervisor."""
@@ -39,7 +58,7 @@ class Listener:
             self.events("ranks", {"states": states})
         elif kind == "ready":
             self.ready += 1
-            if self.ready == self.world_size:
+            if self.ready == self.world_size and not self.started:
                 self.started = time.time()
         elif kind == "step":
             self._step(event)
@@ -51,14 +70,41 @@ class Listener:
             if self.started:  # in the middle of training; an evaluation by itself leaves the run's files alone
                 self._write({"step": event["step"], "evaluation_loss": event["loss"], "samples": event["samples"]})
             self.events("evaluation", {key: event[key] for key in ("step", "loss", "samples")})
+        elif kind == "note":
+            self.events("note", {"text": event["text"]})
+        elif kind == "nonfinite":
+            self._nonfinite(event)
+        elif kind == "stopping":
+            self.events("stopping", {"signal": event["signal"]})
+        elif kind == "stopped":
+            self.stopped = True
         elif kind == "spans":
             self.spans.extend(
                 Span(event["rank"], artifact.decode(Instruction, instruction, "span"), start, end)
                 for instruction, start, end in event["spans"]
             )
 
+    def _nonfinite(self, event: Mapping[str, Any]) -> None:
+        """Take that a step is not finite. Raises: RunError where that ends the run."""
+        if event["policy"] == "stop":
+            raise RunError(
+                f"step {event['step'] + 1} is not finite: {event['what']}",
+                where=f"the last checkpoint before it: {self._before() or 'none'}",
+                remedy="look at the data of that step, lower --lr, add --clip-grad-norm, or choose --on-nonfinite skip",
+            )
+        if event["policy"] == "skip":
+            self.skipped.append(event["step"])
+        fields = {"step": event["step"], "what": event["what"], "skipped": event["policy"] == "skip"}
+        self.events("nonfinite", fields)
+
+    def _before(self) -> str:
+        """Return the newest checkpoint there is: that of this run, or the one it started from."""
+        found = checkpoints.steps(self.run.checkpoints)
+        return str(checkpoints.directory_of(self.run.checkpoints, found[-1])) if found else ""
+
     def _step(self, event: Mapping[str, Any]) -> None:
-        self.losses.append(event["loss"])
+        self.losses[event["step"]] = event["loss"]
+        self.reached = event["step"] + 1
         self.samples += event["samples"]
         self.ended = event["time"]
         seconds = max(self.ended - self.started, 1e-9)
@@ -74,4 +120,9 @@ class Listener:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self.run.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({key: _number(value) for key, value in line.items()}) + "\n")
+
+
+def _number(value: Any) -> Any:
+    """Return what JSON can hold: null for what is no number."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -123,8 +123,28 @@ class CheckReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """A failure that a run went on after. ``number`` counts from 1. ``rank``, ``what``, ``where``: of the failure.
+
+    ``reached``: how many steps were done when it came. ``from_step``: where the run went on. ``ranks``: on how many.
+    """
+
+    number: int
+    rank: int
+    what: str
+    where: str
+    reached: int
+    from_step: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
-    """``losses``: one an optimizer step. ``stopped``: it was asked to stop and wrote a checkpoint (exit code 75)."""
+    """``losses``: one an optimizer step. ``stopped``: it was asked to stop and wrote a checkpoint (exit code 75).
+
+    ``ranks``, ``schedule``, ``stages``: of the last attempt. ``step``: optimizer steps of the whole run so far.
+    ``skipped``: the steps that were left out because they were not finite.
+    """
 
     losses: tuple[float, ...]
     steps: int
@@ -137,6 +157,9 @@ class TrainResult:
     checkpoint: str
     stopped: bool = False
     notes: tuple[str, ...] = ()
+    restarts: tuple[Restart, ...] = ()
+    step: int = 0
+    skipped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

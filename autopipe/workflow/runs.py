@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from dataclasses import replace
@@ -10,16 +11,17 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
-from autopipe.launch.registry import launch
-from autopipe.launch.request import Launch, watchdog_of
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.workflow.attempts import Attempts
 from autopipe.workflow.checking import batch_size_of, check, check_first, write_run
 from autopipe.workflow.finished import evaluate, export, find_run
 from autopipe.workflow.listener import Listener
+from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import TrainResult
+from autopipe.workflow.resuming import chosen, refuse_other_model
 from autopipe.workflow.settings import Events, TrainSettings
-from autopipe.workflow.steps import prepare
+from autopipe.workflow.steps import Prepared, prepare
 
 
 def train(settings: TrainSettings, events: Events) -> TrainResult:
@@ -31,18 +33,26 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
     def progress(what: str, fraction: float) -> None:
         events("progress", {"what": what, "fraction": fraction})
 
-    prepared = prepare(settings.plan, progress)
-    for note in prepared.notes:
-        events("note", {"text": note})
-    for warning in prepared.warnings:
-        events("note", {"text": f"warning: {warning}"})
-    events("plan", {"plan": prepared.plan})
-    if settings.check_first:
-        check_first(settings, prepared, events)
-    path = _run_path(settings)
-    start = _start_step(path, settings.resume)
+    with contextlib.ExitStack() as held:
+        with only_one(settings.plan.work_dir, "prepares a run"):
+            prepared = prepare(settings.plan, progress)
+            for note in prepared.notes:
+                events("note", {"text": note})
+            for warning in prepared.warnings:
+                events("note", {"text": f"warning: {warning}"})
+            events("plan", {"plan": prepared.plan})
+            path, start = _existing(settings, held, prepared) if settings.resume else (None, -1)
+            if settings.check_first:
+                check_first(settings, prepared, events)
+            if path is None:
+                path = _new(settings, held)
+            run = write_run(path, _job(settings, prepared, start), prepared)
+        return _launch(settings, prepared, run, start, events)
+
+
+def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
     steps, epochs = settings.steps or 0, settings.epochs or 0
-    job = Job(
+    return Job(
         steps=steps,
         epochs=epochs or (0 if steps else 1),
         batch_size=batch_size_of(prepared.workload, prepared.plan) or 0,
@@ -54,37 +64,48 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
         deferred_batch_norm=settings.deferred_batch_norm,
         keep_checkpoints=settings.keep_checkpoints,
         start_step=start,
+        excluded_devices=settings.excluded_devices,
+        on_nonfinite=settings.on_nonfinite,
         record_timeline=settings.record_timeline,
         evaluation_note=prepared.evaluation_note,
+        max_shapes=prepared.max_shapes,
+        allow_data_dependent=prepared.allow_data_dependent,
     )
-    run = write_run(path, job, prepared)
+
+
+def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, start: int, events: Events) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
     events(
         "start",
         {
             "ranks": world,
-            "steps": steps,
+            "steps": settings.steps or 0,
             "start_step": max(start, 0),
             "batch_size": prepared.plan.batch_size,
-            "run_dir": str(path),
+            "run_dir": str(run.path),
         },
     )
-    watchdog = watchdog_of(prepared.plan.predicted.step_seconds, settings.launch.watchdog_seconds)
-    launch(Launch(run, world, listener, settings.launch, watchdog))
-    _write_timeline(run, listener, world)
+    attempts = Attempts(settings, prepared, run, listener, events, _job)
+    attempts.follow(start)
+    plan = attempts.prepared.plan
+    _write_timeline(run, listener, plan.num_ranks)
     seconds = max(listener.ended - listener.started, 0.0)
     return TrainResult(
-        losses=tuple(listener.losses),
+        losses=tuple(listener.losses[step] for step in sorted(listener.losses)),
         steps=len(listener.losses),
         seconds=seconds,
         samples_per_second=listener.samples / seconds if seconds else 0.0,
-        ranks=world,
-        schedule=prepared.plan.schedule,
-        stages=len(prepared.plan.stages),
-        run_dir=str(path),
+        ranks=plan.num_ranks,
+        schedule=plan.schedule,
+        stages=len(plan.stages),
+        run_dir=str(run.path),
         checkpoint=listener.checkpoint or _latest(run),
+        stopped=listener.stopped,
         notes=prepared.notes,
+        restarts=tuple(attempts.restarts),
+        step=max(listener.losses, default=max(start, 0) - 1) + 1,
+        skipped=tuple(listener.skipped),
     )
 
 
@@ -102,13 +123,32 @@ def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
         artifact.save(Timeline("measured", world, spans), run.path / "timeline.json")
 
 
-def _run_path(settings: TrainSettings) -> Path:
-    """Return the directory of the run: the one given, the newest where a run is resumed, or a new one."""
-    if settings.run_dir is not None:
-        return settings.run_dir
-    runs = settings.plan.work_dir / "runs"
-    if settings.resume:
-        return find_run(None, settings.plan.work_dir)
+def _existing(settings: TrainSettings, held: contextlib.ExitStack, prepared: Prepared) -> tuple[Path, int]:
+    """Return the run that goes on, held, and the step it goes on from. Raises: RunError, ArtifactError."""
+    path = settings.run_dir or find_run(None, settings.plan.work_dir)
+    held.enter_context(only_one(path, "trains"))
+    source = chosen(RunDirectory(path), settings.resume_step)
+    refuse_other_model(source, prepared.graph)
+    return path, source.manifest.step
+
+
+def _new(settings: TrainSettings, held: contextlib.ExitStack) -> Path:
+    """Return the directory of a new run, held: the one given, or one named by the time.
+
+    Raises: RunError where it already holds a run.
+    """
+    path = settings.run_dir or _named_by_time(settings.plan.work_dir / "runs")
+    held.enter_context(only_one(path, "trains"))
+    found = checkpoints.steps(RunDirectory(path).checkpoints)
+    if found:
+        raise RunError(
+            f"{path} already holds a run (checkpoint of step {found[-1]})",
+            remedy="add --resume to go on with it, or choose another --run-dir",
+        )
+    return path
+
+
+def _named_by_time(runs: Path) -> Path:
     name = time.strftime("%Y%m%d-%H%M%S")
     for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
         path = runs / (name + suffix)
@@ -116,30 +156,10 @@ def _run_path(settings: TrainSettings) -> Path:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise RunError(f"{runs} cannot be written: {error.strerror}", remedy="choose a --run-dir") from None
         return path
     raise AssertionError("the suffixes do not end")
-
-
-def _start_step(path: Path, resume: bool) -> int:
-    """Return the step to go on from, -1 for a start from the beginning.
-
-    Raises: RunError where the directory already holds a run that is not to be resumed, or none that could be.
-    """
-    found = checkpoints.steps(RunDirectory(path).checkpoints)
-    if resume:
-        if not found:
-            raise RunError(
-                f"--resume: there is no checkpoint in {path}",
-                where=str(RunDirectory(path).checkpoints),
-                remedy="name the run with --run-dir, or train without --resume",
-            )
-        return found[-1]
-    if found:
-        raise RunError(
-            f"{path} already holds a run (checkpoint of step {found[-1]})",
-            remedy="add --resume to go on with it, or choose another --run-dir",
-        )
-    return -1
 
 
 __all__ = ["check", "evaluate", "export", "find_run", "train"]

@@ -1,0 +1,130 @@
+"""``Saver``: writes a rank's part of a checkpoint while training goes on.
+
+::
+
+    training thread   ... | copy | next minibatches ...            | copy | ...
+    writing thread               | write, fsync | (rank 0: await the others, rename, latest, retention)
+
+At most one checkpoint is in flight: a second one waits for the first. Ranks tell rank 0 that they have written by the
+description that each stage puts beside its file, so nothing is exchanged in training's path. A failure while writing is
+the rank's failure, raised at its next minibatch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.errors import ArtifactError
+from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime import state
+from autopipe.runtime.snapshot import Snapshot
+from autopipe.runtime.stepper import Stepper
+
+LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one stage puts into a checkpoint. ``snapshot``: its tensors, copied."""
+
+    stage: int
+    snapshot: Snapshot
+    groups: dict[str, dict[str, float]]
+    scheduler: dict[str, float]
+
+
+class Saver:
+    """One rank's. ``leads``: it finishes the checkpoint once all ``num_stages`` stages have written.
+
+    ``patience_seconds``: how long it waits for them; a rank that failed is noticed elsewhere long before.
+    """
+
+    def __init__(
+        self, directory: Path, num_stages: int, *, keep: int, leads: bool, patience_seconds: float = 600.0
+    ) -> None:
+        self.directory, self.num_stages, self.keep, self.leads = directory, num_stages, keep, leads
+        self.patience_seconds = patience_seconds
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._finished: list[tuple[int, Path]] = []
+        self._abandoned = threading.Event()
+        self._snapshots: dict[int, Snapshot] = {}
+
+    def save(
+        self, manifest: checkpoints.Manifest, stepper: Stepper, stages: Sequence[int], *, pinned: bool = False
+    ) -> None:
+        """Copy what ``stages`` hold, over the copies of the checkpoint before, and begin to write it.
+
+        Raises: what writing the one before has failed with.
+        """
+        self.wait()
+        parts = []
+        for stage in stages:
+            owned, optimizer = stepper.owned(stage), stepper.optimizers[stage]
+            snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
+            snapshot.take(state.collect(stepper.runners[stage], owned, optimizer))
+            numbers = state.scheduler_numbers(stepper.schedulers[stage])
+            parts.append(Part(stage, snapshot, state.groups(owned, optimizer), numbers))
+        self.write(manifest, parts)
+
+    def write(self, manifest: checkpoints.Manifest, parts: Sequence[Part]) -> None:
+        """Begin to write. The snapshots must stay as they are until ``wait`` has returned.
+
+        Raises: what writing the one before has failed with.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(manifest, parts), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is in flight. Raises: what has failed while writing."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.look()
+
+    def look(self) -> None:
+        """Raise what has failed while writing, if anything has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finished(self) -> list[tuple[int, Path]]:
+        """Return the checkpoints that were finished since the last call, each with its step; of rank 0 only."""
+        found, self._finished = self._finished, []
+        return found
+
+    def abandon(self) -> None:
+        """Wait for no other rank any more: this one has failed."""
+        self._abandoned.set()
+
+    def _run(self, manifest: checkpoints.Manifest, parts: Sequence[Part]) -> None:
+        try:
+            temporary = checkpoints.unfinished(self.directory, manifest.step)
+            for part in parts:
+                checkpoints.write_stage(
+                    temporary, part.stage, self.num_stages, part.snapshot, part.groups, part.scheduler
+                )
+            if self.leads and self._all_written(temporary):
+                path = checkpoints.finish(self.directory, temporary, self.num_stages, manifest, self.keep)
+                self._finished.append((manifest.step, path))
+        except BaseException as error:
+            self._failure = error
+
+    def _all_written(self, temporary: Path) -> bool:
+        """Wait for the stages of the other ranks. Raises: ArtifactError where one does not come."""
+        missing = set(range(self.num_stages))
+        looks = int(self.patience_seconds / LOOK_SECONDS)
+        while looks := looks - 1:
+            missing = {stage for stage in missing if not checkpoints.description(temporary, stage).is_file()}
+            if not missing:
+                return True
+            if self._abandoned.wait(LOOK_SECONDS):
+                return False
+        raise ArtifactError(
+            f"stage {min(missing)} has not written its part of the checkpoint after {self.patience_seconds:.0f} s",
+            where=str(temporary),
+            remedy="every rank must see the same run directory: put it on a shared disk (--run-dir)",
+        )

@@ -1,0 +1,108 @@
+"""``Snapshot``: copies of tensors in one buffer, laid out as a safetensors file holds them, and written as they lie.
+
+A checkpoint is copied while training stands still and written while it goes on, so the copy should be short and the
+writing should take nothing else: the buffer is kept from one checkpoint to the next, and the file's SHA-256 is computed
+from memory beside the writing, not by reading the file again.
+
+The file: 8 bytes, the length of the header; the header, JSON with dtype, shape and offsets of each tensor; the data.
+Source: the format section of the safetensors README.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import _TYPES
+
+from autopipe.errors import ArtifactError
+
+_CHUNK_BYTES = 64 * 2**20
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+class Snapshot:
+    """``pinned``: the buffer is host memory that a GPU copies into without the CPU's help."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._header = b""
+        self._num_bytes = 0
+        self.names: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """Return a snapshot of some tensors. Raises: ArtifactError as ``take`` does."""
+        found = Snapshot()
+        found.take(tensors)
+        return found
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors as they are now, in the order of their dimensions, over what was copied before.
+
+        Raises: ArtifactError for a dtype that the format does not know.
+        """
+        # the largest elements first: then every offset is a multiple of its element
+        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        header: dict[str, object] = {}
+        begin = 0
+        for name in names:
+            tensor = tensors[name]
+            if tensor.dtype not in _NAMES:
+                raise ArtifactError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
+            end = begin + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+            begin = end
+        if begin > self._buffer.numel():
+            self._buffer = torch.empty(begin, dtype=torch.uint8, pin_memory=self._pinned)
+        self._fill([tensors[name] for name in names])
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._num_bytes = begin
+        self.names = tuple(sorted(names))
+
+    def _fill(self, tensors: list[torch.Tensor]) -> None:
+        begin = 0
+        for tensor in tensors:
+            end = begin + tensor.numel() * tensor.element_size()
+            if end > begin:
+                place = self._buffer[begin:end].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor.detach(), non_blocking=self._pinned)
+            begin = end
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+
+    def write(self, path: Path) -> tuple[str, int]:
+        """Write the file, down to the disk, and return its SHA-256 and its size in bytes. Raises: OSError."""
+        data = memoryview(self._buffer[: self._num_bytes].numpy())
+        digest = hashlib.sha256(self._header)
+        hashing = threading.Thread(target=digest.update, args=(data,), name="sha256")
+        hashing.start()
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                for piece in (memoryview(self._header), data):
+                    _write_all(descriptor, piece)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        finally:
+            hashing.join()
+        return digest.hexdigest(), len(self._header) + self._num_bytes
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += os.write(descriptor, data[written : written + _CHUNK_BYTES])

@@ -1,0 +1,152 @@
+"""One run, in as many attempts as it takes: a rank that fails ends an attempt, and the next begins at a checkpoint.
+
+::
+
+    launch --WorkerError--> newest intact checkpoint -> (--elastic: a plan for the ranks that are left) -> launch ...
+
+The same failure at the same step, with nothing gained in between, is not tried a third time: it is in the model or the
+data, and every attempt would end there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopipe.errors import PlanError, WorkerError
+from autopipe.launch.registry import STOPPABLE, launch
+from autopipe.launch.request import Host, Launch, watchdog_of
+from autopipe.launch.signals import StopRequest
+from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.workflow.checking import write_run
+from autopipe.workflow.listener import Listener
+from autopipe.workflow.locks import only_one
+from autopipe.workflow.results import Restart
+from autopipe.workflow.resuming import newest_intact
+from autopipe.workflow.settings import Events, PlanSettings, TrainSettings
+from autopipe.workflow.steps import Prepared, prepare
+
+MakeJob = Callable[[TrainSettings, Prepared, int], Job]
+
+
+@dataclass(slots=True)
+class Attempts:
+    """A run that is under way. ``make_job``: what the ranks are told, from settings, plan and the step to start at."""
+
+    settings: TrainSettings
+    prepared: Prepared
+    run: RunDirectory
+    listener: Listener
+    events: Events
+    make_job: MakeJob
+    restarts: list[Restart] = field(default_factory=list)
+
+    def follow(self, start: int) -> None:
+        """Launch until the run is done, or was asked to stop. ``start``: the step it goes on from, -1 for none.
+
+        Raises: WorkerError for the first failing rank of the last attempt.
+        """
+        stop = StopRequest()
+        stoppable = self.settings.launch.name in STOPPABLE
+        with stop.on_signals() if stoppable else contextlib.nullcontext():
+            while True:
+                self._clear(start)
+                try:
+                    self._launch(stop if stoppable else None)
+                    return
+                except WorkerError as error:
+                    if stop.asked or not self._goes_on(error):
+                        raise
+                    start = self._restart(error)
+                finally:
+                    checkpoints.clear_unfinished(self.run.checkpoints)
+
+    def _launch(self, stop: StopRequest | None) -> None:
+        plan, settings = self.prepared.plan, self.settings.launch
+        self.listener.begin(plan.num_ranks)
+        watchdog = watchdog_of(plan.predicted.step_seconds, settings.watchdog_seconds)
+        launch(Launch(self.run, plan.num_ranks, self.listener, settings, watchdog, stop=stop))
+
+    def _clear(self, start: int) -> None:
+        later = checkpoints.set_aside(self.run.checkpoints, start)
+        if later:
+            steps = ", ".join(map(str, later))
+            self.events("note", {"text": f"set aside as abandoned: the checkpoints of later steps ({steps})"})
+
+    def _goes_on(self, error: WorkerError) -> bool:
+        """Whether a failure is worth another attempt."""
+        if len(self.restarts) >= self.settings.restarts:
+            return False
+        before = self.restarts[-1] if self.restarts else None
+        return before is None or (before.what, before.where, before.reached) != _failure(error, self.listener)
+
+    def _restart(self, error: WorkerError) -> int:
+        """Make the next attempt ready, say so, and return the step it starts from, -1 for the beginning."""
+        what, where, reached = _failure(error, self.listener)
+        start = newest_intact(self.run)
+        if self.settings.elastic and self.prepared.plan.num_ranks > 1:
+            self._shrink(error)
+        ranks = self.prepared.plan.num_ranks
+        restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
+        self.restarts.append(restart)
+        self.events("restart", {**dataclasses.asdict(restart), "of": self.settings.restarts})
+        self.listener.restarted(restart)
+        with only_one(self.settings.plan.work_dir, "prepares a run"):
+            write_run(self.run.path, self.make_job(self.settings, self.prepared, start), self.prepared)
+        return start
+
+    def _shrink(self, error: WorkerError) -> None:
+        """Plan for the ranks that are left: without the host of the failed rank, else without the rank."""
+        launched, plan = self.settings.launch, self.prepared.plan
+        left = tuple(host for host in launched.hosts if host.name != error.host)
+        if error.host and left:
+            ranks = plan.num_ranks - _slots(launched.hosts, error.host, plan.num_ranks)
+            self.settings = dataclasses.replace(self.settings, launch=dataclasses.replace(launched, hosts=left))
+        else:
+            ranks = plan.num_ranks - 1
+            self._exclude_device(error.rank)
+        wanted = dataclasses.replace(
+            self.settings.plan,
+            gpus=max(ranks, 1),
+            schedule=plan.schedule,
+            num_microbatches=plan.num_microbatches,
+            microbatch_size=None,
+        )
+        with only_one(self.settings.plan.work_dir, "prepares a run"):
+            self.prepared = self._planned(wanted)
+
+    def _planned(self, wanted: PlanSettings) -> Prepared:
+        """Return a plan, under another schedule where the run's own cannot run on so few."""
+        try:
+            return prepare(wanted, self._progress)
+        except PlanError:
+            return prepare(dataclasses.replace(wanted, schedule="auto"), self._progress)
+
+    def _progress(self, what: str, fraction: float) -> None:
+        self.events("progress", {"what": what, "fraction": fraction})
+
+    def _exclude_device(self, rank: int) -> None:
+        """Leave out the device of a rank of this machine; on a CPU any core will do."""
+        if self.prepared.profile.device.kind != "cuda":
+            return
+        import torch
+
+        out = self.settings.excluded_devices
+        usable = [index for index in range(torch.cuda.device_count()) if index not in out]
+        if len(usable) > 1:
+            out = (*out, usable[rank % len(usable)])
+            self.settings = dataclasses.replace(self.settings, excluded_devices=out)
+
+
+def _failure(error: WorkerError, listener: Listener) -> tuple[str, str, int]:
+    """Return what makes two failures the same: the message, the place, and how far the run had come."""
+    return error.what, error.where, listener.reached
+
+
+def _slots(hosts: tuple[Host, ...], lost: str, num_ranks: int) -> int:
+    """Return how many ranks ran on a host."""
+    slots = next((host.slots for host in hosts if host.name == lost), 0)
+    return slots or -(-num_ranks // len(hosts))

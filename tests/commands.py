@@ -1,0 +1,145 @@
+"""``autopipe train`` as a process of its own, for tests that interrupt it: started, watched, and nothing left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MODEL = """
+import torch
+from torch import nn
+
+WIDTH = 32
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 32), nn.ReLU())
+        self.table = nn.Embedding(10, 32)
+        self.last = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    def forward(self, x, index):
+        return self.last(self.first(x) + self.table(index))
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+
+def build_model():
+    return Net()
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for step in range(%(steps)d):
+        index = torch.randint(0, 10, (batch_size,), generator=g)
+        if step == %(bad)d:
+            index[6] = 99   # microbatch 3 of 4, two samples each
+        x, y = torch.randn(batch_size, 8, generator=g), torch.randn(batch_size, 1, generator=g)
+        yield (x * float("nan") if step == %(nan)d else x, index), y
+
+evaluate_data = data
+"""
+AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
+
+
+def write_model(folder: Path, *, steps: int = 1_000_000, bad: int = -1, nan: int = -1) -> None:
+    """Write model.py. ``bad``: the minibatch on which the model fails; ``nan``: the one that is not a number."""
+    (folder / "model.py").write_text(MODEL % {"steps": steps, "bad": bad, "nan": nan})
+
+
+def training(ranks: int = 2, *, steps: int, run: str = "run", schedule: str = "1f1b") -> list[str]:
+    """Return the arguments of a training of model.py."""
+    words = ["train", "model.py", "--gpus", str(ranks), "--device", "cpu", "--batch-size", "8"]
+    words += ["--microbatch-sizes", "2", "--num-microbatches", "4", "--schedule", schedule]
+    return [*words, "--run-dir", run, "--steps", str(steps)]
+
+
+class Commands:
+    """Starts commands in a folder and ends all of them, with their ranks, in ``end``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command."""
+        process = subprocess.Popen(
+            [AUTOPIPE, *arguments],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str, code: int = 0, seconds: float = 120) -> tuple[str, str]:
+        """Return what a command prints, to stdout and stderr, having ended with ``code``."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=seconds)
+        assert process.returncode == code, (process.returncode, out, err)
+        assert "Traceback" not in err
+        return out, err
+
+    def document(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        """Return what a command prints with --json."""
+        found: dict[str, Any] = json.loads(self.run(*arguments, "--json", code=code)[0], parse_constant=_refused)
+        return found
+
+    def end(self) -> None:
+        """Leave nothing."""
+        for process in self.started:
+            for child in descendants(process.pid):
+                child.kill()
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def _refused(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return the processes below one."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def select_a_moment() -> None:
+    """Wait a twentieth of a second."""
+    select.select([], [], [], 0.05)
+
+
+def wait_for_steps(
+    folder: Path, process: subprocess.Popen[str], *, count: int = 3, seconds: float = 90.0
+) -> list[psutil.Process]:
+    """Wait until so many steps of the run in ``folder`` are done; return the processes of the ranks, by rank."""
+    metrics = folder / "metrics.jsonl"
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        if metrics.is_file() and metrics.read_text().count("\n") > count:
+            ranks = []
+            for child in descendants(process.pid):
+                log = [f.path for f in child.open_files() if "/logs/rank_" in f.path]
+                ranks.extend((path, child) for path in log[:1])
+            return [child for _, child in sorted(ranks, key=lambda entry: entry[0])]
+        select_a_moment()
+    out, err = process.communicate(timeout=5)
+    raise AssertionError(f"no step within {seconds} s\n{out}\n{err}")
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """Fail where one of them is still there after three seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=3)
+    assert not alive, alive

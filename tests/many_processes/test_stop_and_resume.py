@@ -1,0 +1,169 @@
+"""A run that is asked to stop saves and can go on; one that is killed goes on by itself: as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
+from safetensors.torch import load_file
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    write_model(tmp_path)
+    found = Commands(tmp_path)
+    yield found
+    found.end()
+
+
+def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:
+    """Everything that the newest checkpoint of a run holds."""
+    newest = max((commands.folder / run / "checkpoints").glob("step-????????"))
+    found: dict[str, torch.Tensor] = {}
+    for path in newest.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def assert_undisturbed(commands: Commands, run: str, steps: int, schedule: str = "1f1b") -> None:
+    """The run's weights and optimizer state are those of a run of as many steps that nobody disturbed."""
+    commands.run(*training(steps=steps, run="undisturbed", schedule=schedule))
+    expected, found = state(commands, "undisturbed"), state(commands, run)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def leftovers(run: Path) -> list[str]:
+    return [path.name for path in (run / "checkpoints").iterdir() if path.suffix in (".tmp", ".old")]
+
+
+@pytest.mark.parametrize(
+    ("number", "schedule"),
+    [(signal.SIGTERM, "1f1b"), (signal.SIGUSR1, "pipedream"), (signal.SIGINT, "gpipe")],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
+    commands: Commands, tmp_path: Path, number: signal.Signals, schedule: str
+) -> None:
+    words = training(steps=1_000_000, schedule=schedule)
+    process = commands.start(*words, "--json")
+    wait_for_steps(tmp_path / "run", process)
+    family = descendants(process.pid)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert_gone(family)
+    found = json.loads(out)
+    assert found["stopped"] is True
+    assert len(found["losses"]) == found["step"]
+    assert found["checkpoint"].endswith(f"step-{found['step']:08d}")
+    assert f"{number.name}: stopping after the minibatch that is under way" in err
+    assert f"stopped cleanly at step {found['step']}, with a checkpoint" in err
+    assert "next: the same command with --resume" in err
+    assert leftovers(tmp_path / "run") == []
+    steps = found["step"] + 7
+    second = commands.document(*training(steps=steps, schedule=schedule), "--resume")
+    assert (len(second["losses"]), second["step"], second["stopped"]) == (7, steps, False)
+    assert_undisturbed(commands, "run", steps, schedule)
+
+
+def test_a_second_ctrl_c_ends_at_once(commands: Commands, tmp_path: Path) -> None:
+    process = commands.start(*training(steps=1_000_000))
+    ranks = wait_for_steps(tmp_path / "run", process)
+    family = descendants(process.pid)
+    ranks[0].suspend()  # so that the run cannot stop cleanly
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "stopping after" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    assert_gone(ranks)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert_gone(family)
+
+
+def test_a_killed_rank_is_followed_by_a_fresh_attempt_from_the_last_checkpoint(
+    commands: Commands, tmp_path: Path
+) -> None:
+    words = training(steps=600)
+    process = commands.start(*words, "--checkpoint-every", "5", "--max-restarts", "2", "--json")
+    for number, victim in enumerate((1, 0)):
+        ranks = wait_for_steps(tmp_path / "run", process, count=12 + 100 * number)
+        ranks[victim].kill()
+        assert_gone(ranks[victim : victim + 1])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert [restart["number"] for restart in found["restarts"]] == [1, 2]
+    assert [restart["rank"] for restart in found["restarts"]] == [1, 0]
+    assert all("SIGKILL" in restart["what"] and restart["from_step"] % 5 == 0 for restart in found["restarts"])
+    assert "restart 1 of 2, from the checkpoint of step" in err
+    assert len(found["losses"]) == found["step"] == 600
+    assert leftovers(tmp_path / "run") == []
+    assert_undisturbed(commands, "run", 600)
+
+
+def test_an_elastic_run_goes_on_with_the_ranks_that_are_left(commands: Commands, tmp_path: Path) -> None:
+    process = commands.start(*training(3, steps=500), "--checkpoint-every", "5", "--elastic", "--json")
+    wait_for_steps(tmp_path / "run", process, count=12)[2].kill()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert [restart["ranks"] for restart in found["restarts"]] == [2]
+    assert (found["ranks"], found["stages"], found["step"]) == (2, 2, 500)
+    assert_undisturbed(commands, "run", 500)
+
+
+def test_the_same_failure_with_nothing_gained_is_not_tried_a_third_time(commands: Commands, tmp_path: Path) -> None:
+    write_model(tmp_path, bad=4)
+    _, err = commands.run(*training(steps=20), "--max-restarts", "5", code=3)
+    assert err.count("restart ") == 1
+    assert "restart 1 of 5, from the beginning" in err
+    assert "index out of range" in err
+
+
+def test_a_second_run_in_the_same_directory_is_refused_with_the_process(commands: Commands, tmp_path: Path) -> None:
+    process = commands.start(*training(steps=1_000_000))
+    wait_for_steps(tmp_path / "run", process)
+    _, err = commands.run(*training(steps=5), code=1)
+    assert f"run is in use: process {process.pid} " in err
+
+
+def test_a_damaged_checkpoint_is_refused_before_ranks_start_and_an_earlier_one_taken(
+    commands: Commands, tmp_path: Path
+) -> None:
+    commands.run(*training(steps=4), "--checkpoint-every", "1", "--keep-checkpoints", "0")
+    path = tmp_path / "run" / "checkpoints" / "step-00000004" / "stage-1-of-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    _, err = commands.run(*training(steps=6), "--resume", code=1)
+    assert "the checkpoint of step 4 is damaged: stage-1-of-2.safetensors is not what was written" in err
+    assert "--resume 3 (intact: 1, 2, 3)" in err
+    assert "training on" not in err
+    _, err = commands.run(*training(steps=6), "--resume", "2")
+    assert "set aside as abandoned: the checkpoints of later steps (3, 4)" in err
+    assert_undisturbed(commands, "run", 6)
+
+
+def test_a_model_that_changed_is_refused_by_its_first_parameter(commands: Commands, tmp_path: Path) -> None:
+    commands.run(*training(steps=2))
+    model = tmp_path / "model.py"
+    model.write_text(model.read_text().replace("WIDTH = 32", "WIDTH = 48"))
+    _, err = commands.run(*training(steps=4), "--resume", code=1)
+    assert "the checkpoint is of another model: first.0.weight was [32, 8] and is [48, 8]" in err
+    for words in (["export", "run", "-o", "x.pt"], ["eval", "run"]):
+        _, err = commands.run(*words, code=1)
+        assert "the model has changed since this run: first.0.weight was [32, 8] and is [48, 8]" in err
+
+
+def test_resume_needs_no_step_whatever_follows_it(commands: Commands) -> None:
+    commands.run(*training(steps=2))
+    words = training(steps=3)
+    commands.run("train", "--resume", *words[1:])
+    assert commands.document("train", "--resume", "2", *words[1:])["step"] == 3
