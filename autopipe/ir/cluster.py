@@ -57,6 +57,26 @@ class ClusterDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds that the runtime itself takes of a rank, beyond what the model does.
+
+    ``compute_seconds``: for each forward and each backward. ``send_seconds``, ``send_seconds_per_byte``,
+    ``receive_seconds``: for a message, at its two ends. ``step_seconds``: from one minibatch to the next.
+    """
+
+    compute_seconds: float = 0.0
+    send_seconds: float = 0.0
+    send_seconds_per_byte: float = 0.0
+    receive_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        seconds = self.compute_seconds, self.send_seconds, self.receive_seconds, self.step_seconds
+        if not all(0 <= cost <= _LONGEST_SECONDS for cost in (*seconds, self.send_seconds_per_byte)):
+            raise ValueError("the runtime's own costs are times: 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """Measured between two ranks of this machine. ``device_kind``: cpu or cuda. Bandwidths in bytes per second."""
 
@@ -64,6 +84,7 @@ class Links:
     latency_seconds: float
     bandwidth: float
     all_reduce_bandwidth: float
+    host: HostCosts = HostCosts()
 
     def __post_init__(self) -> None:
         if not _is_rate(self.bandwidth, self.all_reduce_bandwidth) or not 0 <= self.latency_seconds <= _LONGEST_SECONDS:
@@ -80,12 +101,13 @@ class Links:
 class Cluster:
     """``levels``: innermost first; rank r's neighbours are r-1 and r+1. ``source``: where the figures come from.
 
-    ``devices``: one for all ranks, or one per rank.
+    ``devices``: one for all ranks, or one per rank. ``host``: what the runtime costs each rank.
     """
 
     levels: tuple[Level, ...]
     devices: tuple[ClusterDevice, ...]
     source: str
+    host: HostCosts = HostCosts()
 
     def __post_init__(self) -> None:
         if not self.levels or not self.devices:

@@ -87,7 +87,6 @@ class Profile:
 
     ``optimizer_seconds_per_byte``: optimizer step, per byte of parameters. ``optimizer_bytes_per_byte``: optimizer
     state kept, per byte of parameters (AdamW in float32: 2).
-    ``send_seconds_per_byte``/``send_seconds``: what handing a tensor to the transport costs the sending rank.
     ``batch_size``: samples of a minibatch of the user's own data; 0 where it is not known.
 
     Raises: ValueError when a measurement does not cover every node.

@@ -148,10 +148,13 @@ def bars(found: Scaling) -> str:
 
 
 def links(found: Links | None) -> tuple[str, ...]:
-    """Return what was measured between two ranks, in one line."""
+    """Return what was measured between two ranks."""
     if found is None:
         return ()
     return (
         f"between two {found.device_kind} ranks: {in_seconds(found.latency_seconds)} latency, "
         f"{found.bandwidth / 1e9:.3g} GB/s; adding up over both {found.all_reduce_bandwidth / 1e9:.3g} GB/s",
+        f"the runtime takes {in_seconds(found.host.compute_seconds)} a forward or backward, "
+        f"{in_seconds(found.host.send_seconds)} a send, {in_seconds(found.host.receive_seconds)} a receive, "
+        f"{in_seconds(found.host.step_seconds)} a minibatch",
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from autopipe.ir.cluster import Cluster, ClusterDevice, Level, Links
+from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level, Links
 from autopipe.ir.profile import Device, Profile
 from autopipe.planning.datasheets import device_like, recognized, relative_speed
 
-# shared memory of one host and a GPU's own links: round figures from data sheets, until they are measured
-HOST_BANDWIDTH = 4e9
-HOST_LATENCY_SECONDS = 100e-6
+# one host and a GPU's own links, until they are measured: on a CPU round figures of a machine that was, on a GPU of
+# data sheets
+HOST_BANDWIDTH = 2e9
+HOST_LATENCY_SECONDS = 200e-6
+HOST_COSTS = HostCosts(100e-6, 100e-6, 2e-9, 100e-6, 1e-3)
 GPU_BANDWIDTH = 16e9
 GPU_LATENCY_SECONDS = 10e-6
 LINK_LATENCY_SECONDS = 20e-6
@@ -37,7 +39,7 @@ def cluster_of_figures(
         level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
     if memory_bytes is not None:
         found = ClusterDevice(found.name, memory_bytes, found.speed)
-    return Cluster((level,), (found,), source)
+    return Cluster((level,), (found,), source, here.host)
 
 
 def precision_of(profile: Profile) -> str:
@@ -56,14 +58,14 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
 
     On a CPU the ranks share what is available; on GPUs each has the memory of the device that was profiled.
     """
-    measured = links is not None and links.device_kind == device.kind
-    source = "measured" if measured else "assumed"
     if device.kind == "cuda":
         level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
-        found = ClusterDevice(device.name, device.memory_bytes)
+        found, host = ClusterDevice(device.name, device.memory_bytes), HostCosts()
     else:
         import psutil
 
         level = Level("host", num_ranks, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
-        found = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks)
-    return Cluster((links.level(num_ranks) if links is not None and measured else level,), (found,), source)
+        found, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_COSTS
+    if links is None or links.device_kind != device.kind:
+        return Cluster((level,), (found,), "assumed", host)
+    return Cluster((links.level(num_ranks),), (found,), "measured", links.host)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
 from autopipe.launch.links import measure_links
+from autopipe.workflow.idle import host_costs
 from autopipe.workflow.settings import Progress
 from autopipe.workflow.store import Work
 
@@ -17,8 +19,11 @@ def measure(work_dir: Path, device: str | None = None, progress: Progress | None
     Raises: RunError where the two ranks cannot talk.
     """
     work = Work.begin(work_dir, progress)
+    kind = _kind(device)
     work.progress("measuring the links between two ranks", 0.0)
-    found = measure_links(_kind(device))
+    found = measure_links(kind)
+    work.progress("measuring what the runtime takes", 0.5)
+    found = replace(found, host=host_costs(kind))
     artifact.save(found, work.store.links)
     return found
 

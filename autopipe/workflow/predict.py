@@ -45,14 +45,15 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         # a ring sends and receives 2 (r - 1) / r of the gradients at each rank
         share = 2 * (stage.replicas - 1) / stage.replicas
         reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
+        host = cluster.host.compute_seconds
         backward = stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0)
         stages.append(
             StageCosts(
-                stage.forward_seconds,
-                backward,
-                backward / 2,
-                backward / 2,
-                step_seconds=profile.optimizer_seconds_per_byte * owned,
+                stage.forward_seconds + host,
+                backward + host,
+                backward / 2 + host,
+                backward / 2 + host,
+                step_seconds=profile.optimizer_seconds_per_byte * owned + cluster.host.step_seconds,
                 reduce_seconds=reduce_seconds,
                 reduce_buckets=num_buckets(owned),
             )
@@ -65,11 +66,15 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
     num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
     num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
     edges: dict[Edge, EdgeCosts] = {}
+    host = cluster.host
     for edge, values in (*routes.forward.items(), *routes.backward.items()):
         total = sum(num_bytes[value] for value in values)
         link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
-        handing = getattr(profile, "send_seconds", 0.0) + getattr(profile, "send_seconds_per_byte", 0.0) * total
-        edges[edge] = EdgeCosts(total / link.bandwidth, link.latency_seconds, handing, 0.0)
+        send = host.send_seconds + host.send_seconds_per_byte * total
+        # both figures of a link were taken from one end to the other, and hold what its ends do
+        occupied = max(total / link.bandwidth - host.send_seconds_per_byte * total, 0.0)
+        latency = max(link.latency_seconds - host.send_seconds - host.receive_seconds, 0.0)
+        edges[edge] = EdgeCosts(occupied, latency, send, host.receive_seconds)
     return edges
 
 
