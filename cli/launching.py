@@ -57,6 +57,13 @@ launch_options: tuple[Callable[[Any], Any], ...] = (
         metavar="SECONDS",
         help="No progress for so long is a hang. [default: 20 predicted steps, 60 or more]",
     ),
+    option(
+        "--slurm-option",
+        type=types.SLURM_OPTION,
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="For sbatch, such as partition=gpu or nodes=2. Repeatable; implies --launcher slurm.",
+    ),
     option("--dry-run", is_flag=True, help="Show what would be run on each host, and run nothing."),
 )
 
@@ -88,6 +95,10 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
     launcher = given.get("launcher") or ""
     if hosts and launcher not in ("", "ssh"):
         raise click.UsageError(f"--hosts is for --launcher ssh, not for {launcher}")
+    if given.get("slurm_option"):
+        if hosts or launcher not in ("", "slurm"):
+            raise click.UsageError(f"--slurm-option is for --launcher slurm, not for {launcher or 'ssh'}")
+        launcher = "slurm"
     if launcher == "ssh" and not hosts:
         raise click.UsageError("--launcher ssh needs --hosts h1:2,h2:2 or --hostfile FILE")
     return LaunchSettings(

@@ -134,6 +134,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         launching.show(terminal, rehearse(settings))
         return 0
     if together.follows(settings):
+        terminal.json = False  # rank 0 prints the one document
         return together.follow(settings)
     from autopipe.report import tables
     from autopipe.workflow import runs

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import psutil
 from autopipe.ir import artifact
 from autopipe.launch.heartbeat import Beat, Heartbeats
 from autopipe.launch.request import WorkerSpec
+from autopipe.launch.signals import ignored
 
 PRELOAD = ["autopipe.launch.preloaded"]
 END_SECONDS = 5.0
@@ -148,17 +148,11 @@ class ForkedRanks:
 def preload() -> None:
     """Start the fork server, which imports torch meanwhile.
 
-    It is deaf to Ctrl-C, which is this process's to handle: else it prints a traceback while it imports.
+    It is deaf to what asks a run to end, which is this process's to handle.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    if threading.current_thread() is not threading.main_thread():
+    with ignored():
         forkserver.ensure_running()
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _signal(process: ForkServerProcess, number: signal.Signals) -> None:

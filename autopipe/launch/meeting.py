@@ -127,6 +127,12 @@ class Meeting:
         waiting: list[Any] = [self._listener, *(wire for wire, _ in self._pending.values())]
         waiting += [member.wire for member in self.members.values() if not member.gone]
         ready = set(wait(waiting, timeout))
+        for member in self.members.values():
+            if member.wire in ready:
+                try:
+                    member.wire.receive()  # nothing is due but its end
+                except WireError:
+                    member.leave()
         if self._listener in ready:
             with contextlib.suppress(OSError):
                 wire = Wire(self._listener.accept()[0])
@@ -138,12 +144,6 @@ class Meeting:
             elif time.monotonic() - since > HELLO_SECONDS:
                 del self._pending[descriptor]
                 wire.close()
-        for member in self.members.values():
-            if member.wire in ready:
-                try:
-                    member.wire.receive()  # nothing is due but its end
-                except WireError:
-                    member.leave()
 
     def _hear(self, wire: Wire) -> None:
         found = _introduced(wire)

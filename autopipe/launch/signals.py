@@ -35,6 +35,29 @@ class StopRequest:
 
 
 @contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """Ignore what asks a run to end, so that a process started meanwhile is born deaf to it.
+
+    Clusters send such signals to every process of a job, and only the one that watches the ranks may answer.
+    """
+    with _handled(STOPPING, signal.SIG_IGN):
+        yield
+
+
+def leave_to_the_supervisor() -> None:
+    """Be a rank: outlive what asks the run to end; whoever watches the ranks decides what it means.
+
+    SIGTERM is taken and not ignored, for programs that the user's code starts must be able to end by it.
+    """
+    for number in STOPPING:
+        signal.signal(number, _outlive if number == signal.SIGTERM else signal.SIG_IGN)
+
+
+def _outlive(number: int, frame: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
 def ending_as_interrupt() -> Iterator[None]:
     """Let SIGTERM, and SIGHUP of a closed terminal, end the run the way Ctrl-C does, ranks and all.
 
@@ -54,7 +77,9 @@ def taken(stop: StopRequest | None) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
+def _handled(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None] | signal.Handlers
+) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -29,6 +29,7 @@ from autopipe.launch.entry import die_with_parent
 from autopipe.launch.heartbeat import Heartbeats
 from autopipe.launch.rendezvous import all_have_devices, choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
+from autopipe.launch.signals import leave_to_the_supervisor
 from autopipe.launch.steady import keep_memory, long_turns
 from autopipe.launch.stopping import may_begin
 from autopipe.runtime import blame
@@ -61,7 +62,7 @@ class _Pipe:
 def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
     """Run one rank in a process of its own. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    leave_to_the_supervisor()
     spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
     _redirect(RunDirectory(Path(spec.run)).log(spec.rank))
     faulthandler.enable()
