@@ -1,0 +1,110 @@
+"""Under torchrun, two agents of one process each: the same bytes as here, and every failure told by both."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launches import AUTOPIPE, STEPS, await_, environment, gone, one_line, prepared, ranks, steps_made, weights
+
+pytestmark = pytest.mark.hosts
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+Agents = list["subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("work"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def agents(folder: Path) -> Iterator[Callable[..., Agents]]:
+    """Start torchrun twice, as on two hosts."""
+    started: Agents = []
+
+    def begin(*words: str) -> Agents:
+        port = str(free_port())
+        for index in range(2):
+            torchrun = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(index)]
+            torchrun += ["--master-addr", "127.0.0.1", "--master-port", port, "--no-python"]
+            command = [*torchrun, AUTOPIPE, "train", "--launcher", "env", *words]
+            started.append(
+                subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environment(),
+                    start_new_session=True,
+                )
+            )
+        return started
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+        process.communicate()
+
+
+def test_two_agents_train_to_the_same_bytes_and_only_rank_0_prints(agents: Callable[..., Agents], folder: Path) -> None:
+    first, second = agents("--steps", STEPS, "--run-dir", "run", "--json")
+    out, err = first.communicate(timeout=200)
+    assert first.returncode == 0, err
+    other_out, other_err = second.communicate(timeout=20)
+    assert second.returncode == 0, other_err
+    assert json.loads(out)["steps"] == int(STEPS)
+    assert other_out == ""
+    assert "step" not in other_err
+    assert weights(folder / "run") == weights(folder / "local")
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_both_hosts_name_the_rank_that_was_killed(agents: Callable[..., Agents], folder: Path, killed: int) -> None:
+    run = folder / f"killed-{killed}"
+    both = agents("--steps", "1000000", "--run-dir", run.name)
+    await_(lambda: steps_made(run) > 3, 150)
+    started = ranks(run)
+    started[killed].kill()
+    for process in both:
+        _, err = process.communicate(timeout=40)
+        said = one_line(err)
+        assert process.returncode != 0
+        assert f"rank {killed}" in said
+        assert "killed by SIGKILL" in said
+        assert "Connection closed by peer" not in said
+        assert "a bug in autopipe" not in said
+    assert gone(started.values(), 5)
+
+
+def test_a_process_of_rank_0_that_is_killed_is_named_by_the_other(agents: Callable[..., Agents], folder: Path) -> None:
+    run = folder / "headless"
+    both = agents("--steps", "1000000", "--run-dir", run.name)
+    await_(lambda: steps_made(run) > 3, 150)
+    started = ranks(run)
+    started[0].parent().parent().kill()  # type: ignore[union-attr]
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert "the process of rank 0 is gone" in one_line(errors[1])
+    assert gone(started.values(), 5)
+
+
+def test_another_number_of_ranks_is_refused_with_both_numbers_and_everyone_says_so(
+    agents: Callable[..., Agents],
+) -> None:
+    for process in agents("--gpus", "3", "--steps", "1"):
+        _, err = process.communicate(timeout=100)
+        assert process.returncode != 0
+        assert "--gpus 3, but torchrun has started 2 ranks" in one_line(err)
