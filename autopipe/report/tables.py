@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
+from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
@@ -31,7 +32,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 def profile_table(profile: Profile) -> Table:
     """Return one row a measured microbatch size."""
-    device = f"{profile.device.name}, {profile.device.threads} thread" + ("s" if profile.device.threads > 1 else "")
+    device = f"{profile.device.name}, {counted(profile.device.threads, 'thread')}"
     table = _table(
         f"{profile.graph.name} on {device if profile.device.kind == 'cpu' else profile.device.name}",
         "microbatch",
@@ -85,7 +86,7 @@ def block_table(profile: Profile, most: int = 12) -> Table:
 def stage_table(plan: Plan, cluster: Cluster) -> Table:
     """Return one row a stage: what it holds, how long a microbatch takes, what it needs, what it sends on."""
     table = _table(
-        f"{_count(len(plan.stages), 'stage')} on {_count(plan.num_ranks, 'rank')}, {plan.schedule}, "
+        f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, {plan.schedule}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
         "stage",
         "ranks",
@@ -111,10 +112,6 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
     return table
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
-
-
 def prediction_lines(plan: Plan, profile: Profile) -> str:
     """Return what the plan should do, against one rank that does it all."""
     predicted = plan.predicted
@@ -138,7 +135,7 @@ def simulation(plan: Plan, timeline: Timeline, grid: str) -> tuple[str, ...]:
     """Return the schedule as a grid, and what the simulation says."""
     busy = ", ".join(f"{timeline.busy_seconds(rank) / (timeline.seconds or 1):.0%}" for rank in range(plan.num_ranks))
     return (
-        f"{plan.schedule}, {len(plan.stages)} stages, {plan.num_microbatches} microbatches:",
+        f"{plan.schedule}, {counted(len(plan.stages), 'stage')}, {counted(plan.num_microbatches, 'microbatch')}:",
         grid.rstrip("\n"),
         f"simulated: {in_seconds(timeline.seconds)} a step, {plan.predicted.samples_per_second:.1f} samples/s, "
         f"{timeline.bubble_fraction:.1%} idle; ranks busy {busy}",
@@ -148,9 +145,13 @@ def simulation(plan: Plan, timeline: Timeline, grid: str) -> tuple[str, ...]:
 def check(report: CheckReport) -> tuple[Any, ...]:
     """Return the verdict and the worst parameters."""
     if report.bitwise:
-        verdict = f"equal to plain training, to the last bit: {len(report.parameters)} tensors, {_losses(report)}"
+        verdict = (
+            f"equal to plain training, to the last bit: {counted(len(report.parameters), 'tensor')}, {_losses(report)}"
+        )
         return (verdict,)
     word = "equal to plain training within rounding" if report.equal else "NOT equal to plain training"
+    if report.nonfinite:
+        word = f"NOT proven, {report.nonfinite}"
     worst = sorted(report.parameters, key=lambda entry: (-entry.error, entry.name))[:WORST_PARAMETERS]
     table = _table("largest differences", "parameter", "stage", "relative error")
     for entry in worst:
@@ -159,8 +160,7 @@ def check(report: CheckReport) -> tuple[Any, ...]:
 
 
 def _losses(report: CheckReport) -> str:
-    count = len(report.losses)
-    return f"{count} step{'s' if count != 1 else ''}"
+    return counted(len(report.losses), "step")
 
 
 def training(result: TrainResult) -> str:
@@ -168,7 +168,8 @@ def training(result: TrainResult) -> str:
     if not result.losses:
         return f"no step was left to do; run directory {result.run_dir}"
     return (
-        f"{result.steps} steps in {in_seconds(result.seconds)} on {result.ranks} ranks ({result.stages} stages, "
+        f"{counted(result.steps, 'step')} in {in_seconds(result.seconds)} on {counted(result.ranks, 'rank')} "
+        f"({counted(result.stages, 'stage')}, "
         f"{result.schedule}): loss {result.losses[0]:.6f} -> {result.losses[-1]:.6f}, "
         f"{result.samples_per_second:.1f} samples/s\n"
         f"checkpoint: {result.checkpoint or 'none'}"
@@ -178,14 +179,16 @@ def training(result: TrainResult) -> str:
 def evaluation(result: EvaluateResult) -> str:
     """Return the evaluation in one line."""
     return (
-        f"loss {result.loss:.6f} over {result.samples} samples, weights of step {result.step}, "
+        f"loss {result.loss:.6f} over {counted(result.samples, 'sample')}, weights of step {result.step}, "
         f"in {in_seconds(result.seconds)}"
     )
 
 
 def exported(result: ExportResult) -> str:
     """Return what was written."""
-    return f"{result.path}: {result.tensors} tensors, {in_bytes(result.bytes)}, weights of step {result.step}"
+    return (
+        f"{result.path}: {counted(result.tensors, 'tensor')}, {in_bytes(result.bytes)}, weights of step {result.step}"
+    )
 
 
 def findings(result: Examination) -> Table:

@@ -5,6 +5,7 @@ Gradients are compared as well as weights because an adaptive optimizer hides a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,7 @@ class Comparison:
 
     ``noise``: what the order of additions alone changes, measured where bits are not promised: the plain loop against
     itself with its microbatches added up in reverse. An optimizer that divides by the gradient's size enlarges it.
+    ``nonfinite``: what is no finite number, "" where all is finite; then nothing is proven, whatever agrees.
     """
 
     differences: tuple[TensorDifference, ...]
@@ -48,11 +50,12 @@ class Comparison:
     promised: bool
     reasons: tuple[str, ...]
     noise: float = 0.0
+    nonfinite: str = ""
 
     @property
     def bitwise(self) -> bool:
         """Not one bit differs, losses included."""
-        return all(d.bitwise for d in self.differences) and self.losses == self.reference_losses
+        return not self.nonfinite and all(d.bitwise for d in self.differences) and self.losses == self.reference_losses
 
     @property
     def max_relative_error(self) -> float:
@@ -62,7 +65,9 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """As equal as the definition promises."""
+        """As equal as the definition promises. What is not finite is equal to nothing."""
+        if self.nonfinite:
+            return False
         return self.bitwise if self.promised else self.max_relative_error <= max(TOLERANCE, NOISE_FACTOR * self.noise)
 
 
@@ -72,29 +77,56 @@ class _Worst:
 
     errors: dict[str, float] = field(default_factory=dict)
     unequal: set[str] = field(default_factory=set)
+    nonfinite: list[str] = field(default_factory=list)
 
-    def add(self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None) -> None:
+    def add(
+        self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, may_overflow: bool = False
+    ) -> None:
         if ours is None or theirs is None:
             same = ours is None and theirs is None
             error = 0.0 if same else float("inf")
         else:
             same = ours.shape == theirs.shape and torch.equal(ours, theirs)
+            same = same or (may_overflow and _overflowed(ours) and _overflowed(theirs))
             error = 0.0 if same else relative_error(ours, theirs)
+            if _holds_nan(ours) and _holds_nan(theirs) and not same:
+                self.nonfinite.append(name)
         self.errors[name] = max(self.errors.get(name, 0.0), error)
         if not same:
             self.unequal.add(name)
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return max |a - b| / max |b|; infinite where shapes differ or a value is not finite on one side only."""
+    """Return max |a - b| / max |b|; infinite where shapes differ, and where a value is NaN: that equals nothing."""
     if ours.shape != theirs.shape:
         return float("inf")
     a, b = ours.double(), theirs.double()
-    same = (a == b) | (a.isnan() & b.isnan())
+    same = a == b
     if bool(same.all()):
         return 0.0
     error = float((a - b).abs()[~same].max() / b.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not itself
+
+
+def _holds_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def _overflowed(tensor: torch.Tensor) -> bool:
+    """Whether a gradient was too large for float16: the step is left out and the scale comes down, on both sides."""
+    return not bool(tensor.isfinite().all())
+
+
+def _nonfinite(losses: Sequence[float], reference: Sequence[float], tensors: Sequence[str]) -> str:
+    """Say what is no finite number, first of all in which step; "" where all is."""
+    for step, pair in enumerate(zip(losses, reference, strict=True), start=1):
+        ours, theirs = (math.isfinite(loss) for loss in pair)
+        if not ours and not theirs:
+            return f"both not finite at step {step}: the loss is {pair[0]} in stages and {pair[1]} in plain training"
+        if not ours or not theirs:
+            where = "in stages only" if theirs else "in plain training only"
+            return f"not finite at step {step}, {where}: the loss is {pair[0]} in stages, {pair[1]} in plain training"
+    return f"both not finite: {tensors[0]} ({len(tensors)} in all)" if tensors else ""
 
 
 def _scalar_error(a: float, b: float) -> float:
@@ -181,8 +213,9 @@ def compare(
     finally:
         torch.set_num_threads(threads)
     worst = _Worst()
+    scaled = plan.workload.precision == "fp16"
     for key, gradient in plain.gradients.items():
-        worst.add(key[1], ours.get(key), gradient)
+        worst.add(key[1], ours.get(key), gradient, may_overflow=scaled)
     tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
     for name, parameter in plain.parameters.items():
         worst.add(name, tensors.get(name), parameter)
@@ -190,18 +223,20 @@ def compare(
     for name, buffer in plain.buffers.items():
         if name in tensors and name not in averaged:
             worst.add(name, tensors[name], buffer)
-    losses = sessions[0].executor.stepper.losses
+    found = sessions[0].executor.stepper.losses
+    losses = tuple(found[step] for step in sorted(found))
     owners = _owners(layout)
     return Comparison(
         tuple(
             TensorDifference(name, error, name not in worst.unequal, owners.get(name, -1))
             for name, error in worst.errors.items()
         ),
-        tuple(losses[step] for step in sorted(losses)),
+        losses,
         plain.losses,
         not reasons,
         reasons,
         noise,
+        _nonfinite(losses, plain.losses, worst.nonfinite),
     )
 
 
@@ -211,7 +246,8 @@ def _noise(one: _Trained, other: _Trained) -> float:
         worst.add(key[1], other.gradients.get(key), gradient)
     for name, parameter in one.parameters.items():
         worst.add(name, other.parameters[name], parameter)
-    return max(worst.errors.values(), default=0.0)
+    # what is not finite is no noise: else it would excuse every difference
+    return max((error for error in worst.errors.values() if math.isfinite(error)), default=0.0)
 
 
 def _averaged_buffers(layout: Layout) -> set[str]:

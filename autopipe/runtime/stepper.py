@@ -193,14 +193,16 @@ class Stepper:
 
         An infinite gradient under a loss scale is nothing unusual: the scale comes down, and the step is left out.
         """
-        found = "" if self._loss_is_finite(minibatch) else f"its loss (stage {self._last_stage})"
+        found = {} if self._loss_is_finite(minibatch) else {self.request.num_stages: "its loss"}
         for stage, parameters in owned.items():
             gradients = [p.grad for p in parameters.values() if p.grad is not None]
-            if not found and self.scaler is None and not all_finite(gradients):
-                found = f"the gradient of {first_nonfinite(parameters)} (stage {stage})"
+            if self.scaler is None and not all_finite(gradients):
+                found[stage] = f"the gradient of {first_nonfinite(parameters)} (stage {stage})"
         if found:
-            self.reporter.event("nonfinite", step=minibatch, what=found, policy="stop")
-            raise RunError(f"step {minibatch + 1} is not finite: {found}")
+            # backward goes from the loss to stage 0: what is not finite began where the number is highest
+            place = max(found)
+            self.reporter.event("nonfinite", step=minibatch, what=found[place], place=place, policy="stop")
+            raise RunError(f"step {minibatch + 1} is not finite: {found[place]}")
 
     # -- tied parameters -------------------------------------------------------------------------------------------
 

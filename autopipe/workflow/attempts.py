@@ -47,7 +47,7 @@ class Attempts:
     def follow(self, start: int) -> None:
         """Launch until the run is done, or was asked to stop. ``start``: the step it goes on from, -1 for none.
 
-        Raises: WorkerError for the first failing rank of the last attempt.
+        Raises: WorkerError for the first failing rank of the last attempt; RunError for a step that is not finite.
         """
         stop = StopRequest()
         stoppable = self.settings.launch.name in STOPPABLE
@@ -58,6 +58,8 @@ class Attempts:
                     self._launch(stop if stoppable else None)
                     return
                 except WorkerError as error:
+                    if (nonfinite := self.listener.nonfinite()) is not None:
+                        raise nonfinite from None
                     if stop.asked or not self._goes_on(error):
                         raise
                     start = self._restart(error)

@@ -86,6 +86,14 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
         return
     events("progress", {"what": "comparing one step with plain training", "fraction": 0.0})
     found = _compare(prepared, 1, **options)
+    if found.nonfinite:
+        if settings.on_nonfinite == "stop":
+            raise RunError(
+                f"the first step proves nothing: {found.nonfinite}",
+                remedy="look at the data and the initial weights; --on-nonfinite warn or skip trains all the same",
+            )
+        events("note", {"text": f"warning: the first step proves nothing: {found.nonfinite}"})
+        return
     if not found.equal:
         worst = max(found.differences, key=lambda d: d.error)
         raise RunError(
@@ -110,6 +118,7 @@ def _report(found: Comparison, prepared: Prepared) -> CheckReport:
         losses=found.losses,
         reference_losses=found.reference_losses,
         notes=prepared.notes,
+        nonfinite=found.nonfinite,
     )
 
 

@@ -38,6 +38,7 @@ class Listener:
     checkpoint: str = ""
     stopped: bool = False
     skipped: list[int] = field(default_factory=list)
+    _nonfinite_seen: list[Mapping[str, Any]] = field(default_factory=list)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
@@ -84,14 +85,21 @@ class Listener:
                 for instruction, start, end in event["spans"]
             )
 
+    def nonfinite(self) -> RunError | None:
+        """Return why the run ended, where that is a step that was not finite: where it began, of all that ranks saw."""
+        if not self._nonfinite_seen:
+            return None
+        first = max(self._nonfinite_seen, key=lambda event: (-event["step"], event["place"]))
+        return RunError(
+            f"step {first['step'] + 1} is not finite: {first['what']}",
+            where=f"the last checkpoint before it: {self._before() or 'none'}",
+            remedy="look at the data of that step, lower --lr, add --clip-grad-norm, or choose --on-nonfinite skip",
+        )
+
     def _nonfinite(self, event: Mapping[str, Any]) -> None:
-        """Take that a step is not finite. Raises: RunError where that ends the run."""
-        if event["policy"] == "stop":
-            raise RunError(
-                f"step {event['step'] + 1} is not finite: {event['what']}",
-                where=f"the last checkpoint before it: {self._before() or 'none'}",
-                remedy="look at the data of that step, lower --lr, add --clip-grad-norm, or choose --on-nonfinite skip",
-            )
+        if event["policy"] == "stop":  # the rank fails with it
+            self._nonfinite_seen.append(event)
+            return
         if event["policy"] == "skip":
             self.skipped.append(event["step"])
         fields = {"step": event["step"], "what": event["what"], "skipped": event["policy"] == "skip"}

@@ -110,7 +110,10 @@ class ParameterError:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """``bitwise``: not one bit differs. ``equal``: within what the order of additions explains."""
+    """``bitwise``: not one bit differs. ``equal``: within what the order of additions explains.
+
+    ``nonfinite``: what is no finite number, and so proves nothing; "" where all is.
+    """
 
     equal: bool
     bitwise: bool
@@ -120,6 +123,7 @@ class CheckReport:
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
+    nonfinite: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,3 +71,19 @@ def test_a_failed_run_keeps_its_metrics(start, tmp_path: Path) -> None:
     process.communicate(timeout=120)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_step_and_checkpoint(tmp_path: Path) -> None:
+    commands = Commands(tmp_path)
+    try:
+        write_model(tmp_path, nan=4)
+        words = [*training(steps=8), "--checkpoint-every", "1"]
+        _, err = commands.run(*words, code=1)
+        assert "step 5 is not finite: its loss" in err
+        assert "at:  the last checkpoint before it: run/checkpoints/step-00000004" in err
+        found = commands.document(*words, "--resume", "--on-nonfinite", "skip")
+        assert (found["losses"][0], found["skipped"], found["step"]) == (None, [4], 8)
+        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == list(range(8))
+    finally:
+        commands.end()
