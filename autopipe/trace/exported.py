@@ -46,7 +46,12 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
         with _custom_functions_refused(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(whole, (leaves,), dynamic_shapes=(free,), strict=False)
+            if any(_is_transform(node) for node in program.graph.nodes):
+                # written as calls that change torch's state; one level lower they are plain calls. Only then, as
+                # more is written otherwise there
+                program = program.run_decompositions({})
             module = program.module(check_guards=False)
+            _read_before_written(module)
     except NotExportable:
         raise
     except Exception as error:
@@ -80,6 +85,31 @@ class _Whole(nn.Module):
 
 def _is_batched(leaf: Tensor, count: int) -> bool:
     return leaf.dim() > 0 and leaf.shape[0] == count
+
+
+def _is_transform(node: fx.Node) -> bool:
+    """Tell whether a call is part of torch.vmap."""
+    return "_functorch" in str(getattr(node.target, "__module__", ""))
+
+
+def _read_before_written(module: fx.GraphModule) -> None:
+    """Write buffers as soon as their new values are there, and let the calls read a copy of the old ones.
+
+    Export writes them at the end, so that no cut could lie in between; and autograd may have saved what they read.
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.aten.copy_.default:
+            continue
+        buffer, value = node.args[:2]
+        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or buffer.op != "get_attr":
+            continue
+        value.append(node)
+        if len(buffer.users) == 1:
+            continue
+        with module.graph.inserting_after(buffer):
+            copy = module.graph.call_function(torch.ops.aten.clone.default, (buffer,))
+        buffer.replace_all_uses_with(copy, delete_user_cb=lambda user, kept=(copy, node): user not in kept)
+    module.recompile()
 
 
 @contextlib.contextmanager
@@ -143,7 +173,7 @@ class _Again(fx.Interpreter):
 
 def _line(stack_trace: str | None) -> tuple[str, int] | None:
     """Return the user's innermost line of a traceback that export kept."""
-    found = [(name, int(line)) for name, line in _FRAME.findall(stack_trace or "") if is_users(name)]
+    found = [(name, int(line)) for name, line in _FRAME.findall(stack_trace or "") if is_users(name) and name[0] != "<"]
     return found[-1] if found else None
 
 

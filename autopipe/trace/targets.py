@@ -91,6 +91,8 @@ def qualified_name(target: Any) -> str:
 
     A custom autograd function is its class with ``.apply``.
     """
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{str(target).replace('::', '.')}"
     public = _public_names().get(id(target))
     if public is not None:
         return public
@@ -101,4 +103,4 @@ def qualified_name(target: Any) -> str:
     name = str(getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__))
     if module in ("_operator", "builtins"):
         return name if module == "builtins" else f"operator.{target.__name__}"
-    return f"{module.replace('torch._ops', 'torch.ops')}.{name.removeprefix('_VariableFunctionsClass.')}"
+    return f"{module}.{name.removeprefix('_VariableFunctionsClass.')}"
