@@ -19,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,11 @@ from autopipe import __version__
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir import artifact
 from autopipe.launch import network
-from autopipe.launch.agent import file_digest, in_wall_time
+from autopipe.launch.agent import file_digest
 from autopipe.launch.environment import Membership
-from autopipe.launch.forked import ForkedRanks
 from autopipe.launch.heartbeat import Beat
+from autopipe.launch.meeting_ranks import MeetingRanks, Member
 from autopipe.launch.request import Launch, WorkerSpec
-from autopipe.launch.signals import StopRequest
 from autopipe.launch.wire import Wire, WireError
 
 # how long processes may come after one another: pods and queues take their time
@@ -42,33 +40,10 @@ GATHER_SECONDS = 600.0
 # a process that has connected says who it is at once
 HELLO_SECONDS = 10.0
 TELL_SECONDS = 3.0
-END_SECONDS = 8.0
-STACKS_SECONDS = 1.0
-# a lost host is noticed within ten seconds, see launch.wire
-PATIENCE_SECONDS = 12.0
 INTERRUPTED = 130
 _ONE_COMMAND = (
     "start every rank with the same autopipe and by the same command; two jobs on one host need different MASTER_PORTs"
 )
-
-
-@dataclass(slots=True)
-class Member:
-    """The process of one other rank, as it introduced itself, and what it said last."""
-
-    rank: int
-    host: str
-    local_rank: int
-    local_world_size: int
-    wire: Wire
-    gone: bool = False
-    ended: bool = True
-    beat: Beat = field(default_factory=lambda: Beat(0, 0.0, False, ""))
-
-    def leave(self) -> None:
-        """Take note that the process is gone."""
-        self.gone = self.ended = True
-        self.wire.close()
 
 
 def _introduced(wire: Wire) -> tuple[Member, str, int] | None:
@@ -167,10 +142,22 @@ class Meeting:
 
     def finish(self, code: int) -> None:
         """Let every process leave with an exit code, and return when they have; rank 0 is the last to go."""
-        self._part({"kind": "finished", "code": code})
+        present = self._tell({"kind": "finished", "code": code})
+        end = time.monotonic() + TELL_SECONDS
+        while present and time.monotonic() < end:
+            for wire in wait([member.wire for member in present], max(end - time.monotonic(), 0.0)):
+                try:
+                    wire.receive()  # type: ignore[union-attr]  # only our own were waited for
+                except WireError:
+                    present = [member for member in present if member.wire is not wire]
+        self.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell everyone what this process fails of, those too that are only just coming."""
+        """Tell everyone what this process fails of, those too that are only just coming.
+
+        They leave once this process has ended: where a launcher takes the first exit code, or then ends the others,
+        it is rank 0's that counts, and rank 0 has spoken.
+        """
         if isinstance(error, AutopipeError):
             said = {"what": error.what, "where": error.where, "remedy": error.remedy, "code": error.exit_code}
         elif isinstance(error, KeyboardInterrupt):
@@ -181,21 +168,17 @@ class Meeting:
         while len(self.members) < self.here.world_size - 1 and time.monotonic() < end:
             with contextlib.suppress(RunError):
                 self._admit(0.2)
-        self._part({"kind": "failed", **said})
+        for member in self._tell({"kind": "failed", **said}):
+            member.wire.hold()
+        self.close()
 
-    def _part(self, message: Mapping[str, Any]) -> None:
+    def _tell(self, message: Mapping[str, Any]) -> list[Member]:
+        """Send something to every process that is there, and return those."""
         present = [member for member in self.members.values() if not member.gone]
         for member in present:
             with contextlib.suppress(WireError):
                 member.wire.send(message)
-        end = time.monotonic() + TELL_SECONDS
-        while present and time.monotonic() < end:
-            for wire in wait([member.wire for member in present], max(end - time.monotonic(), 0.0)):
-                try:
-                    wire.receive()  # type: ignore[union-attr]  # only our own were waited for
-                except WireError:
-                    present = [member for member in present if member.wire is not wire]
-        self.close()
+        return present
 
     def close(self) -> None:
         """Hang up and listen no more."""
@@ -222,7 +205,7 @@ class Meeting:
             )
         self._attempts += 1
         members = present[: request.world_size - 1]
-        ranks = MeetingRanks(self, members, scratch, self._attempts, request.stop)
+        ranks = MeetingRanks(members, scratch, self._attempts, request.stop)
         listener = network.listen(self.address)
         job = request.run.path / "job.json"
         message = {
@@ -267,125 +250,3 @@ def _spec(request: Launch, store: str, rank: int, local_rank: int, local_world_s
         local_rank=local_rank,
         local_world_size=local_world_size,
     )
-
-
-class MeetingRanks:
-    """The ranks of one attempt, as a supervisor sees them: its own child, and what the other processes report."""
-
-    patience_seconds = PATIENCE_SECONDS
-
-    def __init__(
-        self, meeting: Meeting, members: Sequence[Member], scratch: Path, attempt: int, stop: StopRequest | None
-    ) -> None:
-        self._meeting, self._attempt, self._stop = meeting, attempt, stop
-        self._members = dict(enumerate(members, start=1))
-        self.hosts: Sequence[str] = ["", *(member.host for member in members)]
-        self._own = ForkedRanks(scratch, len(self.hosts), self.hosts)
-        self._odd: dict[int, str] = {}
-        self._lost: list[dict[str, Any]] = []
-
-    def start_own(self, spec: WorkerSpec, listener: socket.socket) -> None:
-        """Start rank 0."""
-        self._own.start(replace(spec, heartbeats=str(self._own.heartbeats)), listener)
-
-    def tell(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Send something to one process; where it is gone, that is an event."""
-        if member.gone:
-            return
-        try:
-            member.wire.send(message)
-        except WireError as error:
-            self._lose(member, str(error))
-
-    def _lose(self, member: Member, why: str) -> None:
-        member.leave()
-        self._lost.append(
-            {
-                "kind": "lost",
-                "host": member.host,
-                "ranks": tuple(rank for rank, other in self._members.items() if other is member),
-                "message": f"its process on {member.host} is gone ({why}): it was killed, or the host does not answer",
-                "remedy": f"look at the launcher's output and at {member.host} (kernel log, memory, network)",
-                "time_ns": time.time_ns(),
-            }
-        )
-
-    def _present(self) -> list[Member]:
-        return [member for member in self._members.values() if not member.gone]
-
-    def poll(self, timeout: float) -> Iterator[Mapping[str, Any]]:
-        """Return what the ranks say, and who has ended or was lost, within ``timeout`` seconds."""
-        present = {member.wire: member for member in self._present()}
-        ready = set(wait([*self._own.waitable(), *present], timeout))
-        yield from map(in_wall_time, self._own.poll(0))
-        for wire, member in present.items():
-            if wire in ready:
-                try:
-                    messages = wire.receive()
-                    for message in messages:
-                        yield from self._take(member, message)
-                except WireError as error:
-                    self._lose(member, str(error))
-                except (KeyError, TypeError, ValueError):
-                    self._lose(member, "it said what is no message of ours")
-        lost, self._lost = self._lost, []
-        yield from lost
-
-    def _take(self, member: Member, message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        if message["attempt"] != self._attempt:
-            return
-        if message["kind"] == "beat":
-            beat: Beat = artifact.decode(Beat, message["beat"], "beat")
-            member.beat = replace(beat, seconds=time.monotonic() - message["age"])
-        elif message["kind"] == "odd":
-            self._odd |= {rank: str(message["what"]) for rank, other in self._members.items() if other is member}
-        elif message["kind"] == "asked":
-            if self._stop is not None:
-                self._stop.asked = self._stop.asked or str(message["signal"])
-        elif message["kind"] == "ended":
-            member.ended = True
-        elif message["kind"] == "event":
-            event = message["event"]
-            if self._members.get(event["rank"]) is not member or not isinstance(event["kind"], str):
-                raise ValueError("an event of another rank")
-            yield event
-
-    def beats(self) -> Sequence[Beat]:
-        """Return what each rank noted last."""
-        return [self._own.beats()[0], *(member.beat for member in self._members.values())]
-
-    def set_stop(self, proposed: int, agreed: bool) -> None:
-        """Let every rank know before which minibatch the run is to stop, and whether that is agreed."""
-        self._own.set_stop(proposed, agreed)
-        for member in self._present():
-            self.tell(member, {"kind": "stop", "proposed": proposed, "agreed": agreed})
-
-    def write_stacks(self) -> Mapping[int, str]:
-        """Let every living rank write its stacks into its log; return what is odd about a rank."""
-        self._odd = self._own.write_stacks()
-        for member in self._present():
-            self.tell(member, {"kind": "stacks"})
-        self._hear_for(STACKS_SECONDS, lambda: False)
-        return self._odd
-
-    def end(self) -> None:
-        """End all of them, and return when none is left or reachable."""
-        self._own.end()
-        for member in self._present():
-            self.tell(member, {"kind": "end"})
-        self._hear_for(END_SECONDS, lambda: all(member.ended for member in self._present()))
-
-    def _hear_for(self, seconds: float, enough: Any) -> None:
-        """Take in what the processes say for a moment; events come too late to matter."""
-        end = time.monotonic() + seconds
-        while not enough() and time.monotonic() < end:
-            wires = [member.wire for member in self._present()]
-            if not wires:
-                return
-            ready: Iterable[Any] = wait(wires, max(end - time.monotonic(), 0.0))
-            for member in [member for member in self._present() if member.wire in set(ready)]:
-                try:
-                    for message in member.wire.receive():
-                        list(self._take(member, message))
-                except (WireError, KeyError, TypeError, ValueError) as error:
-                    self._lose(member, str(error))

@@ -31,6 +31,7 @@ from autopipe.launch.wire import Wire, WireError
 
 BEAT_SECONDS = 0.2
 RETRY_SECONDS = 0.2
+LEAVE_SECONDS = 5.0
 # a network file system shows a new file to another host only after a while
 VISIBLE_SECONDS = 30.0
 
@@ -128,11 +129,20 @@ class _Follower:
             self._say("ended")
         elif kind == "failed":
             self.end()
+            self._await_rank_0()
             if message["code"] == INTERRUPTED:
                 raise KeyboardInterrupt
             error = AutopipeError(message["what"], where=message["where"], remedy=message["remedy"])
             error.exit_code = message["code"]
             raise error
+
+    def _await_rank_0(self) -> None:
+        """Return when rank 0's process has ended, or after a moment."""
+        end = time.monotonic() + LEAVE_SECONDS
+        with contextlib.suppress(WireError):
+            while (left := end - time.monotonic()) > 0:
+                if wait([self._wire], left):
+                    self._wire.receive()
 
     def _launch(self, message: Mapping[str, Any]) -> None:
         """Start the rank, where the run directory is the one that rank 0 wrote."""
@@ -192,6 +202,7 @@ def _signals_left_to_rank_0(asked: list[str]) -> Iterator[None]:
     """Do not end by what asks the run to end: rank 0 answers for all.
 
     What may have been sent to this host alone is kept; Ctrl-C and USR1 go to every process, and rank 0 counts them.
+    After a failure it stays so: launchers end all processes of a failed run, and this one has yet to say why.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -202,8 +213,6 @@ def _signals_left_to_rank_0(asked: list[str]) -> Iterator[None]:
             asked.append(signal.Signals(number).name)
 
     previous = {number: signal.signal(number, keep) for number in STOPPING}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)

@@ -64,6 +64,10 @@ class Wire:
             raise WireError("a message is larger than any of ours")
         return [_message(line) for line in lines]
 
+    def hold(self) -> None:
+        """Say nothing more, and leave the connection open for as long as this process lives."""
+        self._socket.detach()
+
     def close(self) -> None:
         """Hang up."""
         self._socket.close()

@@ -73,6 +73,17 @@ def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_
     assert weights(folder / "again") == weights(folder / "local")
 
 
+def test_a_cancelled_job_saves_and_does_not_come_back(cluster: Slurm, folder: Path) -> None:
+    options = ("--slurm-option", "nodes=2", "--steps", "1000000", "--run-dir", "cancelled")
+    submitted = json.loads(cluster.run(AUTOPIPE, "train", *options, "--json", cwd=folder).stdout)["submitted"]
+    output = Path(submitted["output"])
+    await_(lambda: steps_made(folder / "cancelled") > 3, 150, lambda: output.read_text() if output.exists() else "")
+    cluster.run("scancel", submitted["job"])
+    assert cluster.wait(submitted["job"], ["CANCELLED", "COMPLETED", "FAILED"], 60).startswith("CANCELLED")
+    await_(lambda: "stopped cleanly at step" in output.read_text(), 20, output.read_text)
+    assert (folder / "cancelled" / "checkpoints" / "latest").exists()
+
+
 @pytest.mark.parametrize("what", ["rank", "task"])
 def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, what: str) -> None:
     run = folder / f"killed-{what}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,18 @@ from autopipe.launch import network
 from autopipe.launch.environment import Membership
 from autopipe.launch.meeting import Meeting
 from autopipe.launch.member import connect, follow
+from autopipe.launch.signals import STOPPING
 from autopipe.launch.wire import Wire, WireError
+
+
+@pytest.fixture(autouse=True)
+def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both sides are in one process here, which does not end and keeps its signals."""
+    monkeypatch.setattr("autopipe.launch.member.LEAVE_SECONDS", 0.1)
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def membership(rank: int, world_size: int = 2, port: int = 0) -> Membership:
