@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopipe.draws import exclusive
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.generate import generate, load_constants, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
@@ -94,7 +94,7 @@ class Recordings:
                 return recording
         if self._made >= self.job.max_shapes:
             raise RunError(
-                f"a batch of another shape ({shapes(part)}), and code was made for {self._made} shapes already",
+                f"a batch of another shape ({shapes(part)}), and code was made for {counted(self._made, 'shape')} already",
                 remedy="pad or group the batches so that there are fewer shapes, or allow more with --max-shapes",
             )
         self._made += 1

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import load
 from oracle import train as plain
 from pipelines import Pipeline, build, captured_file, plan_for
-from trace_cases import Toy
 
-from autopipe.errors import RunError, WorkerError
+from autopipe.errors import RunError
+from autopipe.runtime.check import staleness
 from autopipe.runtime.events import Silent
-from autopipe.trace import capture
 
 MODELS = Path(__file__).resolve().parents[1] / "shape_models"
 # how many further shapes need stage code of their own; GPT slices a table, so no longer sequence could be tried
@@ -54,3 +54,70 @@ def test_training_over_mixed_shapes_is_the_plain_loop(name: str, num_stages: int
     notes = trained_like_a_plain_loop(name, pipeline_of(name, num_stages, tmp_path))
     assert len(notes) == FURTHER[name]
     assert all("stage code made for another shape" in note for note in notes)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_stale_schedules_go_on_over_a_change_of_shape(schedule: str, tmp_path: Path) -> None:
+    pipeline = pipeline_of("conv", 2, tmp_path, schedule)
+    items = list(pipeline.captured.workload.items(6))
+    sessions = pipeline.train(items)
+    delays = staleness(pipeline.layout)
+    losses, model, _ = plain(MODELS / "conv.py", items, 3, staleness=lambda name: delays.get(name, 0))
+    assert any(delays.values())
+    assert [sessions[0].executor.stepper.losses[step] for step in range(len(items))] == losses
+    ours = pipeline.weights(sessions)
+    assert all(torch.equal(ours[name], value) for name, value in model.named_parameters())
+
+
+def test_recompute_follows_the_shape_of_the_forward(tmp_path: Path) -> None:
+    made = captured_file(MODELS / "conv.py")
+    plan = plan_for(made, 2, "1f1b", 3, 6)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    assert len(trained_like_a_plain_loop("conv", build(made, plan, tmp_path))) == 2
+
+
+def test_more_shapes_than_are_allowed_end_the_run_with_the_way_out(tmp_path: Path) -> None:
+    pipeline = pipeline_of("conv", 2, tmp_path, max_shapes=1)
+    with pytest.raises(
+        RunError, match=r"another shape \(inputs: float32\[2, 3, 24, 24\].* 1 shapes? already"
+    ) as caught:
+        pipeline.train(list(pipeline.captured.workload.items(6)))
+    assert "--max-shapes" in caught.value.remedy
+
+
+def test_a_shape_that_the_model_cannot_take_is_refused_with_the_models_own_line(tmp_path: Path) -> None:
+    pipeline = pipeline_of("gpt", 2, tmp_path)
+    ids = torch.zeros(6, 65, dtype=torch.int64)  # there are places for 64
+    with pytest.raises(RunError, match=r"another shape .*int64\[2, 65\].* cannot be followed") as caught:
+        pipeline.train([(ids, ids)])
+    assert "self.places.weight" in caught.value.where
+
+
+def test_the_code_of_another_shape_is_written_beside_the_stage_files(tmp_path: Path) -> None:
+    pipeline = pipeline_of("conv", 2, tmp_path)
+    pipeline.train(list(pipeline.captured.workload.items(6)))
+    folders = sorted(path.name for path in pipeline.run.stages.iterdir() if path.is_dir())
+    assert folders == ["shape_1", "shape_2"]
+    texts = [(pipeline.run.stages / folder / "stage_0.py").read_text() for folder in folders]
+    assert [text.count("max_pool2d") for text in texts] == [1, 2]
+
+
+def test_evaluation_meets_other_shapes_too(tmp_path: Path) -> None:
+    pipeline = pipeline_of("gpt", 2, tmp_path, evaluate_every=1)
+    events: list[float] = []
+
+    class Losses(Silent):
+        def event(self, kind: str, **fields: float) -> None:
+            if kind == "evaluation":
+                events.append(fields["loss"])
+
+    items = list(pipeline.captured.workload.items(6))
+    sessions = pipeline.train(items[:1], reporters=[Losses(), Silent()])
+    _, model, _ = plain(MODELS / "gpt.py", items[:1], 3)
+    model.eval()
+    module = load(MODELS / "gpt.py")
+    with torch.no_grad():
+        parts = [[(ids[i : i + 2], ids[i : i + 2]) for i in (0, 2, 4)] for ids, _ in items]
+        losses = [sum(float(module.loss(model(x), y)) for x, y in item) / 3 for item in parts]
+    assert events == [pytest.approx(sum(losses) / len(losses), rel=1e-6)]
+    assert all(runner.stage.training for session in sessions for runner in session.executor.runners.values())
