@@ -19,7 +19,7 @@ An error is checked when it is built: one without a message is our own bug.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class AutopipeError(Exception):
@@ -88,7 +88,10 @@ class RunError(AutopipeError):
 
 
 class WorkerError(AutopipeError):
-    """A rank failed. The earliest failure leads; what it caused elsewhere is folded away."""
+    """A rank failed. The earliest failure leads; what it caused elsewhere is folded away.
+
+    ``shortage``: where memory ran out, the bytes that were ``predicted``, ``used``, ``asked`` for and ``available``.
+    """
 
     exit_code = 3
 
@@ -103,6 +106,7 @@ class WorkerError(AutopipeError):
         remote_traceback: str = "",
         where: str = "",
         remedy: str = "",
+        shortage: Mapping[str, int] | None = None,
     ) -> None:
         place = f"rank {rank}"
         if host:
@@ -117,6 +121,7 @@ class WorkerError(AutopipeError):
         self.stage = stage
         self.instruction = instruction
         self.remote_traceback = remote_traceback
+        self.shortage = dict(shortage or {})
 
 
 def unknown_choice(kind: str, given: str, known: Iterable[str]) -> str:

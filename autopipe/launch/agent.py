@@ -25,6 +25,7 @@ What cannot be done is answered with ``refused``: message, where, remedy.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -39,6 +40,8 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
@@ -90,7 +93,7 @@ class Agent:
         finally:
             if self._ranks is not None:
                 self._ranks.end()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._clear()
 
     def _turn(self) -> bool:
         ranks = self._ranks
@@ -157,7 +160,15 @@ class Agent:
         """Nobody is there any more: end the ranks, and leave even if that cannot be done in time."""
         self._ask_myself({"kind": "end"})
         time.sleep(LEAVE_SECONDS)
+        self._clear()
         os._exit(1)
+
+    def _clear(self) -> None:
+        """Kill what is left: the fork server may be in the middle of its imports, and would look up only after them."""
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _ask_myself(self, asked: Mapping[str, Any]) -> None:
         self._requests.put(asked)

@@ -20,6 +20,8 @@ from autopipe.launch.request import LaunchSettings
 LOST_SECONDS = 6.0
 BEAT_SECONDS = 2.0
 START_SECONDS = 60.0
+# ssh's exit code for its own failures, and for a remote command that a signal ended
+_SSH_FAILED = 255
 _MODULE = ("-P", "-m", "autopipe.launch.agent")
 # what a host is told of this process's environment: settings of the numerics and of the network, no secrets
 FORWARDED = ("GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_", "PYTHONHASHSEED", "PYTHONPATH", "AUTOPIPE_")
@@ -143,16 +145,18 @@ class Agents:
                 f"host {link.host} does not answer any more: nothing heard for {time.monotonic() - link.heard:.0f} s",
                 "check the machine and its network; its ranks end by themselves when they hear nothing",
             )
-        code = link.exit_code()
+        ssh, code = link.command[0] == "ssh", link.exit_code()
         said = link.errors.splitlines()[-1] if link.errors else ""
-        if "No module named" in link.errors or (code in (126, 127) and not link.spoken):
+        if not link.spoken and not (ssh and code == _SSH_FAILED):
             return (
                 f"the agent cannot be started on {link.host}: {said or f'exit code {code}'}",
                 f"install autopipe there for {self.python}, or name another Python with --remote-python",
             )
-        if link.command[0] == "ssh" and code == 255:
-            return f"ssh to {link.host} failed: {said or 'the connection was lost'}", f"check: ssh {link.host} true"
+        if ssh and code == _SSH_FAILED and said:
+            return f"ssh to {link.host} failed: {said}", f"check: ssh {link.host} true"
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        if ssh and code == _SSH_FAILED:
+            how = "killed there, or its connection was closed"
         return (
             f"the agent on {link.host} is gone ({how}){f': {said}' if said else ''}",
             "somebody or the kernel ended it; look at that machine's log",

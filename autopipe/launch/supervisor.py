@@ -164,6 +164,7 @@ class Supervisor:
                 remote_traceback=error["traceback"],
                 where=error["where"],
                 remedy=error["remedy"] or f"read what the rank printed: {log}",
+                shortage=error.get("shortage"),
             )
         doing = self.ranks.beats()[state.rank].doing
         return WorkerError(

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ import torch
 
 from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
+from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction
 from autopipe.launch.entry import die_with_parent
 from autopipe.launch.heartbeat import Heartbeats
 from autopipe.launch.rendezvous import all_have_devices, choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
+from autopipe.launch.shortage import resident_bytes, told
 from autopipe.launch.signals import leave_to_the_supervisor
 from autopipe.launch.steady import keep_memory, long_turns
 from autopipe.launch.stopping import may_begin
@@ -73,25 +75,39 @@ def rank_main(text: str, connection: Connection, listener: socket.socket | None 
     connection.close()
 
 
+@dataclass(slots=True)
+class _Known:
+    """How far a rank has come, for what it says when it fails. ``resident``: its memory before it did anything."""
+
+    resident: int
+    plan: Plan | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    session: RankSession | None = None
+
+    def shortage(self, error: BaseException, rank: int) -> dict[str, Any]:
+        """Return what an error says about memory, nothing for one that does not."""
+        return {} if self.plan is None else told(error, self.plan, rank, self.device, self.resident)
+
+
 def rank_body(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None = None) -> bool:
     """Do what a rank is there for, and report ``done`` or, where it fails, ``error`` with what ``describe`` says.
 
     Returns whether it was done. Whoever started the process is free in how. ``listener``: for rank 0 of a store that
     is reached by network, the socket on which it listens; without one it binds the address itself.
     """
-    held: list[RankSession] = []
+    known = _Known(resident_bytes())
     try:
-        _run(spec, reporter, listener, held)
+        _run(spec, reporter, listener, known)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
-        reporter.event("error", **describe(error, held[0] if held else None))
+        reporter.event("error", **(describe(error, known.session) | known.shortage(error, spec.rank)))
         return False
     reporter.event("done")
     return True
 
 
-def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, held: list[RankSession]) -> None:
+def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, known: _Known) -> None:
     reporter.at("starting", waiting=False)
     run = RunDirectory(Path(spec.run))
     job, plan, graph = run.job(), run.plan(), run.graph()
@@ -102,11 +118,11 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, h
     if spec.evaluation_data:
         hooks = {**plan.workload.hooks, "evaluate_data": spec.evaluation_data}
         plan = replace(plan, workload=replace(plan.workload, hooks=hooks))
+    known.plan, known.device = plan, torch.device(job.device)
     layout = Layout.of(plan, graph)
     reporter.at("connecting", waiting=True)
     transport = _connect(spec, layout, torch.device(job.device), job.excluded_devices, listener)
-    session = RankSession.start(run, job, layout, transport, reporter)
-    held.append(session)
+    session = known.session = RankSession.start(run, job, layout, transport, reporter)
     if spec.body == "evaluate":
         step = session.restore_latest()
         session.evaluate(spec.batch_size or job.batch_size or None, step)

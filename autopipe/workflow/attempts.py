@@ -27,6 +27,7 @@ from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import Restart
 from autopipe.workflow.resuming import newest_intact
 from autopipe.workflow.settings import Events, PlanSettings, TrainSettings
+from autopipe.workflow.shortage import advise
 from autopipe.workflow.steps import Prepared, prepare
 
 MakeJob = Callable[[TrainSettings, Prepared, int], Job]
@@ -58,6 +59,7 @@ class Attempts:
                     self._launch(stop if stoppable else None)
                     return
                 except WorkerError as error:
+                    advise(error, self.prepared)
                     if (nonfinite := self.listener.nonfinite()) is not None:
                         raise nonfinite from None
                     if stop.asked or not self._goes_on(error):

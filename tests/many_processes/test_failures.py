@@ -12,6 +12,22 @@ import psutil
 import pytest
 from commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
 
+# an optimizer whose third step in a rank asks for more memory than there is anywhere
+HUNGRY = """
+import multiprocessing
+
+class Hungry(torch.optim.SGD):
+    steps = 0
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 3 and multiprocessing.current_process().name.startswith("rank "):
+            torch.empty(2**53)
+        return super().step(closure)
+
+def optimizer(named_parameters):
+    return Hungry([parameter for _, parameter in named_parameters], lr=0.1)
+"""
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
@@ -87,3 +103,22 @@ def test_a_loss_that_is_no_number_ends_the_run_with_step_and_checkpoint(tmp_path
         assert [line["step"] for line in lines] == list(range(8))
     finally:
         commands.end()
+
+
+def test_out_of_memory_tells_predicted_against_used_and_what_would_fit(start, tmp_path: Path) -> None:
+    write_model(tmp_path, steps=20, bad=-1)
+    model = (tmp_path / "model.py").read_text()
+    model += HUNGRY
+    commands = Commands(tmp_path)
+    (tmp_path / "model.py").write_text(model)
+    process = commands.start(*training(2, steps=20))
+    try:
+        _, err = process.communicate(timeout=120)
+    finally:
+        commands.end()
+    said = " ".join(err.split())
+    assert process.returncode == 3, err
+    assert "out of memory: the plan predicted" in said
+    assert "GiB more were asked for" in said
+    assert "--gpu-memory" in said
+    assert "Traceback" not in err
