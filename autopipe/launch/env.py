@@ -24,7 +24,7 @@ from autopipe.launch.environment import Membership
 from autopipe.launch.meeting import GATHER_SECONDS, Meeting
 from autopipe.launch.member import connect, follow
 from autopipe.launch.request import HostCommand, Launch, LaunchSettings
-from autopipe.launch.signals import taken
+from autopipe.launch.signals import ignore_from_now_on, taken
 from autopipe.launch.supervisor import Supervisor
 
 _LEADER = "leader"
@@ -47,6 +47,7 @@ def leading(here: Membership, settings: LaunchSettings) -> Iterator[LaunchSettin
             _agents_store(here).set(_LEADER, place)
         yield replace(settings, meeting=meeting)
     except BaseException as error:
+        ignore_from_now_on()
         meeting.fail(error)
         raise
     meeting.finish(0)

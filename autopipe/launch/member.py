@@ -26,7 +26,7 @@ from autopipe.launch.environment import Membership
 from autopipe.launch.forked import ForkedRanks
 from autopipe.launch.meeting import GATHER_SECONDS, INTERRUPTED
 from autopipe.launch.request import WorkerSpec
-from autopipe.launch.signals import ENDING, STOPPING
+from autopipe.launch.signals import ENDING, STOPPING, ignore_from_now_on
 from autopipe.launch.wire import Wire, WireError
 
 BEAT_SECONDS = 0.2
@@ -202,7 +202,6 @@ def _signals_left_to_rank_0(asked: list[str]) -> Iterator[None]:
     """Do not end by what asks the run to end: rank 0 answers for all.
 
     What may have been sent to this host alone is kept; Ctrl-C and USR1 go to every process, and rank 0 counts them.
-    After a failure it stays so: launchers end all processes of a failed run, and this one has yet to say why.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -213,6 +212,10 @@ def _signals_left_to_rank_0(asked: list[str]) -> Iterator[None]:
             asked.append(signal.Signals(number).name)
 
     previous = {number: signal.signal(number, keep) for number in STOPPING}
-    yield
+    try:
+        yield
+    except BaseException:
+        ignore_from_now_on()
+        raise
     for number, handler in previous.items():
         signal.signal(number, handler)

@@ -44,6 +44,16 @@ def ignored() -> Iterator[None]:
         yield
 
 
+def ignore_from_now_on() -> None:
+    """Be about to end: launchers end all processes of a failed run, and this one keeps its exit code and last words.
+
+    Ignored, and not handled: Python gives handlers up before it ends.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def leave_to_the_supervisor() -> None:
     """Be a rank: outlive what asks the run to end; whoever watches the ranks decides what it means.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
+AUTOPIPE = (sys.executable, "-m", "autopipe.cli")
 STEPS = "60"
 MODEL = """
 import torch
@@ -42,7 +42,7 @@ def prepared(path: Path) -> Path:
     """Make a folder in which the model is planned and checked, and trained for STEPS steps in ``local``."""
     (path / "model.py").write_text(MODEL)
     done = subprocess.run(
-        [AUTOPIPE, "train", "model.py", *OPTIONS, "--microbatch-sizes", "2", "--steps", STEPS, "--run-dir", "local"],
+        [*AUTOPIPE, "train", "model.py", *OPTIONS, "--microbatch-sizes", "2", "--steps", STEPS, "--run-dir", "local"],
         cwd=path,
         capture_output=True,
         text=True,

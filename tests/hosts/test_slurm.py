@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_srun_in_an_allocation_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> None:
-    command = (*ALLOCATED, AUTOPIPE, "train", "--launcher", "slurm", "--steps", STEPS, "--run-dir", "srun", "--json")
+    command = (*ALLOCATED, *AUTOPIPE, "train", "--launcher", "slurm", "--steps", STEPS, "--run-dir", "srun", "--json")
     done = cluster.run(*command, cwd=folder, seconds=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -39,7 +39,7 @@ def test_srun_in_an_allocation_trains_to_the_same_bytes(cluster: Slurm, folder: 
 
 def test_a_batch_job_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> None:
     options = ("--slurm-option", "nodes=2", "--steps", STEPS, "--run-dir", "a $(touch pwned) run")
-    done = cluster.run(AUTOPIPE, "train", *options, "--json", cwd=folder)
+    done = cluster.run(*AUTOPIPE, "train", *options, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     submitted = json.loads(done.stdout)["submitted"]
     assert submitted["job"] in done.stderr
@@ -58,7 +58,7 @@ def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_
     slow = "import select\nimport model\n\ndef data(batch_size=8):\n    for item in model.data(batch_size):\n"
     slow += "        select.select([], [], [], 0.1)\n        yield item\n"
     (folder / "slow.py").write_text(slow)
-    done = cluster.run(AUTOPIPE, "train", "model.py", *options, "--json", cwd=folder)
+    done = cluster.run(*AUTOPIPE, "train", "model.py", *options, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     submitted = json.loads(done.stdout)["submitted"]
     job, output = submitted["job"], Path(submitted["output"])
@@ -75,7 +75,7 @@ def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_
 
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster: Slurm, folder: Path) -> None:
     options = ("--slurm-option", "nodes=2", "--steps", "1000000", "--run-dir", "cancelled")
-    submitted = json.loads(cluster.run(AUTOPIPE, "train", *options, "--json", cwd=folder).stdout)["submitted"]
+    submitted = json.loads(cluster.run(*AUTOPIPE, "train", *options, "--json", cwd=folder).stdout)["submitted"]
     output = Path(submitted["output"])
     await_(lambda: steps_made(folder / "cancelled") > 3, 150, lambda: output.read_text() if output.exists() else "")
     cluster.run("scancel", submitted["job"])
@@ -87,7 +87,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster: Slurm, folder: Pa
 @pytest.mark.parametrize("what", ["rank", "task"])
 def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, what: str) -> None:
     run = folder / f"killed-{what}"
-    command = [*ALLOCATED, AUTOPIPE, "train", "--launcher", "slurm", "--steps", "1000000", "--run-dir", run.name]
+    command = [*ALLOCATED, *AUTOPIPE, "train", "--launcher", "slurm", "--steps", "1000000", "--run-dir", run.name]
     process = subprocess.Popen(
         command, cwd=folder, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -110,14 +110,14 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, w
 
 
 def test_what_sbatch_refuses_is_said_in_its_words(cluster: Slurm, folder: Path) -> None:
-    done = cluster.run(AUTOPIPE, "train", "--slurm-option", "partition=none-such", cwd=folder)
+    done = cluster.run(*AUTOPIPE, "train", "--slurm-option", "partition=none-such", cwd=folder)
     assert done.returncode == 1
     assert "sbatch refused the job" in done.stderr
     assert "partition" in done.stderr.partition("\n")[0]
 
 
 def test_a_dry_run_shows_the_script_and_submits_nothing(cluster: Slurm, folder: Path) -> None:
-    done = cluster.run(AUTOPIPE, "train", "--slurm-option", "nodes=2", "--dry-run", cwd=folder)
+    done = cluster.run(*AUTOPIPE, "train", "--slurm-option", "nodes=2", "--dry-run", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=2" in done.stdout
     assert "srun --kill-on-bad-exit=1" in done.stdout

@@ -39,7 +39,7 @@ def agents(folder: Path) -> Iterator[Callable[..., Agents]]:
         for index in range(2):
             torchrun = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(index)]
             torchrun += ["--master-addr", "127.0.0.1", "--master-port", port, "--no-python"]
-            command = [*torchrun, AUTOPIPE, "train", "--launcher", "env", *words]
+            command = [*torchrun, *AUTOPIPE, "train", "--launcher", "env", *words]
             started.append(
                 subprocess.Popen(
                     command,
