@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopipe.generate.expression import AUGMENTED, CONDITIONAL, Expression, Writer
-from autopipe.generate.layout import Doc, Group, flat, wrapped
+from autopipe.generate.layout import Doc, Group, flat, harmless, wrapped
 from autopipe.generate.names import Variables
 from autopipe.generate.statements import Statement, ir, is_size, scope_of
 
@@ -131,4 +131,4 @@ def _comment(statement: Statement) -> str:
     place = "/".join(source.split("/")[-2:]) if source else ""
     head = f"{path} ({kind})" if path else kind
     said = "  ".join(part for part in (head, place) if part)
-    return f"# {said}" if said else ""
+    return f"# {harmless(said)}" if said else ""

@@ -77,3 +77,8 @@ def _filled(texts: Sequence[str], indent: int) -> list[str]:
             current = " " * indent
         current += f"{text}, "
     return [*lines, current.rstrip()]
+
+
+def harmless(text: str) -> str:
+    """Return a text as it may stand in a comment or a docstring: a file may be called whatever its user likes."""
+    return "".join(sign if sign.isprintable() and sign not in "\"\\" else "?" for sign in text)

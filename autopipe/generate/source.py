@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import fx
 
 import autopipe
+from autopipe.errors import counted
 from autopipe.generate.body import Body
 from autopipe.generate.expression import Expression, Writer, quoted
-from autopipe.generate.layout import Doc, Group, wrapped
+from autopipe.generate.layout import Doc, Group, harmless, wrapped
 from autopipe.generate.names import Variables, base_names
 from autopipe.generate.parts import Captured, Part
 from autopipe.generate.statements import Statement, statements
@@ -31,7 +32,7 @@ def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
     forward = _forward(capture, part, imports, first.taken)
     imports.name("autopipe.stage", "Stage")
     lines = [
-        f'"""Stage {part.index} of {len(plan.stages)} of {graph.name}: {_extent(part)}.',
+        f'"""Stage {part.index} of {len(plan.stages)} of {harmless(f"{graph.name}: {_extent(part)}")}.',
         "",
         f"Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it anew.",
         *_evaluation(capture),
@@ -152,11 +153,10 @@ def _extent(part: Part) -> str:
 def _holds(part: Part) -> str:
     if not part.num_parameters:
         return "It has no parameters."
-    tensors = f"{part.num_parameters} tensor{'s' if part.num_parameters > 1 else ''}"
-    return f"Its parameters: {tensors}, {part.num_elements:,} numbers."
+    return f"Its parameters: {counted(part.num_parameters, 'tensor')}, {part.num_elements:,} numbers."
 
 
 def _evaluation(capture: Captured) -> list[str]:
     if not capture.evaluation_note:
         return []
-    return [f"It stands for the model in training mode only: {capture.evaluation_note}."]
+    return [f"It stands for the model in training mode only: {harmless(capture.evaluation_note)}."]

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopipe.ir.artifact import digest
-from autopipe.ir.tensor import TensorSpec, symbols_of
+from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 
+_MANY = 1024  # a size at which every shape must still be a number that fits
 KINDS = ("call_module", "call_function", "call_method")
 
 
@@ -140,9 +141,14 @@ class Graph:
                 raise ValueError(f"symbol {symbol.name!r} is no dimension of an input")
         names = {symbol.name for symbol in self.symbols}
         specs = [entry.spec for entry in self.inputs] + [node.spec for node in self.nodes if node.spec is not None]
-        for spec in (*specs, *self.parameters.values(), *self.buffers.values()):
-            if any(not symbols_of(dimension) <= names for dimension in spec.shape if isinstance(dimension, str)):
-                raise ValueError(f"{spec} is made of sizes that no input has")
+        hints = {symbol.name: symbol.hint for symbol in self.symbols}
+        specs += [*self.parameters.values(), *self.buffers.values()]
+        for dimension in dict.fromkeys(size for spec in specs for size in spec.shape if isinstance(size, str)):
+            if not symbols_of(dimension) <= names:
+                raise ValueError(f"{dimension!r} is made of sizes that no input has")
+            for sizes in (hints, dict.fromkeys(names, 1), dict.fromkeys(names, _MANY)):
+                if evaluate(dimension, sizes) < 0 and sizes is hints:
+                    raise ValueError(f"{dimension!r} is negative with {hints}")
 
     def _check_state(self, node: Node, known: set[str]) -> None:
         for kind, read, there in (

@@ -16,11 +16,26 @@ DTYPE_BYTES = {
 
 # what a shape may come to: more than any memory holds, and a power far above it would take for ever
 _LARGEST = 2**63
+_LARGEST_EXPONENT = 16
 _LONGEST = 1000  # characters of an expression
 
 
+def _is_possible(node: ast.BinOp) -> bool:
+    """Whether an operation has a result whatever the sizes are, which are 1 at least."""
+    match node.op, node.right:
+        case (ast.FloorDiv() | ast.Mod()), ast.Constant(value=int(number)):
+            return number > 0
+        case ast.Pow(), ast.Constant(value=int(number)):
+            return 0 <= number <= _LARGEST_EXPONENT
+        case (ast.FloorDiv() | ast.Mod()), right:
+            return not isinstance(right, ast.UnaryOp)
+        case ast.Pow(), _:
+            return False
+    return True
+
+
 def _power(base: int, exponent: int) -> int:
-    if not 0 <= exponent <= 64:
+    if not 0 <= exponent <= _LARGEST_EXPONENT:
         raise ValueError(f"{exponent} is no exponent of a shape")
     return int(base**exponent)
 
@@ -57,7 +72,7 @@ def symbols_of(dimension: int | str) -> frozenset[str]:
     body = _parse(dimension)
     for node in ast.walk(body):
         number = isinstance(node, ast.Constant) and (type(node.value) is not int or node.value >= _LARGEST)
-        if not isinstance(node, allowed) or number:
+        if not isinstance(node, allowed) or number or (isinstance(node, ast.BinOp) and not _is_possible(node)):
             raise ValueError(f"{dimension[:60]!r} is no shape expression")
     return frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopipe.errors import AutopipeError, WorkerError
+from autopipe.runtime import blame
 from autopipe.runtime.events import Reporter, Silent
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
@@ -76,7 +77,7 @@ def _first(failures: list[tuple[int, BaseException]], sessions: Sequence[RankSes
         rank=rank,
         stage=current.stage if current is not None else None,
         instruction=str(current) if current is not None else "",
-        where=error.where if isinstance(error, AutopipeError) else "",
+        where=error.where if isinstance(error, AutopipeError) else blame.place(error, session and session.layout.graph),
         remedy=error.remedy if isinstance(error, AutopipeError) else "",
     )
     failure.__cause__ = error

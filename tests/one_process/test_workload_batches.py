@@ -107,7 +107,12 @@ def test_data_that_gives_nothing_is_an_error(load):
 
 
 def test_data_that_runs_out_is_an_error_that_says_so(load):
-    workload = load(MODEL + "rows = iter([(torch.zeros(4, 3), torch.zeros(4, 2))])\ndef data(): return rows\n")
+    rows = "rows = iter([(torch.zeros(4, 3), torch.zeros(4, 2))])\n"
+    workload = load(MODEL + rows + "def data(): return rows\n")
+    assert len(list(workload.items(None))) == 1
+    error = fails(lambda: list(workload.items(None, epoch=1)))
+    assert "gave the same list_iterator again, which can be read only once" in error.what
+    workload = load(MODEL + rows + "def data(): return map(tuple, rows)\n")
     assert len(list(workload.items(None))) == 1
     error = fails(lambda: list(workload.items(None, epoch=1)))
     assert "nothing in epoch 1 (it ran out: return an iterable that starts anew)" in error.what
@@ -115,7 +120,7 @@ def test_data_that_runs_out_is_an_error_that_says_so(load):
 
 def test_data_that_cannot_be_iterated_is_refused(load):
     workload = load(MODEL + "def data(): return 3\n")
-    assert "gave a int, which cannot be iterated" in fails(lambda: list(workload.items(None))).what
+    assert "gave an int, which cannot be iterated" in fails(lambda: list(workload.items(None))).what
 
 
 def test_evaluation_data_is_its_own_hook_and_missed_by_name(load):
@@ -149,7 +154,7 @@ def test_a_batch_that_is_not_samples_first_is_refused_with_its_shapes(load, case
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ("3", "gave a int; wanted (inputs, target) or a dict"),
+        ("3", "gave an int; wanted (inputs, target) or a dict"),
         ("(1, 2, 3)", "gave a tuple of 3; wanted (inputs, target)"),
         ("(numpy.zeros((4, 3)), torch.zeros(4))", "gave a numpy.ndarray at inputs; only torch tensors"),
         ("(Pair(torch.zeros(4)), torch.zeros(4))", "Pair at inputs, which holds tensors that cannot be cut"),

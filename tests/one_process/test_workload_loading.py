@@ -255,12 +255,12 @@ def test_an_attribute_that_is_not_there_is_answered_with_those_that_are(write):
 
 
 def test_an_attribute_that_is_no_model_is_refused(write):
-    assert fails(write(LINEAR + "\nsize = 3\n") + ":size").what == "net.py:size is a int"
+    assert fails(write(LINEAR + "\nsize = 3\n") + ":size").what == "net.py:size is an int"
 
 
 def test_a_builder_that_gives_no_module_is_refused(write):
     workload = load(write("def build_model(): return 3\n"))
-    with pytest.raises(ModelFileError, match=r"net\.py:build_model gave a int, not a torch\.nn\.Module"):
+    with pytest.raises(ModelFileError, match=r"net\.py:build_model gave an int, not a torch\.nn\.Module"):
         workload.build_model()
 
 

@@ -1,0 +1,31 @@
+"""Where a rank failed, for people: the line of the stage file, and the line of the user's that it stands for."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from autopipe.generate.origin import users_place
+from autopipe.ir.graph import Graph
+
+
+def place(error: BaseException, graph: Graph | None) -> str:
+    """Return ``file:line: text`` of the last line that is neither torch's nor ours, and the user's where it differs.
+
+    ``graph``: of the run; it knows which of the user's lines a stage's was written from.
+    """
+    line = _line(error)
+    origin = users_place(error, graph) if graph is not None else ""
+    return ", which is ".join(part for part in (line, origin) if part)
+
+
+def _line(error: BaseException) -> str:
+    installed = Path(torch.__file__).parents[1]
+    ours = Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not path.is_relative_to(installed) and not path.is_relative_to(ours):
+            return f"{path}:{frame.lineno}: {(frame.line or '').strip()}"
+    return ""

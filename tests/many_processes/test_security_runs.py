@@ -1,0 +1,179 @@
+"""A run against strangers and strange names: who can reach it, what `ps` shows, what a shell would make of paths."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, token="", width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x
+
+def build_model(token="", width=8):
+    return Net(token, width)
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+
+def data(batch_size=8):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range({batches}):
+        x = torch.randn(batch_size, 8, generator=generator)
+        yield x, x
+
+evaluate_data = data
+"""
+COMMAND = str(Path(sys.executable).with_name("autopipe"))
+GARBAGE = (b"\x00" * 64, b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """End a run and see that it leaves nothing."""
+    children = descendants(process)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        for child in children:
+            child.kill()
+        process.kill()
+        raise
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of two ranks that is training, and would for long."""
+    (tmp_path / "net.py").write_text(MODEL.format(batches=10**6))
+    arguments = ["train", "net.py", "--gpus", "2", "--device", "cpu", "--steps", "1000000", "--no-check", "--run-dir"]
+    process = subprocess.Popen(
+        [COMMAND, *arguments, "run", "--microbatch-sizes", "2", "--num-microbatches", "4", "--arg", "token=hunter2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.lstrip().startswith("step "):
+                break
+        else:
+            raise AssertionError("it ended before a step")
+        yield process
+    finally:
+        if process.poll() is None:
+            ended(process)
+
+
+def listeners(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
+    return [
+        (connection.laddr.ip, connection.laddr.port)
+        for one in (psutil.Process(process.pid), *descendants(process))
+        for connection in one.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_a_run_is_deaf_to_strangers(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    found = listeners(long_run)
+    assert {ip for ip, _ in found} <= {"127.0.0.1", "::1"}
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for ip, port in found:
+        for words in GARBAGE:
+            with socket.create_connection((ip, port), timeout=5) as stranger:
+                stranger.sendall(words)
+                stranger.settimeout(0.2)
+                with contextlib.suppress(OSError):  # nothing is said to a stranger
+                    stranger.recv(4096)
+    before = len(metrics.read_text().splitlines())
+    assert long_run.stderr is not None
+    for line in long_run.stderr:  # it goes on: later steps are reported
+        if line.lstrip().startswith("step ") and len(metrics.read_text().splitlines()) > before:
+            break
+    else:
+        raise AssertionError("a stranger ended the run")
+    assert all(json.loads(line)["loss"] < 1e3 for line in metrics.read_text().splitlines())
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.timeout(120)
+def test_what_ranks_are_told_is_not_in_their_command_lines(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    shown = [" ".join(child.cmdline()) for child in descendants(long_run)]
+    assert len(shown) >= 2
+    assert not [line for line in shown if "hunter2" in line]
+
+
+@pytest.mark.timeout(120)
+def test_where_ranks_meet_only_the_user_can_read(long_run: subprocess.Popen[str]) -> None:
+    scratch = {
+        Path(file.path)
+        for one in (psutil.Process(long_run.pid), *descendants(long_run))
+        for file in one.open_files()
+        if Path(file.path).parent.name.startswith("autopipe-")
+    }
+    assert all(path.parent.stat().st_mode & 0o077 == 0 for path in scratch if path.exists())
+
+
+STRANGE = "a b'c\"d;touch pwned;$(touch pwned)`touch pwned`&|<>*?\\\n\N{SNOWMAN}"
+
+
+@pytest.mark.timeout(240)
+def test_no_name_is_read_by_a_shell(tmp_path: Path) -> None:
+    folder = tmp_path / STRANGE
+    folder.mkdir()
+    model = folder / f"{STRANGE}.py"
+    model.write_text(MODEL.format(batches=3))
+    work, out = str(folder / "wo rk$(touch pwned)"), str(folder / "out$(touch pwned) \n.safetensors")
+
+    def run(*arguments: str, code: int = 0) -> Any:
+        done = subprocess.run(
+            [COMMAND, *arguments, "--work-dir", work, "--json"], cwd=folder, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+        return json.loads(done.stdout)
+
+    target = f"{model}:build_model"
+    run("profile", target, "--device", "cpu", "--microbatch-sizes", "2", "--arg", "token=$(touch pwned)")
+    run("plan", "--gpus", "2", "--num-microbatches", "4")
+    assert len(run("generate")["files"]) == 2
+    run("simulate")
+    assert run("check", "--steps", "1")["equal"]
+    result = run("train", "--steps", "2")
+    assert result["steps"] == 2
+    assert run("eval")["batches"] == 3
+    assert run("export", "-o", out)["path"] == out
+    assert Path(out).is_file()
+    run("train", "--steps", "2", "--run-dir", f"{folder}/$(touch pwned)'\"")
+    run("train", "$(touch pwned).py", "--gpus", "2", code=1)
+    run("train", target, "--loss", "$(touch pwned):x", code=1)
+    assert not list(tmp_path.rglob("pwned"))
