@@ -18,6 +18,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Request
 from autopipe.ir.timeline import Span
 from autopipe.runtime.events import Reporter
+from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.recording import Recording
 from autopipe.runtime.routes import Edge
 from autopipe.runtime.stage_runner import StageRunner
@@ -40,7 +41,7 @@ class Microbatch:
 
 @dataclass(slots=True)
 class Executor:
-    """What one rank needs to follow its row."""
+    """What one rank needs to follow its row. ``footprint``: keeps the books of memory, where it is measured."""
 
     plan: Plan
     request: Request
@@ -49,6 +50,7 @@ class Executor:
     transport: Transport
     reporter: Reporter
     record: bool = False
+    footprint: Footprint | None = None
     spans: list[Span] = field(default_factory=list)
     current: Instruction | None = None
     _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -82,21 +84,30 @@ class Executor:
             "I": self._backward_inputs, "W": self._backward_weights,
         }  # fmt: skip
         ahead = self._post_points(row)
-        for index, instruction in enumerate(row):
-            for posted in ahead.get(index, ()):
-                self._post(posted)
-            self.current = instruction
-            self.reporter.at(str(instruction), waiting=instruction.op in RECEIVES)
-            handler = handlers.get(instruction.op)
-            if handler is None:
-                raise AutopipeError(f"the runtime does not carry out {instruction.op!r} ({instruction})")
-            if not self.record:
-                handler(instruction)
-                continue
-            start = time.perf_counter()
-            handler(instruction)
-            self.spans.append(Span(self.transport.rank, instruction, start, time.perf_counter()))
+        with contextlib.nullcontext() if self.footprint is None else self.footprint.meter:
+            for index, instruction in enumerate(row):
+                for posted in ahead.get(index, ()):
+                    with self._booked(posted):
+                        self._post(posted)
+                self.current = instruction
+                self.reporter.at(str(instruction), waiting=instruction.op in RECEIVES)
+                handler = handlers.get(instruction.op)
+                if handler is None:
+                    raise AutopipeError(f"the runtime does not carry out {instruction.op!r} ({instruction})")
+                start = time.perf_counter()
+                with self._booked(instruction):
+                    handler(instruction)
+                if self.record:
+                    self.spans.append(Span(self.transport.rank, instruction, start, time.perf_counter()))
         self.current = None
+
+    def _booked(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
+        """Return what an instruction runs in, so that its memory is its stage's."""
+        if self.footprint is None:
+            return contextlib.nullcontext()
+        leaves = self._microbatch(instruction).leaves if instruction.op == "F" else {}
+        names = self.runners[instruction.stage].stage.INPUTS
+        return self.footprint.during(instruction, [leaves[name] for name in names if name in leaves])
 
     @staticmethod
     def _post_points(row: Sequence[Instruction]) -> dict[int, list[Instruction]]:

@@ -32,7 +32,9 @@ class Job:
     ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
     ``deferred_batch_norm``: see ``runtime.deferred``. ``excluded_devices``: GPUs that no rank uses.
     ``max_shapes``: for how many further shapes of the batch code may be made; ``allow_data_dependent``: how.
-    ``on_nonfinite``: one of ``NONFINITE``, what a loss that is not finite leads to.
+    ``on_nonfinite``: one of ``NONFINITE``, what a loss that is not finite leads to. ``init_from``: weights to start
+    from, "" for the model's own; ``trust``: they may be in a format that can run code. ``measure_memory``: see
+    ``runtime.footprint``.
     """
 
     steps: int
@@ -51,8 +53,11 @@ class Job:
     deferred_batch_norm: bool = False
     excluded_devices: tuple[int, ...] = ()
     on_nonfinite: str = "stop"
+    init_from: str = ""
+    trust: bool = False
     max_shapes: int = 16
     allow_data_dependent: bool = False
+    measure_memory: bool = False
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every

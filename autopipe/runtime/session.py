@@ -24,6 +24,8 @@ from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.finite import FiniteBuffers
+from autopipe.runtime.footprint import Footprint
+from autopipe.runtime.initial import built, weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.recording import Recording
@@ -34,12 +36,9 @@ from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import GradientHook, Stepper
 from autopipe.runtime.transport import Transport
 from autopipe.runtime.weights import WeightVersions
+from autopipe.runtime.windows import Windows
 from autopipe.schedules import REGISTRY, lower, make, validate
 from autopipe.workload import Workload
-
-# an asynchronous schedule keeps its pipeline full for this many minibatches, fewer where they take long, then drains;
-# see semantics: where it drains changes nothing
-WINDOW, LEAST_WINDOW, WINDOW_SECONDS = 32, 4, 10.0
 
 
 def _due(step: int, every: int) -> bool:
@@ -51,8 +50,7 @@ def _due(step: int, every: int) -> bool:
 class RankSession:
     """A rank that has its stages built. Make it with ``RankSession.start``.
 
-    ``items``: epoch -> minibatches, where they are not to come from the workload's own data. ``stopped``: whether
-    training ended because it was asked to.
+    ``items``: epoch -> minibatches, where they are not to come from the workload's own data.
     """
 
     job: Job
@@ -64,7 +62,6 @@ class RankSession:
     reporter: Reporter
     device: torch.device
     items: Callable[[int], Iterator[Any]] | None = None
-    stopped: bool = False
     _rows: dict[tuple[int, int], tuple[Instruction, ...]] = field(default_factory=dict)
     _saver: Saver = field(init=False)
     _recordings: Recordings = field(init=False)
@@ -87,7 +84,10 @@ class RankSession:
         *,
         on_gradients: GradientHook | None = None,
     ) -> RankSession:
-        """Build the stages of this rank: one build of the user's model each, of which only the stage's part is kept."""
+        """Build the stages of this rank: one build of the user's model each, of which only the stage's part is kept.
+
+        Where training starts from weights that are read, only that part is ever there.
+        """
         plan, graph, request = layout.plan, layout.graph, layout.request
         device = torch.device(job.device)
         with exclusive():
@@ -103,12 +103,12 @@ class RankSession:
             )
         mine = [stage for stage in plan.stages if transport.rank in stage.ranks]
         constants = load_constants(run.stages)
+        fresh = job.init_from and job.start_step < 0
+        weights = weights_of(job.init_from, graph, trust=job.trust) if fresh else None
         for stage in mine:
             reporter.at(f"building stage {stage.index}", waiting=False)
             cls = load_stage(run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
-            with exclusive():
-                model = workload.build_model()
-            adopted = cls.adopt(model, constants).place(device)
+            adopted = built(cls, workload, constants, weights, graph).place(device)
             ties = {
                 tie.parameter: tie.owner == stage.index
                 for tie in plan.ties
@@ -148,7 +148,8 @@ class RankSession:
         optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
         stepper.optimizers = optimizers
         stepper.schedulers = {i: None if o is None else workload.scheduler(o) for i, o in optimizers.items()}
-        executor = Executor(plan, request, runners, stepper, transport, reporter, job.record_timeline)
+        footprint = Footprint(runners, device) if job.measure_memory else None
+        executor = Executor(plan, request, runners, stepper, transport, reporter, job.record_timeline, footprint)
         return RankSession(job, layout, workload, run, executor, transport, reporter, device)
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -160,10 +161,11 @@ class RankSession:
         """
         step, epoch, position = self._resume()
         saved = step if self.job.start_step >= 0 else -1
+        windows = Windows(self.job, self.layout.plan, self.workload, self.reporter, self.items)
         try:
-            for first, epoch_now, position_now, window in self._windows(step, epoch, position):
-                self._run_window(first, window)
-                step, epoch, position = first + len(window), epoch_now, position_now
+            for window in windows.walk(step, epoch, position):
+                self._run_window(window.first, window.items)
+                step, epoch, position = window.first + len(window.items), window.epoch, window.position
                 self._report_saved()
                 if _due(step, self.job.checkpoint_every):
                     self.save(step, epoch, position)
@@ -178,71 +180,8 @@ class RankSession:
         except BaseException:
             self._saver.abandon()
             raise
-        if self.stopped and self.transport.rank == 0:
+        if windows.stopped and self.transport.rank == 0:
             self.reporter.event("stopped", step=step)
-
-    def _window_length(self, step: int) -> int:
-        length = 1 if REGISTRY[self.layout.plan.schedule].synchronous else self._window()
-        for every in (self.job.checkpoint_every, self.job.evaluate_every):
-            if every:
-                length = min(length, every - step % every)
-        return min(length, self.job.steps - step) if self.job.steps else length
-
-    def _window(self) -> int:
-        """Return how many minibatches run before the pipeline drains: where it does, a run can be stopped."""
-        seconds = self.layout.plan.predicted.step_seconds
-        return max(LEAST_WINDOW, min(WINDOW, int(WINDOW_SECONDS / seconds))) if seconds else WINDOW
-
-    def _may_begin(self, step: int, length: int) -> bool:
-        self.stopped = not self.reporter.may_begin(step, step + length)
-        return not self.stopped
-
-    def _windows(self, step: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, list[Any]]]:
-        """Yield (first minibatch, epoch, position after it, items) until the job is done, or is to stop."""
-        window: list[Any] = []
-        length = self._window_length(step)
-        if self._done(step, epoch) or not self._may_begin(step, length):
-            return
-        while not self._done(step, epoch):
-            found = 0
-            items = self._items(epoch)
-            while not self._done(step + len(window), epoch):
-                self.reporter.at("reading data", waiting=False)
-                with exclusive():
-                    item = next(items, None)
-                if item is None:
-                    break
-                found += 1
-                if found <= position:
-                    continue
-                window.append(item)
-                if len(window) == length:
-                    yield step, epoch, found, window
-                    step, window = step + len(window), []
-                    length = self._window_length(step)
-                    if not self._done(step, epoch) and not self._may_begin(step, length):
-                        return
-            else:
-                break
-            if found == 0 or found < position:
-                raise RunError(
-                    f"the data of {self.workload.name} ran dry: epoch {epoch} gave {found} minibatches",
-                    where=f"step {step}",
-                    remedy="let data return an iterable that can be iterated again, not a used-up generator",
-                )
-            epoch, position = epoch + 1, 0
-        if window:
-            yield step, epoch, position, window
-
-    def _done(self, step: int, epoch: int) -> bool:
-        if self.job.steps and step >= self.job.steps:
-            return True
-        return bool(self.job.epochs) and epoch >= self.job.epochs
-
-    def _items(self, epoch: int) -> Iterator[Any]:
-        if self.items is not None:
-            return self.items(epoch)
-        return self.workload.items(self.job.batch_size or None, epoch=epoch)
 
     def _run_window(self, first: int, items: Sequence[Any]) -> None:
         plan = self.layout.plan
@@ -377,10 +316,12 @@ class RankSession:
                 stage.train()
 
     def report_timeline(self) -> None:
-        """Send off the spans that were recorded: (instruction, start, end) in the machine's monotonic seconds."""
+        """Send off what was recorded: spans as (instruction, start, end) in monotonic seconds; memory by stage."""
         if self.job.record_timeline:
             spans = [(encode(s.instruction), s.start_seconds, s.end_seconds) for s in self.executor.spans]
             self.reporter.event("spans", spans=spans)
+        if self.executor.footprint is not None:
+            self.executor.footprint.tell(self.reporter, self.layout.plan)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the parameters that this rank owns and its buffers, by the model's own names."""

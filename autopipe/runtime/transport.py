@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.errors import AutopipeError
 
@@ -176,7 +177,9 @@ class ThreadTransport:
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Put the tensor into the queue. The receiver gets memory of its own, as it would from another process."""
-        self.hub.queue(channel).put(tensor.detach().clone())
+        with _disable_current_modes():  # whoever counts this rank's memory is not to count the receiver's
+            arriving = tensor.detach().clone()
+        self.hub.queue(channel).put(arriving)
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Return what takes the next tensor out of the queue."""
