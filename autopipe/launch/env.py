@@ -82,7 +82,7 @@ def launch(request: Launch) -> None:
     with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, taken(request.stop):
         ranks = meeting.start(request, Path(scratch))
         try:
-            Supervisor(request.run, ranks, request.on_event, request.watchdog_seconds, request.stop).watch()
+            Supervisor(request, ranks).watch()
         finally:
             ranks.end()
 
@@ -100,13 +100,17 @@ def _agents_store(here: Membership) -> Any:
     """Return what torchrun's agent keeps, under names of this attempt's own."""
     timeout = datetime.timedelta(seconds=GATHER_SECONDS)
     try:
-        store = dist.TCPStore(here.address, here.port, None, is_master=False, timeout=timeout)
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # exported, though not by name
+            here.address, here.port, None, is_master=False, timeout=timeout
+        )
     except RuntimeError as error:
         raise RunError(
             f"torchrun's agent does not answer at {here.address} port {here.port}: {str(error).splitlines()[0]}",
             remedy="check that every host can reach MASTER_ADDR, and that no firewall closes MASTER_PORT",
         ) from None
-    return dist.PrefixStore(f"autopipe/{here.attempt}", store)
+    return dist.PrefixStore(  # type: ignore[attr-defined]  # the same
+        f"autopipe/{here.attempt}", store
+    )
 
 
 def _listen(here: Membership, settings: LaunchSettings) -> socket.socket:

@@ -23,7 +23,7 @@ def launch(request: Launch) -> None:
         try:
             for rank in range(request.world_size):
                 ranks.start(_spec(request, rank, Path(scratch)))
-            Supervisor(request.run, ranks, request.on_event, request.watchdog_seconds, request.stop).watch()
+            Supervisor(request, ranks).watch()
         finally:
             ranks.end()
 

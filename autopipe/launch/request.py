@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOOPBACK = "lo"
 STEPS_WITHOUT_PROGRESS = 20
 LEAST_WATCHDOG_SECONDS = 60.0
+SLOW_SECONDS = 300.0
 
 OnEvent = Callable[[dict[str, Any]], None]
 """Takes the events of the ranks, and the ticks of the supervisor."""
@@ -81,9 +82,16 @@ class Launch:
     stop: StopRequest | None = None
 
     @property
+    def slow_seconds(self) -> float:
+        """How long what is no instruction may take: building the model, reading data, saving. No plan predicts that."""
+        if self.settings.watchdog_seconds is not None:
+            return self.watchdog_seconds
+        return max(self.watchdog_seconds, SLOW_SECONDS)
+
+    @property
     def timeout_seconds(self) -> float:
         """How long a rank waits for another: longer than the watchdog, which knows more, takes to speak."""
-        return max(self.watchdog_seconds * 2, 60.0)
+        return max(self.watchdog_seconds * 2, self.slow_seconds + LEAST_WATCHDOG_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def launch(request: Launch) -> None:
             found = _look(request, agents, [ranks for _, ranks in places])
             _start(request, agents, found, [ranks for _, ranks in places])
             ranks = AgentRanks(agents, [ranks for _, ranks in places])
-            Supervisor(request.run, ranks, request.on_event, request.watchdog_seconds, request.stop).watch()
+            Supervisor(request, ranks).watch()
         finally:
             agents.close()
 

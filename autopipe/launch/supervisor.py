@@ -23,10 +23,8 @@ from typing import Any, Protocol
 from autopipe.errors import WorkerError
 from autopipe.launch import stacks
 from autopipe.launch.heartbeat import Beat
-from autopipe.launch.request import OnEvent
-from autopipe.launch.signals import StopRequest
+from autopipe.launch.request import Launch
 from autopipe.launch.stopping import Agreement
-from autopipe.runtime.job import RunDirectory
 
 TICK_SECONDS = 0.1
 # how long the other ranks may still report after the first sign of a failure: the cause may be among them
@@ -80,18 +78,12 @@ class _State:
 
 
 class Supervisor:
-    """Watches. ``watchdog_seconds``: without any progress for so long, a hang is declared. ``stop``: a clean end."""
+    """Watches the ranks of a request. No progress at all for its ``watchdog_seconds`` is a hang."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        ranks: Ranks,
-        on_event: OnEvent,
-        watchdog_seconds: float,
-        stop: StopRequest | None = None,
-    ) -> None:
-        self.run, self.ranks, self.on_event, self.watchdog_seconds = run, ranks, on_event, watchdog_seconds
-        self.stop, self._agreement = stop, Agreement(ranks.set_stop)
+    def __init__(self, request: Launch, ranks: Ranks) -> None:
+        self.run, self.on_event, self.ranks = request.run, request.on_event, ranks
+        self.watchdog_seconds, self.slow_seconds = request.watchdog_seconds, request.slow_seconds
+        self.stop, self._agreement = request.stop, Agreement(ranks.set_stop)
         self._states = [_State(rank) for rank in range(len(ranks.hosts))]
 
     def watch(self) -> None:
@@ -114,9 +106,15 @@ class Supervisor:
             counts = [beat.count for beat in beats]
             if counts != seen:
                 seen, progress = counts, time.monotonic()
-            elif time.monotonic() - progress > self.watchdog_seconds:
+            elif time.monotonic() - progress > self._limit(beats):
                 raise self._hang(time.monotonic() - progress)
             self.on_event({"kind": "tick", "ranks": [(beat.doing, beat.waiting) for beat in beats]})
+
+    def _limit(self, beats: Sequence[Beat]) -> float:
+        """Return how long nothing may move: the plan knows about instructions alone."""
+        at_work = [beat for state, beat in zip(self._states, beats, strict=True) if not (state.done or beat.waiting)]
+        planned = all(_INSTRUCTION.match(beat.doing) for beat in at_work)
+        return self.watchdog_seconds if planned else self.slow_seconds
 
     def _take(self, timeout: float) -> None:
         for event in self.ranks.poll(timeout):

@@ -13,7 +13,7 @@ import pytest
 from autopipe.errors import WorkerError
 from autopipe.launch import stacks, supervisor
 from autopipe.launch.heartbeat import Beat
-from autopipe.launch.request import watchdog_of
+from autopipe.launch.request import Launch, LaunchSettings, watchdog_of
 from autopipe.launch.supervisor import Supervisor, death
 from autopipe.runtime.job import RunDirectory
 
@@ -58,6 +58,11 @@ class NoPlan(RunDirectory):
         return Empty()
 
 
+def request(path: Path, ranks: int = 2, *, watchdog: float = 60.0, on_event: Any = lambda event: None) -> Launch:
+    settings = LaunchSettings(watchdog_seconds=watchdog)
+    return Launch(NoPlan(path), ranks, on_event, settings, watchdog)
+
+
 def error(rank: int, at: int, message: str = "boom", *, secondary: bool = False) -> dict[str, Any]:
     texts = {"message": message, "where": "model.py:3", "remedy": "", "instruction": f"{rank}F1@0", "traceback": "..."}
     return {"kind": "error", "rank": rank, "time_ns": at, "secondary": secondary, "stage": rank, **texts}
@@ -74,7 +79,7 @@ def lost(host: str, ranks: Sequence[int], at: int) -> dict[str, Any]:
 
 def failure(ranks: Played, path: Path, watchdog: float = 60.0) -> WorkerError:
     with pytest.raises(WorkerError) as caught:
-        Supervisor(NoPlan(path), ranks, lambda event: None, watchdog).watch()
+        Supervisor(request(path, len(ranks.hosts), watchdog=watchdog), ranks).watch()
     return caught.value
 
 
@@ -85,7 +90,7 @@ def test_ranks_that_are_done_and_gone_are_a_run_that_is_done(tmp_path: Path) -> 
         [{"kind": "done", "rank": 1}],
         [exited(1, 2, 0)],
     ]
-    Supervisor(NoPlan(tmp_path), Played(script), seen.append, 60.0).watch()
+    Supervisor(request(tmp_path, on_event=seen.append), Played(script)).watch()
     assert [event["kind"] for event in seen if event["kind"] != "tick"] == ["step"]
 
 
@@ -116,7 +121,7 @@ def test_a_host_that_is_lost_after_its_ranks_were_done_is_no_failure(tmp_path: P
         [{"kind": "done", "rank": 1}, {"kind": "done", "rank": 0}, exited(0, 1, 0)],
         [lost("h1", [1], 5)],
     ]
-    Supervisor(NoPlan(tmp_path), Played(script, ("h0", "h1")), lambda event: None, 60.0).watch()
+    Supervisor(request(tmp_path), Played(script, ("h0", "h1"))).watch()
 
 
 @pytest.mark.parametrize(
@@ -184,3 +189,14 @@ def test_the_watchdog_knows_the_plan() -> None:
     assert watchdog_of(0.01, None) == 60.0
     assert watchdog_of(10.0, None) == 200.0
     assert watchdog_of(10.0, 5.0) == 5.0
+
+
+def test_what_no_plan_predicts_may_take_longer(tmp_path: Path) -> None:
+    default = Launch(NoPlan(tmp_path), 2, lambda event: None, watchdog_seconds=60.0)
+    assert default.slow_seconds == 300.0 and request(tmp_path, watchdog=5.0).slow_seconds == 5.0
+    assert default.timeout_seconds > default.slow_seconds
+    building = [Beat(3, 5.0, True, "0RF1<0"), Beat(3, 9.0, False, "building stage 1")]
+    computing = [Beat(3, 5.0, True, "0RF1<0"), Beat(3, 9.0, False, "1F2@7")]
+    found = Supervisor(default, Played([]))
+    assert found._limit(building) == 300.0
+    assert found._limit(computing) == 60.0

@@ -1,0 +1,60 @@
+"""A rank that does not move any more: the watchdog names it, where it stands, and ends the run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
+
+# the third minibatch of a rank never comes
+STUCK = """
+import multiprocessing
+import select
+
+plenty = data
+def data(batch_size=8):
+    for step, item in enumerate(plenty(batch_size)):
+        if step == 3 and multiprocessing.current_process().name == "rank 1":
+            select.select([], [], [])  # for ever
+        yield item
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    found = Commands(tmp_path)
+    yield found
+    found.end()
+
+
+def test_a_rank_that_is_stopped_is_named(commands: Commands, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    process = commands.start(*training(2, steps=1_000_000), "--watchdog", "5")
+    ranks = wait_for_steps(tmp_path / "run", process)
+    family = descendants(process.pid)
+    ranks[1].send_signal(signal.SIGSTOP)
+    _, err = process.communicate(timeout=60)
+    said = " ".join(err.split())
+    assert process.returncode == 3
+    assert "no rank has moved for" in said and "(stopped by a signal)" in said
+    assert "at: rank 1, stage 1" in said
+    assert "--watchdog" in said
+    assert_gone(family)
+
+
+def test_a_rank_that_hangs_in_the_users_code_is_named_with_their_line(commands: Commands, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    model = tmp_path / "model.py"
+    model.write_text(model.read_text() + STUCK)
+    line = next(n for n, text in enumerate(model.read_text().splitlines(), 1) if "for ever" in text)
+    process = commands.start(*training(2, steps=20), "--watchdog", "5")
+    _, err = process.communicate(timeout=120)
+    said = " ".join(err.split())
+    assert process.returncode == 3
+    assert f"model.py:{line} in data" in said
+    assert "at: rank 1, stage 1, instruction reading data" in said
+    assert "rank 0:" in said  # where the other one stands
+    assert "Traceback" not in err
