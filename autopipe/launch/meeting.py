@@ -20,7 +20,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from autopipe.launch.environment import Membership
 from autopipe.launch.heartbeat import Beat
 from autopipe.launch.meeting_ranks import MeetingRanks, Member
 from autopipe.launch.request import Launch, WorkerSpec
-from autopipe.launch.wire import Wire, WireError
+from autopipe.launch.wire import Wire, WireError, ready_of
 
 # how long processes may come after one another: pods and queues take their time
 GATHER_SECONDS = 600.0
@@ -101,7 +100,7 @@ class Meeting:
         assert self._listener is not None
         waiting: list[Any] = [self._listener, *(wire for wire, _ in self._pending.values())]
         waiting += [member.wire for member in self.members.values() if not member.gone]
-        ready = set(wait(waiting, timeout))
+        ready = ready_of(waiting, timeout)
         for member in self.members.values():
             if member.wire in ready:
                 try:
@@ -145,9 +144,9 @@ class Meeting:
         present = self._tell({"kind": "finished", "code": code})
         end = time.monotonic() + TELL_SECONDS
         while present and time.monotonic() < end:
-            for wire in wait([member.wire for member in present], max(end - time.monotonic(), 0.0)):
+            for wire in ready_of([member.wire for member in present], max(end - time.monotonic(), 0.0)):
                 try:
-                    wire.receive()  # type: ignore[union-attr]  # only our own were waited for
+                    wire.receive()
                 except WireError:
                     present = [member for member in present if member.wire is not wire]
         self.close()

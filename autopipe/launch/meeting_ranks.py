@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from autopipe.launch.forked import ForkedRanks
 from autopipe.launch.heartbeat import Beat
 from autopipe.launch.request import WorkerSpec
 from autopipe.launch.signals import StopRequest
-from autopipe.launch.wire import Wire, WireError
+from autopipe.launch.wire import Wire, WireError, ready_of
 
 END_SECONDS = 8.0
 STACKS_SECONDS = 1.0
@@ -91,7 +90,7 @@ class MeetingRanks:
     def poll(self, timeout: float) -> Iterator[Mapping[str, Any]]:
         """Return what the ranks say, and who has ended or was lost, within ``timeout`` seconds."""
         present = {member.wire: member for member in self._present()}
-        ready = set(wait([*self._own.waitable(), *present], timeout))
+        ready = ready_of([*self._own.waitable(), *present], timeout)
         yield from map(in_wall_time, self._own.poll(0))
         for wire, member in present.items():
             if wire in ready:
@@ -157,8 +156,8 @@ class MeetingRanks:
             wires = [member.wire for member in self._present()]
             if not wires:
                 return
-            ready: Iterable[Any] = wait(wires, max(end - time.monotonic(), 0.0))
-            for member in [member for member in self._present() if member.wire in set(ready)]:
+            ready = ready_of(wires, max(end - time.monotonic(), 0.0))
+            for member in [member for member in self._present() if member.wire in ready]:
                 try:
                     for message in member.wire.receive():
                         list(self._take(member, message))

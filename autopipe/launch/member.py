@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from autopipe.launch.forked import ForkedRanks
 from autopipe.launch.meeting import GATHER_SECONDS, INTERRUPTED
 from autopipe.launch.request import WorkerSpec
 from autopipe.launch.signals import ENDING, STOPPING, ignore_from_now_on
-from autopipe.launch.wire import Wire, WireError
+from autopipe.launch.wire import Wire, WireError, ready_of
 
 BEAT_SECONDS = 0.2
 RETRY_SECONDS = 0.2
@@ -102,7 +101,7 @@ class _Follower:
             }
         )
         while True:
-            ready = wait([self._wire, *(self._ranks.waitable() if self._ranks else ())], BEAT_SECONDS)
+            ready = ready_of([self._wire, *(self._ranks.waitable() if self._ranks else ())], BEAT_SECONDS)
             if self._ranks is not None:
                 for event in self._ranks.poll(0):
                     self._say("event", event=in_wall_time(event))
@@ -141,7 +140,7 @@ class _Follower:
         end = time.monotonic() + LEAVE_SECONDS
         with contextlib.suppress(WireError):
             while (left := end - time.monotonic()) > 0:
-                if wait([self._wire], left):
+                if ready_of([self._wire], left):
                     self._wire.receive()
 
     def _launch(self, message: Mapping[str, Any]) -> None:

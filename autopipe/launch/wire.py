@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import wait
 from typing import Any
 
 SEND_SECONDS = 10.0
@@ -71,6 +72,11 @@ class Wire:
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
+
+
+def ready_of(things: Iterable[Any], timeout: float) -> set[Any]:
+    """Return those of some connections and processes that have something to say within ``timeout`` seconds."""
+    return set(wait(things, timeout))
 
 
 def _message(line: bytes) -> dict[str, Any]:
