@@ -39,15 +39,21 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """One node, one microbatch: seconds and bytes. ``saved_bytes``: kept from forward to backward."""
+    """One node, one microbatch: seconds and bytes. ``saved_bytes``: kept from forward to backward.
+
+    ``workspace_bytes``: the most that its forward or its backward holds at once and gives back, the gradients that come
+    in and go out included.
+    """
 
     forward_seconds: float
     backward_seconds: float
     output_bytes: int
     saved_bytes: int
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
-        seconds, size = (self.forward_seconds, self.backward_seconds), (self.output_bytes, self.saved_bytes)
+        seconds = self.forward_seconds, self.backward_seconds
+        size = self.output_bytes, self.saved_bytes, self.workspace_bytes
         if not (0 <= min(seconds) <= max(seconds) <= _MOST_SECONDS and 0 <= min(size) <= max(size) <= _MOST_BYTES):
             raise ValueError("costs are not negative, and not beyond measure")
 
@@ -137,5 +143,6 @@ class Profile:
                 along(a.backward_seconds, b.backward_seconds),
                 round(along(a.output_bytes, b.output_bytes)),
                 round(along(a.saved_bytes, b.saved_bytes)),
+                round(along(a.workspace_bytes, b.workspace_bytes)),
             )
         return Measurement(microbatch_size, costs, max(low.spread, high.spread))

@@ -86,6 +86,7 @@ class SizeRun:
         self.keys: dict[str, Any] = {}
         self.rough: dict[str, tuple[float, float]] = {}
         self.output_bytes: dict[str, int] = {}
+        self.workspace: dict[str, int] = {}
 
     def measurement(self) -> Measurement:
         """Walk, time the runs, time the whole.
@@ -117,6 +118,7 @@ class SizeRun:
             with explained(node, self.size):
                 key, forward, backward = weights.step(self.nodes[node.name], node, values, self.root)
             self.keys[node.name], self.rough[node.name] = key, (forward, backward)
+            self.workspace[node.name] = weights.workspace[key]
             result = values.by_name[node.name]
             self.output_bytes[node.name] = sum(t.numel() * t.element_size() for t in tensors_of(result))
             self._forget(values, index)
@@ -208,7 +210,7 @@ class SizeRun:
         backward = _shares([self.rough[node.name][1] for node in about])
         for node, f, b, saved in zip(about, forward, backward, run.saved_bytes, strict=True):
             self.costs[node.name] = NodeCost(
-                f * run.seconds[0], b * run.seconds[1], self.output_bytes[node.name], saved
+                f * run.seconds[0], b * run.seconds[1], self.output_bytes[node.name], saved, self.workspace[node.name]
             )
 
     # --- the whole model ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from autopipe.errors import AutopipeError, ProfileError
 from autopipe.ir.graph import Node
 from autopipe.measure.clock import Clock
+from autopipe.measure.live import Workspace
 from autopipe.measure.piece import State, autocast_of, grad_of, storage_of, tensors_of
 
 _REPEATS = 3
@@ -122,10 +123,14 @@ def signature(node: fx.Node, values: Values, state: State) -> Any:
 
 @dataclass
 class Weights:
-    """Rough forward and backward seconds of single nodes. ``timed``: signature -> seconds, for all of that kind."""
+    """Rough forward and backward seconds of single nodes, and their workspace. ``timed``: signature -> seconds.
+
+    ``workspace``: signature -> bytes. Nodes of one kind are measured once.
+    """
 
     clock: Clock
     timed: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    workspace: dict[Any, int] = field(default_factory=dict)
     overhead: float = 0.0
 
     def calibrate(self) -> None:
@@ -146,11 +151,10 @@ class Weights:
         repeats = 1 if key in self.timed else _REPEATS
         forward, backward, result = float("inf"), float("inf"), None
         given: dict[str, Any] = {}
+        if key not in self.workspace:
+            self.workspace[key] = self._workspace(node, *self._given(names, about, values), state)
         for _ in range(repeats):
-            given = {name: values.fresh(name, private=bool(about.mutates)) for name in names}
-            leaves = [tensor for value in given.values() for tensor in tensors_of(value) if tensor.requires_grad]
-            if about.mutates:  # a leaf cannot be changed in place
-                given = no_leaf(given, True)
+            given, leaves = self._given(names, about, values)
             with region(node, grad=True):
                 result, f = self.clock.time(functools.partial(call, node, given, state))
             b = 0.0 if key in self.timed else self._backward(result, [*leaves, *_trained(state)])
@@ -166,6 +170,22 @@ class Weights:
         else:
             values.store(node.name, result)
         return key, *self.timed[key]
+
+    @staticmethod
+    def _given(names: Sequence[str], about: Node, values: Values) -> tuple[dict[str, Any], list[Tensor]]:
+        """Return what a node is called with, and through which tensors of it a gradient flows."""
+        given = {name: values.fresh(name, private=bool(about.mutates)) for name in names}
+        leaves = [tensor for value in given.values() for tensor in tensors_of(value) if tensor.requires_grad]
+        # a leaf cannot be changed in place
+        return (no_leaf(given, True) if about.mutates else given), leaves
+
+    def _workspace(self, node: fx.Node, given: dict[str, Any], leaves: list[Tensor], state: State) -> int:
+        """Return what the node's forward holds and gives back, or its backward holds at once, whichever is more."""
+        with Workspace(self.clock.device) as forward, region(node, grad=True):
+            result = call(node, given, state)
+        with Workspace(self.clock.device) as backward:
+            self._backward(result, [*leaves, *_trained(state)])
+        return max(forward.peak - forward.left, backward.peak)
 
     def _backward(self, result: Any, leaves: list[Tensor]) -> float:
         outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]

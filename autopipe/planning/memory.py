@@ -2,10 +2,11 @@
 
 With v weight versions and at most k microbatches in flight::
 
-    state        = v W + G + O            W weights and buffers, G gradients, O optimizer state
-    peak         = state + k (A + K)      A saved for backward, K batch tensors, received values, input-only results
+    state        = v W + G + O             W weights and buffers, G gradients, O optimizer state
+    peak         = state + k (A + K) + X   A saved for backward, K batch tensors, received values, input-only results
     with recompute
-    peak         = state + k K + A        only the inputs of the stage are kept; one microbatch's A lives at a time
+    peak         = state + k K + A + X     only the inputs of the stage are kept; one microbatch's A lives at a time
+    X            = max(0, max_x (w_x - A behind x))   w workspace of a node; what is behind it is freed by then
 
 G counts trained parameters only, O only those that the stage itself steps. A profile counts a tensor at the first node
 that keeps it. Where that is the stage which receives the tensor, it is in A and in K, so the peak is an upper bound:
@@ -57,7 +58,7 @@ def weight_versions(needs: ScheduleNeeds, num_microbatches: int, held: int, repl
 def peak_tables(tables: Tables, optimizer_bytes_per_byte: float, held: int, versions: int) -> tuple[Array, Array]:
     """Return the peak bytes of every stage (i, j) without and with recompute."""
     state = versions * tables.weight_bytes + tables.gradient_bytes + optimizer_bytes_per_byte * tables.stepped_bytes
-    kept = state + held * tables.kept_bytes
+    kept = state + held * tables.kept_bytes + tables.workspace_bytes
     return kept + held * tables.saved_bytes, kept + tables.saved_bytes
 
 
@@ -71,11 +72,12 @@ class StageBytes:
     stepped: int
     saved: int
     kept: int
+    workspace: int
 
     def peak(self, held: int, versions: int, recompute: bool) -> int:
         """Return the peak with ``held`` microbatches in flight."""
         state = versions * self.weights + self.gradients + self.optimizer
-        return state + held * self.kept + (1 if recompute else held) * self.saved
+        return state + held * self.kept + (1 if recompute else held) * self.saved + self.workspace
 
 
 def recount(
@@ -109,7 +111,10 @@ def recount(
         elif not node.input_only and graph.position[value] < start and node.spec is not None:
             kept += node.spec.num_bytes(sizes)
     kept += sum(costs[node.name].output_bytes for node in nodes if node.input_only and not node.storage)
-    saved = sum(costs[node.name].saved_bytes for node in nodes if not node.input_only)
+    saved = workspace = 0
+    for node in reversed([node for node in nodes if not node.input_only]):
+        workspace = max(workspace, costs[node.name].workspace_bytes - saved)
+        saved += costs[node.name].saved_bytes
     parameters, buffers = state[index]
     earlier = {name for names, _ in state[:index] for name in names}
     trained = {
@@ -118,6 +123,5 @@ def recount(
     weights = sum(graph.parameters[name].num_bytes(sizes) for name in parameters)
     weights += sum(graph.buffers[name].num_bytes(sizes) for name in buffers)
     stepped = sum(size for name, size in trained.items() if name not in earlier)
-    return StageBytes(
-        weights, sum(trained.values()), math.ceil(optimizer_bytes_per_byte * stepped), stepped, saved, kept
-    )
+    optimizer = math.ceil(optimizer_bytes_per_byte * stepped)
+    return StageBytes(weights, sum(trained.values()), optimizer, stepped, saved, kept, workspace)

@@ -49,7 +49,9 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
             tables.gradient_bytes,
             tables.tied_bytes,
             tables.weight_bytes,
-            tables.gradient_bytes + problem.profile.optimizer_bytes_per_byte * tables.stepped_bytes,
+            tables.gradient_bytes
+            + problem.profile.optimizer_bytes_per_byte * tables.stepped_bytes
+            + tables.workspace_bytes,
             tables.saved_bytes,
             tables.kept_bytes,
             *_one_replica(tables, place),

@@ -62,17 +62,19 @@ class Tables:
     """Per microbatch, for a stage of atoms i..j-1: arrays of shape (n + 1, n + 1), seconds and bytes.
 
     ``edges``: the node position of every atom's start, and the end. ``forward_seconds`` counts the input-only nodes
-    that the stage computes for itself. ``saved_bytes``: kept from forward to backward. ``kept_bytes``: batch tensors,
-    values received and input-only results, which stay with recompute too. ``received``/``sent``: a value whose gradient
-    comes back counts twice. ``weight_bytes`` counts buffers. ``stepped_bytes``: parameters that the stage itself steps
-    (a tied one is stepped by the first stage that has it). ``tied_bytes``: parameters that other stages use as well.
-    ``edge_bytes``, shape (n + 1,): all values alive across a cut.
+    that the stage computes for itself. ``saved_bytes``: kept from forward to backward. ``workspace_bytes``: what a
+    backward takes on top of all that is saved, see ``memory``. ``kept_bytes``: batch tensors, values received and
+    input-only results, which stay with recompute too. ``received``/``sent``: a value whose gradient comes back counts
+    twice. ``weight_bytes`` counts buffers. ``stepped_bytes``: parameters that the stage itself steps (a tied one is
+    stepped by the first stage that has it). ``tied_bytes``: parameters that other stages use as well. ``edge_bytes``,
+    shape (n + 1,): all values alive across a cut.
     """
 
     edges: tuple[int, ...]
     forward_seconds: Array
     backward_seconds: Array
     saved_bytes: Array
+    workspace_bytes: Array
     kept_bytes: Array
     received: Array
     sent: Array
@@ -146,6 +148,7 @@ class _Builder:
             self._seconds(work, copied, "forward_seconds"),
             self._seconds(work, copied, "backward_seconds"),
             self._sum(work, "saved_bytes"),
+            self._workspace(work),
             kept.table(),
             received.table(),
             sent.table(),
@@ -161,6 +164,20 @@ class _Builder:
         for atom, node in work:
             atoms[atom + 1] += getattr(self.costs[node.name], field)
         return _between(atoms)
+
+    def _workspace(self, work: Sequence[tuple[int, Node]]) -> Array:
+        """Return ``max(w_x + saved before and at x) - saved of all``, over the nodes x of a stage; 0 where less."""
+        before, most = 0.0, np.full(self.n, -np.inf)
+        saved = np.zeros(self.n + 1)
+        for atom, node in work:
+            before += self.costs[node.name].saved_bytes
+            most[atom] = max(most[atom], self.costs[node.name].workspace_bytes + before)
+            saved[atom + 1 :] = before
+        # row i: the running maximum from atom i on
+        held = np.where(np.arange(self.n)[None, :] >= np.arange(self.n + 1)[:, None], most[None, :], -np.inf)
+        table = np.zeros((self.n + 1, self.n + 1))
+        table[:, 1:] = np.maximum.accumulate(held, axis=1) - saved[None, 1:]
+        return np.maximum(table, 0.0)
 
     def _seconds(self, work: Sequence[tuple[int, Node]], copied: Sequence[Node], field: str) -> Array:
         extra = PairSum(self.n)

@@ -6,116 +6,22 @@ between, is therefore the stage's whose instruction it is::
     held(stage) += behind - before            peak(stage) = max(held(stage) + most in between - before)
 
 It begins with the weights, and counts a microbatch's batch tensors from its forward to its backward. On a CUDA device
-torch's allocator tells; on a CPU nothing does, so every operation is looked at for memory that it makes, which is
-forgotten when it goes. What a kernel needs only while it runs is not seen there.
+torch's allocator tells; on a CPU the operations are counted (``measure.live``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction
+from autopipe.measure.live import meter_of
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
-
-
-class Meter(Protocol):
-    """Tells how many bytes a rank's device holds. Within ``with`` it watches."""
-
-    def __enter__(self) -> Any:
-        """Begin to watch."""
-
-    def __exit__(self, *error: Any) -> Any:
-        """Stop watching."""
-
-    def now(self) -> int:
-        """Return the bytes that are held."""
-
-    def restart(self) -> None:
-        """Forget the most."""
-
-    def most(self) -> int:
-        """Return the most bytes that were held since ``restart``."""
-
-
-class HostMeter(TorchDispatchMode):
-    """Counts the memory of every tensor that an operation of this thread makes, for as long as somebody holds it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation for it
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._now = self._most = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation and count what it made."""
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.count(leaf)
-        return result
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's memory, once, however many tensors share it."""
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._held:
-            return
-
-        def gone(_: object) -> None:
-            self._now -= size
-            del self._held[key]
-
-        self._held[key] = weakref.ref(storage, gone)
-        self._now += size
-        self._most = max(self._most, self._now)
-
-    def now(self) -> int:
-        """Return the bytes that are held."""
-        return self._now
-
-    def restart(self) -> None:
-        """Forget the most."""
-        self._most = self._now
-
-    def most(self) -> int:
-        """Return the most since then."""
-        return self._most
-
-
-class CudaMeter:
-    """Asks torch's allocator, which knows every byte that tensors and kernels take on the device."""
-
-    def __enter__(self) -> CudaMeter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing was begun."""
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """The allocator has counted it."""
-
-    def now(self) -> int:
-        """Return the bytes that are held."""
-        return torch.cuda.memory_allocated()
-
-    def restart(self) -> None:
-        """Forget the most."""
-        torch.cuda.reset_peak_memory_stats()
-
-    def most(self) -> int:
-        """Return the most since then."""
-        return torch.cuda.max_memory_allocated()
 
 
 @dataclass(slots=True)
@@ -133,8 +39,7 @@ class Footprint:
     """Keeps the books of one rank's stages while it follows its row; ``runners``: before they have run anything."""
 
     def __init__(self, runners: Mapping[int, StageRunner], device: torch.device) -> None:
-        meter = CudaMeter() if device.type == "cuda" else HostMeter()
-        self.meter: Meter = meter
+        self.meter = meter = meter_of(device)
         self._runners = runners
         self._stages: dict[int, _Stage] = {}
         for index, runner in runners.items():

@@ -12,7 +12,7 @@ from pipelines import build, captured, minibatches, plan_for
 from torch import nn
 
 from autopipe.runtime.events import Silent
-from autopipe.runtime.footprint import HostMeter
+from autopipe.measure.live import HostMeter
 from autopipe.runtime.session import RankSession
 
 MIB = 2**20

@@ -81,11 +81,18 @@ def profile_of(graph: Graph, rng: random.Random, sizes: tuple[int, ...] = (4,)) 
         for node in graph.nodes
     }
     saved = {node.name: 0 if node.input_only or node.storage else rng.randrange(0, 4000) for node in graph.nodes}
+    other = random.Random(len(graph.nodes))  # one of its own: the cases stay those that they were
     measurements = tuple(
         Measurement(
             size,
             {
-                name: NodeCost(f * size / 4, b * size / 4, rng.randrange(1, 2000) * size // 4, saved[name] * size // 4)
+                name: NodeCost(
+                    f * size / 4,
+                    b * size / 4,
+                    rng.randrange(1, 2000) * size // 4,
+                    saved[name] * size // 4,
+                    other.randrange(4000) * size // 4,
+                )
                 for name, (f, b) in base.items()
             },
         )
@@ -156,6 +163,7 @@ def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
     kept = sum(traffic[v] for v in received) + (graph.inputs[0].spec.num_bytes(sizes) if leaf else 0)
     kept += sum(costs[node.name].output_bytes for node in nodes if node.input_only and not node.storage)
     saved = sum(costs[node.name].saved_bytes for node in nodes)
+    state += most_workspace(nodes, costs)
     forward = sum(costs[node.name].forward_seconds for node in nodes)
     seconds = (forward + sum(costs[node.name].backward_seconds for node in nodes)) / cluster.device(k).speed
     charged = False
@@ -168,6 +176,13 @@ def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
                 charged = True
     again = seconds + forward / cluster.device(k).speed
     return seconds, again, state + held * (kept + saved), state + held * kept + saved
+
+
+def most_workspace(nodes, costs):
+    """Return what the worst moment of a backward takes beyond all that is saved, from a list of those moments."""
+    kept = [node for node in nodes if not node.input_only]
+    behind = [sum(costs[after.name].saved_bytes for after in kept[place + 1 :]) for place in range(len(kept))]
+    return max([0, *(costs[n.name].workspace_bytes - freed for n, freed in zip(kept, behind, strict=True))])
 
 
 def brute_force_straight(profile, cluster, num_ranks, m, size, needs_all, recompute):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from planning_cases import cluster_of, profile_of, random_graph
+from planning_cases import cluster_of, most_workspace, profile_of, random_graph
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
@@ -117,6 +117,7 @@ class ByHand:
             "weights": sum(size[n] for n in mine) + sum(graph.buffers[b].num_bytes(self.sizes) for b in buffers),
             "gradients": sum(size[n] for n in trained),
             "optimizer": self.profile.optimizer_bytes_per_byte * sum(size[n] for n in stepped),
+            "workspace": most_workspace(nodes, costs),
             "tied": sum(size[n] for n in tied),
         }
 
@@ -136,7 +137,7 @@ class ByHand:
         versions = {"2bw": 2, "pipedream": 1 + math.ceil((held - 1) * r * w / m)}.get(schedule, 1)
         speed = min(cluster.device(k).speed for k in range(a, a + r))
         memory = min(cluster.device(k).memory_bytes or math.inf for k in range(a, a + r))
-        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + held * x["kept"]
+        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + x["workspace"] + held * x["kept"]
         if options.recompute != "always" and fixed + held * x["saved"] <= memory:
             t = (x["forward"] + x["backward"]) / speed
         elif options.recompute != "never" and fixed + x["saved"] <= memory:

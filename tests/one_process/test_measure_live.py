@@ -1,0 +1,25 @@
+"""What a call holds beyond what was there before it."""
+
+import torch
+
+from autopipe.measure.live import Workspace
+
+FLOATS = 1000
+ONE = 4 * FLOATS
+
+
+def test_workspace_is_what_was_held_on_the_way_and_what_is_left():
+    before = torch.ones(FLOATS)
+    with Workspace(torch.device("cpu")) as used:
+        after = (before + 1) * 2
+    assert (used.peak, used.left) == (2 * ONE, ONE)
+    del after
+
+
+def test_the_gradients_of_a_backward_are_workspace():
+    x = torch.ones(FLOATS, requires_grad=True)
+    y = x.exp()
+    with Workspace(torch.device("cpu")) as used:
+        torch.autograd.grad(y, x, torch.ones(FLOATS))
+    assert used.peak == 2 * ONE  # what comes in and what goes out
+    assert used.left == 0
