@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from autopipe.workflow.settings import (
-    WORK_DIRECTORY,
+    EXPORT_FORMATS,
     CheckSettings,
     EvaluateSettings,
     ExportSettings,
@@ -19,6 +19,12 @@ from autopipe.workflow.settings import (
 from . import documents, failures, launching, options, submitting, types
 from .terminal import Terminal
 
+LOADING = {
+    "safetensors": 'model.load_state_dict(safetensors.torch.load_file("{path}"))',
+    "pt": 'model.load_state_dict(torch.load("{path}", weights_only=True))',
+    "hf": 'from_pretrained("{path}") of transformers, once the config.json of the model lies there too',
+    "dcp": 'torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id="{path}")',
+}
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
 
 
@@ -94,9 +100,18 @@ class Resuming(click.Command):
     show_default=True,
     help="What a loss of NaN or infinity leads to; skip: every rank leaves the step out.",
 )
+@options.option(
+    "--init-from",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PATH",
+    help="Weights to start from: .safetensors, a state_dict (.pt), a Hugging Face folder, a checkpoint. Each rank "
+    "reads its own part. Left alone by --resume.",
+)
+@options.option("--trust", is_flag=True, help="Read --init-from also where its format can run code (torch DCP).")
 @launching.launching
 @options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is kept.")
 @options.option("--timeline", is_flag=True, help="Record what each rank did when.")
+@options.option("--measure-memory", is_flag=True, help="Measure what each stage holds at most; slows CPU ranks down.")
 @options.output
 def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """Train in stages. Every step that is missing or stale is done first, and said.
@@ -123,6 +138,9 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         max_restarts=given["max_restarts"],
         elastic=given["elastic"],
         on_nonfinite=given["on_nonfinite"],
+        init_from=given["init_from"],
+        trust=given["trust"],
+        measure_memory=given["measure_memory"],
     )
     if settings.launch.name in submitting.STARTERS:
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
@@ -143,7 +161,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     with together.leading(settings) as led, watching(terminal) as events:
         result = runs.train(placed(led), events)
-    terminal.table(tables.training(result))
+    terminal.table(tables.training(result), *tables.peaks(result))
     terminal.document("train", documents.train(result))
     if result.stopped:
         terminal.say(f"stopped cleanly at step {result.step}, with a checkpoint")
@@ -181,23 +199,28 @@ def eval_command(
     "-o",
     "--output",
     required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The file; .safetensors or .pt says the format.",
+    type=click.Path(path_type=Path),
+    help="The file; .safetensors or .pt says the format. A name without ending is a folder, of torch's DCP.",
+)
+@options.option(
+    "--format",
+    type=types.one_of("format", *EXPORT_FORMATS),
+    help="hf: a folder of safetensors with an index, as Hugging Face has it. [default: by the name]",
 )
 @options.option("--step", type=click.IntRange(min=0), help="Of the checkpoint. [default: the newest]")
 @options.work_dir
 @options.output
 def export_command(
-    terminal: Terminal, run: Path | None, output: Path, step: int | None, work_dir: Path = WORK_DIRECTORY
+    terminal: Terminal, run: Path | None, output: Path, format: str | None, step: int | None, work_dir: Path
 ) -> None:
-    """Write the weights of RUN (default: the newest) as one file.
+    """Write the weights of RUN (default: the newest) as one file, or as a folder.
 
     The untouched model loads it with strict=True. The model file is code, and it is run.
     """
     from autopipe.report import tables
     from autopipe.workflow import runs
 
-    result = runs.export(ExportSettings(output, run, work_dir, step))
+    result = runs.export(ExportSettings(output, run, work_dir, step, format))
     terminal.table(tables.exported(result))
     terminal.document("export", documents.fields_of(result))
-    terminal.next(f'model.load_state_dict(load_file("{result.path}"))' if output.suffix != ".pt" else "torch.load")
+    terminal.next(LOADING[result.format].format(path=result.path))

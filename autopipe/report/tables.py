@@ -176,6 +176,18 @@ def training(result: TrainResult) -> str:
     )
 
 
+def peaks(result: TrainResult) -> tuple[Table, ...]:
+    """Return one row a stage and rank of what memory was measured; nothing where it was not."""
+    if not result.peaks:
+        return ()
+    names = "stage", "rank", "at most", "planned", "between steps", "one version", "versions", "in flight"
+    table = _table("memory", *names, left=0)
+    for peak in result.peaks:
+        sizes = peak.bytes, peak.planned_bytes, peak.held_bytes, peak.weight_bytes
+        table.add_row(str(peak.stage), str(peak.rank), *map(in_bytes, sizes), str(peak.versions), str(peak.in_flight))
+    return (table,)
+
+
 def evaluation(result: EvaluateResult) -> str:
     """Return the evaluation in one line."""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -15,7 +16,7 @@ from autopipe.ir.schedule import Instruction
 from autopipe.ir.timeline import Span
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
-from autopipe.workflow.results import Restart
+from autopipe.workflow.results import Restart, StagePeak
 from autopipe.workflow.settings import Events
 
 
@@ -41,6 +42,7 @@ class Listener:
     _nonfinite_seen: list[Mapping[str, Any]] = field(default_factory=list)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    peaks: list[StagePeak] = field(default_factory=list)
 
     def begin(self, world_size: int) -> None:
         """Begin an attempt."""
@@ -79,6 +81,11 @@ class Listener:
             self.events("stopping", {"signal": event["signal"]})
         elif kind == "stopped":
             self.stopped = True
+        elif kind == "peak":
+            found = StagePeak(**{f.name: event[f.name] for f in dataclasses.fields(StagePeak)})
+            self.peaks.append(found)
+            self._write({"peak": dataclasses.asdict(found)})
+            self.events("peak", dataclasses.asdict(found))
         elif kind == "spans":
             self.spans.extend(
                 Span(event["rank"], artifact.decode(Instruction, instruction, "span"), start, end)

@@ -143,11 +143,29 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class StagePeak:
+    """Memory of one stage on one rank. ``bytes``: at most; ``held_bytes``: with nothing in flight, at the end.
+
+    ``weight_bytes``: of one version; ``versions``, ``in_flight``: the most of them, and of microbatches, at once.
+    ``planned_bytes``: what the plan says of ``bytes``.
+    """
+
+    stage: int
+    rank: int
+    bytes: int
+    held_bytes: int
+    weight_bytes: int
+    versions: int
+    in_flight: int
+    planned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """``losses``: one an optimizer step. ``stopped``: it was asked to stop and wrote a checkpoint (exit code 75).
 
     ``ranks``, ``schedule``, ``stages``: of the last attempt. ``step``: optimizer steps of the whole run so far.
-    ``skipped``: the steps that were left out because they were not finite.
+    ``skipped``: the steps that were left out because they were not finite. ``peaks``: where memory was measured.
     """
 
     losses: tuple[float, ...]
@@ -164,6 +182,7 @@ class TrainResult:
     restarts: tuple[Restart, ...] = ()
     step: int = 0
     skipped: tuple[int, ...] = ()
+    peaks: tuple[StagePeak, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +199,11 @@ class EvaluateResult:
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """One file with every parameter and buffer under the model's own names."""
+    """A file or folder with every parameter and buffer under the model's own names."""
 
     path: str
     tensors: int
     bytes: int
     step: int
     run_dir: str
+    format: str = ""

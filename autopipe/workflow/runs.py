@@ -8,14 +8,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from autopipe.errors import RunError
+from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
 from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime.initial import weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.workflow.attempts import Attempts
 from autopipe.workflow.checking import batch_size_of, check, check_first, write_run
-from autopipe.workflow.finished import evaluate, export, find_run
+from autopipe.workflow.exporting import export
+from autopipe.workflow.finished import evaluate, find_run
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import TrainResult
@@ -42,12 +44,23 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 events("note", {"text": f"warning: {warning}"})
             events("plan", {"plan": prepared.plan})
             path, start = _existing(settings, held, prepared) if settings.resume else (None, -1)
+            if settings.init_from is not None and not settings.resume:
+                _look_at_weights(settings.init_from, prepared, settings.trust, events)
             if settings.check_first:
                 check_first(settings, prepared, events)
             if path is None:
                 path = _new(settings, held)
             run = write_run(path, _job(settings, prepared, start), prepared)
         return _launch(settings, prepared, run, start, events)
+
+
+def _look_at_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
+    """Compare weights to start from with the model, before any rank does. Raises: RunError, ArtifactError."""
+    found = weights_of(str(path), prepared.graph, trust=trust)
+    events("note", {"text": f"starts from {path}: {counted(len(found.names), 'tensor')}"})
+    if found.unused:
+        text = f"{counted(len(found.unused), 'tensor')} of {path} {'is' if len(found.unused) == 1 else 'are'} not used"
+        events("note", {"text": f"{text}: {', '.join(found.unused[:3])}{', ...' if len(found.unused) > 3 else ''}"})
 
 
 def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
@@ -66,7 +79,10 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         start_step=start,
         excluded_devices=settings.excluded_devices,
         on_nonfinite=settings.on_nonfinite,
+        init_from="" if settings.init_from is None else str(settings.init_from.resolve()),
+        trust=settings.trust,
         record_timeline=settings.record_timeline,
+        measure_memory=settings.measure_memory,
         evaluation_note=prepared.evaluation_note,
         max_shapes=prepared.max_shapes,
         allow_data_dependent=prepared.allow_data_dependent,
@@ -106,6 +122,7 @@ def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, star
         restarts=tuple(attempts.restarts),
         step=max(listener.losses, default=max(start, 0) - 1) + 1,
         skipped=tuple(listener.skipped),
+        peaks=tuple(sorted(listener.peaks, key=lambda peak: (peak.stage, peak.rank))),
     )
 
 

@@ -16,6 +16,7 @@ from autopipe.launch.request import LaunchSettings
 WORK_DIRECTORY = Path(".autopipe")
 MAX_SHAPES = 16
 ELASTIC_RESTARTS = 3
+EXPORT_FORMATS = ("safetensors", "pt", "hf", "dcp")
 HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "evaluate_data")
 
 Progress = Callable[[str, float], None]
@@ -35,6 +36,7 @@ ranks        ``states``: one text a rank, such as "2F7" or "waits for 1RF3<0"
 step         ``step``, ``loss``, ``seconds`` (since the start), ``samples_per_second``
 checkpoint   ``step``, ``path``
 evaluation   ``loss``, ``samples``
+peak         the fields of ``StagePeak``, where memory is measured; at the end
 stopping     ``signal``: the run was asked to stop, and does after the minibatch that is under way
 nonfinite    ``step``, ``what``, ``skipped``: the loss or a gradient is not finite, and the run goes on
 restart      the fields of ``Restart``, and ``of``: how many there may be
@@ -151,7 +153,8 @@ class TrainSettings:
     None: a new one in the work directory. ``max_restarts``: new attempts after a rank failed; None is none, and with
     ``elastic`` (go on with the ranks that are left) ``ELASTIC_RESTARTS``. ``excluded_devices``: GPUs that ranks of this
     machine leave alone. ``on_nonfinite``: what a loss or gradient that is not finite leads to: the end (``stop``), a
-    message (``warn``), or a step that all ranks leave out (``skip``).
+    message (``warn``), or a step that all ranks leave out (``skip``). ``init_from``: weights to start from, which are
+    left alone where a run is resumed; ``trust``: they may be in a format that can run code.
     """
 
     plan: PlanSettings
@@ -172,6 +175,9 @@ class TrainSettings:
     elastic: bool = False
     excluded_devices: tuple[int, ...] = ()
     on_nonfinite: str = "stop"
+    init_from: Path | None = None
+    trust: bool = False
+    measure_memory: bool = False
 
     @property
     def restarts(self) -> int:
@@ -193,9 +199,10 @@ class EvaluateSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """``output``: ends in ``.safetensors`` or ``.pt``. ``step`` None: the newest checkpoint."""
+    """``format``: one of ``EXPORT_FORMATS``; None: by the name of ``output``. ``step`` None: the newest checkpoint."""
 
     output: Path
     run: Path | None = None
     work_dir: Path = WORK_DIRECTORY
     step: int | None = None
+    format: str | None = None

@@ -116,10 +116,8 @@ def _told(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
     missing = lacks(names[0])[0]
     flag = {"depth": "--warmup-depth"}.get(missing, "--" + missing.replace("_", "-"))
     takers = [kind.name for kind in REGISTRY.values() if missing in {option.name for option in kind.options}]
-    who = (
-        f"--schedule {names[0]} takes" if len(names) == 1 else "none of the schedules that --schedule auto tries takes"
-    )
-    raise PlanError(f"{who} no {flag}", remedy=f"leave it out, or choose a schedule that does: {', '.join(takers)}")
+    who = f"--schedule {names[0]} takes no" if len(names) == 1 else "nothing that --schedule auto tries takes"
+    raise PlanError(f"{who} {flag}", remedy=f"leave it out, or choose a schedule that does: {', '.join(takers)}")
 
 
 def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptions:

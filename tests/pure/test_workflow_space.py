@@ -96,7 +96,7 @@ def test_what_a_schedule_is_told_is_in_the_plan_and_its_memory():
     ("request_", "what", "who"),
     [
         (PlanRequest(schedule="1f1b", vertical_sync=True), "1f1b takes no --vertical-sync", "pipedream"),
-        (PlanRequest(vertical_sync=True), "--schedule auto tries takes no --vertical-sync", "pipedream"),
+        (PlanRequest(vertical_sync=True), "nothing that --schedule auto tries takes --vertical-sync", "pipedream"),
         (PlanRequest(schedule="gpipe", warmup_depth=2), "gpipe takes no --warmup-depth", "eager-1f1b, pipedream, 2bw"),
         (PlanRequest(schedule="2bw", stages_per_rank=2), "no --stages-per-rank", "interleaved, zero-bubble"),
         (PlanRequest(schedule="custom"), "none was given", "--schedule-file"),
