@@ -33,7 +33,7 @@ class Words:
     @staticmethod
     def of(typed: Sequence[str]) -> Words:
         """Take apart what was typed behind the program's name."""
-        at = next(i for i, word in enumerate(typed) if word == TRAIN and typed[i - 1 : i] != ["--config"])
+        at = next(i for i, word in enumerate(typed) if word == TRAIN and tuple(typed[i - 1 : i]) != ("--config",))
         command = (sys.executable, "-m", "autopipe.cli", *typed[: at + 1])
         return Words(command, slurm.without(typed[at + 1 :], _OF_THE_START))
 

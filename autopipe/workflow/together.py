@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopipe.errors import RunError, counted
-from autopipe.launch.environment import read_membership
+from autopipe.launch.environment import Membership, read_membership
 from autopipe.workflow.settings import TrainSettings
 
 ENVIRONMENT = "env"
@@ -58,4 +58,15 @@ def leading(settings: TrainSettings) -> Iterator[TrainSettings]:
                 f"--gpus {asked}, but {here.launcher} has started {counted(here.world_size, 'rank')}",
                 remedy=f"leave --gpus away: there are {here.world_size}; or start {counted(asked, 'rank')}",
             )
-        yield replace(settings, launch=launch, plan=replace(settings.plan, gpus=here.world_size))
+        led = replace(settings, launch=launch, plan=replace(settings.plan, gpus=here.world_size))
+        yield replace(led, resume=True, resume_step=None) if _goes_on(settings, here) else led
+
+
+def _goes_on(settings: TrainSettings, here: Membership) -> bool:
+    """Whether torchrun has started the ranks again, and the run directory has a checkpoint of the time before."""
+    from autopipe.runtime import checkpoint as checkpoints
+    from autopipe.runtime.job import RunDirectory
+
+    if not here.attempt or settings.run_dir is None:
+        return False
+    return bool(checkpoints.steps(RunDirectory(settings.run_dir).checkpoints))

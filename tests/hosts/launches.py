@@ -31,6 +31,16 @@ def data(batch_size=8):
     for step in range(100_000):
         yield torch.randn(batch_size, 24, generator=g), torch.randn(batch_size, 1, generator=g)
 """
+# a step takes a tenth of a second: there is time to do something between the first and the last
+SLOW = """
+import select
+import model
+
+def data(batch_size=8):
+    for item in model.data(batch_size):
+        select.select([], [], [], 0.1)
+        yield item
+"""
 OPTIONS = ["--gpus", "2", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import AUTOPIPE, STEPS, await_, gone, one_line, prepared, ranks, steps_made, weights
+from launches import AUTOPIPE, SLOW, STEPS, await_, gone, one_line, prepared, ranks, steps_made, weights
 from slurm_cluster import Slurm, left, slurm, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "slurm")]
@@ -54,10 +54,7 @@ def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_
     cluster: Slurm, folder: Path
 ) -> None:
     options = ("--slurm-option", "nodes=2", "--data", "slow.py:data", "--steps", STEPS, "--run-dir", "again")
-    # a step takes a tenth of a second, so that there is time to stop between the first and the last
-    slow = "import select\nimport model\n\ndef data(batch_size=8):\n    for item in model.data(batch_size):\n"
-    slow += "        select.select([], [], [], 0.1)\n        yield item\n"
-    (folder / "slow.py").write_text(slow)
+    (folder / "slow.py").write_text(SLOW)
     done = cluster.run(*AUTOPIPE, "train", "model.py", *options, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     submitted = json.loads(done.stdout)["submitted"]

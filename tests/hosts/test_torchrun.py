@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launches import AUTOPIPE, STEPS, await_, environment, gone, one_line, prepared, ranks, steps_made, weights
+from launches import AUTOPIPE, SLOW, STEPS, await_, environment, gone, one_line, prepared, ranks, steps_made, weights
 
 pytestmark = pytest.mark.hosts
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -88,6 +88,21 @@ def test_both_hosts_name_the_rank_that_was_killed(agents: Callable[..., Agents],
         assert "Connection closed by peer" not in said
         assert "a bug in autopipe" not in said
     assert gone(started.values(), 5)
+
+
+def test_ranks_are_started_again_by_the_processes_that_are_there(agents: Callable[..., Agents], folder: Path) -> None:
+    (folder / "slow.py").write_text(SLOW)
+    run = folder / "again"
+    words = ("model.py", "--data", "slow.py:data", "--checkpoint-every", "5", "--max-restarts", "1")
+    both = agents(*words, "--steps", STEPS, "--run-dir", run.name, "--json")
+    await_(lambda: steps_made(run) > 12, 200)
+    ranks(run)[1].kill()
+    out, err = both[0].communicate(timeout=200)
+    assert both[0].returncode == 0, err
+    assert [restart["rank"] for restart in json.loads(out)["restarts"]] == [1]
+    both[1].communicate(timeout=20)
+    assert both[1].returncode == 0
+    assert weights(run) == weights(folder / "local")
 
 
 def test_a_process_of_rank_0_that_is_killed_is_named_by_the_other(agents: Callable[..., Agents], folder: Path) -> None:
