@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import multiprocessing
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -108,4 +111,18 @@ def autopipe() -> None:
 
 def main() -> None:
     """Run the console script."""
-    autopipe(prog_name="autopipe")
+    try:
+        autopipe(prog_name="autopipe")
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+    leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: to take torch apart takes a second or more, in which a run seems to hang at its end."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
