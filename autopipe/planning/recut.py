@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
+from autopipe.ir.gradients import chains
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Boundary, Plan, Stage
 
@@ -42,7 +43,8 @@ def recut(plan: Plan, graph: Graph, other: Graph) -> Plan:
         Boundary(value, producer, consumers, cuts.spec(value), cuts.spec(value).num_bytes(sizes))
         for value, producer, consumers in cuts.boundaries(chosen)
     )
-    _check_edges(plan, boundaries)
+    moved = replace(plan, graph_digest=other.digest, stages=stages, boundaries=boundaries)
+    _check_edges(plan, graph, moved, other)
     for stage, held in zip(stages, _held(plan, graph), strict=True):
         nodes = cuts.stage_nodes(stage.start, stage.stop, other.outputs if stage is stages[-1] else ())
         lacking = next((name for node in nodes for name in _state(node) if name not in held), "")
@@ -51,7 +53,7 @@ def recut(plan: Plan, graph: Graph, other: Graph) -> Plan:
                 f"captured anew, the model reads {lacking} where stage {stage.index} does not hold it",
                 remedy=_REMEDY,
             )
-    return replace(plan, graph_digest=other.digest, stages=stages, boundaries=boundaries)
+    return moved
 
 
 def _calls(graph: Graph) -> list[tuple[object, ...]]:
@@ -130,22 +132,21 @@ def _key(node: Node) -> tuple[str, ...]:
     return node.kind, node.target, node.module_path, node.source
 
 
-def _check_edges(plan: Plan, boundaries: Sequence[Boundary]) -> None:
+def _check_edges(plan: Plan, graph: Graph, moved: Plan, other: Graph) -> None:
     """Refuse values that would go between stages which are not connected, or bring back a gradient where none goes."""
-    forward = _edges(plan.boundaries, gradients=False) >= _edges(boundaries, gradients=False)
-    if not forward or not _edges(plan.boundaries, gradients=True) >= _edges(boundaries, gradients=True):
-        raise PlanError(
-            "captured anew, the model sends values between stages that the plan does not connect",
-            remedy=_REMEDY,
-        )
+    for ours, theirs in (
+        (_forward(plan), _forward(moved)),
+        (_backward(plan, graph), _backward(moved, other)),
+    ):
+        if not theirs <= ours:
+            raise PlanError(
+                "captured anew, the model sends values between stages that the plan does not connect", remedy=_REMEDY
+            )
 
 
-def _edges(boundaries: Sequence[Boundary], *, gradients: bool) -> set[tuple[int, int]]:
-    """Return the pairs of stages that boundaries connect: forward, or by the chains in which gradients come back."""
-    found = set()
-    for boundary in boundaries:
-        if not gradients:
-            found.update((boundary.producer, consumer) for consumer in boundary.consumers)
-        elif boundary.spec.requires_grad:
-            found.update(itertools.pairwise((boundary.producer, *boundary.consumers)))
-    return found
+def _forward(plan: Plan) -> set[tuple[int, int]]:
+    return {(boundary.producer, consumer) for boundary in plan.boundaries for consumer in boundary.consumers}
+
+
+def _backward(plan: Plan, graph: Graph) -> set[tuple[int, int]]:
+    return {pair for chain in chains(graph, plan).values() for pair in itertools.pairwise(chain)}

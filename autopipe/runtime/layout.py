@@ -36,7 +36,7 @@ class Layout:
         plan = replace(plan, ties=ties)
         request = plan.request()
         refuse_stale_ties(plan, request)
-        routes = Routes.of(plan)
+        routes = Routes.of(plan, graph)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
         return Layout(plan, graph, request, routes, tuple(channels(routes, request)), groups)
 

@@ -32,7 +32,7 @@ class Recording:
         """Read it off a plan for this graph."""
         specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
         specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
-        return Recording(name, graph, Routes.of(plan), specs)
+        return Recording(name, graph, Routes.of(plan, graph), specs)
 
     @property
     def carries_gradient(self) -> frozenset[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopipe.ir.gradients import chains
+from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Tie
 from autopipe.ir.schedule import Request, Traffic
 from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
@@ -34,8 +36,8 @@ class Routes:
     ties: tuple[Tie, ...]
 
     @staticmethod
-    def of(plan: Plan) -> Routes:
-        """Read the routes off a plan."""
+    def of(plan: Plan, graph: Graph) -> Routes:
+        """Read the routes off a plan of this graph."""
         forward: dict[Edge, list[str]] = {}
         backward: dict[Edge, list[str]] = {}
 
@@ -43,11 +45,12 @@ class Routes:
             for later, earlier in zip(reversed(stages), [*reversed(stages)][1:], strict=False):
                 backward.setdefault((later, earlier), []).append(name)
 
+        returning = chains(graph, plan)
         for boundary in plan.boundaries:
             for consumer in boundary.consumers:
                 forward.setdefault((boundary.producer, consumer), []).append(boundary.value)
-            if boundary.spec.requires_grad:
-                chain(boundary.value, (boundary.producer, *boundary.consumers))
+            if boundary.value in returning:
+                chain(boundary.value, returning[boundary.value])
         for tie in plan.ties:
             if tie.exact:
                 chain(tied(tie.parameter), (tie.owner, *tie.copies))

@@ -62,7 +62,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
 
 
 def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:
-    routes = Routes.of(plan)
+    routes = Routes.of(plan, profile.graph)
     num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
     num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
     edges: dict[Edge, EdgeCosts] = {}
@@ -80,7 +80,7 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
 
 def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches: int = 1) -> Timeline:
     """Return the simulated timeline of some minibatches."""
-    lowered = lower(schedule_of(plan, num_minibatches), Routes.of(plan).traffic)
+    lowered = lower(schedule_of(plan, num_minibatches), Routes.of(plan, profile.graph).traffic)
     return simulate(lowered, costs_of(plan, profile, cluster))
 
 
