@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
 from autopipe.errors import RunError, counted
 from autopipe.launch import network
@@ -97,7 +96,12 @@ def commands(request: Launch) -> list[HostCommand]:
 
 
 def _agents_store(here: Membership) -> Any:
-    """Return what torchrun's agent keeps, under names of this attempt's own."""
+    """Return what torchrun's agent keeps, under names of this attempt's own.
+
+    Raises: RunError where the agent does not answer.
+    """
+    import torch.distributed as dist  # a process that only follows need not import it otherwise
+
     timeout = datetime.timedelta(seconds=GATHER_SECONDS)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]  # exported, though not by name

@@ -60,10 +60,11 @@ def _introduced(wire: Wire) -> tuple[Member, str, int] | None:
 
 
 class Meeting:
-    """Rank 0's end, from before anything is prepared to after the last rank has left."""
+    """Rank 0's end, from before anything is prepared to after the last rank has left. ``address``: where it listens."""
 
     def __init__(self, here: Membership, listener: socket.socket | None) -> None:
         self.here = here
+        self.address = "127.0.0.1" if listener is None else str(listener.getsockname()[0])
         self._listener = listener
         self._pending: dict[int, tuple[Wire, float]] = {}
         self._attempts = 0
@@ -72,7 +73,7 @@ class Meeting:
     # -- coming and going ----------------------------------------------------------------------------------------
 
     def gather(self, seconds: float = GATHER_SECONDS) -> None:
-        """Wait until the process of every rank is here.
+        """Wait until the process of every rank is here, and listen no more.
 
         Raises: RunError naming those that did not come, or one that does not fit the others.
         """
@@ -94,6 +95,7 @@ class Meeting:
                     remedy="check that every rank was started with the same MASTER_ADDR and MASTER_PORT and can reach "
                     "it, and that as many were started as the launcher says",
                 )
+        self._stop_listening()
 
     def _admit(self, timeout: float) -> None:
         """Take in who knocks, and hear who they are. A stranger is turned away and changes nothing."""
@@ -181,8 +183,15 @@ class Meeting:
 
     def close(self) -> None:
         """Hang up and listen no more."""
-        for wire in [wire for wire, _ in self._pending.values()] + [m.wire for m in self.members.values()]:
+        for member in self.members.values():
+            member.wire.close()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        """Let nobody else in."""
+        for wire, _ in self._pending.values():
             wire.close()
+        self._pending.clear()
         if self._listener is not None:
             self._listener.close()
 
@@ -226,11 +235,6 @@ class Meeting:
         finally:
             listener.close()
         return ranks
-
-    @property
-    def address(self) -> str:
-        """Where rank 0 listens."""
-        return "127.0.0.1" if self._listener is None else str(self._listener.getsockname()[0])
 
 
 def _spec(request: Launch, store: str, rank: int, local_rank: int, local_world_size: int, host: str = "") -> WorkerSpec:

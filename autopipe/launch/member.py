@@ -22,7 +22,7 @@ from autopipe.errors import AutopipeError, RunError
 from autopipe.ir import artifact
 from autopipe.launch.agent import file_digest, in_wall_time
 from autopipe.launch.environment import Membership
-from autopipe.launch.forked import ForkedRanks
+from autopipe.launch.forked import ForkedRanks, preload
 from autopipe.launch.meeting import GATHER_SECONDS, INTERRUPTED
 from autopipe.launch.request import WorkerSpec
 from autopipe.launch.signals import ENDING, STOPPING, ignore_from_now_on
@@ -64,6 +64,7 @@ def follow(here: Membership, wire: Wire) -> int:
     """
     asked: list[str] = []
     with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, _signals_left_to_rank_0(asked):
+        preload()  # torch is imported while rank 0 prepares
         follower = _Follower(here, wire, Path(scratch), asked)
         try:
             return follower.run()

@@ -28,6 +28,7 @@ from autopipe.launch.wire import Wire, WireError
 def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both sides are in one process here, which does not end and keeps its signals."""
     monkeypatch.setattr("autopipe.launch.member.LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("autopipe.launch.member.preload", lambda: None)
     before = {number: signal.getsignal(number) for number in STOPPING}
     yield
     for number, handler in before.items():
