@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import errno
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from autopipe.errors import AutopipeError, RunError, WorkerError
+from autopipe import errors
+from autopipe.errors import AutopipeError, ModelFileError, RunError, WorkerError
 
 from .terminal import Terminal
 
@@ -54,6 +57,10 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         _show(_environment(error), terminal)
         sys.exit(1)
     except Exception as error:
+        users = _of_the_users_code(error)
+        if users is not None:
+            _show(users, terminal)
+            sys.exit(users.exit_code)
         # our own bug: the traceback is the report
         traceback.print_exc()
         click.echo(f"Error: a bug in autopipe: {type(error).__name__}: {error}", err=True)
@@ -95,6 +102,27 @@ _REMEDIES = {
         "choose a folder that is there and can be written to (--work-dir, --run-dir, TMPDIR)",
     ),
 }
+
+
+def _of_the_users_code(error: Exception) -> AutopipeError | None:
+    """Return the error for what code of the user's raised, None where none of it was running.
+
+    What loads or runs a model says this itself; this is for what is called later, such as a hook on a parameter.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
+    paths = sysconfig.get_paths()
+    known = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    known += [Path(__file__).parent, Path(errors.__file__).parent]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in known):
+            return ModelFileError(
+                f"code of yours raised {type(error).__name__}: {error}",
+                where=f"{path}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}",
+                remedy="correct that line; --debug shows how it was reached",
+            )
+    return None
 
 
 def _document(terminal: Terminal, fields: dict[str, Any]) -> None:

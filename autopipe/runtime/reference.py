@@ -155,7 +155,7 @@ def _minibatch(
         part = parts[index]
         if device is not None:
             part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
-        with _seeded(settings, step, index):
+        with _seeded(settings, step, index), workload.explained(part):
             loss, weight = workload.loss(model, part)
         scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
         if scaled.requires_grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from autopipe.errors import RunError, counted
+from autopipe.errors import RunError, TraceError, counted
 from autopipe.ir import artifact
 from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.measure import measure
@@ -32,18 +32,33 @@ def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: P
     """
     workload = _workload(settings.model, work)
     work.progress(f"capturing the model: {workload.name}", 0.0)
-    captured = capture(
-        workload,
-        allow_data_dependent=settings.allow_data_dependent,
-        verify=verify,
-        lengths=stored is None or len(stored.graph.symbols) > 1,
-    )
+    try:
+        captured = capture(
+            workload,
+            allow_data_dependent=settings.allow_data_dependent,
+            verify=verify,
+            lengths=stored is None or len(stored.graph.symbols) > 1,
+        )
+    except TraceError:
+        _refuse_misfit(workload)
+        raise
     if stored is not None and stored.graph.digest == captured.graph.digest:
         # between which lengths the graph is the model was found out on real batches
         captured = dataclasses.replace(
             captured, graph=dataclasses.replace(captured.graph, symbols=stored.graph.symbols)
         )
     return Model(workload, captured)
+
+
+def _refuse_misfit(workload: Workload) -> None:
+    """Run the model on one batch of its data, plainly: where that fails too, it says better what is wrong.
+
+    Raises: ModelFileError with the shapes of the batch and the user's line.
+    """
+    item = workload.example_item(None)
+    model = workload.build_model()
+    with workload.explained(item):
+        workload.loss(model, item)
 
 
 def keeps_decisions(work: Work) -> bool:

@@ -211,7 +211,7 @@ def test_ctrl_c_at_any_moment_of_a_process_is_130():
         "import os, signal\n"
         "from autopipe.cli import main\n"
         "from autopipe.workflow import steps\n"
-        "def wait(*args):\n"
+        "def wait(*args, **more):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    signal.pause()\n"
         "steps.simulate = wait\n"
@@ -244,11 +244,38 @@ def test_a_traceback_is_shown_only_with_debug(run, monkeypatch):
 
 
 def test_our_own_bug_shows_its_traceback_and_is_1(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", fail(ZeroDivisionError("oops")))
+    monkeypatch.setattr(steps, "plan", len)  # no line of anybody else's is running when it fails
     done = run("plan", "x.py", "--json")
     assert done.exit_code == 1
-    assert "a bug in autopipe: ZeroDivisionError: oops" in done.stderr
+    assert "a bug in autopipe: TypeError: len() takes no keyword arguments" in done.stderr
     assert json.loads(done.stdout)["error"]["type"] == "Bug"
+
+
+def test_what_code_of_the_users_raises_is_no_bug_of_ours(run, monkeypatch):
+    monkeypatch.setattr(steps, "plan", fail(ZeroDivisionError("oops")))  # this file stands for the user's
+    done = run("plan", "x.py", "--json")
+    assert done.exit_code == 1
+    assert "Error: code of yours raised ZeroDivisionError: oops" in done.stderr
+    assert "test_cli.py" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["error"]["type"] == "ModelFileError"
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (PermissionError(13, "Permission denied", "/x/plan.json"), "cannot use /x/plan.json: Permission denied"),
+        (OSError(28, "No space left on device"), "the machine refused something: No space left on device"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug_of_ours(run, monkeypatch, error, shown):
+    monkeypatch.setattr(steps, "plan", fail(error))
+    done = run("plan", "x.py")
+    assert done.exit_code == 1
+    assert shown in done.stderr
+    assert "  try: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # -- where an option comes from ----------------------------------------------------------------------------------------
