@@ -23,7 +23,7 @@ from typing import Any
 import click
 
 from autopipe import errors
-from autopipe.errors import AutopipeError, ModelFileError, RunError, WorkerError
+from autopipe.errors import AutopipeError, ModelFileError, RunError, ScheduleError, WorkerError
 
 from .terminal import Terminal
 
@@ -78,6 +78,8 @@ def _show(error: AutopipeError, terminal: Terminal) -> None:
         if error.remote_traceback and terminal.debug:
             click.echo(f"\n{error.remote_traceback.rstrip()}", err=True)
         fields |= {"rank": error.rank, "stage": error.stage, "instruction": error.instruction}
+    if isinstance(error, ScheduleError):
+        fields |= {"rule": error.rule, "grid": error.grid}
     _document(terminal, fields)
 
 

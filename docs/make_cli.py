@@ -55,6 +55,20 @@ count = 4
 bandwidth = "1.25GB/s"
 latency = "20us"
 ```
+
+## The schedule file
+
+`--schedule-file` is an order of your own: a line a rank, cells parted by commas, empty ones idle, `#` begins a comment.
+A cell is stage, then `F` (forward), `B` (backward) or its halves `I` (for the input) and `W` (for the weights), then
+microbatch. It is one minibatch; the optimizer steps behind it. Stages may lie on any rank:
+
+```text
+0F0, 3F0, 3B0, 0B0, 0F1, 3F1, 3B1, 0B1
+1F0, 2F0, 2B0, 1B0, 1F1, 2F1, 2B1, 1B1
+```
+
+It says how many ranks, stages and microbatches there are, and is validated before anything else happens: an error names
+the rule and shows the grid with the cell marked. It is stored with the plan.
 """
 
 
