@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction docs docs-check check
+.PHONY: help setup demo test test-all test-gpu test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +25,9 @@ test: $(READY) ## the tests that answer in minutes
 
 test-all: $(READY) hosts-tools ## all tests, also the slow ones and those on several hosts
 	$(BIN)/python -m pytest
+
+test-hosts: $(READY) hosts-tools ## training on several hosts: ssh, torchrun, a real SLURM; needs root
+	$(BIN)/python -m pytest -m hosts tests/hosts
 
 hosts-tools: ## what the tests on several hosts need, from Debian's packages; without them they are skipped, and say so
 	@bash tests/hosts/tools.sh
