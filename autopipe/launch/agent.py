@@ -85,7 +85,7 @@ class Agent:
 
     def serve(self) -> None:
         """Answer until the end is asked for, or nobody is there to ask."""
-        for task in (self._read, self._beat):
+        for task in (self._read, self._beat, self._fence):
             threading.Thread(target=task, daemon=True).start()
         try:
             while self._turn():
@@ -140,8 +140,13 @@ class Agent:
         self._leave()
 
     def _beat(self) -> None:
-        while time.monotonic() - self._heard < SILENCE_SECONDS:
+        while True:
             self._send({"kind": "beats", "beats": self._notes()})
+            time.sleep(BEAT_SECONDS)
+
+    def _fence(self) -> None:
+        """Leave where nothing is heard; apart from what sends, which waits for ever on a link that is cut."""
+        while time.monotonic() - self._heard < SILENCE_SECONDS:
             time.sleep(BEAT_SECONDS)
         self._leave()
 

@@ -22,8 +22,9 @@ _MIB = 2**20
 def collect(*, devices: bool) -> dict[str, Any]:
     """Return versions, memory, cores and addresses; ``devices``: the GPUs too, which takes a moment.
 
-    ``reached_at``: the address under which ssh reached this machine, "" where no ssh did.
+    ``reached_at``, ``reached_from``: this machine's address and that of who reached it by ssh, "" where nobody did.
     """
+    reached_from, reached_at = _connection(os.environ.get("SSH_CONNECTION", ""))
     return {
         "autopipe": __version__,
         "python": platform.python_version(),
@@ -32,7 +33,8 @@ def collect(*, devices: bool) -> dict[str, Any]:
         "host_name": socket.gethostname(),
         "memory_bytes": psutil.virtual_memory().available,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "reached_at": _reached_at(os.environ.get("SSH_CONNECTION", "")),
+        "reached_at": reached_at,
+        "reached_from": reached_from,
         "gpus": gpus() if devices else [],
     }
 
@@ -44,10 +46,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _reached_at(connection: str) -> str:
-    """Take the server's address from what sshd sets: client address, client port, server address, server port."""
-    words = connection.split()
-    return words[2].partition("%")[0] if len(words) == 4 else ""
+def _connection(text: str) -> tuple[str, str]:
+    """Take (client's address, own) from what sshd sets: client address, client port, server address, server port."""
+    words = text.split()
+    return (words[0].partition("%")[0], words[2].partition("%")[0]) if len(words) == 4 else ("", "")
 
 
 def gpus() -> list[tuple[str, int, int]]:

@@ -6,6 +6,7 @@ The local launcher and the agent on a remote host both start theirs here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,6 +30,8 @@ from autopipe.launch.signals import ignored
 
 PRELOAD = ["autopipe.launch.preloaded"]
 END_SECONDS = 5.0
+# at a time from one rank: one that says more than can be taken in must not hide the end of another
+_MOST_EVENTS = 200
 # a death is seen at once by whoever has the process
 PATIENCE_SECONDS = 0.5
 
@@ -92,7 +95,7 @@ class ForkedRanks:
         ready = set(wait(self.waitable(), timeout))
         for entry in self._processes:
             if entry.connection in ready:
-                yield from self._read(entry)
+                yield from itertools.islice(self._read(entry), _MOST_EVENTS)
         for entry in self._processes:
             if not entry.ended and entry.process.sentinel in ready:
                 yield from self._read(entry)  # what it said last comes before its end

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 _CHUNK = 65536
 _LONGEST_ERRORS = 4000
+# at a time: a host that says more than can be taken in must not keep the others waiting
+_MOST_BYTES = 2**20
 END_SECONDS = 2.0
 
 
@@ -102,7 +104,7 @@ class Link:
 
     def _read(self, stream: BinaryIO) -> bytes:
         found = b""
-        while not stream.closed:
+        while not stream.closed and len(found) < _MOST_BYTES:
             try:
                 chunk = os.read(stream.fileno(), _CHUNK)
             except BlockingIOError:

@@ -66,9 +66,12 @@ def survey(agents: Agents, settings: LaunchSettings, *, devices: bool) -> Survey
 
 
 def _peer(facts: Sequence[Mapping[str, Any]], index: int) -> str:
-    """Return the address of another host, by which a host finds the way to them; its own where it is alone."""
-    others = [fact["reached_at"] for i, fact in enumerate(facts) if i != index and fact["reached_at"]]
-    away = [address for address in others if not network.is_loopback(address)]
+    """Return the address of another host, by which a host finds the way to them; its own where it is alone.
+
+    A host without ssh is this machine, and known to the others by where their ssh came from.
+    """
+    others = [fact["reached_at"] or facts[index]["reached_from"] for i, fact in enumerate(facts) if i != index]
+    away = [address for address in others if address and not network.is_loopback(address)]
     return (away or ["127.0.0.1"])[0]
 
 

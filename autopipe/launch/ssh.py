@@ -24,6 +24,8 @@ from autopipe.workload.targets import Target
 
 _ANSWERS = ("started", "odd", "ended", "facts", "clock", "digests", "address", "probing", "listening", "reached")
 _STACKS_SECONDS = 2.0
+# until torch is imported, on a host whose Python lies on a slow disk
+_START_SECONDS = 300.0
 
 
 class AgentRanks:
@@ -148,7 +150,8 @@ def _look(request: Launch, agents: Agents, ranks_of: Sequence[Sequence[int]]) ->
     taken += preflight.first_problem(preflight.memory(found, needed, devices=devices))
     taken += preflight.first_problem(preflight.clocks(found))
     if len(found.hosts) > 1:
-        network.refuse_public(found.addresses[0][0], trusted=request.settings.trust_network)
+        for address, _ in found.addresses:
+            network.refuse_public(address, trusted=request.settings.trust_network)
         taken += preflight.first_problem(preflight.reachable(agents, found))
     for finding in taken:
         if finding.state == "note":
@@ -165,7 +168,7 @@ def _start(request: Launch, agents: Agents, found: preflight.Survey, ranks_of: S
     for index, (host, ranks) in enumerate(zip(found.hosts, ranks_of, strict=True)):
         specs = [_spec(request, host, rank, ranks, store, found.addresses[index][1]) for rank in ranks]
         messages[index] = {"kind": "start", "specs": [artifact.encode(spec) for spec in specs]}
-    agents.ask(messages, "started")
+    agents.ask(messages, "started", _START_SECONDS)
 
 
 def _spec(request: Launch, host: str, rank: int, ranks: Sequence[int], store: str, interface: str) -> WorkerSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -64,8 +65,8 @@ def here(path: Path, *words: str) -> str:
     return done.stdout
 
 
-def over_ssh(hosts: Hosts, *words: str) -> list[str]:
-    slots = ",".join(f"{name}:2" for name in hosts.names)
+def over_ssh(hosts: Hosts, *words: str, slots: str = "") -> list[str]:
+    slots = slots or ",".join(f"{name}:2" for name in hosts.names)
     return hosts.inside(0, AUTOPIPE, *words, "--hosts", slots, "--ssh-config", str(hosts.config))
 
 
@@ -121,10 +122,11 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
     return " ".join(err.split())
 
 
-def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", ["h0:2,h1:2", "localhost:2,h1:2"])
+def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, tmp_path: Path, slots: str) -> None:
     remote, local = tmp_path / "remote", tmp_path / "local"
     done = subprocess.run(
-        over_ssh(hosts, "train", "--run-dir", str(remote), "--steps", "5", "--json"),
+        over_ssh(hosts, "train", "--run-dir", str(remote), "--steps", "5", "--json", slots=slots),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -211,6 +213,40 @@ def test_sigterm_stops_all_hosts_before_the_same_minibatch_with_a_checkpoint(hos
     assert process.returncode == 75
     assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
     assert_nothing_runs(hosts, 5)
+
+
+def test_the_hosts_that_are_left_go_on(hosts: Hosts, train, tmp_path: Path) -> None:
+    process = train("--elastic", "--max-restarts", "1", "--checkpoint-every", "5")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    hosts.agent(1).kill()
+    end = time.monotonic() + 60
+    while '"restart"' not in metrics.read_text() or metrics.read_text().partition('"restart"')[2].count("\n") < 4:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        moment()
+    assert sorted(hosts.ranks(0)) == [0, 1]
+    assert not hosts.ranks(1)
+    process.send_signal(signal.SIGTERM)
+    ended(process, 30)
+    assert process.returncode == 75
+    assert_nothing_runs(hosts, 5)
+
+
+def test_doctor_looks_at_every_host(hosts: Hosts, folder: Path) -> None:
+    done = subprocess.run(
+        over_ssh(hosts, "doctor", "--json"),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+        check=False,
+    )
+    findings = json.loads(done.stdout)["findings"]
+    assert done.returncode == 0, findings
+    network = {f["host"]: f for f in findings if f["name"] == "network"}
+    assert sorted(network) == ["h0", "h1"]
+    assert "10.77.0.2 (eth0) reaches every other host" in network["h1"]["found"]
+    assert {f["name"] for f in findings} == {"autopipe", "torch", "python", "memory", "clock", "network"}
 
 
 def test_a_host_without_autopipe_says_what_to_install(hosts: Hosts, folder: Path) -> None:
