@@ -70,9 +70,7 @@ class RankSession:
         stages, leads = len(self.layout.plan.stages), self.transport.rank == 0
         self._saver = Saver(self.run.checkpoints, stages, keep=self.job.keep_checkpoints, leads=leads)
         run, workload, runners = self.run, self.workload, self.executor.runners
-        self._recordings = Recordings(
-            run, self.job, self.layout, workload, self.transport, self.reporter, runners
-        )
+        self._recordings = Recordings(run, self.job, self.layout, workload, self.transport, self.reporter, runners)
 
     @staticmethod
     def start(

@@ -84,7 +84,7 @@ def restore(
     step = checkpoint.manifest.step
     with torch.no_grad():
         for name, tensor in {**runner.versions.masters, **held}.items():
-            tensor.data = tensors[f"model.{name}"].to(tensor.device, tensor.dtype)
+            tensor.data = _laid_out_like(tensor, tensors[f"model.{name}"])
     _restore_versions(checkpoint, runner.versions, step)
     if optimizer is not None:
         _restore_optimizer(checkpoint, owned, optimizer)
@@ -92,6 +92,11 @@ def restore(
         state = scheduler.state_dict()
         numbers = {k: type(state[k])(v) for k, v in checkpoint.scheduler.items() if k in state}
         scheduler.load_state_dict({**state, **numbers})
+
+
+def _laid_out_like(like: torch.Tensor, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return ``value`` on the device and with the strides of ``like``: kernels round by the order in memory."""
+    return torch.empty_like(like, dtype=dtype or like.dtype, requires_grad=False).copy_(value)
 
 
 def _restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: int) -> None:
@@ -102,7 +107,7 @@ def _restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: in
         if version < 0 or not moving:
             break
         read = checkpoint.read([f"version.{version}.{name}" for name in moving])
-        versions.add_old(version, {n: read[f"version.{version}.{n}"].to(moving[n].device) for n in moving})
+        versions.add_old(version, {n: _laid_out_like(moving[n], read[f"version.{version}.{n}"]) for n in moving})
 
 
 def _restore_optimizer(checkpoint: Checkpoint, owned: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
@@ -120,6 +125,8 @@ def _restore_optimizer(checkpoint: Checkpoint, owned: Mapping[str, nn.Parameter]
             for slot, tensor in ((key.rpartition(".")[2], tensor) for key, tensor in read.items()):
                 # AdamW keeps its step count on the CPU, whatever the device of the parameter
                 target = tensor if tensor.dim() == 0 else tensor.to(parameter.device)
+                if target.shape == parameter.shape:
+                    target = _laid_out_like(parameter, target, target.dtype)
                 optimizer.state[parameter][slot] = target
             for key, value in checkpoint.groups.get(name, {}).items():
                 if key in group:

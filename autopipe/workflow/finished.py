@@ -1,4 +1,4 @@
-"""What can be done with a run that has a checkpoint: find it, evaluate it in its stages, export its weights."""
+"""What can be done with a run that has a checkpoint: find it, evaluate it in its stages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopipe.launch.request import Launch
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
 from autopipe.workflow.listener import Listener
-from autopipe.workflow.results import EvaluateResult, ExportResult
+from autopipe.workflow.results import EvaluateResult
 from autopipe.workflow.resuming import refuse_other_parameters
-from autopipe.workflow.settings import EvaluateSettings, Events, ExportSettings
+from autopipe.workflow.settings import EvaluateSettings, Events
 from autopipe.workload import Workload
 
 
@@ -71,57 +71,4 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
         seconds=time.time() - start,
         run_dir=str(run.path),
         step=step[0],
-    )
-
-
-def export(settings: ExportSettings) -> ExportResult:
-    """Write the weights of a checkpoint as one ``state_dict`` that the untouched model loads with ``strict=True``.
-
-    Raises: RunError for another file ending; ArtifactError for a damaged checkpoint.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    kind = settings.output.suffix
-    if kind not in (".safetensors", ".pt"):
-        raise RunError(
-            f"{settings.output} ends in {kind or 'nothing'}",
-            remedy="end it in .safetensors or .pt, which says the format",
-        )
-    run = RunDirectory(find_run(settings.run, settings.work_dir))
-    graph, plan = run.graph(), run.plan()
-    steps = checkpoints.steps(run.checkpoints)
-    if not steps or (settings.step is not None and settings.step not in steps):
-        raise RunError(f"no checkpoint of step {settings.step}; there are {steps}", where=str(run.checkpoints))
-    source = checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, settings.step or steps[-1]))
-    source.verify()
-    model = Workload.from_spec(plan.workload).build_model()
-    refuse_other_parameters(graph, model, run.path)
-    state = model.state_dict()
-    held = set(source.names)
-    names = {key: f"model.{graph.aliases.get(key, key)}" for key in state}
-    read = source.read(sorted({name for name in names.values() if name in held}))
-    missing = [
-        key for key, name in names.items() if name not in read and graph.aliases.get(key, key) in graph.parameters
-    ]
-    if missing:
-        raise RunError(
-            f"the checkpoint lacks parameter {missing[0]!r} ({len(missing)} missing)", where=str(source.directory)
-        )
-    # a buffer that no stage reads is as the model was built
-    full = {key: read.get(name, state[key]).contiguous().clone() for key, name in names.items()}
-    model.load_state_dict(full, strict=True)
-    settings.output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = settings.output.with_name(f".{settings.output.name}.tmp")
-    if kind == ".pt":
-        torch.save(full, temporary)
-    else:
-        save_file(full, temporary, metadata={"format": "pt"})
-    temporary.replace(settings.output)
-    return ExportResult(
-        path=str(settings.output),
-        tensors=len(full),
-        bytes=settings.output.stat().st_size,
-        step=source.manifest.step,
-        run_dir=str(run.path),
     )

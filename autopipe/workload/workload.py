@@ -34,6 +34,7 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import items
 from autopipe.workload.batches import Batches
 from autopipe.workload.building import Builder, find_builder, forward_names
+from autopipe.workload.empty import parameters_without_memory
 from autopipe.workload.hooks import find_hooks
 from autopipe.workload.items import Item, SyntheticInput
 from autopipe.workload.optimizers import checked, default_optimizer, make_optimizer, named_optimizer
@@ -91,7 +92,7 @@ class Workload:
             module = import_target(target)
         self._path = getattr(module, "__file__", None) or ""
         self._builder: Builder = find_builder(module, target.attribute, target.label, spec.arguments)
-        self._hooks = find_hooks(module, target.label, spec.hooks)
+        self._hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
         self._batches = Batches(self.name, self._path, spec.seed, self._hooks, inputs, lambda: self._forward_names)
         self._losses: dict[torch.device, nn.Module] = {}
@@ -127,12 +128,15 @@ class Workload:
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:
         """Build the model once, with the initial weights of ``torch.manual_seed(seed)``, in training mode.
+
+        ``empty``: without memory for its parameters, to be read from elsewhere; it and ``shifted``: ``workload.empty``.
 
         Raises: ModelFileError when the user's code fails.
         """
-        with _seeded(self.spec.seed):
+        without = parameters_without_memory(shifted=shifted) if empty else contextlib.nullcontext()
+        with _seeded(self.spec.seed), without:
             model = self._builder.build()
         self._forward_names = forward_names(model)
         return model.train()
@@ -282,10 +286,16 @@ class Workload:
         except (AutopipeError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            remedy = "compare the shapes with what the model's forward takes; see example_inputs, data and --input"
+            if isinstance(item, Mapping) and isinstance(error, TypeError) and "argument" in str(error):
+                remedy = (
+                    f"a dict becomes keyword arguments, and forward takes ({', '.join(self._forward_names)}); "
+                    "for a model that takes the dict itself, let data give ((batch,), target)"
+                )
             raise ModelFileError(
                 f"the batch does not fit {self.name} ({items.shapes(item)}): {type(error).__name__}: {error}",
                 where=user_line(error, self._path),
-                remedy="compare the shapes with what the model's forward takes; see example_inputs, data and --input",
+                remedy=remedy,
             ) from error
 
     # --- the step -----------------------------------------------------------------------------------------------------

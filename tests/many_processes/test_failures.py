@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,9 +63,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left(start, tmp_path: Path) -> No
     assert len(ranks) == 2
     family = descendants(process.pid)
     ranks[1].kill()
-    begin = time.monotonic()
-    _, err = process.communicate(timeout=10)
-    assert time.monotonic() - begin < 3
+    assert_gone(ranks)
+    _, err = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "killed by SIGKILL" in err
     assert "rank 1, stage 1, instruction" in " ".join(err.split())

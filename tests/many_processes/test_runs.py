@@ -13,7 +13,7 @@ from oracle import train as plain
 from pipelines import SAMPLES, minibatches
 from safetensors.torch import load_file
 
-from autopipe.errors import RunError, WorkerError
+from autopipe.errors import ArtifactError, RunError
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
 from autopipe.runtime.stage_runner import StageRunner
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=1)
     file = next((tmp_path / "run" / "checkpoints" / "step-00000001").glob("stage-0*.safetensors"))
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(WorkerError, match="is not what was written: its SHA-256 differs"):
+    with pytest.raises(ArtifactError, match="is not what was written: its SHA-256 differs"):
         train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=2, resume=True)
 
 
@@ -192,3 +192,15 @@ def test_a_run_can_be_exported_from_another_folder(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert runs.export(ExportSettings(Path("net.pt"), run=tmp_path / "run")).step == 1
     assert runs.evaluate(EvaluateSettings(run=tmp_path / "run")).step == 1
+
+
+def test_training_starts_from_exported_weights_at_any_number_of_ranks(tmp_path: Path) -> None:
+    target = SAMPLES / "gpt.py"
+    train(tmp_path / "before", target, gpus=2, steps=2)
+    weights = tmp_path / "hf"
+    runs.export(ExportSettings(weights, run=tmp_path / "before" / "run", format="hf"))
+    one, three = (train(tmp_path / str(n), target, gpus=n, steps=2, init_from=weights).losses for n in (1, 3))
+    assert one == three
+    assert one[0] < train(tmp_path / "fresh", target, gpus=1, steps=1).losses[0]
+    with pytest.raises(RunError, match="the weights lack"):
+        train(tmp_path / "other", SAMPLES / "resnet.py", gpus=1, steps=1, init_from=weights)

@@ -1,0 +1,208 @@
+"""A checkpoint's weights for everybody else: under the model's own names, in the formats that people load.
+
+===============  ========================================================================================
+format           what is written
+===============  ========================================================================================
+``safetensors``  one file; ``model.load_state_dict(load_file(...), strict=True)``
+``pt``           one file by ``torch.save``; ``torch.load(..., weights_only=True)``
+``hf``           a folder as Hugging Face has it: ``model-00001-of-0000N.safetensors`` and an index
+``dcp``          a folder as ``torch.distributed.checkpoint`` has it; ``dcp.load(model.state_dict(), ...)``
+===============  ========================================================================================
+
+What is written appears whole or not at all, and never in the place of something else than an earlier export.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from autopipe.errors import AutopipeError, RunError, unknown_choice
+from autopipe.ir.graph import Graph
+from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime import dcp
+from autopipe.runtime.checkpoint import Checkpoint
+from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.weight_files import INDEX
+from autopipe.workflow.finished import find_run
+from autopipe.workflow.results import ExportResult
+from autopipe.workflow.resuming import refuse_other_parameters
+from autopipe.workflow.settings import EXPORT_FORMATS, ExportSettings
+from autopipe.workload import Workload
+
+SHARD_BYTES = 5 * 10**9
+_FOLDERS = ("hf", "dcp")
+
+
+def export(settings: ExportSettings) -> ExportResult:
+    """Write the weights of a checkpoint, under every name of the untouched model's ``state_dict``.
+
+    Raises: RunError for a name that says no format, or a place that is taken; ArtifactError for a damaged checkpoint.
+    """
+    kind = _format(settings)
+    _refuse_taken(settings.output, kind)
+    run = RunDirectory(find_run(settings.run, settings.work_dir))
+    source = _checkpoint(run, settings.step)
+    tensors = _Tensors(source, run.graph(), _model(run, source))
+    temporary = settings.output.with_name(f".{settings.output.name}.tmp")
+    _remove(temporary)
+    try:
+        settings.output.parent.mkdir(parents=True, exist_ok=True)
+        _WRITE[kind](temporary, tensors)
+        _remove(settings.output)
+        temporary.replace(settings.output)
+    except OSError as error:
+        _remove(temporary)
+        raise RunError(
+            f"{settings.output} cannot be written: {error.strerror or error}", remedy="choose another -o"
+        ) from None
+    return ExportResult(
+        path=str(settings.output),
+        tensors=len(tensors.keys),
+        bytes=_size(settings.output),
+        step=source.manifest.step,
+        run_dir=str(run.path),
+        format=kind,
+    )
+
+
+def _format(settings: ExportSettings) -> str:
+    """Return the format that is meant. Raises: RunError where the name of the output says none."""
+    suffix, said = settings.output.suffix, settings.format
+    by_name = {".safetensors": "safetensors", ".pt": "pt", "": "dcp"}
+    if said is not None:
+        if said not in EXPORT_FORMATS:
+            raise RunError(unknown_choice("format", said, EXPORT_FORMATS))
+        return said
+    if suffix not in by_name:
+        raise RunError(
+            f"{settings.output} ends in {suffix}",
+            remedy="end it in .safetensors or .pt, name a folder, or say the --format",
+        )
+    return by_name[suffix]
+
+
+def _refuse_taken(output: Path, kind: str) -> None:
+    """Refuse to put an export where something else is. Raises: RunError."""
+    if kind not in _FOLDERS:
+        if output.is_dir():
+            raise RunError(f"{output} is a folder", remedy="name a file, or --format hf or dcp")
+        return
+    if output.is_dir():
+        names = {path.name for path in output.iterdir()}
+        if names and not ({INDEX, ".metadata"} & names):
+            raise RunError(f"{output} is a folder with something else in it", remedy="name a folder that is not there")
+    elif output.exists():
+        raise RunError(f"{output} is a file", remedy="name a folder, or --format safetensors or pt")
+
+
+def _checkpoint(run: RunDirectory, step: int | None) -> Checkpoint:
+    steps = checkpoints.steps(run.checkpoints)
+    if not steps or (step is not None and step not in steps):
+        raise RunError(f"no checkpoint of step {step}; there are {steps}", where=str(run.checkpoints))
+    source = Checkpoint(checkpoints.directory_of(run.checkpoints, steps[-1] if step is None else step))
+    source.verify()
+    return source
+
+
+def _model(run: RunDirectory, source: Checkpoint) -> nn.Module:
+    """Return the run's model, without memory for its parameters where all that is wanted of it is in the checkpoint."""
+    workload, graph = Workload.from_spec(run.plan().workload), run.graph()
+    try:
+        model = workload.build_model(empty=True)
+        held = set(source.names)
+        wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
+        if not all(f"model.{name}" in held or name in graph.parameters for name in wanted):
+            model = workload.build_model()
+    except AutopipeError:
+        model = workload.build_model()
+    refuse_other_parameters(graph, model, run.path)
+    return model
+
+
+class _Tensors:
+    """What the file holds: each key of the model's ``state_dict``, read from the checkpoint when it is written."""
+
+    def __init__(self, source: Checkpoint, graph: Graph, model: nn.Module) -> None:
+        self._source, self._state = source, model.state_dict()
+        self.keys = tuple(self._state)
+        held = set(source.names)
+        self._names = {key: f"model.{graph.aliases.get(key, key)}" for key in self.keys}
+        missing = [
+            key
+            for key, name in self._names.items()
+            if name not in held and graph.aliases.get(key, key) in graph.parameters
+        ]
+        if missing:
+            raise RunError(
+                f"the checkpoint lacks parameter {missing[0]!r} ({len(missing)} missing)", where=str(source.directory)
+            )
+        self._held = held
+
+    def size(self, key: str) -> int:
+        """Return the bytes of a tensor."""
+        return self._state[key].numel() * self._state[key].element_size()
+
+    def read(self, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Return some of them, each with memory of its own. A buffer that no stage reads is as the model was built."""
+        stored = sorted({self._names[key] for key in keys if self._names[key] in self._held})
+        read = self._source.read(stored)
+        found = {key: read.get(self._names[key], self._state[key]) for key in keys}
+        return {key: tensor.contiguous().clone() for key, tensor in found.items()}
+
+
+def _write_safetensors(path: Path, tensors: _Tensors) -> None:
+    save_file(tensors.read(tensors.keys), path, metadata={"format": "pt"})
+
+
+def _write_pt(path: Path, tensors: _Tensors) -> None:
+    torch.save(tensors.read(tensors.keys), path)
+
+
+def _write_hf(path: Path, tensors: _Tensors) -> None:
+    path.mkdir()
+    shards = list(_shards(tensors))
+    place: dict[str, str] = {}
+    for number, keys in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(tensors.read(keys), path / name, metadata={"format": "pt"})
+        place.update(dict.fromkeys(keys, name))
+    index = {"metadata": {"total_size": sum(map(tensors.size, tensors.keys))}, "weight_map": place}
+    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(tensors: _Tensors) -> Iterator[tuple[str, ...]]:
+    """Part the keys into files of at most ``SHARD_BYTES``, or of one tensor that is larger."""
+    shard: list[str] = []
+    size = 0
+    for key in tensors.keys:
+        if shard and size + tensors.size(key) > SHARD_BYTES:
+            yield tuple(shard)
+            shard, size = [], 0
+        shard.append(key)
+        size += tensors.size(key)
+    yield tuple(shard)
+
+
+def _write_dcp(path: Path, tensors: _Tensors) -> None:
+    dcp.write(path, tensors.read(tensors.keys))
+
+
+_WRITE = {"safetensors": _write_safetensors, "pt": _write_pt, "hf": _write_hf, "dcp": _write_dcp}
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
