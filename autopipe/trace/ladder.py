@@ -16,6 +16,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autopipe.errors import TraceError
@@ -24,14 +25,16 @@ from autopipe.trace.assemble import assemble
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.describe import describe
 from autopipe.trace.evaluation import Arguments, evaluation_arguments
-from autopipe.trace.explain import DATA_DEPENDENT, went_unseen
+from autopipe.trace.explain import depends_on_data, place_of, went_unseen
 from autopipe.trace.exported import NotExportable, export
 from autopipe.trace.fit import Fit
 from autopipe.trace.follow import Followed, Forward, follow
 from autopipe.trace.lengths import Length, other_length, sizes_of
 from autopipe.trace.naming import rename
+from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.result import Capture
 from autopipe.workload import Item, Workload
+from autopipe.workload.items import shapes
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class Ladder:
         try:
             narrow = self._follow(batch=self.batch)
         except TraceError as error:
-            if isinstance(error.__cause__, DATA_DEPENDENT):
+            if depends_on_data(error.__cause__):
                 if not allow_data_dependent:
                     raise
                 return self._symbolic(KEPT, answer=True)
@@ -123,6 +126,7 @@ class Ladder:
 
     def _exported(self, error: TraceError) -> Capture:
         """Capture what ``torch.export`` makes of the model, as if it were the model."""
+        self._refuse_what_fails_itself(error)
         try:
             forward = export(self.workload, self.model, self.item)
             below = dataclasses.replace(self, forward=forward)
@@ -141,6 +145,29 @@ class Ladder:
             evaluation={},
             evaluation_note="torch.export keeps the training mode that it was made in",
         )
+
+    def _refuse_what_fails_itself(self, error: TraceError) -> None:
+        """Run the model itself on the batch. Raises: TraceError where it fails as well: then no capture is to blame."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            return
+        before = Snapshot(self.model)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        try:
+            with torch.no_grad(), flat_checkpoints():
+                self.workload.loss(self.model, self.item)
+        except Exception as failure:
+            text = (str(failure).strip().splitlines() or [""])[0]
+            raise TraceError(
+                f"the model itself fails on a batch of {self.batch} ({shapes(self.item)}): "
+                f"{type(failure).__name__}: {text}",
+                where=place_of(failure) or error.where,
+                remedy="compare the batch with what the model takes; run the model on one batch by itself",
+            ) from failure
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            before.restore()
 
     def _in_evaluation(self, training: Followed, **options: Any) -> tuple[dict[fx.Node, fx.Node], str]:
         """Follow the model in evaluation mode where its own code asks for the mode; torch.nn's modules know it."""

@@ -9,6 +9,7 @@ What a later step must know of a call and cannot see in the graph goes into ``no
     val       the fake result              stack     modules around it, outermost first: (path, type, which call)
     grad      grad mode                    autocast  effective regions: (device, dtype, enabled, cache)
     source    (file, line)                 frame     the user's frame it was made in, by number
+    at        the instruction in it        caller    source, frame and instruction of the call of that function
     random    (position, count) of draws   mutates   nodes whose memory it changes; written: buffers it changes
     length    of a result that is a tuple
 """
@@ -29,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe import guards
 from autopipe.trace.borrowed import Borrowed
-from autopipe.trace.explain import calling_frame, here, unsupported, where_short
+from autopipe.trace.explain import calling_frame, here, places_of, unsupported, where_short
 from autopipe.trace.known import Known
 from autopipe.trace.leaves import is_leaf, written_statistics
 from autopipe.trace.opaque import Opaque
@@ -249,6 +250,11 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if not self.listening or path is None:
             return original(module, *args, **kwargs)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise unsupported(
+                f"{path or 'the model'} was compiled by torch.jit.script, so its forward is no Python any more",
+                "leave torch.jit.script out of the model file: the plain module computes the same",
+            )
         which = self._calls[path] = self._calls.get(path, -1) + 1
         self._stack.append((path, type(module).__name__, which))
         try:
@@ -381,8 +387,7 @@ class Recorder(TorchFunctionMode):
         else:
             stack = tuple(self._stack)
             if frame is not None:
-                node.meta["source"] = frame.f_code.co_filename, frame.f_lineno
-                node.meta["frame"] = id(frame)
+                node.meta.update(places_of(frame))
         node.meta["stack"] = stack
         node.meta["grad"] = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         node.meta["autocast"] = effective_autocast(self.autocast)

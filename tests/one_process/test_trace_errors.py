@@ -1,5 +1,6 @@
 import random
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ CASES = {
     ChangedConstant: ("neither parameter nor buffer", "the change", "register_buffer"),
     InnerBackward: ("backward() inside the forward", "the backward", "trainer"),
     Penalty: ("torch.autograd.grad inside the forward", "the grad", "leave it out"),
-    Failing: ("the model failed while it was followed", "the mistake", "run the model on one batch"),
+    Failing: ("the model itself fails on a batch of 5 (['x']: float32[5, 4]): Runtime", "the mistake", "one batch"),
     OwnGenerator: ("a torch.Generator of the model's own", "the generator", "leave generator= out"),
 }
 
@@ -193,6 +194,23 @@ def test_a_failure_inside_of_no_grad_and_autocast_leaves_both():
     with pytest.raises(TraceError):
         capture(Toy(Inside, vectors))
     assert _global_state() == before
+
+
+def test_a_scripted_module_is_refused_with_its_line():
+    class Scripted(Base):
+        def __init__(self):
+            super().__init__()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+        def forward(self, x):
+            return self.inner(self.a(x)).mean()  # the scripted
+
+    with pytest.raises(TraceError, match=r"inner was compiled by torch\.jit\.script") as caught:
+        capture(Toy(Scripted, vectors))
+    assert "the scripted" in caught.value.where
+    assert "leave torch.jit.script out" in caught.value.remedy
 
 
 def test_a_lazy_module_is_refused_with_its_parameter():
