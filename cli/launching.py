@@ -84,6 +84,11 @@ def hosting(function: Function) -> Function:
     return _add(function, host_options)
 
 
+def _typed(name: str) -> bool:
+    """Whether an option was given on the command line itself."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
 def settings(given: dict[str, Any]) -> LaunchSettings:
     """Return the settings of the options that ``launching`` or ``hosting`` adds.
 
@@ -95,7 +100,7 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
     launcher = given.get("launcher") or ""
     if hosts and launcher not in ("", "ssh"):
         raise click.UsageError(f"--hosts is for --launcher ssh, not for {launcher}")
-    if given.get("slurm_option"):
+    if given.get("slurm_option") and _typed("slurm_option"):  # what a settings file holds is for whenever it is SLURM
         if hosts or launcher not in ("", "slurm"):
             raise click.UsageError(f"--slurm-option is for --launcher slurm, not for {launcher or 'ssh'}")
         launcher = "slurm"

@@ -99,6 +99,14 @@ def test_options_that_cannot_be_are_usage_errors(words: list[str]) -> None:
         assert done.exit_code == 2
 
 
+def test_options_for_sbatch_from_a_settings_file_are_for_slurm_alone(tmp_path: Path) -> None:
+    (tmp_path / "autopipe.toml").write_text('[train]\nslurm-option = ["nodes=2"]\n')
+    done = run("train", "model.py", "--launcher", "env", "--dry-run", **TORCHRUN, **MASTER, AUTOPIPE_TRAIN_GPUS="4")
+    assert done.exit_code == 0, done.output
+    done = run("train", "model.py", "--launcher", "slurm", "--gpus", "4", "--dry-run")
+    assert "#SBATCH --nodes=2" in done.stdout
+
+
 def test_the_command_of_a_rank_is_the_one_that_was_typed() -> None:
     typed = ("--config", "train", "train", "--launcher=slurm", "--dry-run", "--steps", "3", "--", "-odd.py")
     found = Words.of(typed)
