@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction docs docs-check check
+.PHONY: help setup demo test test-all test-gpu test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-checkpoints bench-replicas docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,8 +61,14 @@ bench-planner: $(READY) ## how long the planner takes, and how far from the best
 bench-convergence: $(READY) ## what stale weights cost: 1f1b, 2bw and pipedream for the same number of samples
 	$(BIN)/python benchmarks/convergence.py
 
+bench-replicas: $(READY) ## what adding up the gradients of two replicas takes behind the backward
+	$(BIN)/python benchmarks/replicas.py
+
 bench-prediction: $(READY) ## predicted against measured step time, every sample model
 	$(BIN)/python benchmarks/prediction.py
+
+bench-checkpoints: $(READY) ## what a checkpoint costs: against the disk's plain rate, and at every step of a training
+	$(BIN)/python benchmarks/checkpoints.py
 
 docs: $(READY) ## write docs/cli.md from the commands themselves
 	$(BIN)/python docs/make_cli.py

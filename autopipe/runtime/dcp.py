@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as format_
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopipe.errors import ArtifactError
 
@@ -22,7 +24,7 @@ class Stored:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            found: Mapping[str, Any] = format_.FileSystemReader(path).read_metadata().state_dict_metadata
+            found: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
         except Exception as error:
             raise ArtifactError(f".metadata cannot be read: {type(error).__name__}: {error}", where=str(path)) from None
         self._dtypes = {name: entry.properties.dtype for name, entry in found.items() if hasattr(entry, "size")}
@@ -33,7 +35,7 @@ class Stored:
         found = {name: torch.empty(self.shapes[name], dtype=self._dtypes[name]) for name in names}
         try:
             with _alone():
-                format_.load(found, checkpoint_id=self._path, no_dist=True)
+                load(found, checkpoint_id=self._path, no_dist=True)
         except Exception as error:
             raise ArtifactError(f"the checkpoint is damaged: {error}", where=str(self._path)) from None
         return found
@@ -42,7 +44,7 @@ class Stored:
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a distributed checkpoint of one process into a folder that is not there yet."""
     with _alone():
-        format_.save(dict(tensors), checkpoint_id=path, no_dist=True)
+        save(dict(tensors), checkpoint_id=path, no_dist=True)
 
 
 def _alone() -> warnings.catch_warnings[None]:

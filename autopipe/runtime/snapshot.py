@@ -85,7 +85,7 @@ class Snapshot:
 
     def write(self, path: Path) -> tuple[str, int]:
         """Write the file, down to the disk, and return its SHA-256 and its size in bytes. Raises: OSError."""
-        data = memoryview(self._buffer[: self._num_bytes].numpy())
+        data = self._buffer[: self._num_bytes].numpy().data
         digest = hashlib.sha256(self._header)
         hashing = threading.Thread(target=digest.update, args=(data,), name="sha256")
         hashing.start()

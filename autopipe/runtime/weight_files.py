@@ -32,9 +32,11 @@ _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 
 class Weights(Protocol):
-    """Tensors under names. ``shapes``: of all of them; nothing is read for it."""
+    """Tensors under names."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each; no tensor is read for it."""
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return some of them, each with memory of its own, reading only them."""

@@ -147,7 +147,8 @@ class _Tensors:
 
     def size(self, key: str) -> int:
         """Return the bytes of a tensor."""
-        return self._state[key].numel() * self._state[key].element_size()
+        tensor: torch.Tensor = self._state[key]
+        return tensor.numel() * tensor.element_size()
 
     def read(self, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return some of them, each with memory of its own. A buffer that no stage reads is as the model was built."""

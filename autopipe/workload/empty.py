@@ -42,7 +42,7 @@ def parameters_without_memory(*, shifted: bool = False) -> Iterator[None]:
             exchanged[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, exchanged[parameter])
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
