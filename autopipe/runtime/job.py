@@ -61,8 +61,11 @@ class Job:
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every
-        counts += self.keep_checkpoints, self.max_shapes
-        if min(*counts, self.clip_grad_norm) < 0 or self.threads < 1 or self.start_step < -1:
+        if (
+            min(*counts, self.keep_checkpoints, self.max_shapes, self.clip_grad_norm) < 0
+            or self.threads < 1
+            or self.start_step < -1
+        ):
             raise ValueError("a job's numbers are not negative, and it has a thread at least")
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"unknown device {self.device!r}; known: cpu, cuda")

@@ -42,7 +42,7 @@ def _run_without_source(module: fx.GraphModule, graph: fx.Graph) -> None:
     """
     module._graph = graph
     graph.owning_module = module
-    type(module).forward = lambda self, *args: fx.Interpreter(self).run(*args)  # type: ignore[method-assign]
+    type(module).forward = lambda self, *args: fx.Interpreter(self).run(*args)
 
 
 def _container(module: nn.Module, model: nn.Module, path: str) -> nn.Module:

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.explain import is_users
 from autopipe.trace.follow import Forward
+from autopipe.trace.patches import quiet_fakes
 from autopipe.trace.recorder import Recorder
 from autopipe.workload import Item, Workload
 
@@ -43,7 +44,7 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
     free = {name: {0: torch.export.Dim.AUTO} if _is_batched(leaf, count) else None for name, leaf in leaves.items()}
     before, whole = Snapshot(model), _Whole(workload, model, item)
     try:
-        with _custom_functions_refused(), warnings.catch_warnings():
+        with _custom_functions_refused(), quiet_fakes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(whole, (leaves,), dynamic_shapes=(free,), strict=False)
             if any(_is_transform(node) for node in program.graph.nodes):
@@ -108,7 +109,8 @@ def _read_before_written(module: fx.GraphModule) -> None:
             continue
         with module.graph.inserting_after(buffer):
             copy = module.graph.call_function(torch.ops.aten.clone.default, (buffer,))
-        buffer.replace_all_uses_with(copy, delete_user_cb=lambda user, kept=(copy, node): user not in kept)
+        for user in [user for user in buffer.users if user not in (copy, node)]:
+            user.replace_input_with(buffer, copy)
     module.recompile()
 
 
