@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -61,9 +62,19 @@ class _Pipe:
         return may_begin(self._heartbeats, self._rank, step, end)
 
 
+def _allow_children() -> None:
+    """Let the user's data start processes of its own, as a DataLoader with workers does; they end with the rank."""
+    # multiprocessing marks a rank so that it is ended with the supervisor, and forbids such a process to have children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # no public way
+    os.register_at_fork(after_in_child=die_with_parent)
+    # and started as a script's would be: from here another fork server would import torch for each of them
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # None: the system's own
+
+
 def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
     """Run one rank in a process of its own. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
     die_with_parent()
+    _allow_children()
     leave_to_the_supervisor()
     spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
     _redirect(RunDirectory(Path(spec.run)).log(spec.rank))
