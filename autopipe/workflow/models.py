@@ -30,6 +30,7 @@ def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: P
 
     Raises: RunError where no model was ever named.
     """
+    work.progress(f"importing the model: {settings.model.target}".removesuffix(": "), 0.0)
     workload = _workload(settings.model, work)
     work.progress(f"capturing the model: {workload.name}", 0.0)
     try:

@@ -15,7 +15,7 @@ evaluate_data      as ``data``                           none
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -99,8 +99,12 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def find_hooks(module: ModuleType, label: str, options: Mapping[str, str]) -> dict[str, Hook]:
+def find_hooks(
+    module: ModuleType, label: str, options: Mapping[str, str], without: Sequence[str] = ()
+) -> dict[str, Hook]:
     """Return the hooks of a model file, each replaced by its option where one is given.
+
+    ``without``: what the command line says in another way, so that the file is not asked.
 
     Raises: ModelFileError for an unknown hook, one that is not there, and one of the wrong shape.
     """
@@ -111,7 +115,7 @@ def find_hooks(module: ModuleType, label: str, options: Mapping[str, str]) -> di
     for name in HOOKS:
         if name in options:
             found[name] = _from_option(name, options[name], module, label)
-        elif vars(module).get(name) is not None:
+        elif name not in without and vars(module).get(name) is not None:
             path = getattr(module, "__file__", None) or ""
             found[name] = _checked(Hook(name, _instance(vars(module)[name], name, label, path), label, path))
     return found
@@ -147,7 +151,7 @@ def _checked(hook: Hook) -> Hook:
             if isinstance(value, Iterator):
                 raise _wrong(hook, "is an iterator, which can be read only once", f"{wanted}, or a DataLoader")
             return hook
-        raise _wrong(hook, f"is {with_article(type(value).__name__)}", wanted)
+        raise _wrong(hook, f"is {with_article(type(value).__name__)}", wanted + _other_way(hook))
     if hook.name in _ARGUMENTS:
         if not takes(value, _ARGUMENTS[hook.name]):
             raise _wrong(hook, f"cannot be called with {_ARGUMENTS[hook.name]} argument(s)", wanted)
@@ -156,6 +160,22 @@ def _checked(hook: Hook) -> Hook:
     if hook.name == "loss" and isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
         raise _wrong(hook, "has parameters of its own, which no stage would train", "make them part of the model")
     return hook
+
+
+def _other_way(hook: Hook) -> str:
+    """Say what helps where a script has something else under the name of a hook."""
+    value = hook.function
+    if isinstance(value, torch.optim.Optimizer):
+        rate = value.param_groups[0].get("lr", 1e-3)
+        return (
+            ", a function, since every stage makes its own; "
+            f"or --optimizer {type(value).__name__.lower()} --lr {float(rate):g}"
+        )
+    if hook.name == "scheduler":
+        return ", a function, since every stage makes its own; or give the script's own another name"
+    if hook.name == "loss":
+        return "; or name the function in the file that is the loss: --loss :criterion"
+    return ""
 
 
 def _wrong(hook: Hook, problem: str, remedy: str) -> ModelFileError:

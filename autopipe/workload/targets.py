@@ -173,13 +173,21 @@ def look_up(module: ModuleType, attribute: str, label: str) -> Any:
 
 @contextlib.contextmanager
 def users_code(doing: str, path: str) -> Iterator[None]:
-    """Turn what the user's code raises into a ModelFileError whose ``where`` is the line of theirs that failed."""
+    """Turn what the user's code raises into a ModelFileError whose ``where`` is the line of theirs that failed.
+
+    Meanwhile ``sys.argv`` is that of ``python file.py``: a script that parses its arguments gets its own defaults, and
+    not the words that were meant for autopipe.
+    """
+    typed = sys.argv
+    sys.argv = [path or typed[0]]
     try:
         yield
     except AutopipeError:
         raise
     except (Exception, SystemExit) as error:
         raise _wrap(doing, path, error) from error
+    finally:
+        sys.argv = typed
 
 
 @contextlib.contextmanager

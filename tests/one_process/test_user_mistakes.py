@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,54 @@ def test_a_wrong_argument_of_the_model_is_what_the_command_line_said(load) -> No
         workload.build_model()
     assert "--arg hidden=" in caught.value.remedy.replace("'", "")
     assert "python on the file alone" not in caught.value.remedy
+
+
+def test_a_script_that_parses_its_arguments_gets_its_own_defaults(load, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["autopipe", "train", "net.py", "--gpus", "2"])
+    text = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=8)
+ARGUMENTS = parser.parse_args()
+
+def get_model():
+    return Net(parser.parse_args().width)
+"""
+    workload = load(LOSS + text)
+    assert workload.build_model().head.in_features == 8
+    assert sys.argv == ["autopipe", "train", "net.py", "--gpus", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.05)", "or --optimizer sgd --lr 0.05"),
+        ("loss = torch.zeros(())", "--loss :criterion"),
+        (
+            "scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(2, 2).parameters()))",
+            "every stage makes its own",
+        ),
+    ],
+)
+def test_what_a_script_has_under_the_name_of_a_hook_is_told_with_the_way_out(load, text: str, remedy: str) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        load(text)
+    assert remedy in caught.value.remedy
+
+
+def test_an_optimizer_that_is_named_leaves_the_scripts_own_alone(load) -> None:
+    workload = load(LOSS + "\noptimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.05)\n", optimizer="adam")
+    assert type(workload.optimizer(list(workload.build_model().named_parameters()))).__name__ == "Adam"
+
+
+def test_a_dict_for_a_model_that_takes_the_dict_itself_is_told_how(load) -> None:
+    workload = load(LOSS + "\ndef data():\n    return [{'ids': torch.zeros(4, dtype=torch.int64)}]\n")
+    item = workload.example_item(None)
+    with pytest.raises(ModelFileError, match="unexpected keyword argument 'ids'") as caught, workload.explained(item):
+        workload.loss(workload.build_model(), item)
+    assert "forward takes (x); for a model that takes the dict itself, let data give ((batch,), target)" in (
+        caught.value.remedy
+    )
 
 
 def test_an_output_that_is_no_loss_asks_for_a_loss_and_not_for_a_mean(load) -> None:
