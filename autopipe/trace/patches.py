@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from autopipe.trace.caches import users_namespaces
-from autopipe.trace.explain import here
+from autopipe.trace.explain import here, unsupported
 from autopipe.trace.recorder import Recorder
 
 _AUTOCAST = torch.amp.autocast_mode.autocast
@@ -48,7 +48,7 @@ class TrainingReads:
 @contextlib.contextmanager
 def following(recorder: Recorder) -> Iterator[TrainingReads]:
     """Bring the calls of modules, custom functions and autocast regions to the recorder."""
-    call = nn.Module.__call__
+    call, change_all = nn.Module.__call__, nn.Module._apply
     apply = torch.autograd.Function.__dict__["apply"]
     enter: Any = _AUTOCAST.__enter__
     leave: Any = _AUTOCAST.__exit__
@@ -71,6 +71,20 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
             recorder.notes.append(f"a backward hook of a module is not run in stages ({here()})")
             return out
         return recorder.call_custom(cls, original, *args, **kwargs)
+
+    def module_apply(module: nn.Module, change: Any, *args: Any, **kwargs: Any) -> Any:
+        # module.to(dtype) in the forward: it would put other tensors into the model
+        if not recorder.listening:
+            return change_all(module, change, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            for tensor in (*module.parameters(), *module.buffers()):
+                now = change(tensor)
+                if now is not tensor and (now.dtype, now.device) != (tensor.dtype, tensor.device):
+                    raise unsupported(
+                        f"the forward moves or converts {type(module).__name__}: {tensor.dtype} to {now.dtype}",
+                        "do it where the model is built",
+                    )
+        return module
 
     def note_checkpoint() -> None:
         if not any("checkpoint()" in note for note in recorder.notes):
@@ -100,6 +114,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (nn.Module, "__call__", module_call),
+        (nn.Module, "_apply", module_apply),
         (torch.autograd.Function, "apply", classmethod(function_apply)),
         (_AUTOCAST, "__enter__", autocast_enter),
         (_AUTOCAST, "__exit__", autocast_exit),
@@ -118,6 +133,17 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
             setattr(owner, name, value)
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         yield reads
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging a traceback of its own beside our error, where something is run without numbers."""
+    before = _FAKES.disabled
+    _FAKES.disabled = True
+    try:
+        yield
+    finally:
+        _FAKES.disabled = before
 
 
 _ABSENT = object()
