@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-checkpoints bench-replicas docs docs-check check
+.PHONY: help setup demo test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-checkpoints bench-replicas docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,10 @@ test-hosts: $(READY) hosts-tools ## training on several hosts: ssh, torchrun, a 
 
 hosts-tools: ## what the tests on several hosts need, from Debian's packages; without them they are skipped, and say so
 	@bash tests/hosts/tools.sh
+
+FUZZ ?= 3000
+fuzz: $(READY) ## damage to every file that is read, at length: make fuzz FUZZ=100000
+	AUTOPIPE_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/python -m pytest --timeout 0 tests/pure/test_fuzz_files.py tests/one_process/test_fuzz_commands.py
 
 test-gpu: $(READY) ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -68,7 +68,7 @@ def _allow_children() -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # no public way
     os.register_at_fork(after_in_child=die_with_parent)
     # and started as a script's would be: from here another fork server would import torch for each of them
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # None: the system's own
+    multiprocessing.set_start_method(None, force=True)  # None: the system's own
 
 
 def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:

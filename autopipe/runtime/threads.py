@@ -77,7 +77,9 @@ def _first(failures: list[tuple[int, BaseException]], sessions: Sequence[RankSes
         rank=rank,
         stage=current.stage if current is not None else None,
         instruction=str(current) if current is not None else "",
-        where=error.where if isinstance(error, AutopipeError) else blame.place(error, session and session.layout.graph),
+        where=error.where
+        if isinstance(error, AutopipeError)
+        else blame.place(error, None if session is None else session.layout.graph),
         remedy=error.remedy if isinstance(error, AutopipeError) else "",
     )
     failure.__cause__ = error
