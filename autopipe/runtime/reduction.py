@@ -94,7 +94,8 @@ class GradientSum:
         for bucket in self.buckets:
             bucket.missing = set(bucket.names)
         for name in self._of:
-            hooks.append(leaves[name].register_post_accumulate_grad_hook(self._noting(name, leaves)))
+            note = self._noting(name, leaves)
+            hooks.append(leaves[name].register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -187,19 +188,18 @@ class BufferMean:
     @torch.no_grad()
     def average(self, transport: Transport) -> None:
         """Take the mean, in other tensors: without a flush, autograd has saved these for microbatches in flight."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        held = {name: places[0][0]._buffers[places[0][1]] for name, places in self._places.items()}
-        for name, buffer in held.items():
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+        for name, ((module, key), *_) in self._places.items():
+            buffer = module._buffers[key]
             if buffer is not None:
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(name)
-        for names in kinds.values():
-            tensors = [tensor for name in names if (tensor := held[name]) is not None]
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+                kinds.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
+        for held in kinds.values():
+            flat = torch.cat([buffer.reshape(-1) for _, buffer in held])
             transport.all_reduce(self.group, flat)
             flat.div_(len(self.group))
-            for name, tensor, mean in zip(
-                names, tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
-            ):
-                own = mean.view_as(tensor).clone()
+            offset = 0
+            for name, buffer in held:
+                own = flat[offset : offset + buffer.numel()].view_as(buffer).clone()
+                offset += buffer.numel()
                 for module, key in self._places[name]:
                     module._buffers[key] = own

@@ -18,11 +18,13 @@ class StageBytes:
     """Bytes of one stage on a rank. ``fixed``: gradients, optimizer state, workspace; whatever is always there.
 
     ``version``: one weight version. ``in_flight``: from the forward of a microbatch to the end of its backward.
+    ``between``: gradients that the half of a backward for the input leaves for the half for the weights.
     """
 
     fixed: int
     version: int
     in_flight: int
+    between: int = 0
 
 
 def peak_bytes(schedule: Schedule, sizes: Sequence[StageBytes]) -> tuple[int, ...]:
@@ -43,8 +45,12 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[StageBytes]) -> tuple[int, ..
         for i in row:
             if i.op == "F":
                 now += sizes[i.stage].in_flight
-            elif i.op in ("B", "W"):
+            elif i.op == "I":
+                now += sizes[i.stage].between
+            elif i.op == "B":
                 now -= sizes[i.stage].in_flight
+            elif i.op == "W":
+                now -= sizes[i.stage].in_flight + sizes[i.stage].between
             elif i.op == "S":
                 newest[i.stage] += 1
                 held = min(newest[i.stage], schedule.staleness[i.stage]) + 1

@@ -11,9 +11,12 @@ import torch
 from pipelines import build, captured, minibatches, plan_for
 from torch import nn
 
-from autopipe.runtime.events import Silent
 from autopipe.measure.live import HostMeter
+from autopipe.runtime.events import Silent
 from autopipe.runtime.session import RankSession
+from autopipe.runtime.threads import run_in_threads
+from autopipe.schedules import REGISTRY, StageBytes, make, peak_bytes
+from autopipe.schedules.kind import line
 
 MIB = 2**20
 
@@ -28,9 +31,11 @@ class Ear(Silent):
             self.peaks[fields["stage"]] = fields
 
 
-def measured(sample: str, schedule: str, folder: Path, stages: int = 2, m: int = 4, **changes: Any) -> dict[int, Any]:
+def measured(
+    sample: str, schedule: str, folder: Path, stages: int = 2, m: int = 4, batch: int = 8, **changes: Any
+) -> dict[int, Any]:
     made = captured(sample)
-    plan = plan_for(made, stages, schedule, m, 8)
+    plan = plan_for(made, stages, schedule, m, batch)
     if changes:
         plan = replace(plan, stages=tuple(replace(stage, **changes) for stage in plan.stages))
     pipeline = build(made, plan, folder, measure_memory=True, steps=3)
@@ -40,9 +45,7 @@ def measured(sample: str, schedule: str, folder: Path, stages: int = 2, m: int =
         session.train()
         session.report_timeline()
 
-    from autopipe.runtime.threads import run_in_threads
-
-    items = minibatches(made.workload, 3, 8)
+    items = minibatches(made.workload, 3, batch)
     run_in_threads(pipeline.run, pipeline.job, pipeline.layout, body, items=lambda epoch: iter(items), reporters=ears)
     return {stage: books for ear in ears for stage, books in ear.peaks.items()}
 
@@ -112,3 +115,36 @@ def test_measuring_changes_no_bit(tmp_path: Path) -> None:
     one, two = (build(made, plan, tmp_path / str(on), measure_memory=on) for on in (False, True))
     first, second = (pipeline.weights(pipeline.train(items)) for pipeline in (one, two))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> list[StageBytes]:
+    """What each of three stages takes, from two runs of gpipe: with two microbatches in flight, and with four."""
+    two, four = (measured("gpt", "gpipe", tmp_path_factory.mktemp(str(m)), stages=3, m=m, batch=2 * m) for m in (2, 4))
+    found = []
+    for stage in range(3):
+        in_flight = (four[stage]["bytes"] - two[stage]["bytes"]) // 2
+        version = four[stage]["weight_bytes"]
+        found.append(StageBytes(four[stage]["bytes"] - version - 4 * in_flight, version, in_flight))
+    return found
+
+
+WHOLE = [name for name, kind in REGISTRY.items() if not kind.splits_backward and name not in ("custom", "gpipe")]
+
+
+@pytest.mark.parametrize("schedule", [name for name in WHOLE if name != "pipedream"])  # its tied weights are refused
+def test_every_schedule_takes_what_its_rows_say(schedule: str, sizes: list[StageBytes], tmp_path: Path) -> None:
+    found = measured("gpt", schedule, tmp_path, stages=3, m=4, batch=8)
+    expected = peak_bytes(make(schedule, line(3, 4, 3)), sizes)
+    for stage in range(3):
+        assert found[stage]["bytes"] == pytest.approx(expected[stage], rel=0.1), (stage, found[stage], sizes[stage])
+
+
+def test_a_split_backward_keeps_gradients_for_its_second_half(sizes: list[StageBytes], tmp_path: Path) -> None:
+    found = measured("gpt", "zero-bubble", tmp_path, stages=3, m=4, batch=8)
+    schedule = make("zero-bubble", line(3, 4, 3))
+    # what a layer's weights wait for is the gradient of its result: less than half of what the layer keeps
+    least = peak_bytes(schedule, sizes)
+    most = peak_bytes(schedule, [replace(size, between=size.in_flight // 2) for size in sizes])
+    for stage in range(3):
+        assert least[stage] * 0.9 < found[stage]["bytes"] < most[stage], (stage, least, most, found[stage])
