@@ -45,6 +45,16 @@ class Builder:
                 where=self.path,
                 remedy="return the model from it, or name another attribute: file.py:ATTR",
             )
+        if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
+            remedy = "write its forward, or name another model: file.py:ATTR"
+            if hasattr(model, "training_step"):
+                remedy = (
+                    "a module whose loss comes out of training_step needs a subclass that says so: "
+                    "def forward(self, *batch): return self.training_step(batch, 0)"
+                )
+            raise ModelFileError(
+                f"{self.origin}: {type(model).__name__} has no forward", where=self.path, remedy=remedy
+            )
         return model
 
     def _advice(self) -> contextlib.AbstractContextManager[None]:

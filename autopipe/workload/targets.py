@@ -17,6 +17,7 @@ import importlib.machinery
 import importlib.util
 import linecache
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -210,13 +211,23 @@ def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
 
 
 def user_line(error: BaseException, path: str) -> str:
-    """Return ``file:line in function: text`` of the last frame in ``path``, else of the last frame there is."""
+    """Return ``file:line in function: text`` of the last frame in ``path``, else of the last that is neither ours nor
+    an installed package's, else ``path``.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return path
     own = [frame for frame in frames if path and frame.filename == path]
-    frame = (own or frames)[-1]
+    others = [frame for frame in frames if not _is_installed(frame.filename)]
+    if not own and not others:
+        return path
+    frame = (own or others)[-1]
     text = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether a file is ours, an installed package's or the standard library's."""
+    paths = sysconfig.get_paths()
+    folders = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), Path(__file__).parents[1]]
+    return not Path(filename).is_file() or any(Path(filename).is_relative_to(folder) for folder in folders)

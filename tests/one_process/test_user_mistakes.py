@@ -161,6 +161,14 @@ def test_a_dict_for_a_model_that_takes_the_dict_itself_is_told_how(load) -> None
     )
 
 
+def test_a_module_without_forward_is_told_so(load) -> None:
+    text = "\nclass Lit(nn.Module):\n    def training_step(self, batch, index): ...\n\ndef get_model(): return Lit()\n"
+    workload = load(LOSS + text.replace("get_model", "model"))
+    with pytest.raises(ModelFileError, match="Lit has no forward") as caught:
+        workload.build_model()
+    assert "return self.training_step(batch, 0)" in caught.value.remedy
+
+
 def test_an_output_that_is_no_loss_asks_for_a_loss_and_not_for_a_mean(load) -> None:
     workload = load("")
     with pytest.raises(ModelFileError, match=r"a tensor of shape \(4, 3\)\) carries no loss") as caught:
