@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 class StageChoice:
     """One stage as the search chose it. ``seconds``: per microbatch of one replica, transfers and all-reduce included.
 
-    ``held``: microbatches in flight on each rank; ``versions``: copies of the weights.
+    ``held``: microbatches in flight on each rank; ``versions``: copies of the weights; ``waiting``: halves of a
+    backward that wait.
     """
 
     start: int
@@ -31,6 +32,7 @@ class StageChoice:
     held: int
     versions: int
     seconds: float
+    waiting: int = 0
 
 
 def straight_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
@@ -44,7 +46,11 @@ def straight_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoic
         seconds = problem.stage_seconds(stage, count)[1 if recompute else 0][i, j]
         positions = problem.tables.edges[i], problem.tables.edges[j]
         ranks = (problem.rank_of(stage),)
-        choices.append(StageChoice(*positions, ranks, recompute, *problem.held(stage, count), float(seconds)))
+        choices.append(
+            StageChoice(
+                *positions, ranks, recompute, *problem.held(stage, count), float(seconds), problem.waiting(stage)
+            )
+        )
     return choices
 
 
@@ -142,7 +148,7 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, coun
         parameters=state[0],
         forward_seconds=math.fsum(costs[node.name].forward_seconds for node in nodes) / speed,
         backward_seconds=math.fsum(costs[node.name].backward_seconds for node in nodes) / speed,
-        peak_bytes=counted.peak(choice.held, choice.versions, choice.recompute),
+        peak_bytes=counted.peak(choice.held, choice.versions, choice.recompute, choice.waiting),
         recompute=choice.recompute,
         buffers=state[1],
     )

@@ -6,6 +6,8 @@ With v weight versions and at most k microbatches in flight::
     peak         = state + k (A + K) + X   A saved for backward, K batch tensors, received values, input-only results
     with recompute
     peak         = state + k K + A + X     only the inputs of the stage are kept; one microbatch's A lives at a time
+    where the backward is split, on stage s
+    peak         = the same + s H          H the gradients between the halves: as large as what has weights to train
     X            = max(0, max_x (w_x - A behind x))   w workspace of a node; what is behind it is freed by then
 
 G counts trained parameters only, O only those that the stage itself steps. A profile counts a tensor at the first node
@@ -55,10 +57,12 @@ def weight_versions(needs: ScheduleNeeds, num_microbatches: int, held: int, repl
     return 1 + math.ceil((held - 1) * replicas / num_microbatches)
 
 
-def peak_tables(tables: Tables, optimizer_bytes_per_byte: float, held: int, versions: int) -> tuple[Array, Array]:
-    """Return the peak bytes of every stage (i, j) without and with recompute."""
+def peak_tables(
+    tables: Tables, optimizer_bytes_per_byte: float, held: int, versions: int, waiting: int = 0
+) -> tuple[Array, Array]:
+    """Return the peak bytes of every stage (i, j) without and with recompute. ``waiting``: halves of a backward."""
     state = versions * tables.weight_bytes + tables.gradient_bytes + optimizer_bytes_per_byte * tables.stepped_bytes
-    kept = state + held * tables.kept_bytes + tables.workspace_bytes
+    kept = state + held * tables.kept_bytes + tables.workspace_bytes + waiting * tables.between_bytes
     return kept + held * tables.saved_bytes, kept + tables.saved_bytes
 
 
@@ -73,11 +77,14 @@ class StageBytes:
     saved: int
     kept: int
     workspace: int
+    between: int
 
-    def peak(self, held: int, versions: int, recompute: bool) -> int:
-        """Return the peak with ``held`` microbatches in flight."""
+    def peak(self, held: int, versions: int, recompute: bool, waiting: int = 0) -> int:
+        """Return the peak with ``held`` microbatches in flight; ``waiting``: halves of a backward."""
         state = versions * self.weights + self.gradients + self.optimizer
-        return state + held * self.kept + (1 if recompute else held) * self.saved + self.workspace
+        return (
+            state + held * self.kept + (1 if recompute else held) * self.saved + self.workspace + waiting * self.between
+        )
 
 
 def recount(
@@ -111,10 +118,12 @@ def recount(
         elif not node.input_only and graph.position[value] < start and node.spec is not None:
             kept += node.spec.num_bytes(sizes)
     kept += sum(costs[node.name].output_bytes for node in nodes if node.input_only and not node.storage)
-    saved = workspace = 0
+    saved = workspace = between = 0
     for node in reversed([node for node in nodes if not node.input_only]):
         workspace = max(workspace, costs[node.name].workspace_bytes - saved)
         saved += costs[node.name].saved_bytes
+        if any(graph.parameters[name].requires_grad for name in node.parameters):
+            between += costs[node.name].output_bytes
     parameters, buffers = state[index]
     earlier = {name for names, _ in state[:index] for name in names}
     trained = {
@@ -124,4 +133,4 @@ def recount(
     weights += sum(graph.buffers[name].num_bytes(sizes) for name in buffers)
     stepped = sum(size for name, size in trained.items() if name not in earlier)
     optimizer = math.ceil(optimizer_bytes_per_byte * stepped)
-    return StageBytes(weights, sum(trained.values()), optimizer, stepped, saved, kept, workspace)
+    return StageBytes(weights, sum(trained.values()), optimizer, stepped, saved, kept, workspace, between)

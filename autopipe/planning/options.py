@@ -23,6 +23,7 @@ class ScheduleNeeds:
     ``weight_versions``: how many copies of the weights live at once, or a function of m that returns it; ``"depth"`` is
     1 + ceil((in flight - 1) r / m). An asynchronous schedule with v of them sends at most (v - 1) m microbatches ahead.
     ``min_microbatches``: the least m, or a function of p that returns it. ``replicas``: whether it takes replicas.
+    ``splits``: the halves of the backward for the weights wait, on stage s for s of them.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ScheduleNeeds:
     weight_versions: int | str | Callable[[int], int] = 1
     min_microbatches: int | Callable[[int], int] = 1
     replicas: bool = True
+    splits: bool = False
 
     def least_microbatches(self, num_stages: int) -> int:
         """Return the least number of microbatches that it runs with."""
@@ -67,7 +69,7 @@ NEEDS: Mapping[str, ScheduleNeeds] = MappingProxyType(
             ScheduleNeeds("1f1b"),
             ScheduleNeeds("interleaved", replicas=False),
             ScheduleNeeds("eager-1f1b", depth=2),
-            ScheduleNeeds("zero-bubble", in_flight="ranks", replicas=False),
+            ScheduleNeeds("zero-bubble", in_flight="ranks", replicas=False, splits=True),
             ScheduleNeeds("custom", in_flight="all"),
             ScheduleNeeds("2bw", flush=False, weight_versions=2, min_microbatches=lambda p: p - 1),
             ScheduleNeeds("pipedream", flush=False, weight_versions="depth"),

@@ -105,7 +105,11 @@ class Problem:
     def stage_peaks(self, stage: int, num_stages: int) -> tuple[Array, Array]:
         """Return the peak bytes of every pair, without and with recompute."""
         held, versions = self.held(stage, num_stages)
-        return peak_tables(self.tables, self.profile.optimizer_bytes_per_byte, held, versions)
+        return peak_tables(self.tables, self.profile.optimizer_bytes_per_byte, held, versions, self.waiting(stage))
+
+    def waiting(self, stage: int) -> int:
+        """Return how many halves of a backward a stage lets wait (arXiv:2401.10241, section 2.3)."""
+        return min(stage, self.num_microbatches) if self.needs.splits else 0
 
     def limit(self, stage: int) -> float:
         """Return the bytes that a stage may use; infinite where the device has no limit."""

@@ -63,11 +63,12 @@ class Tables:
 
     ``edges``: the node position of every atom's start, and the end. ``forward_seconds`` counts the input-only nodes
     that the stage computes for itself. ``saved_bytes``: kept from forward to backward. ``workspace_bytes``: what a
-    backward takes on top of all that is saved, see ``memory``. ``kept_bytes``: batch tensors, values received and
-    input-only results, which stay with recompute too. ``received``/``sent``: a value whose gradient comes back counts
-    twice. ``weight_bytes`` counts buffers. ``stepped_bytes``: parameters that the stage itself steps (a tied one is
-    stepped by the first stage that has it). ``tied_bytes``: parameters that other stages use as well. ``edge_bytes``,
-    shape (n + 1,): all values alive across a cut.
+    backward takes on top of all that is saved, see ``memory``. ``between_bytes``: gradients that the first half of a
+    split backward leaves for the second. ``kept_bytes``: batch tensors, values received and input-only results, which
+    stay with recompute too. ``received``/``sent``: a value whose gradient comes back counts twice. ``weight_bytes``
+    counts buffers. ``stepped_bytes``: parameters that the stage itself steps (a tied one is stepped by the first stage
+    that has it). ``tied_bytes``: parameters that other stages use as well. ``edge_bytes``, shape (n + 1,): all values
+    alive across a cut.
     """
 
     edges: tuple[int, ...]
@@ -75,6 +76,7 @@ class Tables:
     backward_seconds: Array
     saved_bytes: Array
     workspace_bytes: Array
+    between_bytes: Array
     kept_bytes: Array
     received: Array
     sent: Array
@@ -149,6 +151,7 @@ class _Builder:
             self._seconds(work, copied, "backward_seconds"),
             self._sum(work, "saved_bytes"),
             self._workspace(work),
+            self._between_halves(work),
             kept.table(),
             received.table(),
             sent.table(),
@@ -178,6 +181,14 @@ class _Builder:
         table = np.zeros((self.n + 1, self.n + 1))
         table[:, 1:] = np.maximum.accumulate(held, axis=1) - saved[None, 1:]
         return np.maximum(table, 0.0)
+
+    def _between_halves(self, work: Sequence[tuple[int, Node]]) -> Array:
+        """Return the bytes of what arrives at the nodes that have weights to train: as large as their results."""
+        atoms = np.zeros(self.n + 1)
+        for atom, node in work:
+            if any(self.graph.parameters[name].requires_grad for name in node.parameters):
+                atoms[atom + 1] += self.costs[node.name].output_bytes
+        return _between(atoms)
 
     def _seconds(self, work: Sequence[tuple[int, Node]], copied: Sequence[Node], field: str) -> Array:
         extra = PairSum(self.n)
