@@ -116,6 +116,30 @@ def test_a_process_of_rank_0_that_is_killed_is_named_by_the_other(agents: Callab
     assert gone(started.values(), 5)
 
 
+def test_a_rank_that_hangs_on_the_other_host_is_named_by_both(agents: Callable[..., Agents], folder: Path) -> None:
+    run = folder / "hung"
+    both = agents("--steps", "1000000", "--run-dir", run.name, "--watchdog", "8")
+    await_(lambda: steps_made(run) > 3, 150)
+    started = ranks(run)
+    started[1].suspend()
+    for process in both:
+        said = one_line(process.communicate(timeout=60)[1])
+        assert "no rank has moved for" in said
+        assert "at: rank 1" in said
+        assert "stopped by a signal" in said
+    assert gone(started.values(), 5)
+
+
+def test_a_host_that_is_told_to_go_lets_all_of_them_save(agents: Callable[..., Agents], folder: Path) -> None:
+    run = folder / "preempted"
+    both = agents("--steps", "1000000", "--run-dir", run.name)
+    await_(lambda: steps_made(run) > 3, 150)
+    both[1].terminate()  # torchrun passes it on to its own process alone
+    _, err = both[0].communicate(timeout=60)
+    assert "stopped cleanly at step" in one_line(err)
+    assert (run / "checkpoints" / "latest").exists()
+
+
 def test_another_number_of_ranks_is_refused_with_both_numbers_and_everyone_says_so(
     agents: Callable[..., Agents],
 ) -> None:
