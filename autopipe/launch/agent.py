@@ -14,7 +14,7 @@ host that was cut off does not compute on alone. Its ranks die with it, whatever
       probe     address                            probing   port: for others to try
       reach     targets, seconds                   reached   failures: (name, why)
       listen    address                            listening address, port: for rank 0
-      start     specs                              started   pids; then the ranks' own events, and exit
+      start     specs                              started   then come the ranks' own events, and exit
       stop      before, agreed: see launch.stopping
       stacks                                       odd       rank -> what is odd about it
       end                                          ended
@@ -224,14 +224,13 @@ class Agent:
         specs: list[WorkerSpec] = [artifact.decode(WorkerSpec, spec, "rank") for spec in asked["specs"]]
         self._ranks = ranks = ForkedRanks(self._scratch, specs[0].world_size)
         self._mine = [spec.rank for spec in specs]
-        pids = {}
         for spec in specs:
             store = spec.store or f"file://{self._scratch / 'store'}"
             told = replace(spec, store=store, heartbeats=str(ranks.heartbeats))
-            pids[spec.rank] = ranks.start(told, self._listener if spec.rank == 0 else None)
+            ranks.start(told, self._listener if spec.rank == 0 else None)
         for used in (*self._probes, *([self._listener] if self._listener is not None else [])):
             used.close()
-        return {"kind": "started", "pids": pids}
+        return {"kind": "started"}
 
     def _stacks(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"kind": "odd", "odd": self._ranks.write_stacks() if self._ranks is not None else {}}

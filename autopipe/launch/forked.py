@@ -58,11 +58,8 @@ class ForkedRanks:
         self._beats = Heartbeats(self.heartbeats, world_size, create=True)
         self._processes: list[_Process] = []
 
-    def start(self, spec: WorkerSpec, listener: socket.socket | None = None) -> int:
-        """Start one rank and return its process id.
-
-        ``listener``: what rank 0 listens on, where the ranks meet by network.
-        """
+    def start(self, spec: WorkerSpec, listener: socket.socket | None = None) -> None:
+        """Start one rank. ``listener``: what rank 0 listens on, where the ranks meet by network."""
         from autopipe.launch.entry import rank_entry
 
         preload()
@@ -77,8 +74,6 @@ class ForkedRanks:
         process.start()
         send.close()
         self._processes.append(_Process(spec.rank, process, receive))
-        assert process.pid is not None
-        return process.pid
 
     @property
     def all_ended(self) -> bool:

@@ -70,7 +70,7 @@ def _peer(facts: Sequence[Mapping[str, Any]], index: int) -> str:
 
     A host without ssh is this machine, and known to the others by where their ssh came from.
     """
-    others = [fact["reached_at"] or facts[index]["reached_from"] for i, fact in enumerate(facts) if i != index]
+    others = [str(fact["reached_at"] or facts[index]["reached_from"]) for i, fact in enumerate(facts) if i != index]
     away = [address for address in others if address and not network.is_loopback(address)]
     return (away or ["127.0.0.1"])[0]
 
@@ -82,7 +82,7 @@ def _clock_offset_ns(agents: Agents, index: int) -> int:
         sent = time.time_ns()
         answer = agents.ask({index: {"kind": "clock", "id": number}}, "clock")[index]
         back = time.time_ns()
-        rounds.append((back - sent, answer["time_ns"] - (sent + back) // 2))
+        rounds.append((back - sent, int(answer["time_ns"]) - (sent + back) // 2))
     return min(rounds)[1]
 
 

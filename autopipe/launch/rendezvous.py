@@ -33,9 +33,11 @@ def open_store(
     host, port = network.parse_tcp(address)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if rank != 0:
-        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+        return dist.TCPStore(  # type: ignore[attr-defined]  # as above
+            host, port, world_size, is_master=False, timeout=timeout
+        )
     bound = listener if listener is not None else network.listen(host, port)
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]  # as above
         host,
         port,
         world_size,

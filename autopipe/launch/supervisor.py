@@ -34,13 +34,15 @@ _INSTRUCTION = re.compile(r"(\d+)(?:[FBIWRS]|SF|RF|SB|RB)")
 
 
 class Ranks(Protocol):
-    """Ranks that were started, wherever they run. ``hosts``: the host of each rank, "" for this machine.
+    """Ranks that were started, wherever they run."""
 
-    ``patience_seconds``: how much later than a lost connection its cause may be noticed.
-    """
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host of each rank, "" for this machine."""
 
-    hosts: Sequence[str]
-    patience_seconds: float
+    @property
+    def patience_seconds(self) -> float:
+        """How much later than a lost connection its cause may be noticed."""
 
     def poll(self, timeout: float) -> Iterable[Mapping[str, Any]]:
         """Wait at most so many seconds, and return what happened: a rank's own events, and the launcher's.
@@ -215,7 +217,7 @@ class Supervisor:
 def death(code: int | None) -> str:
     """Say how a process ended."""
     if code is not None and code < 0:
-        name = signal.Signals(-code).name
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = " (kill -9, or the kernel ran out of memory)" if name == "SIGKILL" else ""
         return f"the process was killed by {name}{hint}"
     return f"the process exited with code {code} before it was finished"
