@@ -29,7 +29,7 @@ from autopipe.trace.explain import depends_on_data, place_of, went_unseen
 from autopipe.trace.exported import NotExportable, export
 from autopipe.trace.fit import Fit
 from autopipe.trace.follow import Followed, Forward, follow
-from autopipe.trace.lengths import Length, other_length, sizes_of
+from autopipe.trace.lengths import Length, other_lengths, sizes_of
 from autopipe.trace.naming import rename
 from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.result import Capture
@@ -91,10 +91,9 @@ class Ladder:
         taken = sizes_of(self.model) | {int(size) for leaf in self._leaves for size in leaf.shape[1:]}
         many = next(n for n in range(_WIDE, 2 * _WIDE) if n not in taken and _is_prime_step(n - self.batch))
         whys: list[Exception] = []
-        for longer in (True, False) if lengths else ():
-            given = tuple((length, other_length(length.size, taken, longer=longer)) for length in lengths)
-            if any(size == length.size for length, size in given):
-                continue
+        others = [other_lengths(length.size, taken) for length in lengths]
+        for attempt in range(max(map(len, others), default=0)):
+            given = tuple((a, sizes[min(attempt, len(sizes) - 1)]) for a, sizes in zip(lengths, others, strict=True))
             try:
                 wide = self._follow(batch=many, lengths=given)
                 free = dataclasses.replace(

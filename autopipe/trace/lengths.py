@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 _SHORTEST = 4  # a size below is a number of classes or coordinates rather than a length
 _MOST = 2  # source and target of an encoder-decoder
+_TABLES = 2  # of positions, say, at the end of which a longer recording is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,21 @@ def sizes_of(model: nn.Module) -> set[int]:
     return {int(size) for tensor in state for size in tensor.shape}
 
 
-def other_length(size: int, taken: set[int], *, longer: bool) -> int:
-    """Return the length of a second recording: a prime number of steps away, so that no rounding looks like a line.
+def other_lengths(size: int, taken: set[int]) -> tuple[int, ...]:
+    """Return the lengths of a second recording, in the order in which they are tried.
 
-    (A length padded to a multiple of 8, or halved, differs by a number that this prime does not divide.)
+    Four times the size; up to the end of a table of the model that is longer, for one that ends there; a shorter one.
+    Each is a prime number of steps away, so that no rounding looks like a line: a length padded to a multiple of 8, or
+    halved, differs by a number that this prime does not divide. ``taken``: sizes of the model.
     """
-    wanted = 4 * size if longer else max(size // 2, 2)
-    steps = range(wanted - size, wanted + size) if longer else range(size - wanted, 0, -1)
-    for step in steps:
-        other = size + step if longer else size - step
-        if _is_prime(step) and step > 2 and other > 1 and other not in taken:
-            return other
-    return size
+    tables = sorted((n for n in taken if size < n < 4 * size), reverse=True)[:_TABLES]
+    ways = [
+        (n for n in range(4 * size, 8 * size) if n not in taken),
+        *(range(table, size, -1) for table in tables),
+        (n for n in range(max(size // 2, 2), 1, -1) if n not in taken),
+    ]
+    found = (next((n for n in way if _is_prime(abs(n - size)) and abs(n - size) > 2), 0) for way in ways)
+    return tuple(dict.fromkeys(n for n in found if n))
 
 
 def shorter(size: int) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def items_of(name: str) -> list[Any]:
     return list(load_workload(LoadOptions(str(MODELS / f"{name}.py"))).items(6))
 
 
-@pytest.mark.parametrize(("name", "gpus", "further"), [("gpt", 2, 1), ("conv", 3, 2), ("lstm", 2, 0)])
+@pytest.mark.parametrize(("name", "gpus", "further"), [("gpt", 2, 0), ("conv", 3, 2), ("lstm", 2, 0)])
 def test_processes_train_over_mixed_shapes_like_a_plain_loop(
     name: str, gpus: int, further: int, tmp_path: Path
 ) -> None:

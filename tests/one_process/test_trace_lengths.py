@@ -9,7 +9,7 @@ from trace_cases import Toy, tokens, vectors
 from autopipe.ir.tensor import evaluate
 from autopipe.trace import capture
 from autopipe.trace.align import OtherWay
-from autopipe.trace.lengths import found_lengths, other_length, shorter
+from autopipe.trace.lengths import found_lengths, other_lengths, shorter
 from autopipe.trace.sizes import Size
 
 
@@ -41,8 +41,7 @@ def test_a_number_is_found_again_from_two_shapes(number, text):
 @pytest.mark.parametrize("size", range(5, 140, 3))
 @pytest.mark.parametrize("multiple", [2, 4, 8, 16, 64])
 def test_a_rounded_length_is_no_line(size, multiple):
-    for longer in (True, False):
-        other = other_length(size, set(), longer=longer)
+    for other in other_lengths(size, {2 * size, 3 * size}):
         for rounded in (lambda n: -(-n // multiple) * multiple, lambda n: n // multiple, lambda n: n // multiple + 3):
             if rounded(size) != rounded(other):
                 with pytest.raises(OtherWay):
@@ -98,20 +97,21 @@ def test_a_length_is_read_from_the_batch_and_bounded_by_what_was_compared():
 
 
 class Table(Sequence):
-    """Its places end with the table: nothing longer than the example can be tried."""
+    """Its places end with the table: no longer batch can be tried."""
 
-    def __init__(self):
+    def __init__(self, length):
         super().__init__()
-        self.places = nn.Parameter(torch.randn(9, 8))
+        self.places = nn.Parameter(torch.randn(length, 8))
 
     def hidden(self, ids):
         return self.embed(ids) + self.places[: ids.shape[1]]
 
 
-def test_a_length_that_cannot_grow_is_bounded_by_the_example():
-    captured = capture(Toy(Table, tokens))
+@pytest.mark.parametrize(("length", "high"), [(9, 9), (26, 26), (27, 26), (100, 38)])
+def test_a_length_is_bounded_by_the_table_that_it_is_looked_up_in(length, high):
+    captured = capture(Toy(lambda: Table(length), tokens))
     assert captured.exact
-    assert (captured.graph.symbols[1].low, captured.graph.symbols[1].high) == (2, 9)
+    assert (captured.graph.symbols[1].low, captured.graph.symbols[1].high) == (2, high)
 
 
 class Padded(Sequence):

@@ -16,8 +16,8 @@ from autopipe.runtime.check import staleness
 from autopipe.runtime.events import Silent
 
 MODELS = Path(__file__).resolve().parents[1] / "shape_models"
-# how many further shapes need stage code of their own; GPT slices a table, so no longer sequence could be tried
-FURTHER = {"gpt": 1, "lstm": 0, "hf_gpt2": 0, "conv": 2}
+# how many further shapes need stage code of their own: a length needs none, where the model leaves it free
+FURTHER = {"gpt": 0, "lstm": 0, "hf_gpt2": 0, "conv": 2}
 
 
 class Notes(Silent):
