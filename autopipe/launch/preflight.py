@@ -87,23 +87,29 @@ def _clock_offset_ns(agents: Agents, index: int) -> int:
 
 
 def versions(found: Survey) -> Iterator[Finding]:
-    """Compare versions with this machine's: the same torch and autopipe, and Python up to its last number."""
+    """Compare versions: the same autopipe and Python as here, but for Python's last number, and the same torch.
+
+    This machine may have torch in another build (``+cpu``) than hosts with GPUs; those must agree in that too.
+    """
     here = {"autopipe": __version__, "torch": importlib.metadata.version("torch"), "python": platform.python_version()}
     for host, facts in zip(found.hosts, found.facts, strict=True):
         for name, wanted in here.items():
-            have = str(facts[name])
-            same = have.split(".")[:2] == wanted.split(".")[:2] if name == "python" else have == wanted
-            shown = have or "not installed"
-            if same:
-                yield Finding(name, "ok", shown, host=host)
+            have, first = str(facts[name]), str(found.facts[0][name])
+            if _comparable(name, have) == _comparable(name, wanted) and (name != "torch" or have == first):
+                yield Finding(name, "ok", have, host=host)
                 continue
+            other = wanted if _comparable(name, have) != _comparable(name, wanted) else first
+            told = f"{have or 'not installed'}; {'here' if other == wanted else f'on {found.hosts[0]}'} it is {other}"
             package = {"autopipe": "autopipe-train", "torch": "torch"}.get(name)
-            fix = f"pip install {package}=={wanted} on {host}" if package else f"use Python {wanted} on {host}"
-            yield Finding(
-                name, "problem", f"{shown}; here it is {wanted}", f"{fix}, or name one with --remote-python", host
-            )
+            fix = f"pip install {package}=={other} on {host}" if package else f"use Python {other} on {host}"
+            yield Finding(name, "problem", told, f"{fix}, or name one with --remote-python", host)
         if not facts["folder"]:
             yield Finding("folder", "note", f"{Path.cwd()} is not there; ranks start in the home folder", host=host)
+
+
+def _comparable(name: str, version: str) -> str:
+    """Return what of a version must be the same."""
+    return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
 def memory(found: Survey, needed_bytes: Sequence[Sequence[int]], *, devices: bool) -> Iterator[Finding]:

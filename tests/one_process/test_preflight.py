@@ -54,6 +54,15 @@ def test_another_version_is_a_problem_with_its_fix(changed: dict[str, Any], name
     assert caught.value.where == "host h1" and caught.value.remedy == found.fix
 
 
+def test_another_build_of_torch_is_fine_here_and_not_between_hosts() -> None:
+    base = importlib.metadata.version("torch").partition("+")[0]
+    facts = [survey(torch=f"{base}+{build}").facts[0] for build in ("cu130", "cu130", "rocm7")]
+    three = Survey(("h1", "h2", "h3"), tuple(facts), (0.0,) * 3, (("10.0.0.1", "eth0"),) * 3)
+    (found,) = [finding for finding in preflight.versions(three) if finding.state == "problem"]
+    assert (found.host, found.name) == ("h3", "torch")
+    assert f"on h1 it is {base}+cu130" in found.found
+
+
 def test_memory_is_that_of_the_ranks_of_the_host() -> None:
     (enough,) = preflight.memory(survey(), [[3 * GIB, 4 * GIB]], devices=False)
     (short,) = preflight.memory(survey(), [[5 * GIB, 4 * GIB]], devices=False)
