@@ -18,7 +18,7 @@ from autopipe.draws import Draws
 from autopipe.generate import generate, load_constants, load_stage
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
-from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
+from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, Tie
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.trace.patches import flat_checkpoints
 
@@ -64,6 +64,8 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
     stages[0] = Stage(
         0, first.start, first.stop, first.first, first.last, (0,), (*first.parameters, *unread), 0.0, 0.0, 0
     )
+    holders = {name: [stage.index for stage in stages if name in stage.parameters] for name in graph.parameters}
+    ties = tuple(Tie(name, found[0], tuple(found[1:]), False) for name, found in holders.items() if len(found) > 1)
     boundaries = tuple(Boundary(v, p, c, cuts.spec(v), 0) for v, p, c in cuts.boundaries(positions))
     return Plan(
         graph_digest=graph.digest,
@@ -71,7 +73,7 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
         num_ranks=len(stages),
         stages=tuple(stages),
         boundaries=boundaries,
-        ties=(),
+        ties=ties,
         schedule="1f1b",
         schedule_options={},
         batch_size=2 * len(stages),

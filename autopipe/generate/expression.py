@@ -262,7 +262,7 @@ def _defaults(target: Callable[..., Any]) -> dict[str, Any]:
     """Return the default values that a Python function declares; built-in ones declare none."""
     if not inspect.isfunction(target):
         return {}
-    parameters = inspect.signature(target).parameters.values()
+    parameters = inspect.signature(target, follow_wrapped=False).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 

@@ -17,28 +17,13 @@ from torch import fx
 _RESERVED = {*keyword.kwlist, "self", "slice", "float", "complex", "guards", "_"}
 
 
-_ASSIGNMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:[-+*/@&|]|\*\*|//)?=(?!=)")
-
-
 def base_names(graph: fx.Graph) -> dict[str, str]:
-    """Return value -> its name without the number that made it unique in the graph.
-
-    In a loop every pass assigns to the user's variable, while the graph has its name at the last one only.
-    """
+    """Return value -> its name without the number that made it unique in the graph."""
     names = {node.name for node in graph.nodes}
     found: dict[str, str] = {}
-    assigned: dict[object, str] = {}
     for node in graph.nodes:
         found[node.name] = _without_number(node, names, found)
-        match = _ASSIGNMENT.match(linecache.getline(*node.meta["source"])) if "source" in node.meta else None
-        if match is not None and match.group(1) == found[node.name]:
-            assigned[_call(node)] = found[node.name]
-    return {node.name: assigned.get(_call(node), found[node.name]) for node in graph.nodes}
-
-
-def _call(node: fx.Node) -> object:
-    """Return what is the same for one call of the user's line in every pass of a loop."""
-    return node.meta.get("source"), node.meta.get("frame"), node.op, "" if node.op == "call_module" else node.target
+    return found
 
 
 def _without_number(node: fx.Node, names: set[str], found: dict[str, str]) -> str:

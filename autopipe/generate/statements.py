@@ -72,7 +72,9 @@ class _Grouping:
         return self.found
 
     def _is_written_in_place(self, node: fx.Node) -> bool:
-        """Tell whether a part of a tuple is written where it is read: ``state[0]``, read once, costs nothing."""
+        """Tell whether a call is written where it is read: ``batch * 4``, and ``state[0]`` where it is read once."""
+        if is_arithmetic(node):
+            return True
         if not is_part(node) or node in self.unpacked or node.name in self.kept:
             return False
         readers = self.readers.get(node, [])
@@ -95,10 +97,9 @@ class _Grouping:
                 self.found.pop()
 
     def _chain(self, part: fx.Node) -> list[fx.Node]:
-        """Return a part of a tuple behind the tuple's own place in a tuple, where that is written in place too."""
-        holder = part.args[0]
-        assert isinstance(holder, fx.Node)
-        return [*(self._chain(holder) if self._is_written_in_place(holder) else []), part]
+        """Return a call behind those of its arguments that are written in place too."""
+        inner = filter(self._is_written_in_place, _operands(part))
+        return [*(node for holder in inner for node in self._chain(holder)), part]
 
     def _may_move(self, node: fx.Node, into: fx.Node) -> bool:
         if self.readers.get(node) != [into] or node.name in self.kept or _count(into, node) != 1:
@@ -168,6 +169,13 @@ def is_size(node: fx.Node) -> bool:
         and isinstance(source, fx.Node)
         and source.op == "placeholder"
     )
+
+
+def is_arithmetic(node: fx.Node) -> bool:
+    """Tell whether a call multiplies sizes of the batch, or adds to them: a number, which may be written anywhere."""
+    if node.op != "call_function" or node.target not in (operator.mul, operator.add, operator.sub) or node.kwargs:
+        return False
+    return all(isinstance(a, int) or (isinstance(a, fx.Node) and (is_size(a) or is_arithmetic(a))) for a in node.args)
 
 
 def _length(node: fx.Node) -> int:

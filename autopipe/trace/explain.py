@@ -29,6 +29,8 @@ _START = str(Path(__file__).with_name("follow.py"))
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
+_CONCRETE = "SymIntArrayRef expected to contain only concrete integers"  # what torch's C++ says of an unknown size
+
 _READS = {
     "item": "keep the value a tensor instead of calling .item()",
     "tolist": "keep the values a tensor instead of calling .tolist()",
@@ -72,6 +74,22 @@ def calling_frame() -> FrameType | None:
     return users_frame(sys._getframe(1))
 
 
+def places_of(frame: FrameType) -> dict[str, Any]:
+    """Return where a call stands in the user's code, as it is kept in ``node.meta``; see ``recorder``.
+
+    A place is (file, line), the frame by number, and the instruction in it, which tells two calls of a line apart.
+    """
+    around = users_frame(frame.f_back)
+    found: dict[str, Any] = {
+        "source": (frame.f_code.co_filename, frame.f_lineno),
+        "frame": id(frame),
+        "at": frame.f_lasti,
+    }
+    if around is not None:
+        found["caller"] = (around.f_code.co_filename, around.f_lineno), id(around), around.f_lasti
+    return found
+
+
 def short_path(filename: str) -> str:
     """Return a path that says no more than it must: below the working directory, or below ``site-packages``."""
     for marker in ("site-packages", "dist-packages"):
@@ -112,6 +130,11 @@ def place_of(error: BaseException) -> str:
     return found
 
 
+def depends_on_data(error: BaseException | None) -> bool:
+    """Tell whether a call failed because a number, or a size, is only known when it runs."""
+    return isinstance(error, DATA_DEPENDENT) or (isinstance(error, RuntimeError) and _CONCRETE in str(error))
+
+
 def explained(error: Exception, construct: str) -> TraceError:
     """Return the ``TraceError`` for what the user's forward raised while it was followed.
 
@@ -121,7 +144,7 @@ def explained(error: Exception, construct: str) -> TraceError:
         return error
     where = place_of(error)
     name = construct.rpartition(".")[2]
-    if isinstance(error, DATA_DEPENDENT):
+    if depends_on_data(error):
         what = (
             f"{name or 'a comparison of numbers'}: its result depends on the numbers in the batch, "
             "so the model is not one fixed graph"
@@ -154,7 +177,9 @@ def went_unseen(error: TraceError) -> bool:
     Not where the model does what no capture can cut (a backward in the forward), nor where it draws a coin.
     """
     cause = error.__cause__
-    return UNSEEN in error.what or (cause is not None and not isinstance(cause, (AutopipeError, *DATA_DEPENDENT)))
+    return UNSEEN in error.what or (
+        cause is not None and not isinstance(cause, AutopipeError) and not depends_on_data(cause)
+    )
 
 
 def unsupported(what: str, remedy: str) -> TraceError:

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from autopipe.errors import TraceError
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import explained, place, short_path
+from autopipe.trace.joined import join
 from autopipe.trace.lengths import Length
 from autopipe.trace.patches import TrainingReads, following
 from autopipe.trace.reads import FollowingShapeEnv, Reads
@@ -112,6 +113,7 @@ def follow(
         raise _coin(workload, model, item, drawn, answer=answer)
     _check_batch(symbols, shape_env, count)
     _clone_changed_inputs(recorder.graph)
+    join(recorder.graph, batch or count)
     remove_unused(recorder.graph)
     sizes = (batch or count, *(size for _, size in lengths))
     return Followed(recorder, borrowed, symbols, sizes, reads.seen, tuple(length for length, _ in lengths))

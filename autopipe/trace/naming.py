@@ -1,17 +1,20 @@
 """Names for values, as a reader of the user's file would expect them.
 
-The name on the left of the user's line where the value is the last one that the line makes (``q, k, v = ...`` names the
-parts); else the last part of the module's path; else the operation. Repeated names get ``_2``, ``_3`` and so on.
+The name on the left of the user's line where the value is the last one that the line makes, also in a function that it
+calls and whose ``return`` makes it (``q, k, v = ...`` names the parts); else the last part of the module's path; else
+the operation. Repeated names get ``_2``, ``_3`` and so on.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import keyword
 import linecache
 import operator
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -31,30 +34,65 @@ def rename(graph: fx.Graph) -> None:
     graph._graph_namespace._used_names.update(taken)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What happens while the user's code is on a line. ``at``: the instruction; ``own``: not in a function it calls."""
+
+    node: fx.Node
+    source: tuple[str, int]
+    at: int
+    own: bool
+
+
 def _assigned(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     """Give the nodes that the user's code assigns to a variable, and the variable."""
-    visits: dict[int, list[fx.Node]] = {}  # user's frame -> nodes of the line that it is on
-    ended: list[list[fx.Node]] = []
+    visits: dict[int, list[_Step]] = {}  # user's frame -> what happened on the line that it is on
+    ended: list[list[_Step]] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or "source" not in node.meta:
             continue
-        visit = visits.setdefault(node.meta["frame"], [])
-        if visit and visit[-1].meta["source"] != node.meta["source"]:
-            ended.append(visit)
-            visit = visits[node.meta["frame"]] = []
-        visit.append(node)
-    for visit in (*ended, *visits.values()):
-        match = _ASSIGNMENT.match(linecache.getline(*visit[-1].meta["source"]))
-        if match is None:
-            continue
-        targets = [name.strip() for name in match.group(1).split(",")]
-        if len(targets) == 1:
-            yield visit[-1], targets[0]
-            continue
-        for node in visit:
-            index = node.args[1] if is_part(node) else None
-            if isinstance(index, int) and index < len(targets) and node.args[0] is visit[-1].args[0]:
-                yield node, targets[index]
+        own = node.meta["source"], node.meta["frame"], node.meta.get("at", 0)
+        for source, frame, at in (own, node.meta["caller"]) if "caller" in node.meta else (own,):
+            visit = visits.setdefault(frame, [])
+            if visit and visit[-1].source != source:
+                ended.append(visit)
+                visit = visits[frame] = []
+            visit.append(_Step(node, source, at, frame == own[1]))
+    found = [(visit, _ASSIGNMENT.match(linecache.getline(*visit[-1].source))) for visit in (*ended, *visits.values())]
+    for visit, match in sorted(found, key=lambda entry: entry[0][-1].own):  # what its own line says goes last, and wins
+        if match is not None:
+            yield from _named(visit, [name.strip() for name in match.group(1).split(",")])
+
+
+def _named(visit: list[_Step], targets: list[str]) -> Iterator[tuple[fx.Node, str]]:
+    """Give what a line assigns: what its last instruction made, at every pass where the line is the body of a loop."""
+    last = visit[-1]
+    if len(targets) == 1:
+        for step, following in zip(visit, [*visit[1:], None], strict=True):
+            if step is not last and (step.at != last.at or step.own != last.own or not _is_value(step.node)):
+                continue
+            if step.own or _is_returned(step.node, following.node if following else None):
+                yield step.node, targets[0]
+        return
+    for step in visit:
+        index = step.node.args[1] if is_part(step.node) else None
+        if step.own and isinstance(index, int) and index < len(targets) and step.node.args[0] is last.node.args[0]:
+            yield step.node, targets[index]
+
+
+def _is_value(node: fx.Node) -> bool:
+    return "val" in node.meta and not is_part(node)
+
+
+def _is_returned(node: fx.Node, following: fx.Node | None) -> bool:
+    """Tell whether a line of the user's is ``return`` with one value, and that is what this node makes."""
+    if following is not None and all(node.meta[key] == following.meta[key] for key in ("frame", "source", "stack")):
+        return False
+    try:
+        tree = ast.parse(linecache.getline(*node.meta["source"]).strip()).body
+    except SyntaxError:
+        return False
+    return len(tree) == 1 and isinstance(tree[0], ast.Return) and not isinstance(tree[0].value, (ast.Tuple, ast.Dict))
 
 
 def is_part(node: fx.Node) -> bool:
@@ -76,13 +114,13 @@ def _own_name(node: fx.Node) -> str:
     if is_part(node):
         producer = node.args[0]
         assert isinstance(producer, fx.Node)
-        return f"{producer.name}_{node.args[1]}"
+        return f"{producer.name.rstrip('_')}_{node.args[1]}"
     if node.target is getattr:
         return str(node.args[1])
     owner = getattr(node.target, "__self__", None)
     if isinstance(owner, type) and getattr(node.target, "__name__", "") == "apply":
         return owner.__name__.lower()
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "value")
+    name = getattr(node.target, "_opname", "") or getattr(node.target, "__name__", node.target)
     return _OPERATIONS.get(name, name)
 
 

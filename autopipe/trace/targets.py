@@ -64,7 +64,8 @@ def property_name(func: Any) -> str:
 
 def _is_tensor_method(func: Any, name: str) -> bool:
     found = getattr(torch.Tensor, name, None)
-    return found is func or (found is not None and getattr(func, "__qualname__", "").split(".")[0] == "Tensor")
+    owner = getattr(func, "__qualname__", "").split(".")[0]  # x ** 2 is a wrapper of TensorBase.pow
+    return found is func or (found is not None and owner in ("Tensor", "TensorBase"))
 
 
 @functools.cache

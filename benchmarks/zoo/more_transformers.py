@@ -180,7 +180,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "nystromformer": (
         "NystromformerForMaskedLM",
         "NystromformerConfig",
-        {**TEXT, "num_landmarks": 4, "segment_means_seq_len": 16, "conv_kernel_size": 5},
+        {**TEXT, "num_landmarks": 16, "segment_means_seq_len": 16, "conv_kernel_size": 5},
         text,
     ),
     "canine": (

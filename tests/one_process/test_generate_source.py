@@ -70,7 +70,7 @@ def line_of(function, text):
 def test_a_stage_file_reads_like_the_users_source(tmp_path):
     _, found = small()
     cuts = Cuts(found.graph)
-    plan = plan_of(found.graph, [next(position for position in cuts.legal if cuts.crossing[position] == ("add",))])
+    plan = plan_of(found.graph, [next(position for position in cuts.legal if cuts.crossing[position] == ("x_3",))])
     paths = generate(found, plan, tmp_path)
     assert [path.name for path in paths] == ["stage_0.py", "stage_1.py"]
     here = f"one_process/{Path(__file__).name}"
@@ -93,7 +93,7 @@ def test_a_stage_file_reads_like_the_users_source(tmp_path):
             PLAN_DIGEST = "{plan.digest}"
             INDEX = 0
             INPUTS = ("x",)
-            SENDS = ("add",)
+            SENDS = ("x_3",)
             MODULES = ("blocks.0.qk",)
             PARAMETERS = ("never",)
             BUFFERS = ("scale",)
@@ -115,7 +115,7 @@ def test_a_stage_file_reads_like_the_users_source(tmp_path):
                 # Small  {here}:{line_of(Small.forward, "x = x + block")}
                 x = x + matmul
 
-                # x (add): float32[batch, 4], to stage 1
+                # x (x_3): float32[batch, 4], to stage 1
                 return (x,)
         ''')
     assert paths[0].read_text() == expected
@@ -180,6 +180,6 @@ def test_a_tuple_is_taken_apart_only_by_the_line_that_names_its_parts(tmp_path):
     plan = plan_of(found.graph, [])
     assert differences(work, found, plan, tmp_path, 4, (0, 0, 0)) == []
     text = (tmp_path / "stage_0.py").read_text()
-    assert "a = x.max(1)[0]\n" in text and "a, b, c" not in text and "a, _, _" not in text
+    assert "max_0 = x.max(1)[0]\n" in text and "a, b, c" not in text and "a, _, _" not in text
     assert "y, (h, _) = self.lstm(x[:, None])\n" in text
     assert "unbind = x.unbind(1)\n" in text

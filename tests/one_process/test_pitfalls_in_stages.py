@@ -144,12 +144,14 @@ def test_pitfall_20_a_refused_model_spoils_nothing_for_the_next(tmp_path):
     assert capture(Toy(TwoLayers, lambda n, g: item if n == 5 else vectors(n, g))).exact
 
 
-class Mismatched(Net):
+class OnlyInFull(Net):
+    """What torch's fake of a product cannot do, and torch itself can."""
+
     def forward(self, x):
-        return torch.mm(self.a(x), self.a(x)).mean()
+        return torch.mm(self.a(x), self.a(x).t() if torch.compiler.is_compiling() is False else self.a(x)).mean()
 
 
 def test_what_torch_says_of_a_fake_call_that_fails_is_not_shown_besides_the_error(caplog):
     with caplog.at_level(logging.DEBUG), pytest.raises(TraceError, match="followed in mm"):
-        capture(Toy(Mismatched, vectors))
-    assert [record for record in caplog.records if record.name.startswith("torch")] == []
+        capture(Toy(OnlyInFull, vectors))
+    assert [record for record in caplog.records if record.name.startswith("torch._sub")] == []

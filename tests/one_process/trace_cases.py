@@ -47,10 +47,8 @@ class Toy:
         return [{name: pieces[j] for name, pieces in cut.items()} for j in range(parts)]
 
     def loss(self, model, item):
-        output = model(**item)
-        if self._loss is not None:
-            return self._loss(output, item), None
-        return (output if isinstance(output, torch.Tensor) else output.loss), None
+        made = self._loss or (lambda output, item: output if isinstance(output, torch.Tensor) else output.loss)
+        return made(model(**item), item), None
 
 
 def vectors(n, generator):
