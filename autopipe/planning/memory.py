@@ -6,8 +6,8 @@ With v weight versions and at most k microbatches in flight::
     peak         = state + k (A + K) + X   A saved for backward, K batch tensors, received values, input-only results
     with recompute
     peak         = state + k K + A + X     only the inputs of the stage are kept; one microbatch's A lives at a time
-    where the backward is split, on stage s
-    peak         = the same + s H          H the gradients between the halves: as large as what has weights to train
+    where the backward is split, on stage s > 0
+    peak         = the same + (s + 1) H    H the gradients between the halves: as large as what has weights to train
     X            = max(0, max_x (w_x - A behind x))   w workspace of a node; what is behind it is freed by then
 
 G counts trained parameters only, O only those that the stage itself steps. A profile counts a tensor at the first node

@@ -108,8 +108,11 @@ class Problem:
         return peak_tables(self.tables, self.profile.optimizer_bytes_per_byte, held, versions, self.waiting(stage))
 
     def waiting(self, stage: int) -> int:
-        """Return how many halves of a backward a stage lets wait (arXiv:2401.10241, section 2.3)."""
-        return min(stage, self.num_microbatches) if self.needs.splits else 0
+        """Return how many halves of a backward wait at most: stage s lets s of them, while the next arises.
+
+        The first stage has nobody to hurry for: it leaves all to the second half (arXiv:2401.10241, section 2.3).
+        """
+        return min(stage + 1, self.num_microbatches) if self.needs.splits and stage else 0
 
     def limit(self, stage: int) -> float:
         """Return the bytes that a stage may use; infinite where the device has no limit."""
