@@ -1,11 +1,12 @@
 # Every target works alone on a fresh clone: each makes .venv first where it is missing or out of date.
 
 PYTHON ?= python3
+SEED ?= 0
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-checkpoints bench-replicas docs docs-check check
+.PHONY: help setup demo chaos test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-checkpoints bench-replicas docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +39,10 @@ fuzz: $(READY) ## damage to every file that is read, at length: make fuzz FUZZ=1
 
 test-gpu: $(READY) ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu
+
+chaos: $(READY) hosts-tools ## many single faults at random, here and on two hosts; SEED=n for others
+	AUTOPIPE_FAULTS=100 AUTOPIPE_FAULTS_SEED=$(SEED) $(BIN)/python -m pytest tests/many_processes/test_random_faults_here.py
+	AUTOPIPE_FAULTS=30 AUTOPIPE_FAULTS_SEED=$(SEED) $(BIN)/python -m pytest tests/hosts/test_random_faults.py
 
 lint: $(READY) ## ruff: rules and layout of the code
 	$(BIN)/ruff check .
