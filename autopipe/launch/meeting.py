@@ -39,6 +39,8 @@ GATHER_SECONDS = 600.0
 # a process that has connected says who it is at once
 HELLO_SECONDS = 10.0
 TELL_SECONDS = 3.0
+# how long rank 0, once it has failed, waits to tell those that have not come yet
+LATE_SECONDS = 10.0
 INTERRUPTED = 130
 _ONE_COMMAND = (
     "start every rank with the same autopipe and by the same command; two jobs on one host need different MASTER_PORTs"
@@ -165,7 +167,7 @@ class Meeting:
             said = {"what": "stopped by Ctrl-C", "where": "", "remedy": "", "code": INTERRUPTED}
         else:
             said = {"what": f"rank 0: {type(error).__name__}: {error}", "where": "", "remedy": "", "code": 1}
-        end = time.monotonic() + TELL_SECONDS
+        end = time.monotonic() + LATE_SECONDS
         while len(self.members) < self.here.world_size - 1 and time.monotonic() < end:
             with contextlib.suppress(RunError):
                 self._admit(0.2)

@@ -53,7 +53,9 @@ class MeetingRanks:
     def __init__(self, members: Sequence[Member], scratch: Path, attempt: int, stop: StopRequest | None) -> None:
         self._attempt, self._stop = attempt, stop
         self._members = dict(enumerate(members, start=1))
-        self.hosts: Sequence[str] = ["", *(member.host for member in members)]
+        hosts = [socket.gethostname(), *(member.host for member in members)]
+        # named only where there are several
+        self.hosts: Sequence[str] = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
         self._own = ForkedRanks(scratch, len(self.hosts), self.hosts)
         self._odd: dict[int, str] = {}
         self._lost: list[dict[str, Any]] = []
