@@ -77,7 +77,7 @@ def _show(error: AutopipeError, terminal: Terminal) -> None:
     if isinstance(error, WorkerError):
         if error.remote_traceback and terminal.debug:
             click.echo(f"\n{error.remote_traceback.rstrip()}", err=True)
-        fields |= {"rank": error.rank, "stage": error.stage, "instruction": error.instruction}
+        fields |= {"rank": error.rank, "host": error.host, "stage": error.stage, "instruction": error.instruction}
     if isinstance(error, ScheduleError):
         fields |= {"rule": error.rule, "grid": error.grid}
     _document(terminal, fields)
@@ -111,7 +111,8 @@ def _of_the_users_code(error: Exception) -> AutopipeError | None:
 
     What loads or runs a model says this itself; this is for what is called later, such as a hook on a parameter.
     """
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    short = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    if short or type(error).__name__ == "OutOfMemoryError":
         return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
     paths = sysconfig.get_paths()
     known = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]

@@ -102,7 +102,12 @@ model_options: tuple[Callable[[Any], Any], ...] = (
         type=types.one_of("precision", "fp32", "bf16", "fp16"),
         help="Of forward and loss: bf16 and fp16 run under autocast, fp16 with loss scaling. [default: fp32]",
     ),
-    option("--seed", type=types.SEED, metavar="N", help="Of the initial weights and of every random operation. [default: 0]"),
+    option(
+        "--seed",
+        type=types.SEED,
+        metavar="N",
+        help="Of the initial weights and of every random operation. [default: 0]",
+    ),
 )
 profile_options: tuple[Callable[[Any], Any], ...] = (
     option("--device", type=types.one_of("device", "auto", "cpu", "cuda"), help="What to run on. [default: auto]"),
@@ -132,7 +137,7 @@ order_options: tuple[Callable[[Any], Any], ...] = (
     ),
 )
 plan_options: tuple[Callable[[Any], Any], ...] = (
-    option("--gpus", type=types.COUNT, metavar="N", help="How many ranks; on a CPU, processes."),
+    option("--gpus", type=types.RANKS, metavar="N", help="How many ranks; on a CPU, processes."),
     option("--batch-size", type=types.COUNT, metavar="B", help="Samples of one optimizer step."),
     option("--schedule", type=types.SCHEDULE, metavar="auto|NAME", help="Order of the work. [default: auto]"),
     *order_options,

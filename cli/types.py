@@ -28,6 +28,21 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newe
             self.fail(str(error), param, ctx)
 
 
+class Count(click.IntRange):
+    """A whole number from 1 on; its limit is said only to whoever goes beyond it."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(min=1)
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Take a number."""
+        found = int(super().convert(value, param, ctx))
+        if found > self.most:
+            self.fail(f"{found} is more than {self.most}", param, ctx)
+        return found
+
+
 class Names(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
     """One of some names, which are looked up when they are needed. Any other is answered with the nearest."""
 
@@ -84,10 +99,20 @@ def _number(text: str) -> float:
     return value
 
 
+def _seed(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{text} has more than 64 bits")
+    return value
+
+
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if min(sizes) < 1:
-        raise ValueError(f"{text!r}: sizes are 1 or more")
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r} is no list of sizes such as 1,2,4")
+    sizes = tuple(int(part) for part in parts)
+    if not 1 <= min(sizes) <= max(sizes) < 2**31:
+        raise ValueError(f"{text!r}: sizes are 1 or more, and no more than memory holds")
     return sizes
 
 
@@ -139,5 +164,6 @@ RATE = Parsed("rate", _rate)
 NUMBER = Parsed("number", _number)
 SIZES = Parsed("n,n,...", _sizes)
 PAIR = Parsed("name=value", _pair)
-COUNT = click.IntRange(min=1)
-SEED = click.IntRange(min=-(2**63), max=2**63 - 1)
+COUNT = Count(2**31 - 1)
+RANKS = Count(2**17)
+SEED = Parsed("integer", _seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
@@ -33,7 +34,7 @@ class WorkloadSpec:
             raise ValueError(f"unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed {self.seed} is none of torch's: 64 bits at most")
-        if self.lr is not None and not 0 <= self.lr < 2**63:
+        if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"a learning rate of {self.lr} is none")
 
 

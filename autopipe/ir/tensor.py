@@ -23,11 +23,11 @@ _LONGEST = 1000  # characters of an expression
 def _is_possible(node: ast.BinOp) -> bool:
     """Whether an operation has a result whatever the sizes are, which are 1 at least."""
     match node.op, node.right:
-        case (ast.FloorDiv() | ast.Mod()), ast.Constant(value=int(number)):
+        case ((ast.FloorDiv() | ast.Mod()), ast.Constant(value=int(number))):
             return number > 0
         case ast.Pow(), ast.Constant(value=int(number)):
             return 0 <= number <= _LARGEST_EXPONENT
-        case (ast.FloorDiv() | ast.Mod()), right:
+        case ((ast.FloorDiv() | ast.Mod()), right):
             return not isinstance(right, ast.UnaryOp)
         case ast.Pow(), _:
             return False

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopipe.errors import PlanError
+from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.planning.memory import gib
 from autopipe.planning.options import PlanOptions, ScheduleNeeds
@@ -37,7 +37,7 @@ def microbatch_count(options: PlanOptions) -> int | None:
         needed = math.ceil(batch / size)
         if size > batch:
             raise PlanError(
-                f"a microbatch of {size} samples is larger than the batch of {batch}",
+                f"a microbatch of {counted(size, 'sample')} is larger than the batch of {batch}",
                 remedy=f"use --microbatch-size {batch} or smaller, or --batch-size {size} or larger",
             )
         if m is not None and m != needed:
@@ -48,8 +48,8 @@ def microbatch_count(options: PlanOptions) -> int | None:
         m = needed
     if m is not None and m > batch:
         raise PlanError(
-            f"a batch of {batch} samples cannot be cut into {m} microbatches: each needs at least one sample",
-            remedy=f"use --batch-size {m} or larger, or {batch} microbatches or fewer",
+            f"a batch of {counted(batch, 'sample')} cannot be cut into {m} microbatches: each needs at least one",
+            remedy=f"use --batch-size {m} or larger, or --num-microbatches {batch} or fewer",
         )
     return m
 

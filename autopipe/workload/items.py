@@ -241,6 +241,17 @@ class SyntheticInput:
         """Return random values of this shape, dimension 0 being ``batch_size`` where one is given."""
         shape = self.shape if batch_size is None or not self.shape else (batch_size, *self.shape[1:])
         dtype: torch.dtype = getattr(torch, self.dtype)
+        try:
+            return self._drawn(shape, dtype)
+        except (RuntimeError, MemoryError, OverflowError) as error:
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            raise ModelFileError(
+                f"--input {self.name}: no tensor of shape {list(shape)} can be made: {text[0]}",
+                where="the command line",
+                remedy="give a smaller shape",
+            ) from error
+
+    def _drawn(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype.is_floating_point:
             return torch.randn(shape).to(dtype)
         return torch.randint(0, min(self.bound, torch.iinfo(dtype).max) if dtype != torch.bool else 2, shape).to(dtype)

@@ -121,7 +121,7 @@ def test_the_reference_is_what_the_commands_say():
         (["plan", "--gpu-memory", "24 apples"], "unknown unit 'apples'"),
         (["plan", "--link", "25"], "write a bandwidth such as 10GB/s or 400Gbit/s"),
         (["plan", "--gpus", "0"], "0 is not in the range x>=1"),
-        (["profile", "x.py", "--microbatch-sizes", "1,zero"], "invalid literal"),
+        (["profile", "x.py", "--microbatch-sizes", "1,zero"], "'1,zero' is no list of sizes such as 1,2,4"),
         (["profile", "x.py", "--arg", "depth"], "'depth' is not name=value"),
         (["plan", "--num-microbatches", "4", "--microbatch-size", "2"], "exclude each other"),
         (["train", "--steps", "4", "--epochs", "2"], "--steps and --epochs exclude each other"),

@@ -71,8 +71,8 @@ def test_more_ranks_than_the_cluster_has_are_refused():
 
 def test_a_batch_smaller_than_its_microbatches_is_refused():
     error = refusal(chain(), machine(2), PlanOptions(2, 3, 4))
-    assert error.what == "a batch of 3 samples cannot be cut into 4 microbatches: each needs at least one sample"
-    assert error.remedy == "use --batch-size 4 or larger, or 3 microbatches or fewer"
+    assert error.what == "a batch of 3 samples cannot be cut into 4 microbatches: each needs at least one"
+    assert error.remedy == "use --batch-size 4 or larger, or --num-microbatches 3 or fewer"
 
 
 def test_a_microbatch_larger_than_the_batch_is_refused():
