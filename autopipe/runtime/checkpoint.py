@@ -12,15 +12,15 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from autopipe.errors import ArtifactError
+from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.snapshot import Snapshot
@@ -34,7 +34,8 @@ _HALF = re.compile(r"step-\d{8,}\.(tmp|old)")
 class StageFile:
     """What one stage wrote. ``tensors``: names in the file, such as ``model.wte.weight``.
 
-    ``groups``: per parameter, the numbers of its optimizer group. ``scheduler``: its state.
+    ``groups``: per parameter, the numbers of its optimizer group. ``scheduler``: its state. ``ties``: of every tied
+    parameter that the stage holds, as owner or as copy, a sum of its bits: copies must be equal to the last one.
     """
 
     file: str
@@ -43,6 +44,7 @@ class StageFile:
     tensors: tuple[str, ...]
     groups: dict[str, dict[str, float]]
     scheduler: dict[str, float]
+    ties: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ def write_stage(
     snapshot: Snapshot,
     groups: dict[str, dict[str, float]],
     scheduler: dict[str, float],
+    ties: dict[str, int] | None = None,
 ) -> None:
     """Write one stage's file and its description into the directory that is being made.
 
@@ -112,18 +115,23 @@ def write_stage(
             where=str(path),
             remedy="make room on the disk; --keep-checkpoints says how many stay",
         ) from error
-    artifact.save(StageFile(name, sha256, size, snapshot.names, groups, scheduler), description(temporary, index))
+    artifact.save(
+        StageFile(name, sha256, size, snapshot.names, groups, scheduler, ties or {}), description(temporary, index)
+    )
 
 
 def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manifest, keep: int) -> Path:
     """Collect what the stages wrote into the manifest, and make the checkpoint the latest one.
 
     ``keep``: how many of the newest stay; 0 keeps all. Returns its directory.
+
+    Raises: ArtifactError where the disk does not take it; AutopipeError where the copies of a tied parameter differ.
     """
     files = tuple(
         artifact.load(StageFile, description(temporary, index), renew="save the checkpoint again")
         for index in range(num_stages)
     )
+    _refuse_unequal_ties(files)
     final = directory_of(checkpoints, manifest.step)
     artifact.save(replace(manifest, files=files), temporary / "manifest.json")
     try:
@@ -140,6 +148,18 @@ def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manife
     except OSError as error:
         raise ArtifactError(f"the checkpoint cannot be finished: {error.strerror}", where=str(final)) from error
     return final
+
+
+def _refuse_unequal_ties(files: Sequence[StageFile]) -> None:
+    seen: dict[str, tuple[int, str]] = {}
+    for stage in files:
+        for name, bits in stage.ties.items():
+            first, where = seen.setdefault(name, (bits, stage.file))
+            if first != bits:
+                raise AutopipeError(
+                    f"{name} is tied, and its copies are no longer equal: {where} and {stage.file} hold others",
+                    remedy="go on from an earlier checkpoint, and report the model and the plan",
+                )
 
 
 def _remove(directory: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autopipe.errors import ArtifactError
@@ -28,12 +28,13 @@ LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one stage puts into a checkpoint. ``snapshot``: its tensors, copied."""
+    """What one stage puts into a checkpoint. ``snapshot``: its tensors, copied. ``ties``: as in ``StageFile``."""
 
     stage: int
     snapshot: Snapshot
     groups: dict[str, dict[str, float]]
     scheduler: dict[str, float]
+    ties: dict[str, int] = field(default_factory=dict)
 
 
 class Saver:
@@ -67,7 +68,9 @@ class Saver:
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
             snapshot.take(state.collect(stepper.runners[stage], owned, optimizer))
             numbers = state.scheduler_numbers(stepper.schedulers[stage])
-            parts.append(Part(stage, snapshot, state.groups(owned, optimizer), numbers))
+            held = stepper.parameters(stage)
+            ties = {tie.parameter: state.bits(held[tie.parameter]) for tie in stepper.ties if tie.parameter in held}
+            parts.append(Part(stage, snapshot, state.groups(owned, optimizer), numbers, ties))
         self.write(manifest, parts)
 
     def write(self, manifest: checkpoints.Manifest, parts: Sequence[Part]) -> None:
@@ -105,7 +108,7 @@ class Saver:
             temporary = checkpoints.unfinished(self.directory, manifest.step)
             for part in parts:
                 checkpoints.write_stage(
-                    temporary, part.stage, self.num_stages, part.snapshot, part.groups, part.scheduler
+                    temporary, part.stage, self.num_stages, part.snapshot, part.groups, part.scheduler, part.ties
                 )
             if self.leads and self._all_written(temporary):
                 path = checkpoints.finish(self.directory, temporary, self.num_stages, manifest, self.keep)

@@ -48,6 +48,12 @@ def collect(
     return tensors
 
 
+def bits(tensor: torch.Tensor) -> int:
+    """Return a sum of a tensor's bit patterns: one pass, and another one for all but contrived differences."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(whole).sum(dtype=torch.int64))
+
+
 def groups(owned: Mapping[str, nn.Parameter], optimizer: Optimizer | None) -> dict[str, dict[str, float]]:
     """Return the numbers of each parameter's optimizer group (lr, weight_decay, ...), which schedulers change."""
     if optimizer is None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autopipe.errors import ArtifactError
+from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.checkpoint import Checkpoint, Manifest, unfinished, write_stage
 from autopipe.runtime.saver import Part, Saver
 from autopipe.runtime.snapshot import Snapshot
+from autopipe.runtime.state import bits
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
@@ -143,3 +144,22 @@ def test_a_session_that_fails_waits_for_nobody(tmp_path: Path) -> None:
     saver.wait()
     assert saver.finished() == []
     assert unfinished(tmp_path, 1).is_dir()
+
+
+def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: Path) -> None:
+    weight = torch.randn(5, 3)
+    other = weight.clone()
+    other[4, 2] = torch.nextafter(other[4, 2], torch.tensor(9.0))
+    assert bits(weight) == bits(weight.t().contiguous().t()) != bits(other)
+
+    def save(step: int, copy: torch.Tensor) -> Saver:
+        saver = Saver(tmp_path, 2, keep=0, leads=True)
+        parts = [Part(0, Snapshot.of({"w": weight}), {}, {}, {"w": bits(weight)})]
+        parts.append(Part(1, Snapshot.of({"b": weight}), {}, {}, {"w": bits(copy)}))
+        saver.write(manifest(step), parts)
+        return saver
+
+    save(1, weight.clone()).wait()
+    with pytest.raises(AutopipeError, match="w is tied, and its copies are no longer equal"):
+        save(2, other).wait()
+    assert checkpoints.steps(tmp_path) == [1]
