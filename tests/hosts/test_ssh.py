@@ -147,6 +147,8 @@ def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, 
 
 def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, train) -> None:
     process = train()
+    for index in (0, 1):  # the ranks meet at one address, and nothing of a run listens for everybody
+        assert hosts.listening(index) <= {"127.0.0.1", hosts.address(index)}
     hosts.ranks(1)[3].kill()
     said = ended(process, 5)
     assert process.returncode == 3

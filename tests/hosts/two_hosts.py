@@ -88,6 +88,11 @@ class Hosts:
                     found[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
         return found
 
+    def listening(self, index: int) -> set[str]:
+        """Return the addresses at which something listens on a host, sshd left out."""
+        words = (line.split() for line in run(*self.inside(index, "ss", "-Hltn")).splitlines())
+        return {word[3].rpartition(":")[0] for word in words if not word[3].endswith(":22")}
+
     def agent(self, index: int) -> psutil.Process:
         """Return a host's agent."""
         agents = [p for p in self.processes(index) if "autopipe.launch.agent" in p.cmdline()]
