@@ -91,7 +91,7 @@ def restore(
     with torch.no_grad():
         for name, tensor in {**runner.versions.masters, **held}.items():
             tensor.data = _laid_out_like(tensor, tensors[f"model.{name}"])
-    _restore_versions(checkpoint, runner.versions, step)
+    restore_versions(checkpoint, runner.versions, step)
     if optimizer is not None:
         _restore_optimizer(checkpoint, owned, optimizer)
     if scheduler is not None:
@@ -105,13 +105,15 @@ def _laid_out_like(like: torch.Tensor, value: torch.Tensor, dtype: torch.dtype |
     return torch.empty_like(like, dtype=dtype or like.dtype, requires_grad=False).copy_(value)
 
 
-def _restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: int) -> None:
+def restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: int) -> None:
+    """Take over the masters' version and the older ones that later minibatches will ask for."""
     versions.start_at(step)
     moving = versions.tensors(step)
     for back in range(1, versions.staleness + 1):
         version = step - back
-        if version < 0 or not moving:
+        if version < 0:
             break
+        # a stage without parameters holds its versions too: instructions name them
         read = checkpoint.read([f"version.{version}.{name}" for name in moving])
         versions.add_old(version, {n: _laid_out_like(moving[n], read[f"version.{version}.{n}"]) for n in moving})
 

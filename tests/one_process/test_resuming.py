@@ -15,6 +15,8 @@ from autopipe.ir.graph import Graph, Input
 from autopipe.ir.tensor import TensorSpec
 from autopipe.runtime.checkpoint import Checkpoint, directory_of
 from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.state import restore_versions
+from autopipe.runtime.weights import WeightVersions
 from autopipe.workflow.resuming import chosen, newest_intact, refuse_other_model, refuse_other_parameters
 
 
@@ -128,3 +130,10 @@ def test_another_model_is_refused_by_its_first_parameter(run: RunDirectory) -> N
         refuse_other_parameters(graph, Net(3, 4), run.path)
     with pytest.raises(RunError, match="w1 is in it no more"):
         refuse_other_parameters(graph, Net(3), run.path)
+
+
+def test_a_stage_without_parameters_holds_the_older_versions_too(run: RunDirectory) -> None:
+    versions = WeightVersions(nn.ReLU(), 2)
+    restore_versions(Checkpoint(directory_of(run.checkpoints, 4)), versions, 4)
+    assert versions.versions == (2, 3, 4)
+    versions.use(2)
