@@ -159,8 +159,7 @@ def test_without_a_command_there_is_help_and_2(run):
     [
         (["report"], "autopipe report is not there yet"),
         (["sweep", "x.toml"], "autopipe sweep is not there yet"),
-        (["train", "x.py", "--launcher", "slurm"], "--launcher slurm is not there yet"),
-        (["train", "x.py", "--hosts", "a,b"], "--launcher ssh is not there yet"),
+        (["train", "x.py", "--launcher", "slurm"], "--launcher slurm: nobody says how many ranks there are"),
         (["train", "nowhere.py", "--gpus", "2"], "there is no file nowhere.py"),
         (["plan", "--gpus", "2"], "no model was named"),
         (["generate"], "there is no plan.json"),
