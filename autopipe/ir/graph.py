@@ -97,7 +97,8 @@ class Graph:
     ``outputs``: the loss, and the weight of the loss where the user's loss returns one.
     ``parameters``/``buffers``: every one of the model under its first name, used or not; ``aliases``: other name ->
     first name. ``requires_grad`` of a parameter's spec is False where it is frozen. ``captured_by``: how it was found,
-    for people.
+    for people. ``exact``: False where the model, run plainly, was seen to round otherwise than its calls do: a library
+    that may take another way with the same numbers, as transformers does for a mask of ones.
 
     Raises: ValueError when a node reads a value that is not made before it, or state that the model does not have.
     """
@@ -111,6 +112,7 @@ class Graph:
     buffers: dict[str, TensorSpec]
     aliases: dict[str, str]
     captured_by: str = ""
+    exact: bool = True
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}

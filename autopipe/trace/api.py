@@ -76,7 +76,8 @@ def _capture(
     exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
     if model.training:
         said += coupling_notes(workload, model, item, captured.graph)
-    return dataclasses.replace(captured, exact=exact, notes=(*captured.notes, *said))
+    graph: Graph = dataclasses.replace(captured.graph, exact=exact)
+    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))
 
 
 def _verified_at(

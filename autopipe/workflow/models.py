@@ -44,10 +44,9 @@ def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: P
         _refuse_misfit(workload)
         raise
     if stored is not None and stored.graph.digest == captured.graph.digest:
-        # between which lengths the graph is the model was found out on real batches
-        captured = dataclasses.replace(
-            captured, graph=dataclasses.replace(captured.graph, symbols=stored.graph.symbols)
-        )
+        # between which lengths the graph is the model, and how exactly, was found out on real batches
+        known = dataclasses.replace(captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact)
+        captured = dataclasses.replace(captured, graph=known)
     return Model(workload, captured)
 
 

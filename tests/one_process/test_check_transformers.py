@@ -41,13 +41,9 @@ MODELS = {
 }
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gpt2", "llama"))) for n in MODELS]
-)
-def test_a_raw_model_trains_in_two_and_three_stages_as_it_does_plainly(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model, config, options, batch = MODELS[name]
+def checked(name, folder, num_stages, batch):
+    """Write a model file as a user would, and return what the check of it prints."""
+    model, config, options, _ = MODELS[name]
     text = f"""
 import torch, transformers
 def build_model():
@@ -56,10 +52,28 @@ def data(batch_size=6):
     generator = torch.Generator().manual_seed(0){textwrap.dedent(batch).replace(chr(10), chr(10) + "    ")}
     return [batch] * 2
 """
-    (tmp_path / f"raw_{name}.py").write_text(text)
+    (folder / f"raw_{name}.py").write_text(text)
+    done = CliRunner().invoke(autopipe, ["check", f"raw_{name}.py", "--gpus", str(num_stages), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+SOONER = ("gpt2", "llama")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOONER else [pytest.mark.slow]) for n in MODELS])
+def test_a_raw_model_trains_in_two_and_three_stages_as_it_does_plainly(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for num_stages in (2, 3):
-        done = CliRunner().invoke(autopipe, ["check", f"raw_{name}.py", "--gpus", str(num_stages), "--json"])
-        assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["equal"] is True
+        assert checked(name, tmp_path, num_stages, MODELS[name][3])["equal"] is True
         plan = json.loads((tmp_path / ".autopipe" / "plan.json").read_text())
         assert len(plan["stages"]) == num_stages
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_mask_of_ones_makes_a_model_round_otherwise_when_nobody_looks_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = checked("llama", tmp_path, 2, TEXT.replace("mask[::2, 9:] = 0", ""))
+    assert found["equal"] is True
+    assert found["bitwise"] or any("a mask of ones" in warning for warning in found["warnings"])
