@@ -168,6 +168,7 @@ def explained(error: Exception, construct: str) -> TraceError:
     )
 
 
+MORE_CALLS = "the model makes more calls than for a batch of another shape"
 UNSEEN = "was made by a call that cannot be followed"
 
 

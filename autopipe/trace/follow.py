@@ -36,7 +36,7 @@ Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
 class Followed:
     """What one pass found. ``sizes``: its number of samples, and its ``lengths``, where they are free to vary.
 
-    ``reads_training``: the user's code asks for the mode.
+    ``reads_training``: the user's code asks for the mode. ``num_calls``: as they were recorded, before tidying up.
     """
 
     recorder: Recorder
@@ -45,6 +45,7 @@ class Followed:
     sizes: tuple[int, ...]
     reads_training: bool
     lengths: tuple[Length, ...] = ()
+    num_calls: int = 0
 
     @property
     def graph(self) -> fx.Graph:
@@ -75,13 +76,14 @@ def follow(
     watch: bool = False,
     answer: bool = False,
     forward: Forward | None = None,
+    most: int = 0,
 ) -> Followed:
     """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
 
     Dimension 0 of every leaf with as many entries as the first one is the batch. ``batch``: follow a batch of so many
     samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
     refuse at the very line that draws from Python's or numpy's random numbers. ``answer``: keep data-dependent
-    decisions as this batch makes them (symbolic only).
+    decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
 
     Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
     """
@@ -96,6 +98,7 @@ def follow(
     borrowed = Borrowed(model, mode, sized[0].device)
     with borrowed:
         recorder = Recorder(borrowed, symbols, watch=watch)
+        recorder.most = most
         given = {place: size for length, size in lengths for place in length.places}
         fakes = {name: _fake_leaf(mode, name, leaf, count, batch, given) for name, leaf in leaves.items()}
         for name, fake in fakes.items():
@@ -112,11 +115,13 @@ def follow(
     if drawn and not watch:
         raise _coin(workload, model, item, drawn, answer=answer)
     _check_batch(symbols, shape_env, count)
+    num_calls = len(recorder.graph.nodes)
     _clone_changed_inputs(recorder.graph)
     join(recorder.graph, batch or count)
     remove_unused(recorder.graph)
     sizes = (batch or count, *(size for _, size in lengths))
-    return Followed(recorder, borrowed, symbols, sizes, reads.seen, tuple(length for length, _ in lengths))
+    free = tuple(length for length, _ in lengths)
+    return Followed(recorder, borrowed, symbols, sizes, reads.seen, free, num_calls)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from autopipe.trace.assemble import assemble
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.describe import describe
 from autopipe.trace.evaluation import Arguments, evaluation_arguments
-from autopipe.trace.explain import depends_on_data, place_of, went_unseen
+from autopipe.trace.explain import MORE_CALLS, depends_on_data, place_of, went_unseen
 from autopipe.trace.exported import NotExportable, export
 from autopipe.trace.fit import Fit
 from autopipe.trace.follow import Followed, Forward, follow
@@ -95,7 +95,7 @@ class Ladder:
         for attempt in range(max(map(len, others), default=0)):
             given = tuple((a, sizes[min(attempt, len(sizes) - 1)]) for a, sizes in zip(lengths, others, strict=True))
             try:
-                wide = self._follow(batch=many, lengths=given)
+                wide = self._follow(batch=many, lengths=given, most=narrow.num_calls)
                 free = dataclasses.replace(
                     narrow, sizes=(self.batch, *(length.size for length in lengths)), lengths=lengths
                 )
@@ -105,6 +105,8 @@ class Ladder:
                 break  # it was followed, and is another graph: a shorter one will be, too
             except TraceError as why:
                 whys.append(why)
+                if why.what == MORE_CALLS:
+                    break  # a loop over the sequence
         try:
             return Fit(narrow, self._follow(batch=many))
         except (OtherWay, TraceError) as why:

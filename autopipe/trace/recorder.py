@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe import guards
 from autopipe.trace.borrowed import Borrowed
-from autopipe.trace.explain import calling_frame, here, places_of, unsupported, where_short
+from autopipe.trace.explain import MORE_CALLS, calling_frame, here, places_of, unsupported, where_short
 from autopipe.trace.known import Known
 from autopipe.trace.leaves import is_leaf, written_statistics
 from autopipe.trace.opaque import Opaque
@@ -65,6 +65,7 @@ class Recorder(TorchFunctionMode):
         self.custom_functions: list[str] = []
         self.construct = ""  # the call that runs now, for messages
         self.opaque = Opaque(symbols.shape_env)
+        self.most = 0  # calls after which a second recording is given up; 0: none
         # the user's line and modules of what runs now, where another program stands in for the model
         self.given: tuple[tuple[str, int] | None, tuple[tuple[str, str, int], ...]] | None = None
         self.reads: Reads | None = None
@@ -379,6 +380,8 @@ class Recorder(TorchFunctionMode):
     def _tag(self, node: fx.Node) -> None:
         if self.watch and self.borrowed.snapshot.random_drawn():
             raise unsupported("random numbers from outside of torch", "")
+        if self.most and len(self.graph.nodes) > self.most:
+            raise unsupported(MORE_CALLS, "")
         frame = calling_frame()
         if self.given is not None:
             source, stack = self.given

@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 from trace_cases import Toy, tokens, vectors
 
+from autopipe.errors import TraceError
 from autopipe.ir.tensor import evaluate
-from autopipe.trace import capture
+from autopipe.trace import capture, ladder
 from autopipe.trace.align import OtherWay
+from autopipe.trace.explain import MORE_CALLS
 from autopipe.trace.lengths import found_lengths, other_lengths, shorter
 from autopipe.trace.sizes import Size
 
@@ -211,3 +213,19 @@ def test_what_cannot_be_told_from_vectors_stays_as_it_was():
     captured = capture(Toy(lambda: nn.Sequential(nn.Linear(4, 4)), lambda n, g: {"input": vectors(n, g)["x"]},
                            loss=lambda output, item: output.pow(2).mean()))  # fmt: skip
     assert len(captured.graph.symbols) == 1
+
+
+def test_a_loop_over_the_sequence_is_given_up_as_soon_as_it_turns_more_often(monkeypatch):
+    passes = []
+    original = ladder.follow
+
+    def follow(*arguments, **options):
+        try:
+            return original(*arguments, **options)
+        except TraceError as error:
+            passes.append(error.what)
+            raise
+
+    monkeypatch.setattr(ladder, "follow", follow)
+    capture(Toy(Unrolled, tokens), verify=False)
+    assert passes == [MORE_CALLS]
