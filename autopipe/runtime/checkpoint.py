@@ -27,7 +27,7 @@ from autopipe.runtime.snapshot import Snapshot
 
 _FILE = re.compile(r"stage-\d+-of-\d+\.safetensors")
 _STEP = re.compile(r"step-(\d{8,})")
-_HALF = re.compile(r"step-\d{8,}\.(tmp|old)")
+_HALF = re.compile(r"step-\d{8,}\.(tmp|old)|\.latest\.\d+\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,12 @@ def _remove(directory: Path) -> None:
 def clear_unfinished(checkpoints: Path) -> None:
     """Remove what a crash left half written or half removed. Nobody may be writing."""
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        if _HALF.fullmatch(path.name):
+        if not _HALF.fullmatch(path.name):
+            continue
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def set_aside(checkpoints: Path, step: int) -> list[int]:

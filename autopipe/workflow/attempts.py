@@ -25,7 +25,7 @@ from autopipe.workflow.checking import write_run
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import Restart
-from autopipe.workflow.resuming import newest_intact
+from autopipe.workflow.resuming import lacking_version, newest_intact
 from autopipe.workflow.settings import Events, PlanSettings, TrainSettings
 from autopipe.workflow.shortage import advise
 from autopipe.workflow.steps import Prepared, prepare
@@ -92,7 +92,7 @@ class Attempts:
         what, where, reached = _failure(error, self.listener)
         start = newest_intact(self.run)
         if self.settings.elastic and self.prepared.plan.num_ranks > 1:
-            self._shrink(error)
+            self._shrink(error, start)
         ranks = self.prepared.plan.num_ranks
         restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
         self.restarts.append(restart)
@@ -102,7 +102,7 @@ class Attempts:
             write_run(self.run.path, self.make_job(self.settings, self.prepared, start), self.prepared)
         return start
 
-    def _shrink(self, error: WorkerError) -> None:
+    def _shrink(self, error: WorkerError, start: int) -> None:
         """Plan for the ranks that are left: without the host of the failed rank, else without the rank."""
         launched, plan = self.settings.launch, self.prepared.plan
         left = tuple(host for host in launched.hosts if host.name != error.host)
@@ -120,14 +120,22 @@ class Attempts:
             microbatch_size=None,
         )
         with only_one(self.settings.plan.work_dir, "prepares a run"):
-            self.prepared = self._planned(wanted)
+            self.prepared = self._planned(wanted, start)
 
-    def _planned(self, wanted: PlanSettings) -> Prepared:
-        """Return a plan, under another schedule where the run's own cannot run on so few."""
+    def _planned(self, wanted: PlanSettings, start: int) -> Prepared:
+        """Return a plan, under another schedule where the run's own cannot run on so few, or lacks older weights."""
         try:
-            return prepare(wanted, self._progress)
+            made = prepare(wanted, self._progress)
         except PlanError:
             return prepare(dataclasses.replace(wanted, schedule="auto"), self._progress)
+        if start < 0:
+            return made
+        source = checkpoints.Checkpoint(checkpoints.directory_of(self.run.checkpoints, start))
+        what = lacking_version(source, made.plan, made.graph)
+        if not what:
+            return made
+        self.events("note", {"text": f"goes on under 1f1b: {what}"})
+        return prepare(dataclasses.replace(wanted, schedule="1f1b"), self._progress)
 
     def _progress(self, what: str, fraction: float) -> None:
         self.events("progress", {"what": what, "fraction": fraction})

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from autopipe.errors import ArtifactError, RunError
 from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
 from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime.check import staleness
 from autopipe.runtime.checkpoint import Checkpoint
 from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.layout import Layout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +83,28 @@ def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
         where=str(source.directory),
         remedy="bring the model back as it was, or start a new run (another --run-dir)",
     )
+
+
+def lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> str:
+    """Say which older weights a plan's schedule asks for and the checkpoint does not hold, "" where it has all."""
+    step, held = source.manifest.step, set(source.names)
+    for name, delta in staleness(Layout.of(plan, graph)).items():
+        for version in range(max(step - delta, 0), step):
+            if graph.parameters[name].requires_grad and f"version.{version}.{name}" not in held:
+                return f"{plan.schedule} asks for {name} as it was after step {version}, and the checkpoint has it not"
+    return ""
+
+
+def refuse_lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> None:
+    """Refuse to go on under a schedule with stale weights that were not kept. Raises: RunError."""
+    what = lacking_version(source, plan, graph)
+    if what:
+        raise RunError(
+            what,
+            where=str(source.directory),
+            remedy="go on with the plan that it was made under, or with a schedule without stale weights: "
+            "--schedule 1f1b",
+        )
 
 
 def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None:

@@ -21,7 +21,7 @@ from autopipe.workflow.finished import evaluate, find_run
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import TrainResult
-from autopipe.workflow.resuming import chosen, refuse_other_model
+from autopipe.workflow.resuming import chosen, refuse_lacking_version, refuse_other_model
 from autopipe.workflow.settings import Events, TrainSettings
 from autopipe.workflow.steps import Prepared, prepare
 
@@ -146,6 +146,7 @@ def _existing(settings: TrainSettings, held: contextlib.ExitStack, prepared: Pre
     held.enter_context(only_one(path, "trains"))
     source = chosen(RunDirectory(path), settings.resume_step)
     refuse_other_model(source, prepared.graph)
+    refuse_lacking_version(source, prepared.plan, prepared.graph)
     return path, source.manifest.step
 
 

@@ -204,3 +204,12 @@ def test_training_starts_from_exported_weights_at_any_number_of_ranks(tmp_path: 
     assert one[0] < train(tmp_path / "fresh", target, gpus=1, steps=1).losses[0]
     with pytest.raises(RunError, match="the weights lack"):
         train(tmp_path / "other", SAMPLES / "resnet.py", gpus=1, steps=1, init_from=weights)
+
+
+def test_a_schedule_with_stale_weights_needs_a_checkpoint_that_kept_them(tmp_path: Path) -> None:
+    target = SAMPLES / "resnet.py"
+    train(tmp_path, target, gpus=2, steps=2)
+    with pytest.raises(RunError, match=r"2bw asks for \S+ as it was after step 1, and the checkpoint has") as caught:
+        train(tmp_path, target, gpus=2, steps=3, schedule="2bw", resume=True)
+    assert "--schedule 1f1b" in caught.value.remedy
+    assert train(tmp_path, target, gpus=2, steps=3, schedule="gpipe", resume=True).step == 3

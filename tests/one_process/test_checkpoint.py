@@ -164,6 +164,7 @@ def test_going_on_from_an_earlier_step_sets_the_later_ones_aside(tmp_path: Path)
 def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     unfinished(tmp_path, 2).mkdir()
+    (tmp_path / ".latest.123.tmp").write_text("step-0")
     clear_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
     clear_unfinished(tmp_path / "not there")
