@@ -64,6 +64,7 @@ class Snapshot:
             }
             begin = end
         if begin > self._buffer.numel():
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go first
             self._buffer = torch.empty(begin, dtype=torch.uint8, pin_memory=self._pinned)
         self._fill([tensors[name] for name in names])
         text = json.dumps(header, separators=(",", ":")).encode()

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from autopipe.errors import AutopipeError, RunError, unknown_choice
+from autopipe.errors import RunError, unknown_choice
 from autopipe.ir.graph import Graph
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import dcp
@@ -32,7 +32,7 @@ from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.weight_files import INDEX
 from autopipe.workflow.finished import find_run
 from autopipe.workflow.results import ExportResult
-from autopipe.workflow.resuming import refuse_other_parameters
+from autopipe.workflow.resuming import refuse_other_parameters, skeleton
 from autopipe.workflow.settings import EXPORT_FORMATS, ExportSettings
 from autopipe.workload import Workload
 
@@ -114,13 +114,9 @@ def _checkpoint(run: RunDirectory, step: int | None) -> Checkpoint:
 def _model(run: RunDirectory, source: Checkpoint) -> nn.Module:
     """Return the run's model, without memory for its parameters where all that is wanted of it is in the checkpoint."""
     workload, graph = Workload.from_spec(run.plan().workload), run.graph()
-    try:
-        model = workload.build_model(empty=True)
-        held = set(source.names)
-        wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
-        if not all(f"model.{name}" in held or name in graph.parameters for name in wanted):
-            model = workload.build_model()
-    except AutopipeError:
+    model, held = skeleton(workload), set(source.names)
+    wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
+    if not all(f"model.{name}" in held or name in graph.parameters for name in wanted):
         model = workload.build_model()
     refuse_other_parameters(graph, model, run.path)
     return model

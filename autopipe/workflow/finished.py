@@ -12,7 +12,7 @@ from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.results import EvaluateResult
-from autopipe.workflow.resuming import refuse_other_parameters
+from autopipe.workflow.resuming import refuse_other_parameters, skeleton
 from autopipe.workflow.settings import EvaluateSettings, Events
 from autopipe.workload import Workload
 
@@ -50,7 +50,7 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
     if not step:
         raise RunError(f"there is no checkpoint in {run.checkpoints}", remedy="autopipe train")
     checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0])).verify()
-    refuse_other_parameters(run.graph(), Workload.from_spec(plan.workload).build_model(), run.path)
+    refuse_other_parameters(run.graph(), skeleton(Workload.from_spec(plan.workload)), run.path)
     listener = Listener(run, events or (lambda kind, fields: None), plan.num_ranks)
     start = time.time()
     launch(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.errors import ArtifactError, RunError
+from autopipe.errors import ArtifactError, AutopipeError, RunError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.runtime import checkpoint as checkpoints
@@ -17,6 +17,8 @@ from autopipe.runtime.layout import Layout
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from autopipe.workload import Workload
 
 _PREFIX = "model."
 
@@ -105,6 +107,14 @@ def refuse_lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> None
             remedy="go on with the plan that it was made under, or with a schedule without stale weights: "
             "--schedule 1f1b",
         )
+
+
+def skeleton(workload: Workload) -> nn.Module:
+    """Return the model without memory for its parameters, where it can be built so: their shapes are what is wanted."""
+    try:
+        return workload.build_model(empty=True)
+    except AutopipeError:
+        return workload.build_model()
 
 
 def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None:
