@@ -132,6 +132,8 @@ def place_of(error: BaseException) -> str:
 
 def depends_on_data(error: BaseException | None) -> bool:
     """Tell whether a call failed because a number, or a size, is only known when it runs."""
+    if isinstance(error, (LookupError, AttributeError)):
+        return "FakeTensor(" in str(error)  # a name that holds a number of the data's: f"expert_{index}"
     return isinstance(error, DATA_DEPENDENT) or (isinstance(error, RuntimeError) and _CONCRETE in str(error))
 
 

@@ -196,7 +196,8 @@ def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:
         if now is None or now.shape != fake.shape or now.dtype != fake.dtype:
             raise TraceError(
                 f"buffer {name} is bound to a tensor of another shape or dtype in the forward",
-                remedy="keep its shape and dtype, or keep the value out of the module",
+                remedy="where the first forward fills it in, run the model on one batch before build_model returns it; "
+                "else keep its shape and dtype, or keep the value out of the module",
             )
         with torch.no_grad():
             fake.copy_(now)

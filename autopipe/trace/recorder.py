@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from autopipe import guards
@@ -38,7 +38,6 @@ from autopipe.trace.reads import Reads
 from autopipe.trace.symbols import Symbols
 from autopipe.trace.targets import Call, property_name, written
 from autopipe.trace.values import (
-    ANSWERED,
     NEVER_RECORDED,
     OF_ITSELF,
     PLAIN_PROPERTIES,
@@ -47,6 +46,7 @@ from autopipe.trace.values import (
     SYMBOLIC,
     RandomCount,
     effective_autocast,
+    is_answered,
     tensors_in,
     version_of,
 )
@@ -126,7 +126,7 @@ class Recorder(TorchFunctionMode):
             raise unsupported("torch.autograd.grad inside the forward cannot be cut into stages", "leave it out")
         if name == "__set__":
             return self._set(func, args)
-        if self.reads is not None and name in ANSWERED and args and isinstance(args[0], FakeTensor):
+        if self.reads is not None and is_answered(name, args):
             return self._answer(func, name, args, kwargs)
         run = self.opaque.function(name) or func
         return self._call(lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name=name)
@@ -230,7 +230,7 @@ class Recorder(TorchFunctionMode):
             node = self._record(written(func, args, kwargs), [], (0, 0))
             answer = self._real(self.reads.number, node)
         self.expect(node, answer)
-        return answer
+        return format(answer, args[1]) if name == "__format__" else answer
 
     def expect(self, node: fx.Node, answer: Any) -> None:
         """Record that a value must be what it was for the captured batch."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.draws import is_random
@@ -17,7 +18,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 SILENT = {"batch_norm", "instance_norm"}
 OF_ITSELF: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool, "is_nonzero": bool, "__int__": int, "__float__": float, "__index__": int,
-    "tolist": lambda found: found,
+    "tolist": lambda found: found, "__format__": lambda found: found,
 }  # fmt: skip
 ANSWERED = {*OF_ITSELF, "equal", "allclose", "__contains__"}
 REFUSED = {
@@ -28,6 +29,16 @@ REFUSED = {
     ),
     "register_post_accumulate_grad_hook": ("a gradient hook in the forward", "register it once, outside of forward"),
 }
+
+
+def is_answered(name: str, args: tuple[Any, ...]) -> bool:
+    """Tell whether a call reads numbers in a way that a real batch can answer.
+
+    Text of a whole number may name a layer (``f"expert_{index}"``); that of any other is printed, and decides nothing.
+    """
+    if name not in ANSWERED or not args or not isinstance(args[0], FakeTensor):
+        return False
+    return name != "__format__" or (args[0].dim() == 0 and not args[0].is_floating_point())
 
 
 class RandomCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation

@@ -65,7 +65,9 @@ def conversations(n: int, generator: torch.Generator) -> Batch:
     found = captions(n, generator)
     found["input_ids"] = torch.randint(3, IMAGE_TOKEN, (n, 24), generator=generator)
     found["input_ids"][:, 2:18] = IMAGE_TOKEN
-    return {**found, "labels": found["input_ids"], "attention_mask": torch.ones(n, 24, dtype=torch.long)}
+    mask = torch.ones(n, 24, dtype=torch.long)
+    mask[::2, 21:] = 0
+    return {**found, "labels": found["input_ids"], "attention_mask": mask}
 
 
 def questions(n: int, generator: torch.Generator) -> Batch:

@@ -164,3 +164,17 @@ def test_what_a_function_returns_has_the_callers_name_and_sizes_are_written_wher
     ]  # fmt: skip
     assert "x = self.layers[0](x)\n" in text and "x = self.layers[1](" in text
     assert "x.view(batch * 2, 2)" in text
+
+
+class Looked(Base):
+    """Takes its layer by a name that holds a number of the data's."""
+
+    def forward(self, x):
+        layers = nn.ModuleDict({"layer_0": self.a, "layer_1": self.b})
+        which = (x.sum() > 0).long()
+        return layers[f"layer_{which}"](x).pow(2).mean()
+
+
+def test_a_layer_taken_by_a_name_of_the_datas_is_a_kept_decision():
+    captured = capture(Toy(Looked, vectors), allow_data_dependent=True)
+    assert [node.target for node in captured.graph.nodes if "guards" in node.target] == ["autopipe.guards.expect"]
