@@ -57,14 +57,14 @@ class Agents:
         self._lost: dict[int, str] = {}
         self._waiting: list[tuple[int, dict[str, Any]]] = []
         self._beaten = time.monotonic()
-        try:
-            for host in hosts:
-                self.links.append(Link(host, command_of(host, settings)))
-        except OSError as error:
-            self.close()
-            raise RunError(
-                f"ssh cannot be started: {error.strerror}", remedy="install OpenSSH's client, or check --remote-python"
-            ) from None
+        for host in hosts:
+            command = command_of(host, settings)
+            try:
+                self.links.append(Link(host, command))
+            except OSError as error:
+                self.close()
+                remedy = "install OpenSSH's client" if command[0] == "ssh" else "check --remote-python"
+                raise RunError(f"{command[0]} cannot be started: {error.strerror}", remedy=remedy) from None
 
     def hear(self, timeout: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """Return (host's index, message) of what has arrived within ``timeout`` seconds.
