@@ -107,9 +107,7 @@ class Batches:
                     found = next(iterator)
                 except StopIteration:
                     break
-            item = items.normalised(found, hook.label)
-            items.check_samples_first(item, hook.label, batch_size)
-            yield item
+            yield self._checked(found, hook, batch_size)
             count += 1
         if not count:
             again = " (it ran out: return an iterable that starts anew)" if epoch else ""
@@ -155,8 +153,15 @@ class Batches:
             found = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
         if not isinstance(found, Mapping) and ("loss" not in self.hooks or isinstance(found, Tensor)):
             found = self._as_item(found, hook)
-        item = items.normalised(found, hook.label)
-        items.check_samples_first(item, hook.label, batch_size)
+        return self._checked(found, hook, batch_size)
+
+    @staticmethod
+    def _checked(found: Any, hook: Hook, batch_size: int | None) -> Item:
+        try:
+            item = items.normalised(found, hook.label)
+            items.check_samples_first(item, hook.label, batch_size)
+        except ModelFileError as error:
+            raise ModelFileError(error.what, where=error.where or hook.path, remedy=error.remedy) from None
         return item
 
     def _as_item(self, found: Any, hook: Hook) -> Any:

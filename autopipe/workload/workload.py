@@ -292,8 +292,12 @@ class Workload:
                     f"a dict becomes keyword arguments, and forward takes ({', '.join(self._forward_names)}); "
                     "for a model that takes the dict itself, let data give ((batch,), target)"
                 )
+            fits = isinstance(error, (AttributeError, NameError, KeyError, ImportError, OSError, ArithmeticError))
+            said = f"{self.name} failed on a batch" if fits else f"the batch does not fit {self.name}"
+            if fits:
+                remedy = "correct that line; calling the model on one batch by itself shows the same error"
             raise ModelFileError(
-                f"the batch does not fit {self.name} ({items.shapes(item)}): {type(error).__name__}: {error}",
+                f"{said} ({items.shapes(item)}): {type(error).__name__}: {error}",
                 where=user_line(error, self._path),
                 remedy=remedy,
             ) from error

@@ -169,6 +169,21 @@ def test_a_module_without_forward_is_told_so(load) -> None:
     assert "return self.training_step(batch, 0)" in caught.value.remedy
 
 
+def test_a_slip_in_the_loss_is_not_the_batchs_fault(load) -> None:
+    workload = load("\ndef loss(output, target):\n    return output.shapee\n")
+    item = workload.example_item(4)
+    with pytest.raises(ModelFileError, match=r"failed on a batch .*AttributeError") as caught, workload.explained(item):
+        workload.loss(workload.build_model(), item)
+    assert "in loss: return output.shapee" in caught.value.where
+
+
+def test_a_batch_that_cannot_be_cut_says_whose_it_is(load) -> None:
+    workload = load(LOSS + "\ndef data(): return [(torch.zeros(4), torch.zeros(4).numpy())]\n")
+    with pytest.raises(ModelFileError, match=r"gave a numpy\.ndarray at target") as caught:
+        next(workload.items())
+    assert caught.value.where.endswith("net.py")
+
+
 def test_an_output_that_is_no_loss_asks_for_a_loss_and_not_for_a_mean(load) -> None:
     workload = load("")
     with pytest.raises(ModelFileError, match=r"a tensor of shape \(4, 3\)\) carries no loss") as caught:
