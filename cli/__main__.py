@@ -1,5 +1,5 @@
 """``python -m autopipe.cli``: the same command, where only the interpreter's path is known."""
 
-from autopipe.cli.main import main
+from .main import main
 
 main()
