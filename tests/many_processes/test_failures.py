@@ -53,6 +53,7 @@ def test_the_users_own_error_is_shown_with_rank_stage_and_instruction(start, tmp
     assert "F3@2" in err or "F2:3@2" in err
     assert "stage_1.py:" in err or "stage_0.py:" in err
     assert "self.table(" in err
+    assert ", which is Net, model.py:" in err
     assert "Connection closed" not in err
     assert "Traceback" not in err
 

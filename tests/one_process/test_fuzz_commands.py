@@ -15,6 +15,7 @@ from mutations import FUZZING, as_json, damaged, mutated
 
 from autopipe.cli.main import autopipe
 from autopipe.errors import ArtifactError, AutopipeError
+from autopipe.launch import meeting, wire
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.snapshot import Snapshot
 from autopipe.workflow import runs
@@ -243,3 +244,24 @@ def test_a_checkpoint_cannot_point_out_of_its_folder(saved: Path, tmp_path: Path
         (folder / "manifest.json").write_text(json.dumps(document))
         with pytest.raises(ArtifactError):
             checkpoints.Checkpoint(folder)
+
+
+# -- what arrives over the network -------------------------------------------------------------------------------------
+
+HELLO = {
+    "kind": "hello", "host": "h1", "version": "0.1", "rank": 1, "local_rank": 0, "local_world_size": 1, "world_size": 2
+}  # fmt: skip
+
+
+@FUZZING
+@given(mutated(HELLO).map(as_json) | damaged(as_json(HELLO)))
+def test_whoever_connects_to_rank_0_is_a_member_or_a_stranger(data: bytes) -> None:
+    class Told:
+        def receive(self) -> list[dict[str, Any]]:
+            return [wire._message(line) for line in data.split(b"\n")]
+
+    found = meeting._introduced(Told())
+    if found is not None:
+        member, version, world_size = found
+        assert isinstance(version, str)
+        assert {type(member.rank), type(member.local_rank), type(world_size)} == {int}
