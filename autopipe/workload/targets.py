@@ -229,5 +229,5 @@ def user_line(error: BaseException, path: str) -> str:
 def _is_installed(filename: str) -> bool:
     """Whether a file is ours, an installed package's or the standard library's."""
     paths = sysconfig.get_paths()
-    folders = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), Path(__file__).parents[1]]
+    folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")] + [Path(__file__).parents[1]]
     return not Path(filename).is_file() or any(Path(filename).is_relative_to(folder) for folder in folders)
