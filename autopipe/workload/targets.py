@@ -218,7 +218,7 @@ def user_line(error: BaseException, path: str) -> str:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if path and frame.filename == path]
-    others = [frame for frame in frames if not _is_installed(frame.filename)]
+    others = [frame for frame in frames if not is_installed(frame.filename)]
     if not own and not others:
         return path
     frame = (own or others)[-1]
@@ -226,8 +226,9 @@ def user_line(error: BaseException, path: str) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
 
 
-def _is_installed(filename: str) -> bool:
-    """Whether a file is ours, an installed package's or the standard library's."""
+def is_installed(filename: str) -> bool:
+    """Whether a file is ours, an installed package's or the standard library's, or none at all."""
     paths = sysconfig.get_paths()
-    folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")] + [Path(__file__).parents[1]]
-    return not Path(filename).is_file() or any(Path(filename).is_relative_to(folder) for folder in folders)
+    folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    path = Path(filename)
+    return not path.is_file() or any(path.is_relative_to(folder) for folder in (*folders, Path(__file__).parents[1]))
