@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 
 import click
 
-from autopipe import errors
 from autopipe.errors import AutopipeError, ModelFileError, RunError, ScheduleError, WorkerError
 
 from .terminal import Terminal
@@ -114,12 +112,12 @@ def _of_the_users_code(error: Exception) -> AutopipeError | None:
     short = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
     if short or type(error).__name__ == "OutOfMemoryError":
         return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
-    paths = sysconfig.get_paths()
-    known = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    known += [Path(__file__).parent, Path(errors.__file__).parent]
+    from autopipe.workload.targets import is_installed  # torch is loaded where a user's code was running
+
+    commands = Path(__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.is_file() and not any(path.is_relative_to(folder) for folder in known):
+        if not is_installed(frame.filename) and not path.is_relative_to(commands):
             return ModelFileError(
                 f"code of yours raised {type(error).__name__}: {error}",
                 where=f"{path}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from pathlib import Path
-
-import torch
 
 from autopipe.generate.origin import users_place
 from autopipe.ir.graph import Graph
+from autopipe.workload.targets import is_installed
 
 
 def place(error: BaseException, graph: Graph | None) -> str:
@@ -22,10 +20,7 @@ def place(error: BaseException, graph: Graph | None) -> str:
 
 
 def _line(error: BaseException) -> str:
-    installed = Path(torch.__file__).parents[1]
-    ours = Path(__file__).parents[1]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_file() and not path.is_relative_to(installed) and not path.is_relative_to(ours):
-            return f"{path}:{frame.lineno}: {(frame.line or '').strip()}"
+        if not is_installed(frame.filename):
+            return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"
     return ""
