@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 SEED ?= 0
+JOBS ?= 1
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
@@ -28,7 +29,7 @@ test-all: $(READY) hosts-tools ## all tests, also the slow ones and those on sev
 	$(BIN)/python -m pytest
 
 test-hosts: $(READY) hosts-tools ## training on several hosts: ssh, torchrun, a real SLURM; needs root
-	$(BIN)/python -m pytest -m hosts tests/hosts
+	$(BIN)/python -m pytest -m hosts tests/hosts tests/chaos
 
 hosts-tools: ## what the tests on several hosts need, from Debian's packages; without them they are skipped, and say so
 	@bash tests/hosts/tools.sh
@@ -40,9 +41,10 @@ fuzz: $(READY) ## damage to every file that is read, at length: make fuzz FUZZ=1
 test-gpu: $(READY) ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu
 
-chaos: $(READY) hosts-tools ## many single faults at random, here and on two hosts; SEED=n for others
-	AUTOPIPE_FAULTS=100 AUTOPIPE_FAULTS_SEED=$(SEED) $(BIN)/python -m pytest tests/many_processes/test_random_faults_here.py
-	AUTOPIPE_FAULTS=30 AUTOPIPE_FAULTS_SEED=$(SEED) $(BIN)/python -m pytest tests/hosts/test_random_faults.py
+FAULTS ?= 100
+HOST_FAULTS ?= $(if $(filter file,$(origin FAULTS)),30,0)
+chaos: $(READY) hosts-tools ## single faults at random, here and on two hosts; one of them again: make chaos FAULTS=1 SEED=7
+	$(BIN)/python tests/chaos/chaos_main.py --faults $(FAULTS) --host-faults $(HOST_FAULTS) --seed $(SEED) --jobs $(JOBS)
 
 lint: $(READY) ## ruff: rules and layout of the code
 	$(BIN)/ruff check .

@@ -1,0 +1,141 @@
+"""``Case``: one fault, drawn from a seed: what is done to whom and when, and to which run.
+
+::
+
+    moment   start    check      step                 save              restart                   resume
+             ranks    one step   minibatch ``step``   a checkpoint is   the attempt after         the run that goes on
+             appear   compared   is done              being written     another rank was killed   after a clean stop
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import dataclass
+
+STEPS, WATCHDOG = 30, 5.0
+# beyond the watchdog, from the fault to the end of the last process
+MOST_SECONDS = 10.0
+SCHEDULES = ("1f1b", "gpipe", "2bw", "pipedream")
+TO_RANKS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGABRT": signal.SIGABRT, "SIGSTOP": signal.SIGSTOP}
+STOPS = {"stop SIGTERM": signal.SIGTERM, "stop SIGINT": signal.SIGINT, "stop SIGUSR1": signal.SIGUSR1}
+STOPS |= {"stop SIGHUP": signal.SIGHUP}
+_RUNNING = ("start", "step", "save", "restart", "resume")
+# kind -> (how often, when)
+_HERE = {
+    **dict.fromkeys(TO_RANKS, (3, _RUNNING)),
+    "exception": (3, ("step",)),
+    "rank SIGTERM": (1, ("step", "save")),
+    **dict.fromkeys(STOPS, (1, (*_RUNNING, "check"))),
+    "supervisor": (3, (*_RUNNING, "check")),
+    "fork server": (2, _RUNNING),
+    "disk full": (2, ("start", "step", "save")),
+    "read-only": (2, ("check", "step", "save")),
+    "two runs": (1, ("start", "step", "save")),
+    "clock": (1, ("start", "step", "save")),
+}
+_HOSTS = {
+    **dict.fromkeys(TO_RANKS, (1, ("start", "step", "save", "restart"))),
+    "agent": (2, ("start", "step", "save", "restart")),
+    "fork server": (1, ("start", "step", "save")),
+    "ssh client": (2, ("start", "step", "save")),
+    "link": (2, ("start", "step", "save")),
+    "supervisor": (2, ("start", "step", "save")),
+}
+
+MODEL = """
+import os
+import select
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(6))
+        self.tables = nn.ModuleList(nn.Embedding(10, 24) for _ in range(6))
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(24, 1)
+    def forward(self, x, index):
+        for number in range(6):
+            x = self.blocks[number](x + self.tables[number](index[:, number]))
+        return self.head(self.drop(x))
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    bad_step, bad_table = map(int, os.environ.get("AUTOPIPE_CHAOS_BAD", "-1:0").split(":"))
+    for step in range(30):
+        select.select([], [], [], 0.05)  # a run of some seconds
+        index = torch.randint(0, 10, (batch_size, 6), generator=g)
+        if step == bad_step:
+            index[5, bad_table] = 99
+        yield (torch.randn(batch_size, 24, generator=g), index), torch.randn(batch_size, 1, generator=g)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``whom``: the rank, or the host, that something is done to. ``late``: seconds after the moment.
+
+    ``first``: for the moment "restart", the rank that is killed before. ``restarts``: --max-restarts.
+    """
+
+    number: int
+    seed: int
+    kind: str
+    moment: str
+    whom: int
+    step: int
+    late: float
+    ranks: int
+    schedule: str
+    every: int
+    restarts: int
+    first: int
+    hosts: bool = False
+
+    @staticmethod
+    def at_random(seed: int, *, hosts: bool = False, number: int = 0) -> Case:
+        """Return the case of a seed: the same seed, the same case."""
+        chance = random.Random(f"{seed} {hosts}")
+        kinds = _HOSTS if hosts else _HERE
+        kind = chance.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
+        moment = chance.choice(kinds[kind][1])
+        ranks = 4 if hosts else chance.choice((2, 3))
+        to_rank = kind in TO_RANKS or kind in ("exception", "rank SIGTERM")
+        return Case(
+            number=number,
+            seed=seed,
+            kind=kind,
+            moment=moment,
+            whom=chance.randrange(ranks if to_rank else 2),
+            step=chance.randrange(1, 20),
+            late=chance.choice((0.0, 0.0, 0.05, 0.3)),
+            ranks=ranks,
+            schedule="1f1b" if hosts else chance.choice(SCHEDULES),
+            every=chance.choice((2, 3)),
+            restarts=1 if moment == "restart" else chance.choice((0, 1)),
+            first=chance.randrange(ranks),
+            hosts=hosts,
+        )
+
+    @property
+    def attempts_left(self) -> bool:
+        """Whether the run may begin again by itself after the fault."""
+        return self.restarts > (self.moment == "restart")
+
+    @property
+    def to_rank(self) -> bool:
+        """Whether it is a fault of one rank, that is to blame."""
+        return self.kind in TO_RANKS or self.kind == "exception"
+
+    def __str__(self) -> str:
+        whom = f" of {'rank' if self.to_rank else 'host'} {self.whom}" if self.to_rank or self.hosts else ""
+        when = f"{self.moment} {self.step}" if self.moment in ("step", "save") else self.moment
+        return f"{self.kind}{whom} at {when}, {self.ranks} ranks, {self.schedule}, {self.restarts} restarts"

@@ -1,0 +1,185 @@
+"""``Scene``: a folder with a run in it, its processes, and what is seen of them from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from chaos_case import MODEL, STEPS, WATCHDOG, Case
+
+AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
+MARKER = "AUTOPIPE_CHAOS"
+LONGEST_SECONDS = 300.0
+# Python's clock alone: what autopipe asks the time is Python
+CLOCK = f"""
+import os, time
+def _jumping(real, unit):
+    def now():
+        try:
+            with open(os.environ["{MARKER}_CLOCK"]) as file:
+                return real() + unit(file.read())
+        except (OSError, ValueError):
+            return real()
+    return now
+time.time = _jumping(time.time, float)
+time.time_ns = _jumping(time.time_ns, lambda text: int(float(text) * 1e9))
+"""
+
+
+def moment(seconds: float = 0.01) -> None:
+    select.select([], [], [], seconds)
+
+
+class Scene:
+    """``hosts``: the two hosts on which the ranks run, None for this machine (``two_hosts.Hosts``)."""
+
+    def __init__(self, folder: Path, case: Case, prepared: Path, hosts: Any = None) -> None:
+        self.folder, self.case, self.hosts = folder, case, hosts
+        self.run = folder / "run"
+        self.marker = f"{os.getpid()}-{folder.name}"
+        self.started: list[subprocess.Popen[str]] = []
+        self.mounted: list[Path] = []
+        shutil.copytree(prepared / ".autopipe", folder / ".autopipe")
+        (folder / "model.py").write_text(MODEL)
+        (folder / "sitecustomize.py").write_text(CLOCK)
+        if case.moment == "check":
+            (folder / ".autopipe" / "checked").unlink()
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def training(self, *more: str) -> list[str]:
+        words = [AUTOPIPE, "train", *options(self.case.ranks, self.case.schedule), "--run-dir", "run"]
+        words += ["--checkpoint-every", str(self.case.every), "--watchdog", str(WATCHDOG), "--json", *more]
+        if self.hosts is None:
+            return words
+        slots = ",".join(f"{name}:{self.case.ranks // 2}" for name in self.hosts.names)
+        return self.hosts.inside(0, *words, "--hosts", slots, "--ssh-config", str(self.hosts.config))
+
+    def start(self, *more: str, faulty: bool = True, **environment: str) -> subprocess.Popen[str]:
+        """Start a training; what it prints goes into files. ``faulty``: it is the run that something happens to."""
+        number = len(self.started)
+        told = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: self.marker, **environment}
+        if faulty and self.case.kind == "clock":
+            told |= {"PYTHONPATH": str(self.folder), f"{MARKER}_CLOCK": str(self.folder / "jump")}
+        with (self.folder / f"out{number}").open("w") as out, (self.folder / f"err{number}").open("w") as err:
+            process = subprocess.Popen(
+                self.training(*more), cwd=self.folder, stdout=out, stderr=err, text=True, env=told
+            )
+        self.started.append(process)
+        return process
+
+    def said(self, number: int) -> tuple[dict[str, Any], str]:
+        """Return the document and the text that a command has printed, {} where there is none yet."""
+        out = (self.folder / f"out{number}").read_text()
+        return json.loads(out) if out.rstrip().endswith("}") else {}, (self.folder / f"err{number}").read_text()
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the run, known by a variable of their environment, or by their host."""
+        if self.hosts is not None:
+            return [*self.hosts.processes(0), *self.hosts.processes(1)]
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARKER) == self.marker and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Return the ranks, known by their logs."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, OSError):
+                logs = [file.path for file in process.open_files() if file.path.startswith(f"{self.run}/logs/rank_")]
+                if logs:
+                    found[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
+        return found
+
+    def fork_servers(self, index: int = 0) -> list[psutil.Process]:
+        """Return the processes that ranks are forked from."""
+        found = []
+        for process in self.processes() if self.hosts is None else self.hosts.processes(index):
+            with contextlib.suppress(psutil.Error, AttributeError):
+                if "forkserver" in " ".join(process.cmdline()) and "forkserver" not in " ".join(
+                    process.parent().cmdline()
+                ):
+                    found.append(process)
+        return found
+
+    def lines(self, what: str) -> int:
+        """Return how many lines of the metrics have something in them."""
+        path = self.run / "metrics.jsonl"
+        return path.read_text().count(what) if path.is_file() else 0
+
+    def saving(self) -> bool:
+        folder = self.run / "checkpoints"
+        return folder.is_dir() and any(path.suffix == ".tmp" for path in folder.iterdir())
+
+    def locked(self) -> list[str]:
+        """Return the locks that somebody holds."""
+        held = []
+        for path in (self.run / "lock", self.folder / ".autopipe" / "lock"):
+            with contextlib.suppress(FileNotFoundError), path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held.append(path.name)
+        return held
+
+    def left_after(self, seconds: float) -> list[psutil.Process]:
+        """Return the processes that are still there after so long."""
+        end = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < end:
+            moment(0.1)
+        return left
+
+    # -- disks -----------------------------------------------------------------------------------------------------
+
+    def mount(self, path: Path, *words: str) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", *words, str(path)], check=True, capture_output=True, timeout=20)
+        self.mounted.append(path)
+
+    def unmount(self, path: Path) -> None:
+        subprocess.run(["umount", "-l", str(path)], check=True, capture_output=True, timeout=20)
+        self.mounted.remove(path)
+
+    def end(self) -> None:
+        """Leave nothing."""
+        for process in [*self.started, *self.processes()]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for process in self.started:
+            process.wait(20)
+        for path in reversed(list(self.mounted)):
+            self.unmount(path)
+
+
+def options(ranks: int, schedule: str) -> list[str]:
+    words = ["model.py", "--gpus", str(ranks), "--device", "cpu", "--batch-size", "8", "--steps", str(STEPS)]
+    return [*words, "--microbatch-sizes", "2", "--num-microbatches", "4", "--schedule", schedule]
+
+
+def can_mount() -> bool:
+    """Whether a file system can be mounted here."""
+    folder = Path(f"/tmp/autopipe-mount-{os.getpid()}")
+    folder.mkdir()
+    try:
+        if subprocess.run(["mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, check=False).returncode:
+            return False
+        return not subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode
+    except OSError:
+        return False
+    finally:
+        folder.rmdir()

@@ -1,0 +1,55 @@
+"""A handful of the single faults of ``make chaos``, always the same ones; and what the cases themselves promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chaos_case import SCHEDULES, STEPS, Case
+from chaos_judge import happens, prepared, weights
+from chaos_main import table, written
+from chaos_scene import Scene, can_mount
+
+BASE = Case(0, 0, "SIGKILL", "step", 1, 5, 0.0, 2, "1f1b", 2, 0, 0)
+CASES = [
+    replace(BASE, kind="SIGKILL", moment="save", schedule="1f1b"),
+    replace(BASE, kind="supervisor", moment="start"),
+    replace(BASE, kind="exception", step=9),
+    replace(BASE, kind="disk full", moment="step"),
+]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("chaos") / "undisturbed", BASE.ranks, BASE.schedule)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fault_is_named_and_the_run_goes_on_to_equal_weights(ground: Path, tmp_path: Path, case: Case) -> None:
+    if case.kind == "disk full" and not can_mount():
+        pytest.skip("nothing can be mounted here")
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    outcome = happens(Scene(folder, case, ground), weights(ground / "run"))
+    assert outcome.passed, outcome.why
+
+
+def test_a_seed_is_always_the_same_case_and_every_case_can_be() -> None:
+    for hosts in (False, True):
+        cases = [Case.at_random(seed, hosts=hosts) for seed in range(500)]
+        assert cases == [Case.at_random(seed, hosts=hosts) for seed in range(500)]
+        assert all(0 <= case.whom < case.ranks and case.step < STEPS for case in cases)
+        assert {case.moment for case in cases} >= {"start", "step", "save"}
+    assert {Case.at_random(seed).schedule for seed in range(100)} == set(SCHEDULES)
+
+
+def test_the_report_names_what_did_not_hold() -> None:
+    from chaos_judge import Outcome
+
+    bad, good = Outcome(replace(BASE, seed=7)), Outcome(BASE)
+    bad.judge("blame", held=False, why="rank 0")
+    good.judge("blame", held=True)
+    assert "| blame | 1 | 2 |" in table([bad, good])
+    assert any(line.startswith("| 7 |") and "**blame**" in line for line in table([bad, good]))
+    assert "1 of 2 as they should be" in written([bad, good], [], [], 1.0)

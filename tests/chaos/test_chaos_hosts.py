@@ -1,0 +1,36 @@
+"""Single faults of ``make chaos`` on two hosts, always the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chaos_case import Case
+from chaos_judge import happens, prepared, weights
+from chaos_main import two_hosts, why_not
+from chaos_scene import Scene
+
+pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
+BASE = Case(0, 0, "SIGKILL", "save", 3, 5, 0.0, 4, "1f1b", 2, 0, 0, hosts=True)
+CASES = [BASE, replace(BASE, kind="link", moment="step", whom=1), replace(BASE, kind="agent", whom=0, restarts=1)]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    with two_hosts(tmp_path_factory.mktemp("hosts") / "ssh") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("chaos") / "undisturbed", BASE.ranks, BASE.schedule)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fault_is_named_with_its_host(hosts: object, ground: Path, tmp_path: Path, case: Case) -> None:
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    outcome = happens(Scene(folder, case, ground, hosts), weights(ground / "run"))
+    assert outcome.passed, outcome.why
