@@ -75,7 +75,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
     def module_apply(module: nn.Module, change: Any, *args: Any, **kwargs: Any) -> Any:
         # module.to(dtype) in the forward: it would put other tensors into the model
         if not recorder.listening:
-            return change_all(module, change, *args, **kwargs)
+            return change_all(module, change, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own gap
         with torch._C.DisableTorchFunction():
             for tensor in (*module.parameters(), *module.buffers()):
                 now = change(tensor)
