@@ -87,7 +87,7 @@ def channels(routes: Routes, request: Request) -> list[Channel]:
             for index, rank in enumerate(ranks[copy]):
                 owner = owners[index % len(owners)]
                 found.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
-            found.add(Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owners[0]))
+            found.update(Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in owners)
     for rank in range(1, request.num_ranks):
         found.add(Channel(CONTROL, 0, 0, 0, rank))
         found.add(Channel(CONTROL, 0, 0, rank, 0))

@@ -207,17 +207,20 @@ class Stepper:
     # -- tied parameters -------------------------------------------------------------------------------------------
 
     def _sum_ties(self, stage: int) -> None:
-        """Bring the gradients of copies to their owner, where they have not come along with every microbatch."""
+        """Bring the gradients of copies to their owner, where they have not come along with every microbatch.
+
+        All replicas of a copy have the same sum by now; the first of them sends it to every replica of the owner.
+        """
+        rank = self.transport.rank
         for tie in self.ties:
-            if tie.exact or self.transport.rank not in self._lead(tie, stage):
+            if tie.exact:
                 continue
-            owner = self.request.stage_ranks[tie.owner][0]
-            if stage in tie.copies:
-                if tie.owner in self.runners:
-                    continue
+            if stage in tie.copies and rank == self.request.stage_ranks[stage][0]:
                 parameter = self.parameters(stage)[tie.parameter]
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self._hand_over(Channel(TIE_GRADIENT, stage, tie.owner, self.transport.rank, owner), gradient)
+                for owner in self.request.stage_ranks[tie.owner]:
+                    if owner not in self.request.stage_ranks[stage]:  # else it is at hand there
+                        self._hand_over(Channel(TIE_GRADIENT, stage, tie.owner, rank, owner), gradient)
             elif stage == tie.owner:
                 parameter = self.parameters(stage)[tie.parameter]
                 for copy in reversed(tie.copies):
@@ -226,11 +229,8 @@ class Stepper:
                         parameter.grad = _sum(local, parameter.grad)
                         continue
                     source = self.request.stage_ranks[copy][0]
-                    channel = Channel(TIE_GRADIENT, copy, stage, source, self.transport.rank)
+                    channel = Channel(TIE_GRADIENT, copy, stage, source, rank)
                     parameter.grad = _sum(self._take_over(channel, parameter), parameter.grad)
-
-    def _lead(self, tie: Tie, stage: int) -> tuple[int, ...]:
-        return self.request.stage_ranks[stage][:1] if stage in (tie.owner, *tie.copies) else ()
 
     def _share_ties(self, stage: int) -> None:
         """Give every copy of a tied parameter its owner's new value, so that they stay equal to the last bit."""

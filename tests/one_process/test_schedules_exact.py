@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import by_owner
 from oracle import train as plain
 from pipelines import ARGUMENTS, SAMPLES, build, captured, minibatches
-from schedule_cases import BATCH, LAST, SCHEDULES, STEPS, Case, cases, hold
+from schedule_cases import BATCH, LAST, SCHEDULES, STEPS, Case, cases, compared, doubled, hold
 
 QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
@@ -45,6 +46,19 @@ def test_a_few_cases_of_every_schedule_are_as_equal_as_promised(schedule: str) -
 def test_replicas_average_batch_norm_while_other_microbatches_are_in_flight(schedule: str, tmp_path: Path) -> None:
     # autograd has saved the running statistics: an average written into them broke the backward of the next minibatch
     assert hold(Case(schedule, "resnet", (2, 1), "8"), tmp_path) == "close"
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
+def test_a_large_tied_parameter_is_summed_at_every_replica_of_its_owner(
+    replicas: tuple[int, ...], tmp_path: Path
+) -> None:
+    # only the owner's first replica used to hear of the copy's gradient, and the replicas went apart
+    made = doubled("gpt")
+    plan = Case("1f1b", "gpt", replicas, "2p").plan(made)
+    ties = tuple(replace(tie, exact=False) for tie in plan.ties)
+    assert ties
+    found = compared(made, replace(plan, ties=ties), tmp_path, steps=2)
+    assert found.max_relative_error < 1e-9, found.max_relative_error
 
 
 @pytest.mark.slow
