@@ -32,15 +32,16 @@ class Grounds:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made: dict[tuple[int, str], tuple[Path, dict[str, torch.Tensor]]] = {}
-        self._one = threading.Lock()
+        self._locks: dict[tuple[int, str], threading.Lock] = {}
 
     def of(self, ranks: int, schedule: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        with self._one:
-            if (ranks, schedule) not in self._made:
-                base = next((path for path, _ in self._made.values()), None)
+        key = ranks, schedule
+        with self._locks.setdefault(key, threading.Lock()):
+            if key not in self._made:
+                base = next((path for path, _ in list(self._made.values())), None)
                 made = prepared(self.folder / f"undisturbed-{ranks}-{schedule}", ranks, schedule, base)
-                self._made[ranks, schedule] = made, weights(made / "run")
-            return self._made[ranks, schedule]
+                self._made[key] = made, weights(made / "run")
+            return self._made[key]
 
 
 def one(case: Case, grounds: Grounds, hosts: Any = None) -> Outcome:
@@ -71,12 +72,8 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def written(here: Sequence[Outcome], there: Sequence[Outcome], notes: Sequence[str], seconds: float) -> str:
-    lines = [
-        "# Single faults at random",
-        "",
-        "`make chaos` writes this; one case again: `make chaos FAULTS=1 HOST_FAULTS=0 SEED=n`",
-    ]
-    lines += ["(two hosts: `make chaos FAULTS=0 HOST_FAULTS=1 SEED=n`).", ""]
+    lines = ["# Single faults at random", "", "`make chaos` writes this. One case again: `make chaos FAULTS=1 SEED=n`,"]
+    lines += ["of those on two hosts: `make chaos FAULTS=0 HOST_FAULTS=1 SEED=n`.", ""]
     lines += [f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, {seconds / 60:.0f} minutes."]
     lines += [f"Watchdog {WATCHDOG:.0f} s; a run must have ended within {WATCHDOG + MOST_SECONDS:.0f} s of its fault."]
     lines += ["The clock jumps in Python only (a sitecustomize), which is all that autopipe asks the time.", *notes, ""]
@@ -100,11 +97,15 @@ def main() -> int:
     there: list[Outcome] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts and mounts are taken down
 
+    def report() -> None:
+        if given.faults + given.host_faults > 1:  # one case is a repetition, and no result
+            given.output.write_text(written(here, there, notes, time.monotonic() - begin))
+
     def try_one(case: Case, hosts: Any = None) -> None:
         if given.minutes and time.monotonic() - begin > given.minutes * 60:
             return
         (there if case.hosts else here).append(one(case, grounds, hosts))
-        given.output.write_text(written(here, there, notes, time.monotonic() - begin))
+        report()
 
     with contextlib.ExitStack() as held:
         grounds = Grounds(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="autopipe-chaos-"))))
@@ -120,7 +121,7 @@ def main() -> int:
             hosts = held.enter_context(two_hosts(grounds.folder / "ssh"))
             for seed in range(given.seed, given.seed + given.host_faults):
                 try_one(Case.at_random(seed, hosts=True), hosts)
-        given.output.write_text(written(here, there, notes, time.monotonic() - begin))
+        report()
     return 0 if all(outcome.passed for outcome in (*here, *there)) else 1
 
 
