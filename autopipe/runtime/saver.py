@@ -24,6 +24,7 @@ from autopipe.runtime.snapshot import Snapshot
 from autopipe.runtime.stepper import Stepper
 
 LOOK_SECONDS = 0.01
+LINGER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Saver:
         self.directory, self.num_stages, self.keep, self.leads = directory, num_stages, keep, leads
         self.patience_seconds = patience_seconds
         self._thread: threading.Thread | None = None
+        self._step = -1
         self._failure: BaseException | None = None
         self._finished: list[tuple[int, Path]] = []
         self._abandoned = threading.Event()
@@ -79,6 +81,7 @@ class Saver:
         Raises: what writing the one before has failed with.
         """
         self.wait()
+        self._step = manifest.step
         self._thread = threading.Thread(target=self._run, args=(manifest, parts), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -98,6 +101,16 @@ class Saver:
         """Return the checkpoints that were finished since the last call, each with its step; of rank 0 only."""
         found, self._finished = self._finished, []
         return found
+
+    def linger(self, seconds: float = LINGER_SECONDS) -> None:
+        """Let the checkpoint that is in flight be finished, by rank 0 too, before this rank fails; for a while."""
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        final = checkpoints.directory_of(self.directory, self._step)
+        looks = int(seconds / LOOK_SECONDS)
+        while self._failure is None and not final.is_dir() and (looks := looks - 1) > 0:
+            self._abandoned.wait(LOOK_SECONDS)
 
     def abandon(self) -> None:
         """Wait for no other rank any more: this one has failed."""

@@ -34,7 +34,7 @@ from autopipe.runtime.saver import Saver
 from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import GradientHook, Stepper
-from autopipe.runtime.transport import Transport
+from autopipe.runtime.transport import Transport, TransportClosed
 from autopipe.runtime.weights import WeightVersions
 from autopipe.runtime.windows import Windows
 from autopipe.schedules import REGISTRY, lower, make, validate
@@ -175,7 +175,9 @@ class RankSession:
             self.reporter.at("saving", waiting=True)
             self._saver.wait()
             self._report_saved()
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, TransportClosed):
+                self._saver.linger()
             self._saver.abandon()
             raise
         if windows.stopped and self.transport.rank == 0:

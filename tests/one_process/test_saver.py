@@ -163,3 +163,15 @@ def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: P
     with pytest.raises(AutopipeError, match="w is tied, and its copies are no longer equal"):
         save(2, other).wait()
     assert checkpoints.steps(tmp_path) == [1]
+
+
+def test_a_rank_that_fails_lets_the_checkpoint_in_flight_be_finished_first(tmp_path: Path) -> None:
+    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    second.linger()  # nothing is in flight
+    second.write(manifest(3), [part(1, b=torch.zeros(2))])
+    first.write(manifest(3), [part(0, a=torch.ones(2))])
+    second.linger(30)
+    assert checkpoints.steps(tmp_path) == [3]
+    second.write(manifest(4), [part(1, b=torch.zeros(2))])
+    second.linger(0.05)  # rank 0 is gone: not for long
+    assert checkpoints.steps(tmp_path) == [3]
