@@ -35,6 +35,11 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
     def progress(what: str, fraction: float) -> None:
         events("progress", {"what": what, "fraction": fraction})
 
+    if settings.elastic and settings.launch.name == "env":
+        raise RunError(
+            "--elastic: under --launcher env the number of ranks is the cluster's to decide",
+            remedy="leave it out and give --max-restarts; or restart the job on fewer ranks with --resume",
+        )
     with contextlib.ExitStack() as held:
         with only_one(settings.plan.work_dir, "prepares a run"):
             prepared = prepare(settings.plan, progress)

@@ -13,11 +13,14 @@ from torch import nn
 from autopipe.errors import ArtifactError, RunError
 from autopipe.ir.graph import Graph, Input
 from autopipe.ir.tensor import TensorSpec
+from autopipe.launch.request import LaunchSettings
 from autopipe.runtime.checkpoint import Checkpoint, directory_of
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.state import restore_versions
 from autopipe.runtime.weights import WeightVersions
+from autopipe.workflow import runs
 from autopipe.workflow.resuming import chosen, newest_intact, refuse_other_model, refuse_other_parameters
+from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 
 
 @pytest.fixture
@@ -137,3 +140,10 @@ def test_a_stage_without_parameters_holds_the_older_versions_too(run: RunDirecto
     restore_versions(Checkpoint(directory_of(run.checkpoints, 4)), versions, 4)
     assert versions.versions == (2, 3, 4)
     versions.use(2)
+
+
+def test_a_cluster_that_decides_on_the_ranks_leaves_nothing_to_be_elastic_with(tmp_path: Path) -> None:
+    plan = PlanSettings(ProfileSettings(ModelSettings("net.py"), work_dir=tmp_path))
+    settings = TrainSettings(plan, elastic=True, launch=LaunchSettings(launcher="env"))
+    with pytest.raises(RunError, match="the number of ranks is the cluster's to decide"):
+        runs.train(settings, lambda kind, fields: None)
