@@ -178,6 +178,22 @@ def test_pitfall_11_a_view_keeps_its_base_until_the_last_change():
     assert not [position for position in Cuts(graph).legal if first <= position <= last]
 
 
+def test_pitfall_11_no_cut_parts_a_base_from_a_view_that_is_changed_later():
+    class Late(Base):
+        def forward(self, x):
+            h = self.a(x) * 2
+            left = h[:, :2]
+            other = torch.tanh(self.a(x))
+            left.mul_(3)
+            return (h + other).pow(2).mean()
+
+    graph = capture(Toy(Late, vectors)).graph
+    view = next(node for node in graph.nodes if node.name == "left")
+    assert view.storage == "h"
+    change = next(graph.position[node.name] for node in graph.nodes if node.mutates)
+    assert not [cut for cut in Cuts(graph).legal if graph.position["h"] < cut <= change]
+
+
 def test_pitfall_12_every_name_of_a_tied_parameter_is_known():
     graph = capture(workload("tied")).graph
     assert {**graph.aliases} == {"head.weight": "embed.weight"}
