@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         terminal.say(f"stopped cleanly at step {result.step}, with a checkpoint")
         terminal.next("the same command with --resume")
         return failures.STOPPED
-    terminal.next(f"autopipe export {result.run_dir} -o model.safetensors")
+    terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
     return 0
 
 
@@ -190,7 +191,7 @@ def eval_command(
     result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data))
     terminal.table(tables.evaluation(result))
     terminal.document("eval", documents.fields_of(result))
-    terminal.next(f"autopipe export {result.run_dir} -o model.safetensors")
+    terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
 
 
 @click.command("export")

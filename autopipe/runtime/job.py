@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,17 +99,21 @@ class RunDirectory:
         """Return where a rank's own output goes."""
         return self.path / "logs" / f"rank_{rank}.log"
 
+    @property
+    def _renew(self) -> str:
+        return f"autopipe train TARGET --resume --run-dir {shlex.quote(str(self.path))}"
+
     def job(self) -> Job:
         """Read what the ranks are told."""
-        return artifact.load(Job, self.path / "job.json", renew="autopipe train")
+        return artifact.load(Job, self.path / "job.json", renew=self._renew)
 
     def plan(self) -> Plan:
         """Read the plan of the run."""
-        return artifact.load(Plan, self.path / "plan.json", renew="autopipe train")
+        return artifact.load(Plan, self.path / "plan.json", renew=self._renew)
 
     def graph(self) -> Graph:
         """Read the graph of the run."""
-        return artifact.load(Graph, self.path / "graph.json", renew="autopipe train")
+        return artifact.load(Graph, self.path / "graph.json", renew=self._renew)
 
     def write(self, job: Job, plan: Plan, graph: Graph) -> None:
         """Write the three of them."""
