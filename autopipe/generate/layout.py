@@ -81,4 +81,4 @@ def _filled(texts: Sequence[str], indent: int) -> list[str]:
 
 def harmless(text: str) -> str:
     """Return a text as it may stand in a comment or a docstring: a file may be called whatever its user likes."""
-    return "".join(sign if sign.isprintable() and sign not in "\"\\" else "?" for sign in text)
+    return "".join(sign if sign.isprintable() and sign not in '"\\' else "?" for sign in text)
