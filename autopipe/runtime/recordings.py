@@ -93,8 +93,9 @@ class Recordings:
             if recording.fits(leaves):
                 return recording
         if self._made >= self.job.max_shapes:
+            made = counted(self._made, "shape")
             raise RunError(
-                f"a batch of another shape ({shapes(part)}), and code was made for {counted(self._made, 'shape')} already",
+                f"a batch of another shape ({shapes(part)}), and code was made for {made} already",
                 remedy="pad or group the batches so that there are fewer shapes, or allow more with --max-shapes",
             )
         self._made += 1
