@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopipe.ir.graph import Graph, Input, Node
+from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.tensor import TensorSpec
 from autopipe.measure.clock import Times, repeat
 from autopipe.measure.segments import block_of, segments
@@ -20,7 +20,7 @@ def chain(paths):
     for index, path in enumerate(paths):
         nodes.append(Node(f"n{index}", "call_module", path, (last,), spec, module_path=path))
         last = f"n{index}"
-    return Graph("chain", (Input("x", spec),), (), tuple(nodes), (last,), {}, {}, {})
+    return Graph("chain", (Input("x", spec),), (Symbol("s0", "x", 0, 2),), tuple(nodes), (last,), {}, {}, {})
 
 
 def test_runs_cover_all_nodes_and_respect_the_blocks():
