@@ -131,7 +131,9 @@ def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...]
     if stored is not None and settings.verify:
         model = load_model(settings, work, verify=True)
     found = measure_model(model, settings, work, sizes)
-    work.notes.append(f"measured {counted(len(found.graph.nodes), 'node')}: {reason}")
+    work.notes.append(
+        f"measured {counted(len(found.graph.nodes), 'node')}, captured by {found.graph.captured_by}: {reason}"
+    )
     return model, found
 
 

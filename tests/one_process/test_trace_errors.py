@@ -301,3 +301,16 @@ def test_pitfall_16_a_loss_that_couples_samples_is_said_with_both_numbers():
     assert captured.exact
     said = [note for note in captured.notes if "couples the samples" in note]
     assert re.search(r": \d\.\d+ over 5 samples, \d\.\d+ as the mean of two microbatches", said[0])
+
+
+def test_a_loss_of_batch_wide_statistics_is_said_too():
+    class Whitened(Base):
+        def forward(self, x):
+            h = self.a(x)
+            h = (h - h.mean(0)) / (h.std(0) + 0.1)  # of the batch
+            return (h - x).abs().mean()
+
+    captured = capture(Toy(Whitened, vectors))
+    (said,) = [note for note in captured.notes if "couples the samples" in note]
+    whole, halves = (float(number) for number in re.findall(r"\d\.\d+", said))
+    assert abs(whole - halves) > 1e-3 * whole
