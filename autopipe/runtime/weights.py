@@ -56,6 +56,7 @@ class WeightVersions:
     def start_at(self, version: int) -> None:
         """Say that the masters' values have already seen ``version`` steps; older versions are forgotten."""
         self.newest, self._leaves = version, {}
+        self._used = -1  # the modules hold leaves that are forgotten, under this number too
         self._add(version, {name: parameter.data for name, parameter in self._moving().items()})
         self.use(version)
 

@@ -136,3 +136,14 @@ def test_frozen_parameters_have_no_versions() -> None:
     versions = WeightVersions(module, 1)
     assert versions.tensors(0) == {}
     assert versions.in_use["w"] is module.w
+
+
+def test_a_checkpoint_of_step_0_goes_on_with_the_weights_it_holds() -> None:
+    module = Scale(1.0)
+    versions = WeightVersions(module, staleness=1)
+    versions.masters["w"].data = torch.tensor([2.0])  # as a checkpoint is read
+    versions.start_at(0)
+    module(torch.ones(1)).backward()
+    assert module.w.item() == 2.0
+    versions.begin_step(0)
+    assert versions.masters["w"].grad is not None  # of the leaves that the modules hold
