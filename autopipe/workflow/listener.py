@@ -134,8 +134,15 @@ class Listener:
         self.events("step", line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        with self.run.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({key: _number(value) for key, value in line.items()}) + "\n")
+        try:
+            with self.run.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({key: _number(value) for key, value in line.items()}) + "\n")
+        except OSError as error:  # which file it was, the system does not say of a full disk
+            raise RunError(
+                f"the metrics cannot be written: {error.strerror}",
+                where=str(self.run.metrics),
+                remedy="make room on that disk, or choose another one (--run-dir)",
+            ) from None
 
 
 def _number(value: Any) -> Any:
