@@ -1,7 +1,8 @@
 """Runs a case and judges it: which of the properties held that every single fault must leave true.
 
 ===========  ==========================================================================================
-time         from the fault to the end of the run, or to its restart, within the watchdog and ten seconds
+time         from the fault to the end of the run, or to its restart, within the watchdog and ten seconds; a run that
+             is asked to stop has first to come up, and to finish its minibatches
 code         the exit code is that of what happened
 message      an error says what happened; no traceback, no bug of ours
 blame        the rank, or the host, that it was done to is the one that is named
@@ -156,9 +157,10 @@ def _judge_end(scene: Scene, outcome: Outcome, number: int, code: int) -> None:
     expected = _codes(case)
     done = scene.lines('"loss"') >= STEPS
     outcome.judge("code", code in expected or (code == 0 and done and not case.to_rank), f"{code}: {text[-900:]}")
-    if case.kind not in ("clock", "two runs", "rank SIGTERM"):
+    if case.kind not in ("clock", "two runs", "rank SIGTERM", *STOPS):
         running = code == 0 and not restarts and case.moment != "restart"
-        if not running:
+        unused = case.kind == "disk full" and case.moment == "start"  # it matters once the ranks are up and write
+        if not running and not unused:
             outcome.judge("time", outcome.seconds <= WATCHDOG + MOST_SECONDS, f"{outcome.seconds:.1f} s")
     if case.kind in ("supervisor", *STOPS) or code not in (1, 3):
         if case.to_rank and code == 0 and restarts:
