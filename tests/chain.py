@@ -45,20 +45,8 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
         nodes = cuts.stage_nodes(start, stop, graph.outputs if stop == len(graph.nodes) else ())
         parameters = dict.fromkeys(name for node in nodes for name in node.parameters)
         held.update(parameters)
-        stages.append(
-            Stage(
-                index,
-                start,
-                stop,
-                graph.nodes[start].name,
-                graph.nodes[stop - 1].name,
-                (index,),
-                tuple(parameters),
-                0.0,
-                0.0,
-                0,
-            )  # fmt: skip
-        )
+        first, last = graph.nodes[start].name, graph.nodes[stop - 1].name
+        stages.append(Stage(index, start, stop, first, last, (index,), tuple(parameters), 0.0, 0.0, 0))
     unread = tuple(name for name in graph.parameters if name not in held)
     first = stages[0]
     stages[0] = Stage(
