@@ -145,9 +145,7 @@ def why_not_bitwise(layout: Layout, job: Job) -> tuple[str, ...]:
         if not tie.exact
     )
     if not layout.graph.exact:
-        reasons.append(
-            "the model takes another way with the same numbers when it is not captured (a mask of ones)"
-        )
+        reasons.append("the model takes another way with the same numbers when it is not captured (a mask of ones)")
     if layout.plan.workload.precision != "fp32":
         reasons.append("autocast: a weight's cast is shared within a stage, not over the whole model")
     if job.device != "cpu":
