@@ -1,10 +1,12 @@
-"""``load``: a model file from its text."""
+"""``load``: a model file from its text. ``run``: a command line in an empty folder."""
 
 import sys
 import textwrap
 
 import pytest
+from click.testing import CliRunner
 
+from autopipe.cli.main import autopipe
 from autopipe.workload import LoadOptions, load_workload
 
 
@@ -19,3 +21,14 @@ def load(tmp_path, monkeypatch):
 
     yield load_text
     sys.modules.pop("net_of_batches", None)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a command line in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args, env=None):
+        return CliRunner().invoke(autopipe, list(args), env=env)
+
+    return call

@@ -2,35 +2,21 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from autopipe import __version__
 from autopipe.cli.main import COMMANDS, autopipe
-from autopipe.errors import PlanError, WorkerError
-from autopipe.workflow import runs, steps
+from autopipe.workflow import runs
 from autopipe.workflow.results import CheckReport, TrainResult
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = CheckReport(True, True, 0.0, ())
 RESULT = TrainResult((2.5, 1.5), 2, 3.0, 21.3, 2, "1f1b", 2, "runs/a", "runs/a/checkpoints/step-2")
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run a command line in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args, env=None):
-        return CliRunner().invoke(autopipe, list(args), env=env)
-
-    return call
 
 
 @pytest.fixture
@@ -149,132 +135,6 @@ def test_without_a_command_there_is_help_and_2(run):
     done = run()
     assert done.exit_code == 2
     assert "Commands:" in done.output
-
-
-# -- errors and exit codes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("args", "shown"),
-    [
-        (["report"], "autopipe report is not there yet"),
-        (["sweep", "x.toml"], "autopipe sweep is not there yet"),
-        (["train", "x.py", "--launcher", "slurm"], "--launcher slurm: nobody says how many ranks there are"),
-        (["train", "nowhere.py", "--gpus", "2"], "there is no file nowhere.py"),
-        (["plan", "--gpus", "2"], "no model was named"),
-        (["generate"], "there is no plan.json"),
-        (["simulate"], "there is no plan.json"),
-        (["eval"], "there is no finished run"),
-        (["export", "-o", "x.safetensors"], "there is no finished run"),
-        (["export", "-o", "x.bin"], "end it in .safetensors or .pt"),
-    ],
-)
-def test_what_cannot_be_done_is_1_and_says_what_to_try(run, args, shown):
-    done = run(*args)
-    assert done.exit_code == 1
-    assert done.stderr.startswith("Error: ") or "\nError: " in done.stderr
-    assert shown in done.stderr
-    assert "  try: " in done.stderr
-    assert "Traceback" not in done.stderr
-    document = json.loads(run(*args, "--json").stdout)
-    assert set(document["error"]) >= {"type", "what", "at", "try"}
-
-
-def fail(error):
-    def raising(*args, **kwargs):
-        raise error
-
-    return raising
-
-
-def test_a_failed_rank_is_3_and_its_traceback_is_for_debugging(run, monkeypatch):
-    error = WorkerError("ValueError: no", rank=1, stage=1, instruction="1F3", remote_traceback="File model.py, line 3")
-    monkeypatch.setattr(runs, "train", fail(error))
-    done = run("train", "x.py")
-    assert done.exit_code == 3
-    assert "at:  rank 1, stage 1, instruction 1F3" in done.stderr
-    assert "File model.py, line 3" not in done.stderr
-    assert "File model.py, line 3" in run("train", "x.py", "--debug").stderr
-    assert json.loads(run("train", "x.py", "--json").stdout)["error"]["rank"] == 1
-
-
-def test_ctrl_c_is_130(run, monkeypatch):
-    monkeypatch.setattr(runs, "train", fail(KeyboardInterrupt()))
-    done = run("train", "x.py")
-    assert done.exit_code == 130
-    assert "stopped by Ctrl-C" in done.stderr
-
-
-def test_ctrl_c_at_any_moment_of_a_process_is_130():
-    code = (
-        "import os, signal\n"
-        "from autopipe.cli import main\n"
-        "from autopipe.workflow import steps\n"
-        "def wait(*args, **more):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    signal.pause()\n"
-        "steps.simulate = wait\n"
-        "main.autopipe(['simulate'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 128 + signal.SIGINT
-
-
-def test_a_clean_stop_is_75(run, monkeypatch):
-    result = TrainResult((1.0,), 1, 1.0, 1.0, 2, "1f1b", 2, "runs/a", "runs/a/c", stopped=True)
-    monkeypatch.setattr(runs, "train", lambda settings, events: result)
-    done = run("train", "x.py")
-    assert done.exit_code == 75
-    assert "next: the same command with --resume" in done.stderr
-
-
-def test_a_check_that_fails_is_1(run, monkeypatch):
-    monkeypatch.setattr(runs, "check", lambda settings, progress: CheckReport(False, False, 0.5, ()))
-    done = run("check", "x.py")
-    assert done.exit_code == 1
-    assert "NOT equal to plain training" in done.stdout
-
-
-def test_a_traceback_is_shown_only_with_debug(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", fail(PlanError("no plan", where="here", remedy="more memory")))
-    assert run("plan", "x.py").stderr.endswith("Error: no plan\n  at:  here\n  try: more memory\n")
-    assert "Traceback" in run("plan", "x.py", "--debug").stderr
-    assert "Traceback" in run("--debug", "plan", "x.py").stderr
-
-
-def test_our_own_bug_shows_its_traceback_and_is_1(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", len)  # no line of anybody else's is running when it fails
-    done = run("plan", "x.py", "--json")
-    assert done.exit_code == 1
-    assert "a bug in autopipe: TypeError: len() takes no keyword arguments" in done.stderr
-    assert json.loads(done.stdout)["error"]["type"] == "Bug"
-
-
-def test_what_code_of_the_users_raises_is_no_bug_of_ours(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", fail(ZeroDivisionError("oops")))  # this file stands for the user's
-    done = run("plan", "x.py", "--json")
-    assert done.exit_code == 1
-    assert "Error: code of yours raised ZeroDivisionError: oops" in done.stderr
-    assert "test_cli.py" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout)["error"]["type"] == "ModelFileError"
-
-
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [
-        (PermissionError(13, "Permission denied", "/x/plan.json"), "cannot use /x/plan.json: Permission denied"),
-        (OSError(28, "No space left on device"), "the machine refused something: No space left on device"),
-        (MemoryError(), "out of memory"),
-    ],
-)
-def test_what_the_machine_refuses_is_no_bug_of_ours(run, monkeypatch, error, shown):
-    monkeypatch.setattr(steps, "plan", fail(error))
-    done = run("plan", "x.py")
-    assert done.exit_code == 1
-    assert shown in done.stderr
-    assert "  try: " in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 # -- where an option comes from ----------------------------------------------------------------------------------------
