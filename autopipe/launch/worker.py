@@ -6,6 +6,7 @@ user's model file is imported in the rank and never before: an edit is always se
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -110,8 +111,9 @@ def rank_body(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | No
     try:
         _run(spec, reporter, listener, known)
     except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk takes no log, and must not hide what happened
+            traceback.print_exc()
+            sys.stderr.flush()
         reporter.event("error", **(describe(error, known.session) | known.shortage(error, spec.rank)))
         return False
     reporter.event("done")
