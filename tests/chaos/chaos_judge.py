@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from chaos_case import MOST_SECONDS, STEPS, STOPS, TO_RANKS, WATCHDOG, Case
 from chaos_scene import LONGEST_SECONDS, Scene, moment
@@ -91,7 +92,7 @@ def happens(scene: Scene, undisturbed: dict[str, torch.Tensor]) -> Outcome:
         if first.returncode != 0:
             _goes_on(scene, outcome)
         _equal(scene, outcome, undisturbed)
-    except (AssertionError, subprocess.SubprocessError, OSError, AutopipeError, ValueError) as error:
+    except (AssertionError, psutil.Error, subprocess.SubprocessError, OSError, AutopipeError, ValueError) as error:
         outcome.judge("goes on", False, f"{type(error).__name__}: {error}")
     finally:
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -108,7 +108,15 @@ def strike(scene: Scene, process: subprocess.Popen[str]) -> float:
     elif case.kind == "clock":
         (scene.folder / "jump").write_text(str(JUMPS[case.whom]))
     elif scene.hosts is not None:
-        _strike_host(scene)
+        while True:
+            try:
+                begin = time.monotonic()
+                _strike_host(scene)
+                break
+            except (StopIteration, psutil.NoSuchProcess):  # not there yet: of the next attempt
+                if process.poll() is not None:
+                    raise TooLate from None
+                moment()
     return begin
 
 
