@@ -6,6 +6,7 @@ Gradients are compared as well as weights because an adaptive optimizer hides a 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,20 +28,25 @@ NOISE_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One parameter or buffer. ``error``: largest difference over steps, relative to the tensor's largest value."""
+    """One parameter or buffer. ``error``: largest difference over steps, relative to the tensor's largest value.
+
+    ``noise``: the same between two plain runs that add up in another order, where that was measured.
+    """
 
     name: str
     error: float
     bitwise: bool
     owner: int
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """``promised``: the result should be equal to the last bit. ``reasons``: why it is not promised.
 
-    ``noise``: what the order of additions alone changes, measured where bits are not promised: the plain loop against
-    itself with its microbatches added up in reverse. An optimizer that divides by the gradient's size enlarges it.
+    ``noise``: what the order of additions alone changes in the middle tensor, measured where bits are not promised: the
+    plain loop against itself with its microbatches added up in reverse. An optimizer that divides by the gradient's
+    size enlarges it. A tensor whose true gradient is zero is nothing but noise, and excuses no other one.
     ``nonfinite``: what is no finite number, "" where all is finite; then nothing is proven, whatever agrees.
     """
 
@@ -68,7 +74,13 @@ class Comparison:
         """As equal as the definition promises. What is not finite is equal to nothing."""
         if self.nonfinite:
             return False
-        return self.bitwise if self.promised else self.max_relative_error <= max(TOLERANCE, NOISE_FACTOR * self.noise)
+        if self.promised:
+            return self.bitwise
+        usual = max(TOLERANCE, NOISE_FACTOR * self.noise)
+        losses = zip(self.losses, self.reference_losses, strict=True)
+        return all(_scalar_error(a, b) <= usual for a, b in losses) and all(
+            d.error <= max(usual, NOISE_FACTOR * d.noise) for d in self.differences
+        )
 
 
 @dataclass(slots=True)
@@ -203,7 +215,7 @@ def compare(
     torch.set_num_threads(job.threads)
     try:
         plain = _plain(workload, job, items, settings)
-        noise = _noise(plain, _plain(workload, job, items, replace(settings, reverse=True))) if reasons else 0.0
+        noise = _noise(plain, _plain(workload, job, items, replace(settings, reverse=True))) if reasons else {}
         sessions = run_in_threads(
             run,
             job,
@@ -230,26 +242,26 @@ def compare(
     owners = _owners(layout)
     return Comparison(
         tuple(
-            TensorDifference(name, error, name not in worst.unequal, owners.get(name, -1))
+            TensorDifference(name, error, name not in worst.unequal, owners.get(name, -1), noise.get(name, 0.0))
             for name, error in worst.errors.items()
         ),
         losses,
         plain.losses,
         not reasons,
         reasons,
-        noise,
+        statistics.median(noise.values()) if noise else 0.0,
         _nonfinite(losses, plain.losses, worst.nonfinite),
     )
 
 
-def _noise(one: _Trained, other: _Trained) -> float:
+def _noise(one: _Trained, other: _Trained) -> dict[str, float]:
     worst = _Worst()
     for key, gradient in one.gradients.items():
         worst.add(key[1], other.gradients.get(key), gradient)
     for name, parameter in one.parameters.items():
         worst.add(name, other.parameters[name], parameter)
     # what is not finite is no noise: else it would excuse every difference
-    return max((error for error in worst.errors.values() if math.isfinite(error)), default=0.0)
+    return {name: error for name, error in worst.errors.items() if math.isfinite(error)}
 
 
 def _averaged_buffers(layout: Layout) -> set[str]:
