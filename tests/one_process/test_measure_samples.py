@@ -23,7 +23,7 @@ def test_a_sample_is_measured_and_its_saved_bytes_are_those_of_one_forward(name,
     workload = load_workload(LoadOptions(str(FOLDER / f"{name}.py")))
     found = capture(workload, verify=False)
     profile = measure(found, workload, device="cpu", microbatch_sizes=(2,))
-    sys.modules.pop(name)
+    sys.modules.pop(name, None)
 
     root = found.module
     own = {t.untyped_storage().data_ptr() for t in (*root.parameters(), *root.buffers(), *found.constants.values())}
