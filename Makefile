@@ -87,6 +87,6 @@ docs: $(READY) ## write docs/cli.md from the commands themselves
 docs-check: $(READY) ## that docs/cli.md is what the commands say
 	$(BIN)/python docs/make_cli.py --check
 
-check: lint types docs-check ## everything that a change must pass: lint, types, docs, tests, a dozen of the zoo
-	@$(MAKE) --no-print-directory test
+check: lint types docs-check ## everything that a change must pass: lint, types, docs, a dozen of the zoo, tests
 	@$(MAKE) --no-print-directory zoo-dozen
+	@$(MAKE) --no-print-directory test
