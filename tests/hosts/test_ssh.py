@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from two_hosts import Hosts, two_hosts, why_not
+from two_hosts import Hosts, two_hosts, why_not, words
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
@@ -106,8 +106,7 @@ def moment() -> None:
 
 def assert_nothing_runs(hosts: Hosts, seconds: float) -> None:
     end = time.monotonic() + seconds
-    while any(hosts.processes(index) for index in range(len(hosts.names))):
-        left = [p.cmdline() for index in range(len(hosts.names)) for p in hosts.processes(index) if p.is_running()]
+    while left := [words(p) for index in range(len(hosts.names)) for p in hosts.processes(index)]:
         assert time.monotonic() < end, left
         moment()
 
@@ -168,7 +167,7 @@ def test_a_killed_agent_is_named_and_its_ranks_go_with_it(hosts: Hosts, train) -
 
 def test_a_killed_ssh_client_is_a_lost_host(hosts: Hosts, train) -> None:
     process = train()
-    clients = [p for p in hosts.processes(0) if p.name() == "ssh" and "h1" in p.cmdline()]
+    clients = [p for p in hosts.processes(0) if p.name() == "ssh" and "h1" in words(p)]
     assert len(clients) == 1
     clients[0].kill()
     said = ended(process, 8)
@@ -191,7 +190,7 @@ def test_a_cut_cable_is_noticed_and_the_lonely_host_ends_itself(hosts: Hosts, tr
 
 def test_a_killed_coordinator_leaves_no_orphan_on_any_host(hosts: Hosts, train) -> None:
     process = train()
-    coordinators = [p for p in hosts.processes(0) if "train" in p.cmdline() and p.name().startswith("autopipe")]
+    coordinators = [p for p in hosts.processes(0) if "train" in words(p) and p.name().startswith("autopipe")]
     for found in coordinators or [psutil.Process(process.pid)]:
         found.kill()
     process.communicate(timeout=10)

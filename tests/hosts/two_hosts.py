@@ -69,12 +69,12 @@ class Hosts:
         run("ip", "-n", self.namespace(index), "link", "set", "eth0", state)
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """Return what runs on a host, sshd's own processes left out."""
+        """Return what runs on a host, sshd's own processes left out, and what has ended and waits for its parent."""
         found = []
         for pid in run("ip", "netns", "pids", self.namespace(index)).split():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(int(pid))
-                if not process.name().startswith("sshd"):
+                if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith("sshd"):
                     found.append(process)
         return found
 
@@ -95,8 +95,16 @@ class Hosts:
 
     def agent(self, index: int) -> psutil.Process:
         """Return a host's agent."""
-        agents = [p for p in self.processes(index) if "autopipe.launch.agent" in p.cmdline()]
+        agents = [p for p in self.processes(index) if "autopipe.launch.agent" in words(p)]
         return next(p for p in agents if Path(p.exe()).name.startswith("python"))
+
+
+def words(process: psutil.Process) -> list[str]:
+    """Return the words a process was started with, none once it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def _sshd_config(folder: Path) -> str:

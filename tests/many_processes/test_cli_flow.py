@@ -138,7 +138,7 @@ def test_check_compares_every_parameter(folder):
 
 
 def test_a_plan_with_replicas_is_run_and_equal_within_rounding(folder):
-    made = document("plan", "--gpus", "4", "--replicas", "auto", "--num-microbatches", "4")
+    made = document("plan", "--gpus", "6", "--replicas", "auto", "--num-microbatches", "4")
     assert max(stage["replicas"] for stage in made["stages"]) > 1
     found = document("check", "--steps", "2")
     assert found["equal"] is True
@@ -203,11 +203,14 @@ def test_a_seed_changes_the_run_and_neither_the_plan_nor_the_next_run(folder):
     assert document("train", "--steps", "1")["losses"] == first["losses"]
 
 
-def test_a_damaged_plan_is_made_anew_and_said(folder):
+def test_a_damaged_plan_is_refused_with_the_command_that_renews_it(folder):
     Path(".autopipe/plan.json").write_text("{")
-    found = CliRunner().invoke(autopipe, ["train", "--steps", "1", "--gpus", "2"])
-    assert found.exit_code == 0
-    assert "plan.json cannot be used and is made anew" in found.stderr
+    refused = CliRunner().invoke(autopipe, ["train", "--steps", "1", "--gpus", "2"])
+    assert refused.exit_code == 1
+    assert "plan.json" in refused.stderr
+    assert "try: autopipe plan TARGET --gpus N" in refused.stderr
+    assert CliRunner().invoke(autopipe, ["plan", "net.py", "--gpus", "2"]).exit_code == 0
+    assert CliRunner().invoke(autopipe, ["train", "--steps", "1", "--gpus", "2"]).exit_code == 0
 
 
 def test_a_batch_size_for_data_that_takes_none_is_an_error(folder):
