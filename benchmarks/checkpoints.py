@@ -54,7 +54,7 @@ def writing(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
     for index in range(rounds):
         found.setdefault("copy", []).append(seconds_of(lambda: snapshot.take(tensors)))
         for name in ("plain", "ours") if index % 2 else ("ours", "plain"):
-            place = unfinished(folder, index)
+            place = unfinished(folder, index, "plan")
             if name == "ours":
                 took = seconds_of(lambda place=place: write_stage(place, 0, 1, snapshot, {}, {}))
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopipe.ir.graph import Graph
 
@@ -36,6 +36,10 @@ class WorkloadSpec:
             raise ValueError(f"seed {self.seed} is none of torch's: 64 bits at most")
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"a learning rate of {self.lr} is none")
+
+    def with_hook(self, name: str, target: str) -> WorkloadSpec:
+        """Return a spec that finds a hook elsewhere."""
+        return replace(self, hooks={**self.hooks, name: target})
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class Meeting:
             raise RunError(
                 f"{counted(request.world_size, 'rank')} cannot be started: {self.here.launcher} has "
                 f"{counted(len(present) + 1, 'process')} left",
-                remedy="start the run again with --resume; --elastic goes on with fewer ranks",
+                remedy="start the run again with --resume; it may have fewer ranks",
             )
         self._attempts += 1
         members = present[: request.world_size - 1]

@@ -129,16 +129,15 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, k
         keep_memory()
         long_turns()  # before the transport starts its threads, which inherit it
     if spec.evaluation_data:
-        hooks = {**plan.workload.hooks, "evaluate_data": spec.evaluation_data}
-        plan = replace(plan, workload=replace(plan.workload, hooks=hooks))
+        plan = replace(plan, workload=plan.workload.with_hook("evaluate_data", spec.evaluation_data))
     known.plan, known.device = plan, torch.device(job.device)
     layout = Layout.of(plan, graph)
     reporter.at("connecting", waiting=True)
-    transport = _connect(spec, layout, torch.device(job.device), job.excluded_devices, listener)
+    transport = _connect(spec, layout, torch.device(job.device), job.excluded_devices, reporter, listener)
     session = known.session = RankSession.start(run, job, layout, transport, reporter)
     if spec.body == "evaluate":
         step = session.restore_latest()
-        session.evaluate(spec.batch_size or job.batch_size or None, step)
+        session.evaluate(spec.batch_size or None, step)
     else:
         reporter.event("ready", pid=os.getpid())
         session.train()
@@ -151,6 +150,7 @@ def _connect(
     layout: Layout,
     device: torch.device,
     excluded_devices: Sequence[int],
+    reporter: Reporter,
     listener: socket.socket | None,
 ) -> ProcessTransport:
     """Meet the other ranks. Raises: TransportClosed where another rank went away meanwhile."""
@@ -161,7 +161,9 @@ def _connect(
         store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
         if device.type == "cuda":
             usable = [index for index in range(torch.cuda.device_count()) if index not in excluded_devices]
-            torch.cuda.set_device(usable[spec.local_rank % len(usable)])
+            index = usable[spec.local_rank % len(usable)]
+            torch.cuda.set_device(index)
+            reporter.event("device", index=index, others=len(usable) - 1)
             own = spec.local_world_size <= len(usable)
             use_nccl = all_have_devices(store, rank, world_size, own)
         start_process_group(store, rank, world_size, use_nccl=use_nccl, timeout_seconds=seconds)

@@ -1,7 +1,7 @@
 """Checkpoints: one directory a step, safetensors per stage, and a manifest by original parameter name.
 
-Written to ``step-N.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash leaves the old one
-or the new one, never a mixture. Nothing in it can run code, and every file that is read is compared with its SHA-256.
+Written to ``step-N.PLAN.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash leaves the old
+one or the new one, never a mixture. Nothing in it can run code, and every file that is read is compared with its SHA-256.
 Any plan can load what any other plan saved, because everything is kept under the model's own names.
 """
 
@@ -27,7 +27,7 @@ from autopipe.runtime.snapshot import Snapshot
 
 _FILE = re.compile(r"stage-\d+-of-\d+\.safetensors")
 _STEP = re.compile(r"step-(\d{8,})")
-_HALF = re.compile(r"step-\d{8,}\.(tmp|old)|\.latest\.\d+\.tmp")
+_HALF = re.compile(r"step-\d{8,}(\.\w+)?\.(tmp|old)|\.latest\.\d+\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def unfinished(checkpoints: Path, step: int) -> Path:
-    """Return the directory in which a step's checkpoint is made."""
-    return checkpoints / f"step-{step:08d}.tmp"
+def unfinished(checkpoints: Path, step: int, plan_digest: str) -> Path:
+    """Return the directory in which a step's checkpoint is made.
+
+    One a plan: a host that was cut off may still be writing its part of an attempt that the others have given up, and
+    gone on from under another plan. Under the same plan it would write the same.
+    """
+    return checkpoints / f"step-{step:08d}.{plan_digest}.tmp"
 
 
 def description(temporary: Path, index: int) -> Path:

@@ -115,8 +115,12 @@ class RunDirectory:
         """Read the graph of the run."""
         return artifact.load(Graph, self.path / "graph.json", renew=self._renew)
 
+    def write_job(self, job: Job) -> None:
+        """Write what the ranks are told."""
+        artifact.save(job, self.path / "job.json")
+
     def write(self, job: Job, plan: Plan, graph: Graph) -> None:
         """Write the three of them."""
-        artifact.save(job, self.path / "job.json")
+        self.write_job(job)
         artifact.save(plan, self.path / "plan.json")
         artifact.save(graph, self.path / "graph.json")

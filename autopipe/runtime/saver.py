@@ -118,7 +118,7 @@ class Saver:
 
     def _run(self, manifest: checkpoints.Manifest, parts: Sequence[Part]) -> None:
         try:
-            temporary = checkpoints.unfinished(self.directory, manifest.step)
+            temporary = checkpoints.unfinished(self.directory, manifest.step, manifest.plan_digest)
             for part in parts:
                 checkpoints.write_stage(
                     temporary, part.stage, self.num_stages, part.snapshot, part.groups, part.scheduler, part.ties

@@ -169,7 +169,7 @@ class RankSession:
                     self.save(step, epoch, position)
                     saved = step
                 if _due(step, self.job.evaluate_every):
-                    self.evaluate(self.job.batch_size or None, step)
+                    self.evaluate(None, step)
             if self.job.save and saved != step:
                 self.save(step, epoch, position)
             self.reporter.at("saving", waiting=True)
@@ -272,12 +272,14 @@ class RankSession:
     def evaluate(self, batch_size: int | None, step: int) -> None:
         """Run the evaluation data through the stages, forward only, and report the mean loss after ``step`` steps.
 
+        ``batch_size``: what was asked for; None for that of training, where the evaluation data takes one.
+
         Statistics, randomness and schedule state stay as they were: eval mode, no gradients, nothing is stepped.
         """
         row = self._forward_row()
         total = samples = 0.0
         with self._eval_mode():
-            items = self.workload.evaluation_items(batch_size)
+            items = self.workload.evaluation_items(batch_size, otherwise=self.job.batch_size or None)
             count = 0
             while True:
                 with exclusive():

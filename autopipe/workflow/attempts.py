@@ -12,23 +12,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from autopipe.errors import PlanError, WorkerError
+from autopipe.ir import artifact
+from autopipe.launch.hosts import assign, total_slots
 from autopipe.launch.registry import STOPPABLE, launch
-from autopipe.launch.request import Host, Launch, watchdog_of
+from autopipe.launch.request import Launch, watchdog_of
 from autopipe.launch.signals import StopRequest
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.workflow.checking import write_run
 from autopipe.workflow.listener import Listener
-from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import Restart
 from autopipe.workflow.resuming import lacking_version, newest_intact
 from autopipe.workflow.settings import Events, PlanSettings, TrainSettings
 from autopipe.workflow.shortage import advise
 from autopipe.workflow.steps import Prepared, prepare
+from autopipe.workflow.store import Store
 
 MakeJob = Callable[[TrainSettings, Prepared, int], Job]
 
@@ -92,35 +97,55 @@ class Attempts:
         what, where, reached = _failure(error, self.listener)
         start = newest_intact(self.run)
         if self.settings.elastic and self.prepared.plan.num_ranks > 1:
-            self._shrink(error, start)
+            self._replan(self._left(error), start)
+        else:  # plan and stage files are the run's own; those of the work directory may be another run's by now
+            self.run.write_job(self.make_job(self.settings, self.prepared, start))
         ranks = self.prepared.plan.num_ranks
         restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
         self.restarts.append(restart)
         self.events("restart", {**dataclasses.asdict(restart), "of": self.settings.restarts})
         self.listener.restarted(restart)
-        with only_one(self.settings.plan.work_dir, "prepares a run"):
-            write_run(self.run.path, self.make_job(self.settings, self.prepared, start), self.prepared)
         return start
 
-    def _shrink(self, error: WorkerError, start: int) -> None:
-        """Plan for the ranks that are left: without the host of the failed rank, else without the rank."""
-        launched, plan = self.settings.launch, self.prepared.plan
+    def _left(self, error: WorkerError) -> int:
+        """Leave out the host of the failed rank, else its device, and return how many ranks there can be."""
+        launched, ranks = self.settings.launch, self.prepared.plan.num_ranks
         left = tuple(host for host in launched.hosts if host.name != error.host)
-        if error.host and left:
-            ranks = plan.num_ranks - _slots(launched.hosts, error.host, plan.num_ranks)
-            self.settings = dataclasses.replace(self.settings, launch=dataclasses.replace(launched, hosts=left))
-        else:
-            ranks = plan.num_ranks - 1
+        if not error.host or not left:
             self._exclude_device(error.rank)
-        wanted = dataclasses.replace(
-            self.settings.plan,
-            gpus=max(ranks, 1),
-            schedule=plan.schedule,
-            num_microbatches=plan.num_microbatches,
-            microbatch_size=None,
-        )
-        with only_one(self.settings.plan.work_dir, "prepares a run"):
-            self.prepared = self._planned(wanted, start)
+            return ranks - 1
+        self.settings = dataclasses.replace(self.settings, launch=dataclasses.replace(launched, hosts=left))
+        room = total_slots(left)
+        if room is None:  # every host has its share
+            shares = zip(launched.hosts, assign(launched.hosts, ranks), strict=True)
+            room = sum(len(share) for host, share in shares if host in left)
+        return max(min(ranks, room), 1)
+
+    def _replan(self, ranks: int, start: int) -> None:
+        """Plan for so many ranks from what the run was planned from, and put the stage files into the run.
+
+        In a folder of its own: in the work directory somebody may be at work on something else by now, and what is
+        planned there for the next run is not for this one to change.
+        """
+        plan, profile = self.prepared.plan, self.settings.plan.profile
+        with tempfile.TemporaryDirectory(prefix="autopipe-plan-") as scratch:
+            store = Store(Path(scratch))
+            artifact.save(self.prepared.profile, store.profile)
+            artifact.save(plan, store.plan)
+            artifact.save(self.prepared.record, store.record)
+            with contextlib.suppress(OSError):  # links that were not measured are assumed
+                shutil.copyfile(Store(profile.work_dir).links, store.links)
+            wanted = dataclasses.replace(
+                self.settings.plan,
+                profile=dataclasses.replace(profile, work_dir=store.path),
+                gpus=ranks,
+                schedule=plan.schedule,
+                num_microbatches=plan.num_microbatches,
+                microbatch_size=None,
+            )
+            made = self._planned(wanted, start)
+            write_run(self.run.path, self.make_job(self.settings, made, start), made)
+        self.prepared = dataclasses.replace(made, stages=self.run.stages)
 
     def _planned(self, wanted: PlanSettings, start: int) -> Prepared:
         """Return a plan, under another schedule where the run's own cannot run on so few, or lacks older weights."""
@@ -141,24 +166,13 @@ class Attempts:
         self.events("progress", {"what": what, "fraction": fraction})
 
     def _exclude_device(self, rank: int) -> None:
-        """Leave out the device of a rank of this machine; on a CPU any core will do."""
-        if self.prepared.profile.device.kind != "cuda":
-            return
-        import torch
-
-        out = self.settings.excluded_devices
-        usable = [index for index in range(torch.cuda.device_count()) if index not in out]
-        if len(usable) > 1:
-            out = (*out, usable[rank % len(usable)])
+        """Leave out the device that a rank has said it uses, where its host has another; on a CPU any core will do."""
+        index, others = self.listener.devices.get(rank, (-1, 0))
+        if others:
+            out = (*self.settings.excluded_devices, index)
             self.settings = dataclasses.replace(self.settings, excluded_devices=out)
 
 
 def _failure(error: WorkerError, listener: Listener) -> tuple[str, str, int]:
     """Return what makes two failures the same: the message, the place, and how far the run had come."""
     return error.what, error.where, listener.reached
-
-
-def _slots(hosts: tuple[Host, ...], lost: str, num_ranks: int) -> int:
-    """Return how many ranks ran on a host."""
-    slots = next((host.slots for host in hosts if host.name == lost), 0)
-    return slots or -(-num_ranks // len(hosts))

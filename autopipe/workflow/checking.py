@@ -15,6 +15,7 @@ from autopipe.ir.plan import Plan
 from autopipe.runtime.check import Comparison, compare
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
+from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, prepare
@@ -46,8 +47,9 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
     The last minibatch is a sample short, so that an uneven cut is part of it. Ranks are threads: the stage files, the
     schedule and the loop over instructions are those of ``train``.
     """
-    prepared = prepare(settings.plan, progress)
-    return _report(_compare(prepared, settings.steps), prepared)
+    with only_one(settings.plan.work_dir, "compares a plan with plain training"):
+        prepared = prepare(settings.plan, progress)
+        return _report(_compare(prepared, settings.steps), prepared)
 
 
 def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import shutil
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.plan import Plan
 from autopipe.runtime.recordings import EVALUATION, write_recording
 from autopipe.trace import capture
 from autopipe.workflow.models import Model
 from autopipe.workflow.settings import ProfileSettings
 from autopipe.workflow.store import Work
+from autopipe.workload import Workload
 
 
 def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> str:
@@ -43,3 +44,13 @@ def note_of(model: Model, work: Work) -> str:
     """Return why the stages that are there cannot evaluate, "" where they can."""
     there = (work.store.stages / EVALUATION / "plan.json").is_file()
     return "" if there else model.capture.evaluation_note
+
+
+def refuse_impossible(workload: Workload, note: str, batch_size: int | None, remedy: str) -> None:
+    """Refuse an evaluation that no rank could make, before one is started. ``note``: why the stages cannot, or "".
+
+    Raises: RunError with that reason; ModelFileError where there is no evaluation data, or not in such batches.
+    """
+    if note:
+        raise RunError(f"this model cannot be evaluated in stages: {note}", remedy=remedy)
+    workload.evaluation_items(batch_size)

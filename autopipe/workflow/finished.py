@@ -10,6 +10,7 @@ from autopipe.launch.registry import launch
 from autopipe.launch.request import Launch
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
+from autopipe.workflow.evaluation import refuse_impossible
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.results import EvaluateResult
 from autopipe.workflow.resuming import refuse_other_parameters, skeleton
@@ -37,20 +38,19 @@ def find_run(given: Path | None, work_dir: Path) -> Path:
 def evaluate(settings: EvaluateSettings, events: Events | None = None) -> EvaluateResult:
     """Run the evaluation data through the stages of a run, from its newest checkpoint.
 
-    Raises: RunError where the stages cannot evaluate, with the reason.
+    Raises: RunError where the stages cannot evaluate, with the reason; ModelFileError where the data is missing.
     """
     run = RunDirectory(find_run(settings.run, settings.work_dir))
     job, plan = run.job(), run.plan()
-    if job.evaluation_note:
-        raise RunError(
-            f"this model cannot be evaluated in stages: {job.evaluation_note}",
-            remedy="autopipe export, and evaluate the model itself",
-        )
     step = checkpoints.steps(run.checkpoints)[-1:]
     if not step:
         raise RunError(f"there is no checkpoint in {run.checkpoints}", remedy="autopipe train")
+    spec = plan.workload if settings.data is None else plan.workload.with_hook("evaluate_data", settings.data)
+    workload = Workload.from_spec(spec)
+    remedy = "autopipe export, and evaluate the model itself"
+    refuse_impossible(workload, job.evaluation_note, settings.batch_size, remedy)
     checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0])).verify()
-    refuse_other_parameters(run.graph(), skeleton(Workload.from_spec(plan.workload)), run.path)
+    refuse_other_parameters(run.graph(), skeleton(workload), run.path)
     listener = Listener(run, events or (lambda kind, fields: None), plan.num_ranks)
     start = time.time()
     launch(

@@ -25,6 +25,7 @@ class Listener:
     """The events of a run. ``started``: when all ranks were ready to train, 0 where nothing is trained.
 
     ``losses``: by step; of a step that was done again, the last. ``reached``: the steps done in the latest attempt.
+    ``devices``: by rank, the GPU that it uses in the latest attempt, and how many others it could have used.
     """
 
     run: RunDirectory
@@ -43,10 +44,12 @@ class Listener:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     peaks: list[StagePeak] = field(default_factory=list)
+    devices: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def begin(self, world_size: int) -> None:
         """Begin an attempt."""
         self.world_size, self.ready, self.reached = world_size, 0, 0
+        self.devices.clear()
 
     def restarted(self, restart: Restart) -> None:
         """Forget the steps that are done again, and note it in the metrics."""
@@ -63,6 +66,8 @@ class Listener:
             self.ready += 1
             if self.ready == self.world_size and not self.started:
                 self.started = time.time()
+        elif kind == "device":
+            self.devices[event["rank"]] = event["index"], event["others"]
         elif kind == "step":
             self._step(event)
         elif kind == "checkpoint":

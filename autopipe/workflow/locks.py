@@ -1,7 +1,8 @@
 """One command at a time in a directory: a lock that the kernel takes back when its holder ends, however it ends.
 
-Two runs in one directory would write each other's checkpoints; two commands that prepare in one work directory would
-exchange the stage files under each other. So whoever comes second is refused, with the process that is there.
+Two runs in one directory would write each other's checkpoints; two commands that profile, plan or generate in one work
+directory would exchange the files under each other: each file is written whole, but a plan, its record and its stage
+files are several. So whoever comes second is refused, with the process that is there.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from autopipe.runtime.initial import weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.workflow.attempts import Attempts
 from autopipe.workflow.checking import batch_size_of, check, check_first, write_run
+from autopipe.workflow.evaluation import refuse_impossible
 from autopipe.workflow.exporting import export
 from autopipe.workflow.finished import evaluate, find_run
 from autopipe.workflow.listener import Listener
@@ -48,6 +49,9 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             for warning in prepared.warnings:
                 events("note", {"text": f"warning: {warning}"})
             events("plan", {"plan": prepared.plan})
+            if settings.evaluate_every:
+                remedy = "leave --eval-every out; afterwards autopipe export, and evaluate the model itself"
+                refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)
             path, start = _existing(settings, held, prepared) if settings.resume else (None, -1)
             if settings.init_from is not None and not settings.resume:
                 _look_at_weights(settings.init_from, prepared, settings.trust, events)

@@ -12,6 +12,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions
 from autopipe.workflow.choose import batch_of, cluster_of, search
+from autopipe.workflow.locks import only_one
 from autopipe.workflow.models import ensure_profile
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.results import Scaling, ScalingPoint
@@ -59,7 +60,8 @@ def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
     stored = None if settings.profile.asks_for_model else work.found(Profile, work.store.profile)
     if stored is not None and (batch_size := request.batch_size or stored.batch_size):
         return _Base(stored, request, batch_size, work)
-    model, found = ensure_profile(settings.profile, work)
+    with only_one(settings.work_dir, "measures a model"):
+        model, found = ensure_profile(settings.profile, work)
     return _Base(found, request, batch_of(model.workload, request), work)
 
 

@@ -151,10 +151,10 @@ class TrainSettings:
     ``check_first``: compare with plain training before the first step of a new plan. ``deferred_batch_norm``: running
     statistics once a minibatch. ``resume``: go on from ``resume_step``, None being the newest checkpoint. ``run_dir``
     None: a new one in the work directory. ``max_restarts``: new attempts after a rank failed; None is none, and with
-    ``elastic`` (go on with the ranks that are left) ``ELASTIC_RESTARTS``. ``excluded_devices``: GPUs that ranks of this
-    machine leave alone. ``on_nonfinite``: what a loss or gradient that is not finite leads to: the end (``stop``), a
-    message (``warn``), or a step that all ranks leave out (``skip``). ``init_from``: weights to start from, which are
-    left alone where a run is resumed; ``trust``: they may be in a format that can run code.
+    ``elastic`` (go on with the ranks that are left) ``ELASTIC_RESTARTS``. ``excluded_devices``: GPUs that no rank
+    uses. ``on_nonfinite``: what a loss or gradient that is not finite leads to: the end (``stop``), a message
+    (``warn``), or a step that all ranks leave out (``skip``). ``init_from``: weights to start from, which are left
+    alone where a run is resumed; ``trust``: they may be in a format that can run code.
     """
 
     plan: PlanSettings

@@ -24,6 +24,7 @@ from autopipe.workflow import evaluation
 from autopipe.workflow.choose import batch_of, choose_plan, ensure_plan
 from autopipe.workflow.contenders import compared
 from autopipe.workflow.contenders import explained as explain
+from autopipe.workflow.locks import only_one
 from autopipe.workflow.models import ensure_profile, keeps_decisions, load_model, measure_model
 from autopipe.workflow.predict import predict, schedule_of, timeline_of
 from autopipe.workflow.reordered import reordered
@@ -52,7 +53,7 @@ class Prepared:
     workload: Workload
     graph: Graph
     profile: Profile
-    cluster: Cluster
+    record: PlanRecord
     plan: Plan
     stages: Path
     notes: tuple[str, ...] = ()
@@ -61,14 +62,20 @@ class Prepared:
     max_shapes: int = MAX_SHAPES
     allow_data_dependent: bool = False
 
+    @property
+    def cluster(self) -> Cluster:
+        """What the ranks run on."""
+        return self.record.cluster
+
 
 def profile(settings: ProfileSettings, progress: Progress | None = None) -> ProfileResult:
     """Capture and measure the model, and write profile.json."""
-    work = Work.begin(settings.work_dir, progress)
-    model = load_model(settings, work, verify=settings.verify)
-    found = measure_model(model, settings, work)
-    work.notes.append(f"measured {counted(len(found.graph.nodes), 'node')}, captured by {model.capture.method}")
-    return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
+    with only_one(settings.work_dir, "measures a model"):
+        work = Work.begin(settings.work_dir, progress)
+        model = load_model(settings, work, verify=settings.verify)
+        found = measure_model(model, settings, work)
+        work.notes.append(f"measured {counted(len(found.graph.nodes), 'node')}, captured by {model.capture.method}")
+        return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
 
 
 def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:
@@ -77,36 +84,37 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
     Where neither a model nor a measurement is named, from the stored profile alone, wherever it was taken: the model
     file is not looked at. Else from a profile that is measured where the stored one no longer holds.
     """
-    work = Work.begin(settings.work_dir, progress)
-    request = PlanRequest.of(settings)
-    stored = None if settings.profile.asks_for_model else work.found(Profile, work.store.profile)
-    warnings: tuple[str, ...] = ()
-    if stored is not None and (batch_size := request.batch_size or stored.batch_size):
-        found = stored
-        work.notes.append(f"planned from the stored profile of {found.graph.name}; its file was not read")
-    else:
-        model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
-        batch_size, warnings = batch_of(model.workload, request), model.capture.notes
-        artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
-    chosen = choose_plan(found, request, work, batch_size)
-    made, record = chosen.plan, chosen.record
-    against = reasons = None
-    try:
-        against = compared(made, found, record, chosen.space)
-        reasons = explain(made, found, record, chosen.space) if explained else None
-    except KeyboardInterrupt:
-        work.notes.append("interrupted: the plan is written, and was not compared with others")
-    return PlanResult(
-        made,
-        found,
-        record.cluster,
-        str(work.store.plan),
-        chosen.seconds,
-        (*work.notes, *assumptions(record)),
-        warnings,
-        against,
-        reasons,
-    )
+    with only_one(settings.work_dir, "plans"):
+        work = Work.begin(settings.work_dir, progress)
+        request = PlanRequest.of(settings)
+        stored = None if settings.profile.asks_for_model else work.found(Profile, work.store.profile)
+        warnings: tuple[str, ...] = ()
+        if stored is not None and (batch_size := request.batch_size or stored.batch_size):
+            found = stored
+            work.notes.append(f"planned from the stored profile of {found.graph.name}; its file was not read")
+        else:
+            model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
+            batch_size, warnings = batch_of(model.workload, request), model.capture.notes
+            artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
+        chosen = choose_plan(found, request, work, batch_size)
+        made, record = chosen.plan, chosen.record
+        against = reasons = None
+        try:
+            against = compared(made, found, record, chosen.space)
+            reasons = explain(made, found, record, chosen.space) if explained else None
+        except KeyboardInterrupt:
+            work.notes.append("interrupted: the plan is written, and was not compared with others")
+        return PlanResult(
+            made,
+            found,
+            record.cluster,
+            str(work.store.plan),
+            chosen.seconds,
+            (*work.notes, *assumptions(record)),
+            warnings,
+            against,
+            reasons,
+        )
 
 
 def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) -> GenerateResult:
@@ -114,19 +122,20 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
 
     Raises: ArtifactError where there is no plan, or the model is no longer the one that was planned.
     """
-    work = Work.begin(work_dir, progress)
-    made, _ = work.store.stored_plan()
-    settings = ProfileSettings(ModelSettings(), work_dir, allow_data_dependent=keeps_decisions(work))
-    model = load_model(settings, work, verify=False)
-    if model.capture.graph.digest != made.graph_digest:
-        raise ArtifactError(
-            f"the plan is of model {made.graph_digest}, and the model is now {model.capture.graph.digest}",
-            where=str(work.store.plan),
-            remedy=f"autopipe plan {made.workload.target} --gpus {made.num_ranks}",
-        )
-    files = generate_stages(model.capture, made, work.store.stages)
-    evaluation.record(model, made, settings, work)
-    return GenerateResult(made, tuple(str(path) for path in files), tuple(work.notes))
+    with only_one(work_dir, "writes stage files"):
+        work = Work.begin(work_dir, progress)
+        made, _ = work.store.stored_plan()
+        settings = ProfileSettings(ModelSettings(), work_dir, allow_data_dependent=keeps_decisions(work))
+        model = load_model(settings, work, verify=False)
+        if model.capture.graph.digest != made.graph_digest:
+            raise ArtifactError(
+                f"the plan is of model {made.graph_digest}, and the model is now {model.capture.graph.digest}",
+                where=str(work.store.plan),
+                remedy=f"autopipe plan {made.workload.target} --gpus {made.num_ranks}",
+            )
+        files = generate_stages(model.capture, made, work.store.stages)
+        evaluation.record(model, made, settings, work)
+        return GenerateResult(made, tuple(str(path) for path in files), tuple(work.notes))
 
 
 def simulate(
@@ -136,20 +145,21 @@ def simulate(
     order: OrderSettings | None = None,
 ) -> SimulateResult:
     """Simulate the stored plan, under another schedule where one is named, and write timeline.json."""
-    store = Work.begin(work_dir, progress).store
-    made, record = store.stored_plan()
-    found = store.stored_profile()
-    refuse_disagreement(made, found.graph)
-    said = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
-    made, notes = reordered(made, PlanRequest.of(said))
-    timeline = timeline_of(made, found, record.cluster)
-    made = dataclasses.replace(made, predicted=predict(made, found, record.cluster))
-    artifact.save(timeline, store.timeline)
-    return SimulateResult(made, timeline, render(schedule_of(made)), str(store.timeline), notes)
+    with only_one(work_dir, "simulates"):
+        store = Work.begin(work_dir, progress).store
+        made, record = store.stored_plan()
+        found = store.stored_profile()
+        refuse_disagreement(made, found.graph)
+        said = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
+        made, notes = reordered(made, PlanRequest.of(said))
+        timeline = timeline_of(made, found, record.cluster)
+        made = dataclasses.replace(made, predicted=predict(made, found, record.cluster))
+        artifact.save(timeline, store.timeline)
+        return SimulateResult(made, timeline, render(schedule_of(made)), str(store.timeline), notes)
 
 
 def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepared:
-    """Do every step that is missing or stale, and say so.
+    """Do every step that is missing or stale, and say so. Whoever calls it holds the lock of the work directory.
 
     Raises: RunError where nobody said how many ranks; whatever the steps raise.
     """
@@ -169,7 +179,7 @@ def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepare
         workload=model.workload,
         graph=model.capture.graph,
         profile=found,
-        cluster=record.cluster,
+        record=record,
         plan=made,
         stages=work.store.stages,
         notes=(*work.notes, *assumptions(record)),

@@ -62,8 +62,8 @@ class Batches:
             return self._iterate(self.hooks["data"], batch_size, _TRAINING, epoch)
         return self._synthetic_epoch(batch_size, epoch)
 
-    def evaluation(self, batch_size: int | None) -> Iterator[Item]:
-        """Iterate the evaluation data.
+    def evaluation(self, batch_size: int | None, otherwise: int | None = None) -> Iterator[Item]:
+        """Iterate the evaluation data. ``otherwise``: its batch size where none was asked for and it takes one.
 
         Raises: ModelFileError as ``items`` does, and when there is no ``evaluate_data``.
         """
@@ -73,7 +73,9 @@ class Batches:
                 where=self.path,
                 remedy="define evaluate_data(batch_size) in the model file, or give --eval-data",
             )
-        return self._iterate(self.hooks["evaluate_data"], batch_size, _EVALUATION, 0)
+        hook = self.hooks["evaluate_data"]
+        size = otherwise if batch_size is None and hook.takes_batch_size else batch_size
+        return self._iterate(hook, size, _EVALUATION, 0)
 
     def _stream(self, stream: int, epoch: int) -> int:
         return seed_of(self.seed, stream, epoch, _DATA)

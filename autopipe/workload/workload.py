@@ -169,12 +169,12 @@ class Workload:
         """
         return self._batches.training(batch_size, epoch)
 
-    def evaluation_items(self, batch_size: int | None = None) -> Iterator[Item]:
-        """Iterate the evaluation data.
+    def evaluation_items(self, batch_size: int | None = None, *, otherwise: int | None = None) -> Iterator[Item]:
+        """Iterate the evaluation data. ``otherwise``: its batch size where none was asked for and it takes one.
 
         Raises: ModelFileError as ``items`` does, and when there is no ``evaluate_data``.
         """
-        return self._batches.evaluation(batch_size)
+        return self._batches.evaluation(batch_size, otherwise)
 
     # --- one item -----------------------------------------------------------------------------------------------------
 

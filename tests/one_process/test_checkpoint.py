@@ -27,7 +27,7 @@ from autopipe.runtime.snapshot import Snapshot
 
 
 def save(folder: Path, step: int, keep: int = 0) -> Path:
-    temporary = unfinished(folder, step)
+    temporary = unfinished(folder, step, "p")
     for stage in range(2):
         tensors = {
             f"model.w{stage}": torch.full((3,), float(step + stage)),
@@ -63,7 +63,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_a_save_that_was_cut_off_is_not_seen(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    write_stage(unfinished(tmp_path, 2), 0, 2, Snapshot.of({"model.w0": torch.zeros(1)}), {}, {})
+    write_stage(unfinished(tmp_path, 2, "p"), 0, 2, Snapshot.of({"model.w0": torch.zeros(1)}), {}, {})
     assert steps(tmp_path) == [1]
     save(tmp_path, 2)
     assert steps(tmp_path) == [1, 2]
@@ -163,7 +163,7 @@ def test_going_on_from_an_earlier_step_sets_the_later_ones_aside(tmp_path: Path)
 
 def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    unfinished(tmp_path, 2).mkdir()
+    unfinished(tmp_path, 2, "p").mkdir()
     (tmp_path / ".latest.123.tmp").write_text("step-0")
     clear_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]

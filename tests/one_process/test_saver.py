@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,26 @@ def test_a_stage_that_never_comes_is_named(tmp_path: Path) -> None:
     assert "same run directory" in caught.value.remedy
 
 
+def test_a_part_of_an_attempt_under_another_plan_is_not_taken(tmp_path: Path) -> None:
+    cut_off = Saver(tmp_path, 4, keep=0, leads=False)
+    cut_off.write(replace(manifest(3), plan_digest="q"), [part(1, b=torch.ones(2))])
+    cut_off.wait()
+    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    first.write(manifest(3), [part(0, a=torch.ones(2))])
+    second.write(manifest(3), [part(1, b=torch.zeros(2))])
+    first.wait()
+    found = Checkpoint(tmp_path / "step-00000003")
+    assert [stage.file for stage in found.manifest.files] == [f"stage-{i}-of-2.safetensors" for i in range(2)]
+    assert found.read(["b"])["b"].tolist() == [0.0, 0.0]
+
+
 def test_a_session_that_fails_waits_for_nobody(tmp_path: Path) -> None:
     saver = Saver(tmp_path, 2, keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     saver.abandon()
     saver.wait()
     assert saver.finished() == []
-    assert unfinished(tmp_path, 1).is_dir()
+    assert unfinished(tmp_path, 1, manifest(1).plan_digest).is_dir()
 
 
 def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: Path) -> None:

@@ -132,6 +132,16 @@ def test_evaluation_data_is_its_own_hook_and_missed_by_name(load):
     assert "looked for evaluate_data" in fails(lambda: bare.evaluation_items(3)).what
 
 
+def test_the_batch_size_of_training_is_for_evaluation_data_that_takes_one(load):
+    sized = "def evaluate_data(batch_size): return [(torch.ones(batch_size, 4), torch.ones(batch_size))]"
+    own = "def evaluate_data(): return [(torch.ones(2, 4), torch.ones(2))]"
+    for text, expected in ((sized, 6), (own, 2)):
+        workload = load(MODEL + text)
+        assert [workload.num_samples(item) for item in workload.evaluation_items(otherwise=6)] == [expected]
+    assert [workload.num_samples(item) for item in load(MODEL + sized).evaluation_items(3, otherwise=6)] == [3]
+    assert "--batch-size 3" in fails(lambda: load(MODEL + own).evaluation_items(3, otherwise=6)).what
+
+
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 NOT_SAMPLES_FIRST = {

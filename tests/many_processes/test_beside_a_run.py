@@ -1,0 +1,54 @@
+"""A run that begins again is not touched by what was prepared in its work directory meanwhile, nor touches that."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Commands, select_a_moment, training, wait_for_steps, write_model
+
+from autopipe.workflow import steps
+from autopipe.workflow.exporting import export
+from autopipe.workflow.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    write_model(tmp_path)
+    found = Commands(tmp_path)
+    yield found
+    found.end()
+
+
+@pytest.mark.parametrize(("more", "ranks"), [(["--max-restarts", "1"], 3), (["--elastic"], 2)])
+def test_a_run_goes_on_though_something_else_was_planned_there_meanwhile(
+    commands: Commands, tmp_path: Path, more: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = commands.start(*training(3, steps=1_000_000), "--checkpoint-every", "5", *more, "--json")
+    victim = wait_for_steps(tmp_path / "run", process)[1]
+    work = tmp_path / ".autopipe"
+    steps.plan(PlanSettings(ProfileSettings(ModelSettings(), work_dir=work), gpus=4, schedule="gpipe"))
+    steps.generate(work)
+    before = {path: path.read_bytes() for path in work.rglob("*") if path.is_file() and path.name != "lock"}
+    victim.kill()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while metrics.read_text().partition('"restart"')[2].count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        select_a_moment()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    found = json.loads(out)
+    assert [restart["ranks"] for restart in found["restarts"]] == [ranks]
+    assert {path: path.read_bytes() for path in work.rglob("*") if path.is_file() and path.name != "lock"} == before
+    commands.run(*training(3, steps=found["step"], run="whole"))
+    for run in ("run", "whole"):
+        export(ExportSettings(tmp_path / f"{run}.pt", run=tmp_path / run))
+    ours, expected = (torch.load(tmp_path / f"{run}.pt") for run in ("run", "whole"))
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)

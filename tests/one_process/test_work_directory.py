@@ -1,0 +1,45 @@
+"""One command at a time in a work directory: plan, record and stage files are several, and belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe.errors import RunError
+from autopipe.workflow import runs, scaling, steps
+from autopipe.workflow.locks import only_one
+from autopipe.workflow.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+
+
+def profile(work: Path) -> ProfileSettings:
+    return ProfileSettings(ModelSettings("net.py"), work_dir=work)
+
+
+def plan(work: Path) -> PlanSettings:
+    return PlanSettings(profile(work), gpus=2)
+
+
+def ignore(kind: str, fields: Mapping[str, Any]) -> None:
+    pass
+
+
+COMMANDS: dict[str, Callable[[Path], object]] = {
+    "profile": lambda work: steps.profile(profile(work)),
+    "plan": lambda work: steps.plan(plan(work)),
+    "plan --sweep-gpus": lambda work: scaling.sweep_gpus(plan(work), (2, 4)),
+    "generate": steps.generate,
+    "simulate": steps.simulate,
+    "check": lambda work: runs.check(CheckSettings(plan(work))),
+    "train": lambda work: runs.train(TrainSettings(plan(work)), ignore),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_beside_one_that_prepares_a_run_is_refused(command: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with only_one(work, "prepares a run"), pytest.raises(RunError, match=r"work is in use: .* prepares a run there"):
+        COMMANDS[command](work)
+    assert [path.name for path in work.iterdir()] == ["lock"]
