@@ -20,7 +20,7 @@ SCHEDULES = ("1f1b", "gpipe", "2bw", "pipedream")
 TO_RANKS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGABRT": signal.SIGABRT, "SIGSTOP": signal.SIGSTOP}
 STOPS = {"stop SIGTERM": signal.SIGTERM, "stop SIGINT": signal.SIGINT, "stop SIGUSR1": signal.SIGUSR1}
 STOPS |= {"stop SIGHUP": signal.SIGHUP}
-_RUNNING = ("start", "step", "save", "restart", "resume")
+_RUNNING = ("step", "save", "start", "restart", "resume")
 # kind -> (how often, when)
 _HERE = {
     **dict.fromkeys(TO_RANKS, (3, _RUNNING)),
@@ -35,13 +35,22 @@ _HERE = {
     "clock": (1, ("start", "step", "save")),
 }
 _HOSTS = {
-    **dict.fromkeys(TO_RANKS, (1, ("start", "step", "save", "restart"))),
-    "agent": (2, ("start", "step", "save", "restart")),
-    "fork server": (1, ("start", "step", "save")),
-    "ssh client": (2, ("start", "step", "save")),
-    "link": (2, ("start", "step", "save")),
-    "supervisor": (2, ("start", "step", "save")),
+    **dict.fromkeys(TO_RANKS, (1, ("step", "save", "start", "restart"))),
+    "SIGABRT": (1, ("step", "save")),  # another SIGSEGV; with it, thirty cases are every one there is
+    "agent": (2, ("step", "save", "start", "restart")),
+    "fork server": (1, ("step", "save", "start")),
+    "ssh client": (2, ("step", "save", "start")),
+    "link": (2, ("step", "save", "start")),
+    "supervisor": (2, ("step", "save", "start")),
 }
+
+
+def walk(hosts: bool) -> list[tuple[str, str]]:
+    """Return every kind at every moment it can come: each kind once, then each at its second moment, and so on."""
+    kinds = _HOSTS if hosts else _HERE
+    places = [(place, kind, moment) for kind, (_, moments) in kinds.items() for place, moment in enumerate(moments)]
+    return [(kind, moment) for _, kind, moment in sorted(places, key=lambda found: found[0])]
+
 
 MODEL = """
 import os
@@ -83,7 +92,8 @@ def data(batch_size=8):
 class Case:
     """``whom``: the rank, or the host, that something is done to. ``late``: seconds after the moment.
 
-    ``first``: for the moment "restart", the rank that is killed before. ``restarts``: --max-restarts.
+    ``first``: for the moment "restart", the rank that is killed before. ``restarts``: --max-restarts; ``elastic``: on
+    the host that is left.
     """
 
     number: int
@@ -99,16 +109,23 @@ class Case:
     restarts: int
     first: int
     hosts: bool = False
+    elastic: bool = False
 
     @staticmethod
     def at_random(seed: int, *, hosts: bool = False, number: int = 0) -> Case:
-        """Return the case of a seed: the same seed, the same case."""
+        """Return the case of a seed: the same seed, the same case.
+
+        The first seeds walk through every kind and moment, so that none is left to luck; the later ones draw them.
+        """
         chance = random.Random(f"{seed} {hosts}")
         kinds = _HOSTS if hosts else _HERE
         kind = chance.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
         moment = chance.choice(kinds[kind][1])
+        if seed < len(every := walk(hosts)):
+            kind, moment = every[seed]
         ranks = 4 if hosts else chance.choice((2, 3))
         to_rank = kind in TO_RANKS or kind in ("exception", "rank SIGTERM")
+        restarts = 1 if moment == "restart" else chance.choice((0, 1))
         return Case(
             number=number,
             seed=seed,
@@ -120,9 +137,10 @@ class Case:
             ranks=ranks,
             schedule="1f1b" if hosts else chance.choice(SCHEDULES),
             every=chance.choice((2, 3)),
-            restarts=1 if moment == "restart" else chance.choice((0, 1)),
+            restarts=restarts,
             first=chance.randrange(ranks),
             hosts=hosts,
+            elastic=hosts and moment != "restart" and bool(restarts) and chance.random() < 0.5,
         )
 
     @property
@@ -135,7 +153,14 @@ class Case:
         """Whether it is a fault of one rank, that is to blame."""
         return self.kind in TO_RANKS or self.kind == "exception"
 
+    @property
+    def host(self) -> int:
+        """The host that it is done to, of two: the cable is that of the one where nobody watches."""
+        return 1 if self.kind == "link" else self.whom
+
     def __str__(self) -> str:
-        whom = f" of {'rank' if self.to_rank else 'host'} {self.whom}" if self.to_rank or self.hosts else ""
+        whom = f" of rank {self.whom}" if self.to_rank else f" of host {self.host}" if self.hosts else ""
+        whom = "" if self.kind == "supervisor" else whom
         when = f"{self.moment} {self.step}" if self.moment in ("step", "save") else self.moment
-        return f"{self.kind}{whom} at {when}, {self.ranks} ranks, {self.schedule}, {self.restarts} restarts"
+        more = f"{self.restarts} restarts{', elastic' if self.elastic else ''}"
+        return f"{self.kind}{whom} at {when}, {self.ranks} ranks, {self.schedule}, {more}"

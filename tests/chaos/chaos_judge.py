@@ -1,8 +1,9 @@
 """Runs a case and judges it: which of the properties held that every single fault must leave true.
 
 ===========  ==========================================================================================
-time         from the fault to the end of the run, or to its restart, within the watchdog and ten seconds; a run that
-             is asked to stop has first to come up, and to finish its minibatches
+time         from the fault to the end of the run, or to its restart, within the watchdog and ten seconds: also where
+             the ranks have to come up before they can stop cleanly, or meet the full disk. Not of a run that goes on
+             as if nothing had happened, as it should when the clock jumps
 code         the exit code is that of what happened
 message      an error says what happened; no traceback, no bug of ours
 blame        the rank, or the host, that it was done to is the one that is named
@@ -109,6 +110,7 @@ def _disturbed(scene: Scene, outcome: Outcome) -> bool:
         _stopped_before(scene)
         number = 1
     more = ["--max-restarts", str(case.restarts)] if case.restarts else []
+    more += ["--elastic"] if case.elastic else []
     more += ["--resume"] if number else []
     process = scene.start(*more, **environment)
     try:
@@ -128,7 +130,7 @@ def _disturbed(scene: Scene, outcome: Outcome) -> bool:
     while process.poll() is None and time.monotonic() < limit:
         if case.attempts_left and scene.lines('"restart"') > before and not outcome.seconds:
             outcome.seconds = time.monotonic() - begin
-            if case.kind in ("disk full", "link"):
+            if case.kind in ("disk full", "link"):  # which is there for the next attempt, too
                 break
         moment()
     outcome.seconds = outcome.seconds or time.monotonic() - begin
@@ -158,21 +160,19 @@ def _judge_end(scene: Scene, outcome: Outcome, number: int, code: int) -> None:
     expected = _codes(case)
     done = scene.lines('"loss"') >= STEPS
     outcome.judge("code", code in expected or (code == 0 and done and not case.to_rank), f"{code}: {text[-900:]}")
-    if case.kind not in ("clock", "two runs", "rank SIGTERM", *STOPS):
-        running = code == 0 and not restarts and case.moment != "restart"
-        unused = case.kind == "disk full" and case.moment == "start"  # it matters once the ranks are up and write
-        if not running and not unused:
-            outcome.judge("time", outcome.seconds <= WATCHDOG + MOST_SECONDS, f"{outcome.seconds:.1f} s")
+    if code != 0 or restarts or case.kind in STOPS:
+        outcome.judge("time", outcome.seconds <= WATCHDOG + MOST_SECONDS, f"{outcome.seconds:.1f} s")
     if case.kind in ("supervisor", *STOPS) or code not in (1, 3):
-        if case.to_rank and code == 0 and restarts:
+        if code == 0 and restarts and (case.to_rank or case.hosts):
             blamed = restarts[-1]["rank"]
-            outcome.judge("blame", blamed == case.whom, f"rank {blamed}: {restarts[-1]['what']}")
+            right = blamed == case.whom if case.to_rank else blamed * 2 // case.ranks == case.host
+            outcome.judge("blame", right, f"rank {blamed}: {restarts[-1]['what']}")
         return
     outcome.judge("message", bool(said) and _SAYS.get(case.kind, "") in said, text[-900:])
     if case.to_rank:
         outcome.judge("blame", error.get("rank") == case.whom, f"rank {error.get('rank')}: {said[:300]}")
     elif case.hosts:
-        name = "h1" if case.kind == "link" else f"h{case.whom}"
+        name = f"h{case.host}"
         outcome.judge("blame", error.get("host") == name or f"host {name}" in said or f" {name} " in said, said[:300])
 
 
@@ -190,7 +190,7 @@ def _codes(case: Case) -> tuple[int, ...]:
         return (1, 3)
     if case.kind == "exception":  # the next attempt meets the same data
         return (3,)
-    if case.attempts_left and case.kind != "link":
+    if case.attempts_left and (case.kind != "link" or case.elastic):
         return (0,)
     return (3,) if case.kind in TO_RANKS else (1, 3)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chaos_case import SCHEDULES, STEPS, Case
+from chaos_case import SCHEDULES, STEPS, Case, walk
 from chaos_judge import happens, prepared, weights
 from chaos_main import table, written
 from chaos_scene import Scene, can_mount
@@ -41,6 +41,10 @@ def test_a_seed_is_always_the_same_case_and_every_case_can_be() -> None:
         assert cases == [Case.at_random(seed, hosts=hosts) for seed in range(500)]
         assert all(0 <= case.whom < case.ranks and case.step < STEPS for case in cases)
         assert {case.moment for case in cases} >= {"start", "step", "save"}
+        drawn = [(case.kind, case.moment) for case in cases]
+        assert drawn[: len(walk(hosts))] == walk(hosts)
+        assert set(drawn) == set(walk(hosts))
+    assert len(walk(False)) <= 100 and len(walk(True)) <= 30  # what make chaos does
     assert {Case.at_random(seed).schedule for seed in range(100)} == set(SCHEDULES)
 
 

@@ -216,20 +216,39 @@ def test_sigterm_stops_all_hosts_before_the_same_minibatch_with_a_checkpoint(hos
     assert_nothing_runs(hosts, 5)
 
 
-def test_the_hosts_that_are_left_go_on(hosts: Hosts, train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["agent", "link"])
+def test_the_hosts_that_are_left_go_on_to_the_same_weights(
+    hosts: Hosts, folder: Path, train, tmp_path: Path, fault: str
+) -> None:
     process = train("--elastic", "--max-restarts", "1", "--checkpoint-every", "5")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    hosts.agent(1).kill()
-    end = time.monotonic() + 60
-    while '"restart"' not in metrics.read_text() or metrics.read_text().partition('"restart"')[2].count("\n") < 4:
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        moment()
-    assert sorted(hosts.ranks(0)) == [0, 1]
-    assert not hosts.ranks(1)
-    process.send_signal(signal.SIGTERM)
-    ended(process, 30)
-    assert process.returncode == 75
-    assert_nothing_runs(hosts, 5)
+    metrics, planned = tmp_path / "run" / "metrics.jsonl", (folder / ".autopipe" / "plan.json").read_bytes()
+    hosts.agent(1).kill() if fault == "agent" else hosts.link(1, "down")
+    try:
+        end = time.monotonic() + 60
+        while '"restart"' not in metrics.read_text() or metrics.read_text().partition('"restart"')[2].count("\n") < 4:
+            assert process.poll() is None and time.monotonic() < end, process.communicate()
+            moment()
+        assert sorted(hosts.ranks(0)) == [0, 1]
+        if fault == "agent":
+            assert not hosts.ranks(1)
+        process.send_signal(signal.SIGTERM)
+        said = ended(process, 30)
+        assert process.returncode == 75
+        assert "restart 1 of 1, from the checkpoint of step" in said and "on 2 ranks" in said
+        assert_nothing_runs(hosts, 5 if fault == "agent" else 25)
+    finally:
+        hosts.link(1, "up")
+    assert (folder / ".autopipe" / "plan.json").read_bytes() == planned  # the next run has both hosts again
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    restart = next(line for line in lines if "restart" in line)
+    assert restart["from_step"] > 0 and restart["from_step"] % 5 == 0
+    steps = int((tmp_path / "run" / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    here(folder, "train", "--gpus", "4", "--run-dir", str(tmp_path / "whole"), "--steps", str(steps))
+    for run in ("run", "whole"):
+        here(folder, "export", str(tmp_path / run), "-o", str(tmp_path / f"{run}.pt"))
+    ours, theirs = (torch.load(tmp_path / f"{run}.pt") for run in ("run", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_doctor_looks_at_every_host(hosts: Hosts, folder: Path) -> None:
