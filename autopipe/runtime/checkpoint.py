@@ -1,8 +1,8 @@
 """Checkpoints: one directory a step, safetensors per stage, and a manifest by original parameter name.
 
 Written to ``step-N.PLAN.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash leaves the old
-one or the new one, never a mixture. Nothing in it can run code, and every file that is read is compared with its SHA-256.
-Any plan can load what any other plan saved, because everything is kept under the model's own names.
+one or the new one, never a mixture. Nothing in it can run code, and every file that is read is compared with its
+SHA-256. Any plan can load what any other plan saved, because everything is kept under the model's own names.
 """
 
 from __future__ import annotations
