@@ -1,4 +1,4 @@
-"""Training starts from weights that others wrote, each rank reading only its own; and others can load what we write."""
+"""Training starts from weights that others wrote, each rank reading only its own."""
 
 from __future__ import annotations
 
@@ -13,57 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from pipelines import Pipeline, build, captured_file, minibatches, plan_for
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
+from weight_cases import MODEL, begun, pipeline
 
 from autopipe.errors import ArtifactError, RunError
 from autopipe.runtime.initial import built, weights_of
-from autopipe.runtime.threads import run_in_threads
 from autopipe.runtime.weight_files import INDEX, Matched, open_weights
-from autopipe.workflow.exporting import export
-from autopipe.workflow.settings import ExportSettings
 from autopipe.workload.empty import parameters_without_memory
-
-MODEL = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, blocks=6):
-        super().__init__()
-        self.words = nn.Embedding(9, 6)
-        self.register_buffer("shift", torch.arange(6.0) / 10)
-        self.register_buffer("mask", torch.arange(6) != 2, persistent=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(blocks))
-        self.memory = nn.LSTM(6, 6, batch_first=True)
-        self.head = nn.Linear(6, 9, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, ids):
-        x = self.words(ids) + self.shift
-        x = self.memory(x)[0].mean(1) * self.mask
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x)
-
-def build_model():
-    return Net()
-
-def loss(output, target):
-    return nn.functional.cross_entropy(output, target)
-
-def data(batch_size=8):
-    g = torch.Generator().manual_seed(1)
-    for _ in range(4):
-        yield torch.randint(0, 9, (batch_size, 4), generator=g), torch.randint(0, 9, (batch_size,), generator=g)
-"""
-
-
-def pipeline(folder: Path, stages: int = 3, **job: Any) -> Pipeline:
-    path = folder / "net.py"
-    path.write_text(MODEL)
-    made = captured_file(path)
-    return build(made, plan_for(made, stages, "1f1b", 2, 8), folder / "run", **job)
 
 
 @pytest.fixture
@@ -124,12 +81,6 @@ def distributed(model: nn.Module, folder: Path) -> Path:
         warnings.simplefilter("ignore")
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
     return folder / "dcp"
-
-
-def begun(made: Pipeline, init_from: Path) -> dict[str, torch.Tensor]:
-    """What the ranks hold before their first step."""
-    job = replace(made.job, init_from=str(init_from), save=False)
-    return made.weights(run_in_threads(made.run, job, made.layout, lambda session: None))
 
 
 FORMATS = [
@@ -323,83 +274,3 @@ def test_broken_files_are_refused(made: Pipeline, other: nn.Module, tmp_path: Pa
     assert "there are no weights at" in refused(made, tmp_path / "nothing")[0]
     (tmp_path / "empty").mkdir()
     assert "holds no weights" in refused(made, tmp_path / "empty")[0]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Pipeline:
-    """A run of two steps, saved."""
-    made = pipeline(tmp_path, save=True)
-    made.train(minibatches(made.captured.workload, 2, 8))
-    return made
-
-
-def test_every_export_is_what_the_untouched_model_loads(run: Pipeline, tmp_path: Path) -> None:
-    outputs = [("x.safetensors", None), ("x.pt", None), ("folder", None), ("hf", "hf"), ("odd.name", "dcp")]
-    states = {}
-    for name, kind in outputs:
-        result = export(ExportSettings(tmp_path / name, run=run.run.path, format=kind))
-        assert (result.step, result.tensors) == (2, len(run.captured.workload.build_model().state_dict()))
-        assert result.bytes > 1000
-        states[name] = run.captured.workload.build_model()
-    states["x.safetensors"].load_state_dict(load_file(tmp_path / "x.safetensors"), strict=True)
-    states["x.pt"].load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True), strict=True)
-    index = json.loads((tmp_path / "hf" / INDEX).read_text())
-    held = {name: load_file(tmp_path / "hf" / file)[name] for name, file in index["weight_map"].items()}
-    states["hf"].load_state_dict(held, strict=True)
-    for name in ("folder", "odd.name"):
-        target = states[name].state_dict()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(target, checkpoint_id=tmp_path / name, no_dist=True)
-        states[name].load_state_dict(target, strict=True)
-    first, *others = (model.state_dict() for model in states.values())
-    assert not torch.equal(first["head.weight"], run.captured.workload.build_model().state_dict()["head.weight"])
-    for state in others:
-        assert all(torch.equal(first[key], state[key]) for key in first)
-
-
-def test_a_folder_is_written_in_files_of_bounded_size(
-    run: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autopipe.workflow.exporting.SHARD_BYTES", 400)
-    export(ExportSettings(tmp_path / "hf", run=run.run.path, format="hf"))
-    index = json.loads((tmp_path / "hf" / INDEX).read_text())
-    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
-    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
-    # and training can start from it
-    found = begun(run, tmp_path / "hf")
-    expected = run.captured.workload.build_model()
-    export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
-    expected.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.named_parameters())
-
-
-def test_training_starts_from_a_checkpoint_of_another_run(run: Pipeline, tmp_path: Path) -> None:
-    found = begun(run, run.run.checkpoints / "step-00000002")
-    export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
-    exported = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert found.keys() - exported.keys() == {"mask"}
-    assert all(torch.equal(found[name], exported[name]) for name in found if name in exported)
-
-
-def test_an_export_replaces_an_export_and_nothing_else(run: Pipeline, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    for kind in ("hf", "hf", "dcp"):
-        export(ExportSettings(target, run=run.run.path, format=kind))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match="is a folder with something else in it"):
-        export(ExportSettings(tmp_path / "mine", run=run.run.path))
-    with pytest.raises(RunError, match="is a folder"):
-        export(ExportSettings(tmp_path / "mine", run=run.run.path, format="pt"))
-    with pytest.raises(RunError, match="is a file"):
-        export(ExportSettings(tmp_path / "net.py", run=run.run.path, format="hf"))
-    with pytest.raises(RunError, match=r"ends in \.bin"):
-        export(ExportSettings(tmp_path / "x.bin", run=run.run.path))
-    assert not list(tmp_path.glob(".*.tmp"))
-
-
-def test_a_model_file_that_changed_is_refused(run: Pipeline, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(MODEL.replace("nn.Linear(6, 6)", "nn.Linear(6, 6, bias=False)"))
-    with pytest.raises(RunError, match=r"the model has changed since this run: blocks\.0\.0\.bias is in it no more"):
-        export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
