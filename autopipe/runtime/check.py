@@ -5,6 +5,8 @@ Gradients are compared as well as weights because an adaptive optimizer hides a 
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,10 @@ from autopipe.runtime.layout import Layout
 from autopipe.runtime.reference import PlainSettings, plain_training
 from autopipe.runtime.threads import run_in_threads
 from autopipe.schedules import make
+from autopipe.trace.patches import as_compiled
 from autopipe.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 # float32 sums in another order: the promise where replicas, ties or a global norm change the order
 TOLERANCE = 1e-6
@@ -226,33 +231,65 @@ def compare(
             items=lambda epoch: iter(items),
             on_gradients=lambda stage, step, parameters: _keep(ours, step, parameters),
         )
+        tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
+        found = sessions[0].executor.stepper.losses
+        trained = _Trained(ours, tensors, tensors, tuple(found[step] for step in sorted(found)))
+        worst = _differences(trained, plain, layout, job)
+        if not reasons and (worst.unequal or trained.losses != plain.losses):
+            reasons = _other_way(workload, job, layout, items, settings, trained)
+            noise = _noise(plain, _plain(workload, job, items, replace(settings, reverse=True))) if reasons else {}
     finally:
         torch.set_num_threads(threads)
-    worst = _Worst()
-    scaled = plan.workload.precision == "fp16"
-    for key, gradient in plain.gradients.items():
-        worst.add(key[1], ours.get(key), gradient, may_overflow=scaled)
-    tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
-    for name, parameter in plain.parameters.items():
-        worst.add(name, tensors.get(name), parameter)
-    averaged = set() if job.deferred_batch_norm else _averaged_buffers(layout)
-    for name, buffer in plain.buffers.items():
-        if name in tensors and name not in averaged:
-            worst.add(name, tensors[name], buffer)
-    found = sessions[0].executor.stepper.losses
-    losses = tuple(found[step] for step in sorted(found))
     owners = _owners(layout)
     return Comparison(
         tuple(
             TensorDifference(name, error, name not in worst.unequal, owners.get(name, -1), noise.get(name, 0.0))
             for name, error in worst.errors.items()
         ),
-        losses,
+        trained.losses,
         plain.losses,
         not reasons,
         reasons,
         statistics.median(noise.values()) if noise else 0.0,
-        _nonfinite(losses, plain.losses, worst.nonfinite),
+        _nonfinite(trained.losses, plain.losses, worst.nonfinite),
+    )
+
+
+def _differences(trained: _Trained, plain: _Trained, layout: Layout, job: Job) -> _Worst:
+    worst = _Worst()
+    scaled = layout.plan.workload.precision == "fp16"
+    for key, gradient in plain.gradients.items():
+        worst.add(key[1], trained.gradients.get(key), gradient, may_overflow=scaled)
+    for name, parameter in plain.parameters.items():
+        worst.add(name, trained.parameters.get(name), parameter)
+    averaged = set() if job.deferred_batch_norm else _averaged_buffers(layout)
+    for name, buffer in plain.buffers.items():
+        if name in trained.buffers and name not in averaged:
+            worst.add(name, trained.buffers[name], buffer)
+    return worst
+
+
+def _other_way(
+    workload: Workload, job: Job, layout: Layout, items: Sequence[Any], settings: PlainSettings, trained: _Trained
+) -> tuple[str, ...]:
+    """Say where a model decides by the data as long as nobody captures it, where that is all that differs.
+
+    It is where plain training equals the stages as soon as the model is told, as it was when it was captured, that it
+    is compiled. Whether the other way is the same but for rounding is for the comparison to say.
+    """
+    asked: list[str] = []
+    try:
+        told = _plain(workload, job, items, replace(settings, within=functools.partial(as_compiled, asked)))
+    except Exception as error:  # a way that nobody takes may fail
+        logger.info("plain training as it is captured: %s", error)
+        return ()
+    worst = _differences(trained, told, layout, job)
+    if worst.unequal or told.losses != trained.losses or not asked:
+        return ()
+    more = f" and {len(asked) - 1} more" if len(asked) > 1 else ""
+    return (
+        f"the model takes another way when it is not captured: it asks at {asked[0]}{more}, as transformers does to "
+        "leave out a mask of ones",
     )
 
 

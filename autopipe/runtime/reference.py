@@ -35,7 +35,8 @@ class PlainSettings:
     """``draws``: give every random operation the seed of its position; needed only where the model draws at all.
 
     ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping. ``reverse``: add the microbatches up
-    in reverse, which is as right, and shows how much the order of a sum alone changes.
+    in reverse, which is as right, and shows how much the order of a sum alone changes. ``within``: opened around every
+    forward.
     """
 
     num_microbatches: int
@@ -45,6 +46,7 @@ class PlainSettings:
     staleness: Mapping[str, int] = field(default_factory=dict)
     reverse: bool = False
     deferred_batch_norm: bool = False
+    within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def plain_training(
@@ -155,7 +157,7 @@ def _minibatch(
         part = parts[index]
         if device is not None:
             part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
-        with _seeded(settings, step, index), workload.explained(part):
+        with _seeded(settings, step, index), settings.within(), workload.explained(part):
             loss, weight = workload.loss(model, part)
         scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
         if scaled.requires_grad:

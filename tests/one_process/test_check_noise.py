@@ -1,5 +1,11 @@
-"""How close is equal, where bits are not promised."""
+"""How close is equal, where bits are not promised, and why they are not."""
 
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from autopipe.cli.main import autopipe
 from autopipe.runtime.check import Comparison, TensorDifference
 
 
@@ -23,3 +29,48 @@ def test_a_tensor_that_is_nothing_but_noise_excuses_itself_alone():
 
 def test_a_loss_is_held_to_the_usual_noise():
     assert not compared((0.0, 1.0), (0.0, 1e-7), (0.0, 1e-7), loss=1.001).equal
+
+
+SHORTCUT = """
+import torch
+from torch import nn
+
+def is_followed():
+    return torch.compiler.is_compiling()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.a, self.b = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, ids, mask):
+        h = self.a(self.words(ids)).tanh()
+        if not is_followed() and mask.all():
+            return self.b(h).mean(1) * FACTOR
+        return self.b((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+def build_model():
+    return Model()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def data(batch_size=6):
+    g = torch.Generator().manual_seed(1)
+    for step in range(3):
+        mask = torch.ones(batch_size, 7)
+        mask[:, 5:] = float(step > 0)  # the first batch is padded, the others are full
+        ids = torch.randint(0, 20, (batch_size, 7), generator=g)
+        yield (ids, mask), torch.randint(0, 3, (batch_size,), generator=g)
+"""
+
+
+@pytest.mark.parametrize(("factor", "equal"), [("1.0", True), ("1.001", False)])
+def test_a_shortcut_that_only_later_batches_take_is_named_with_its_line(factor, equal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(SHORTCUT.replace("FACTOR", factor))
+    done = CliRunner().invoke(autopipe, ["check", "net.py", "--gpus", "2", "--steps", "3", "--json"])
+    found = json.loads(done.stdout)
+    line = SHORTCUT[: SHORTCUT.index("if not is_followed")].count("\n") + 1
+    assert any(f"it asks at net.py:{line}, as transformers does" in warning for warning in found["warnings"])
+    assert (found["equal"], found["bitwise"]) == (equal, False)
