@@ -1,4 +1,8 @@
-"""Two recordings of one model, call by call: whether they are the same, and which constant arguments differ."""
+"""Two recordings of one model, call by call: whether they are the same, and which constant arguments differ.
+
+Whether they are the same is looked at while the second one is made, too: most models with batch norm of their own
+go another way in evaluation from the first layer on, and the rest of that pass would be for nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,45 @@ from typing import Any
 
 from torch import fx
 
+from autopipe.errors import TraceError
 from autopipe.trace.canonical import tensor_digest
-from autopipe.trace.explain import type_name
+from autopipe.trace.explain import OTHER_CALLS, type_name
 from autopipe.trace.follow import Followed, source_text
 from autopipe.trace.targets import qualified_name
 
 
 class OtherWay(Exception):  # noqa: N818  # a finding, which the caller turns into a note or another attempt  # no error: a finding that the caller turns into a note or another attempt
     """The two recordings are not the same calls; the text says where they part."""
+
+
+_ASTRAY = 16  # calls in a row that are not the other recording's, beyond what is made and never read
+
+
+class Beside:
+    """Ends a recording that goes another way than one there is. Calls whose result nobody read may be missing from it.
+
+    It only saves time: what it lets pass is compared by ``aligned``.
+    """
+
+    def __init__(self, other: Followed) -> None:
+        self._calls = other.calls
+        self._kept = set(other.graph.nodes)
+        self._next = sum(node.op == "placeholder" for node in other.calls)
+        self._astray: list[fx.Node] = []
+
+    def __call__(self, node: fx.Node) -> None:
+        """Take the next call. Raises: TraceError (``OTHER_CALLS``) at the place where the two have parted."""
+        for index in range(self._next, len(self._calls)):
+            call = self._calls[index]
+            if call.op == node.op and (call.target == node.target or call.op == "get_attr"):
+                self._next = index + 1
+                self._astray.clear()
+                return
+            if call in self._kept:
+                break
+        self._astray.append(node)
+        if len(self._astray) > _ASTRAY:
+            raise TraceError(OTHER_CALLS, where=source_text(self._astray[0].meta))
 
 
 def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:

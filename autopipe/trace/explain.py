@@ -171,6 +171,7 @@ def explained(error: Exception, construct: str) -> TraceError:
 
 
 MORE_CALLS = "the model makes more calls than for a batch of another shape"
+OTHER_CALLS = "the model makes other calls than in training"
 UNSEEN = "was made by a call that cannot be followed"
 
 

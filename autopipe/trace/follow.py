@@ -36,7 +36,7 @@ Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
 class Followed:
     """What one pass found. ``sizes``: its number of samples, and its ``lengths``, where they are free to vary.
 
-    ``reads_training``: the user's code asks for the mode. ``num_calls``: as they were recorded, before tidying up.
+    ``reads_training``: the user's code asks for the mode. ``calls``: as they were recorded, before tidying up.
     """
 
     recorder: Recorder
@@ -45,7 +45,7 @@ class Followed:
     sizes: tuple[int, ...]
     reads_training: bool
     lengths: tuple[Length, ...] = ()
-    num_calls: int = 0
+    calls: tuple[fx.Node, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -77,6 +77,7 @@ def follow(
     answer: bool = False,
     forward: Forward | None = None,
     most: int = 0,
+    beside: Callable[[fx.Node], None] | None = None,
 ) -> Followed:
     """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
 
@@ -84,6 +85,7 @@ def follow(
     samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
     refuse at the very line that draws from Python's or numpy's random numbers. ``answer``: keep data-dependent
     decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
+    ``beside``: is told every call as it is recorded, and may raise a TraceError that ends the pass.
 
     Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
     """
@@ -98,7 +100,7 @@ def follow(
     borrowed = Borrowed(model, mode, sized[0].device)
     with borrowed:
         recorder = Recorder(borrowed, symbols, watch=watch)
-        recorder.most = most
+        recorder.most, recorder.beside = most, beside
         given = {place: size for length, size in lengths for place in length.places}
         fakes = {name: _fake_leaf(mode, name, leaf, count, batch, given) for name, leaf in leaves.items()}
         for name, fake in fakes.items():
@@ -115,13 +117,13 @@ def follow(
     if drawn and not watch:
         raise _coin(workload, model, item, drawn, answer=answer)
     _check_batch(symbols, shape_env, count)
-    num_calls = len(recorder.graph.nodes)
+    calls = tuple(recorder.graph.nodes)
     _clone_changed_inputs(recorder.graph)
     join(recorder.graph, batch or count)
     remove_unused(recorder.graph)
     sizes = (batch or count, *(size for _, size in lengths))
     free = tuple(length for length, _ in lengths)
-    return Followed(recorder, borrowed, symbols, sizes, reads.seen, free, num_calls)
+    return Followed(recorder, borrowed, symbols, sizes, reads.seen, free, calls)
 
 
 @contextlib.contextmanager
@@ -196,11 +198,17 @@ def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:
         if now is None or now.shape != fake.shape or now.dtype != fake.dtype:
             raise TraceError(
                 f"buffer {name} is bound to a tensor of another shape or dtype in the forward",
+                where=_made_at(recorder, now),
                 remedy="where the first forward fills it in, run the model on one batch before build_model returns it; "
                 "else keep its shape and dtype, or keep the value out of the module",
             )
         with torch.no_grad():
             fake.copy_(now)
+
+
+def _made_at(recorder: Recorder, value: Tensor | None) -> str:
+    """Return ``file:line: source line`` of the call that made a value, "" where no call did."""
+    return where_text(recorder.known.node(value).meta) if recorder.known.has(value) and value is not None else ""
 
 
 def _clone_changed_inputs(graph: fx.Graph) -> None:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.errors import TraceError
-from autopipe.trace.align import OtherWay, aligned
+from autopipe.trace.align import Beside, OtherWay, aligned
 from autopipe.trace.assemble import assemble
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.describe import describe
 from autopipe.trace.evaluation import Arguments, evaluation_arguments
-from autopipe.trace.explain import MORE_CALLS, depends_on_data, place_of, went_unseen
+from autopipe.trace.explain import MORE_CALLS, OTHER_CALLS, depends_on_data, place_of, went_unseen
 from autopipe.trace.exported import NotExportable, export
 from autopipe.trace.fit import Fit
 from autopipe.trace.follow import Followed, Forward, follow
@@ -95,7 +95,7 @@ class Ladder:
         for attempt in range(max(map(len, others), default=0)):
             given = tuple((a, sizes[min(attempt, len(sizes) - 1)]) for a, sizes in zip(lengths, others, strict=True))
             try:
-                wide = self._follow(batch=many, lengths=given, most=narrow.num_calls)
+                wide = self._follow(batch=many, lengths=given, most=len(narrow.calls))
                 free = dataclasses.replace(
                     narrow, sizes=(self.batch, *(length.size for length in lengths)), lengths=lengths
                 )
@@ -177,10 +177,12 @@ class Ladder:
         before = Snapshot(self.model)
         self.model.eval()
         try:
-            return aligned(training, self._follow(**options)), ""
+            return aligned(training, self._follow(beside=Beside(training), **options)), ""
         except OtherWay as way:
             return {}, f"evaluation mode goes another way{way}"
         except TraceError as error:
+            if error.what == OTHER_CALLS:
+                return {}, f"evaluation mode goes another way{f' at {error.where}' if error.where else ''}"
             return {}, f"in evaluation mode the model cannot be followed: {error.what}"
         finally:
             before.restore()

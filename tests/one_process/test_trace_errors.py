@@ -97,6 +97,17 @@ class ChangedConstant(Base):
         return (self.a(x) * self.count).mean()
 
 
+class ReboundBuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x):
+        if self.table.shape[0] != x.shape[1]:
+            self.table = torch.arange(4.0) / 4  # the table
+        return (self.a(x) * self.table.view(1, 4)).mean()
+
+
 class InnerBackward(Base):
     def forward(self, x):
         loss = self.a(x).mean()
@@ -133,6 +144,7 @@ CASES = {
     DataAssignment: ("x.data = y", "the assignment", "x.copy_(y)"),
     ChangedParameter: ("the forward changes parameter a.weight in place", "the change", "register_buffer"),
     ChangedConstant: ("neither parameter nor buffer", "the change", "register_buffer"),
+    ReboundBuffer: ("buffer table is bound to a tensor of another shape", "the table", "run the model on one batch"),
     InnerBackward: ("backward() inside the forward", "the backward", "trainer"),
     Penalty: ("torch.autograd.grad inside the forward", "the grad", "leave it out"),
     Failing: ("the model itself fails on a batch of 5 (['x']: float32[5, 4]): Runtime", "the mistake", "one batch"),

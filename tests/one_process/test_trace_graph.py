@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -273,6 +275,55 @@ def test_another_way_in_evaluation_is_said():
     assert captured.exact
     assert captured.evaluation == {}
     assert captured.evaluation_note.startswith("evaluation mode goes another way at ")
+
+
+class OwnNorm(nn.Module):
+    """Counts its batches as timm's batch norm does, so that it makes other calls in evaluation."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+        self.register_buffer("count", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        self.note(self.training)
+        if self.training:
+            self.count.add_(1)
+        return (x - x.mean(1, keepdim=True)) * self.scale
+
+
+def test_a_pass_that_goes_another_way_is_not_made_to_the_end():
+    passes = []
+    work = Toy(
+        lambda: nn.Sequential(*(OwnNorm(passes.append) for _ in range(40))), lambda n, g: {"input": vectors(n, g)["x"]}
+    )
+    work._loss = lambda output, item: output.pow(2).mean()
+    captured = capture(work, verify=False)
+    assert re.match(r"evaluation mode goes another way at \S*test_trace_graph\.py:\d+$", captured.evaluation_note)
+    assert passes.count(True) == 80
+    assert 0 < passes.count(False) < 20
+
+
+class Telling(nn.Module):
+    """Looks at more in training than in evaluation, and the other way round, and reads none of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            for _ in range(30 if self.training else 4):
+                x.exp() if self.training else x.log()
+            x = F.dropout(layer(x), 0.5, training=self.training)
+        return x.pow(2).mean()
+
+
+def test_what_only_one_of_the_modes_makes_and_nobody_reads_is_no_other_way():
+    captured = capture(Toy(Telling, vectors), verify=False)
+    assert captured.evaluation_note == ""
+    assert len(captured.evaluation) == 12
 
 
 def test_modules_that_know_their_mode_need_no_second_look():
