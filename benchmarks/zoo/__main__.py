@@ -11,6 +11,7 @@ import concurrent.futures
 import functools
 import json
 import os
+import queue
 import subprocess
 import sys
 from pathlib import Path
@@ -28,26 +29,28 @@ REPRESENTATIVE = (
 )  # fmt: skip
 
 
-def run(name: str, limit_seconds: float, *options: str) -> dict[str, Any]:
-    """Try one model and return what became of it. ``options``: of ``benchmarks.zoo.one``."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", name, *options],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_seconds,
-            check=False,
+class Server:
+    """A process that has imported everything and forks one of its own for each model (``benchmarks.zoo.one``)."""
+
+    def __init__(self, *options: str) -> None:
+        self._command = [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", "--serve", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        self._process = subprocess.Popen(
+            self._command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-    except subprocess.TimeoutExpired:
-        return {"name": name, "result": "time limit", "reason": f"longer than {limit_seconds:.0f} s"}
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"name": name, "result": "failed", "reason": last[:200]}
-    return dict(json.loads(lines[-1]))
+
+    def run(self, name: str, limit_seconds: int) -> dict[str, Any]:
+        """Try one model and return what became of it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{limit_seconds} {name}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return dict(json.loads(line)) if line else {"name": name, "result": "failed", "reason": "nothing runs it"}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
 def keep(rows: list[dict[str, Any]]) -> None:
@@ -75,7 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="such as transformers/gpt2 or timm; all of them where none is given")
     parser.add_argument("--representative", action="store_true", help="a dozen of every kind")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one model")
+    parser.add_argument("--limit", type=int, default=300, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1, help="models at the same time; figures are quiet with one")
     parser.add_argument("--set", choices=[*SETS, "all"], default="all", help="the first models, or more of them")
     parser.add_argument("--no-export", action="store_true", help="leave out what torch.export takes")
@@ -87,13 +90,27 @@ def main() -> int:
         names = [name for name in names if name in options.names or name.partition("/")[0] in options.names]
     more = ["--no-export"] if options.no_export or options.representative else []
     rows = []
+    servers: queue.SimpleQueue[Server] = queue.SimpleQueue()
+    started = [Server(*more) for _ in range(options.jobs)]
+    for server in started:
+        servers.put(server)
+
+    def tried(name: str) -> dict[str, Any]:
+        server = servers.get()
+        try:
+            return server.run(name, options.limit)
+        finally:
+            servers.put(server)
+
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda name: run(name, options.limit, *more), names):
+        for row in pool.map(tried, names):
             rows.append(row)
             seconds, reason = row.get("capture_seconds", 0), row.get("reason", "")[:100]
             print(f"{row['name']:42} {row['result']:12} {seconds:6.1f} s  {reason}", flush=True)
             if not options.representative:
                 keep(rows)
+    for server in started:
+        server.close()
     print(summary(rows))
     if options.representative:
         return int(any(row["result"] != "exact" for row in rows))

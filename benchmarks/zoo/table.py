@@ -31,9 +31,8 @@ HEAD = """# The zoo
 Each model: captured, planned into three stages, generated, and run in stages beside the model itself, at two
 batch sizes and two seeds, dropout on. *exact*: loss, every gradient and every buffer are equal bit for bit.
 *equal*: within 1e-6 relative. *refused*: nothing is trained, and the message names the line.
-Seconds are of the capture without its verification, beside `torch.export(strict=False)` of the same model in the
-same process: medians of up to five turns each. (Figures of the first set that were taken before include the building
-of the model, once, on a busy machine; further models without figures were tried without that measurement.)"""
+Seconds are processor time of the capture without its verification, beside that of `torch.export(strict=False)` of the
+same model in the same process: medians of up to five turns each."""
 
 
 def write_table(sets: Mapping[str, Sequence[Row]], path: Path) -> None:
