@@ -247,6 +247,12 @@ def test_pitfall_22_a_transformer_of_torch_is_looked_into():
     assert not [node for node in graph.nodes if node.target == "model"]
 
 
+def test_pitfall_22_a_container_of_torch_is_looked_into():
+    work = Toy(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), vectors)
+    work.loss = lambda model, item: (model(item["x"]).pow(2).mean(), None)
+    assert [node.target for node in capture(work).graph.nodes][:3] == ["0", "1.0", "1.1"]
+
+
 @functools.lru_cache
 def memoized_table(width):
     return torch.arange(float(width))
