@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-checkpoints bench-replicas docs docs-check check
+.PHONY: help setup demo chaos test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,6 +77,12 @@ bench-replicas: $(READY) ## what adding up the gradients of two replicas takes b
 
 bench-prediction: $(READY) ## predicted against measured step time, every sample model
 	$(BIN)/python benchmarks/prediction.py
+
+bench-memory: $(READY) ## planned against measured peak bytes of each stage, every schedule
+	$(BIN)/python benchmarks/memory.py
+
+bench-restarts: $(READY) ## from kill -9 of a rank to the first step of the next attempt
+	$(BIN)/python benchmarks/restarts.py
 
 bench-checkpoints: $(READY) ## what a checkpoint costs: against the disk's plain rate, and at every step of a training
 	$(BIN)/python benchmarks/checkpoints.py

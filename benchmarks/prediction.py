@@ -1,9 +1,10 @@
 """Predicted against measured step time: two CPU ranks, one thread each, every sample model, gpipe and 1f1b.
 
-Profile and links are measured first, as a user would with ``profile --links``; the prediction is the plan's own, made
-before anything runs. Rounds alternate between the schedules; a round's figure is the median step, the first two steps
-left out, and medians over the rounds are quoted. Other programs make every figure worse: the load of the machine,
-measured while nothing of this benchmark runs, is written beside them. Writes benchmarks/results/prediction.md.
+In each round the model is profiled, as a user would with ``profile --links``, and trained under each schedule for some
+seconds; the prediction is the plan's own, made before anything runs, and the first two steps are left out. Quoted are
+the medians of the rounds: a core shared with another machine's work changes its pace by up to a half, every few
+seconds. How even the machine was, by one fixed convolution, is written above the table, which goes to
+benchmarks/results/prediction.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import platform
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,96 +31,126 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "prediction.md"
 SCHEDULES = ("gpipe", "1f1b")
 WARM_UP = 2
+LEAST_STEPS, MOST_STEPS = 8, 200
 
 
 @dataclass(slots=True)
 class Case:
-    """One model under one schedule. Seconds a step; ``loads``: of the machine before each round."""
+    """One model under one schedule: seconds a step of each round."""
 
     model: str
     schedule: str
-    predicted: float = 0.0
+    predicted: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)
     failure: str = ""
 
     @property
+    def medians(self) -> tuple[float, float]:
+        """Return what was predicted and what was measured."""
+        return statistics.median(self.predicted), statistics.median(self.measured)
+
+    @property
     def error(self) -> float:
-        """How far the prediction is off, as a part of what was measured."""
-        return self.predicted / statistics.median(self.measured) - 1
+        """Return how far the prediction is off, as a part of what was measured."""
+        predicted, measured = self.medians
+        return predicted / measured - 1
 
 
-def train(case: Case, settings: PlanSettings, num_steps: int) -> None:
-    """Train a few steps, and add the prediction and the median step to the case."""
+class Pace:
+    """How long a fixed convolution takes on each core, time and again. Microseconds."""
+
+    def __init__(self) -> None:
+        self.taken: list[float] = []
+        self._layer, self._images = torch.nn.Conv2d(16, 16, 3, padding=1), torch.randn(8, 16, 16, 16)
+
+    def take(self, seconds: float = 0.2) -> None:
+        """Measure each core."""
+        cores = os.sched_getaffinity(0)
+        for core in cores:
+            os.sched_setaffinity(0, {core})
+            begin, calls = time.perf_counter(), 0
+            while time.perf_counter() - begin < seconds:
+                self._layer(self._images)
+                calls += 1
+            self.taken.append((time.perf_counter() - begin) / calls * 1e6)
+        os.sched_setaffinity(0, cores)
+
+
+def train(settings: PlanSettings, num_steps: int) -> tuple[float, float]:
+    """Train, and return the seconds a step, as predicted and in the median."""
     ends: list[float] = []
+    predicted: list[float] = []
 
     def listen(kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "plan":
-            case.predicted = fields["plan"].predicted.step_seconds
+            predicted.append(fields["plan"].predicted.step_seconds)
         elif kind == "step":
             ends.append(fields["seconds"])
 
-    case.loads.append(os.getloadavg()[0])
     runs.train(TrainSettings(settings, steps=num_steps + WARM_UP, check_first=False), listen)
-    case.measured.append(statistics.median(b - a for a, b in itertools.pairwise(ends[WARM_UP - 1 :])))
+    return predicted[0], statistics.median(b - a for a, b in itertools.pairwise(ends[WARM_UP - 1 :]))
 
 
-def model_cases(target: Path, options: argparse.Namespace) -> list[Case]:
-    """Profile one model and run it under both schedules."""
+def model_cases(target: Path, options: argparse.Namespace, pace: Pace) -> list[Case]:
+    """Profile one model and run it under both schedules, in turns."""
     cases = [Case(target.stem, schedule) for schedule in SCHEDULES]
     size = -(-options.batch_size // options.num_microbatches)
+    num_steps = LEAST_STEPS
     with tempfile.TemporaryDirectory() as folder:
         sizes = tuple(sorted({1, size}))
         profile = ProfileSettings(ModelSettings(str(target)), Path(folder), "cpu", sizes, 1, verify=False)
-        links.measure(Path(folder), "cpu")
         try:
-            steps.profile(profile)
-            for _, case in itertools.product(range(options.rounds), cases):
-                plan = PlanSettings(
-                    profile,
-                    gpus=2,
-                    batch_size=options.batch_size,
-                    schedule=case.schedule,
-                    num_microbatches=options.num_microbatches,
-                )
-                train(case, plan, options.steps)
-                print(
-                    f"{case.model:14} {case.schedule:6} predicted {case.predicted:.4f} s, "
-                    f"measured {case.measured[-1]:.4f} s, load {case.loads[-1]:.1f}",
-                    flush=True,
-                )
-        except AutopipeError as error:
+            links.measure(Path(folder), "cpu")
+            for _ in range(options.rounds):
+                pace.take()
+                steps.profile(profile)
+                for case in cases:
+                    plan = PlanSettings(
+                        profile,
+                        gpus=2,
+                        batch_size=options.batch_size,
+                        schedule=case.schedule,
+                        num_microbatches=options.num_microbatches,
+                    )
+                    predicted, measured = train(plan, num_steps)
+                    case.predicted.append(predicted)
+                    case.measured.append(measured)
+                    num_steps = min(max(round(options.seconds / measured), LEAST_STEPS), MOST_STEPS)
+                    text = f"{case.model:14} {case.schedule:6} predicted {predicted:.4f} s, took {measured:.4f} s"
+                    print(text, flush=True)
+        except AutopipeError as failed:
             for case in cases:
-                case.failure = error.what
-            print(f"{target.stem}: {error}", flush=True)
+                case.failure = failed.what
+            print(f"{target.stem}: {failed}", flush=True)
     return cases
 
 
-def table(cases: list[Case], options: argparse.Namespace) -> str:
+def table(cases: list[Case], options: argparse.Namespace, pace: Pace) -> str:
     """Return the result as Markdown."""
-    done = [case for case in cases if case.measured]
+    low, middle, high = statistics.quantiles(pace.taken, n=4)
     lines = [
         "# Predicted against measured step time",
         "",
-        f"Two ranks of one thread, minibatch {options.batch_size}, {options.num_microbatches} microbatches; medians of "
-        f"{options.rounds} rounds of {options.steps} steps.",
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, CPU. "
-        "*Load*: of the machine before each round, median; what else runs takes from the ranks.",
+        f"Two ranks of one thread, minibatch {options.batch_size}, {options.num_microbatches} microbatches; "
+        f"{options.rounds} rounds, each with a profile of its own and about {options.seconds:g} s of training a case.",
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, CPU.",
+        f"One fixed convolution took {middle:.0f} us in the median, {low:.0f} to {high:.0f} us between the quartiles, "
+        f"{min(pace.taken):.0f} to {max(pace.taken):.0f} us in all: so uneven is the machine itself.",
         "",
-        "| model | schedule | predicted s | measured s | error | load |",
-        "|---|---|---|---|---|---|",
+        "| model | schedule | predicted s | measured s | error |",
+        "|---|---|---|---|---|",
     ]
     for case in cases:
-        if not case.measured:
-            lines.append(f"| {case.model} | {case.schedule} | | | not run: {case.failure} | |")
-            continue
-        middle, load = statistics.median(case.measured), statistics.median(case.loads)
-        lines.append(
-            f"| {case.model} | {case.schedule} | {case.predicted:.4f} | {middle:.4f} | {case.error:+.1%} | {load:.1f} |"
-        )
-    if done:
-        errors = [abs(case.error) for case in done]
-        lines += ["", f"Median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, {len(done)} cases."]
+        if case.measured:
+            predicted, measured = case.medians
+            cells = f"{predicted:.4f} | {measured:.4f} | {case.error:+.1%}"
+        else:
+            cells = f"| not run: {case.failure} |"
+        lines.append(f"| {case.model} | {case.schedule} | {cells} |")
+    errors = [abs(case.error) for case in cases if case.measured]
+    if errors:
+        text = f"Median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, {len(errors)} cases."
+        lines += ["", text]
     return "\n".join([*lines, ""])
 
 
@@ -128,17 +160,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[], help="names of sample models; all without")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--num-microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of training a round and case")
+    parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     targets = sorted((ROOT / "sample_models").glob("*.py"))
     chosen = [target for target in targets if not options.models or target.stem in options.models]
     cases: list[Case] = []
+    pace = Pace()
+    torch.set_num_threads(1)
     for target in chosen:
-        cases.extend(model_cases(target, options))
+        cases.extend(model_cases(target, options, pace))
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(table(cases, options), encoding="utf-8")  # after each model: it may be stopped
-    print(table(cases, options))
+        RESULTS.write_text(table(cases, options, pace), encoding="utf-8")  # after each model: it may be stopped
+    print(table(cases, options, pace))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import shutil
 import sys
 from typing import Any, NoReturn
 
@@ -125,4 +126,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
             stream.flush()
+    # the folder of the fork server's socket, which multiprocessing takes away at an ordinary end only
+    folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]  # no public way
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(code)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -61,10 +63,14 @@ def training(ranks: int = 2, *, steps: int, run: str = "run", schedule: str = "1
 
 
 class Commands:
-    """Starts commands in a folder and ends all of them, with their ranks, in ``end``."""
+    """Starts commands in a folder and ends all of them, with their ranks, in ``end``.
+
+    ``temporary``: their folder for temporary files; a short path, since sockets are named in it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.temporary = Path(tempfile.mkdtemp(prefix="ap-"))
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -76,7 +82,7 @@ class Commands:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
         )
         self.started.append(process)
         return process
@@ -102,6 +108,7 @@ class Commands:
             if process.poll() is None:
                 process.kill()
             process.communicate()
+        shutil.rmtree(self.temporary)
 
 
 def _refused(name: str) -> None:

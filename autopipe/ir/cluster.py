@@ -62,6 +62,8 @@ class HostCosts:
 
     ``compute_seconds``: for each forward and each backward. ``send_seconds``, ``send_seconds_per_byte``,
     ``receive_seconds``: for a message, at its two ends. ``step_seconds``: from one minibatch to the next.
+    ``delivery_seconds``: what a message waits, beyond the link's latency, where the ranks compute: on a CPU the cores
+    that compute also move the messages.
     """
 
     compute_seconds: float = 0.0
@@ -69,10 +71,11 @@ class HostCosts:
     send_seconds_per_byte: float = 0.0
     receive_seconds: float = 0.0
     step_seconds: float = 0.0
+    delivery_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        seconds = self.compute_seconds, self.send_seconds, self.receive_seconds, self.step_seconds
-        if not all(0 <= cost <= _LONGEST_SECONDS for cost in (*seconds, self.send_seconds_per_byte)):
+        ends = self.send_seconds, self.send_seconds_per_byte, self.receive_seconds, self.delivery_seconds
+        if not all(0 <= cost <= _LONGEST_SECONDS for cost in (self.compute_seconds, *ends, self.step_seconds)):
             raise ValueError("the runtime's own costs are times: 0 or more")
 
 

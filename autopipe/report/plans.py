@@ -156,5 +156,6 @@ def links(found: Links | None) -> tuple[str, ...]:
         f"{found.bandwidth / 1e9:.3g} GB/s; adding up over both {found.all_reduce_bandwidth / 1e9:.3g} GB/s",
         f"the runtime takes {in_seconds(found.host.compute_seconds)} a forward or backward, "
         f"{in_seconds(found.host.send_seconds)} a send, {in_seconds(found.host.receive_seconds)} a receive, "
-        f"{in_seconds(found.host.step_seconds)} a minibatch",
+        f"{in_seconds(found.host.step_seconds)} a minibatch; to ranks that compute a message "
+        f"comes {in_seconds(found.host.delivery_seconds)} later",
     )

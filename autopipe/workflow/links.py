@@ -8,7 +8,7 @@ from pathlib import Path
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
 from autopipe.launch.links import measure_links
-from autopipe.workflow.idle import host_costs
+from autopipe.workflow.overheads import host_costs
 from autopipe.workflow.settings import Progress
 from autopipe.workflow.store import Work
 

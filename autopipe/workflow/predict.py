@@ -70,11 +70,13 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
     for edge, values in (*routes.forward.items(), *routes.backward.items()):
         total = sum(num_bytes[value] for value in values)
         link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
-        send = host.send_seconds + host.send_seconds_per_byte * total
+        # each value is a message of its own
+        send = len(values) * host.send_seconds + host.send_seconds_per_byte * total
+        receive = len(values) * host.receive_seconds
         # both figures of a link were taken from one end to the other, and hold what its ends do
         occupied = max(total / link.bandwidth - host.send_seconds_per_byte * total, 0.0)
-        latency = max(link.latency_seconds - host.send_seconds - host.receive_seconds, 0.0)
-        edges[edge] = EdgeCosts(occupied, latency, send, host.receive_seconds)
+        latency = max(link.latency_seconds - host.send_seconds - host.receive_seconds, 0.0) + host.delivery_seconds
+        edges[edge] = EdgeCosts(occupied, latency, send, receive)
     return edges
 
 

@@ -1,0 +1,114 @@
+"""Planned against measured peak bytes of each stage, for every schedule: two CPU ranks, ``train --measure-memory``.
+
+Weights with their versions, gradients, optimizer state, saved activations and workspace, as the plan counts them,
+against the most that was alive in the stage's instructions. Nothing here is a time, so a busy machine does no harm.
+Writes benchmarks/results/memory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopipe.errors import AutopipeError
+from autopipe.workflow import runs
+from autopipe.workflow.results import StagePeak
+from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results" / "memory.md"
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "pipedream", "2bw")
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The stages of one model under one schedule, or why there are none."""
+
+    model: str
+    schedule: str
+    peaks: tuple[StagePeak, ...] = ()
+    refusal: str = ""
+
+
+def measured(target: Path, schedule: str, folder: Path, options: argparse.Namespace) -> Case:
+    """Train three steps; the profile in the folder is made once."""
+    size = -(-options.batch_size // options.num_microbatches)
+    profile = ProfileSettings(ModelSettings(str(target)), folder, "cpu", (1, size), 1, verify=False)
+    plan = PlanSettings(
+        profile,
+        gpus=2,
+        batch_size=options.batch_size,
+        schedule=schedule,
+        num_microbatches=options.num_microbatches,
+    )
+    settings = TrainSettings(plan, steps=STEPS, check_first=False, measure_memory=True)
+    try:
+        peaks = runs.train(settings, lambda kind, fields: None).peaks
+    except AutopipeError as refused:
+        return Case(target.stem, schedule, refusal=refused.what)
+    return Case(target.stem, schedule, tuple(sorted(peaks, key=lambda peak: peak.stage)))
+
+
+def error(peak: StagePeak) -> float:
+    """Return how far the plan is off, as a part of what was measured."""
+    return peak.planned_bytes / peak.bytes - 1
+
+
+def table(cases: list[Case], options: argparse.Namespace) -> str:
+    """Return the result as Markdown."""
+    lines = [
+        "# Planned against measured peak bytes",
+        "",
+        f"Two ranks, minibatch {options.batch_size}, {options.num_microbatches} microbatches, {STEPS} steps. "
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, CPU.",
+        "",
+        "| model | schedule | stage | in flight | versions | planned MiB | measured MiB | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        if case.refusal:
+            lines.append(f"| {case.model} | {case.schedule} | | | | | not run: {case.refusal} | |")
+        for peak in case.peaks:
+            sizes = " | ".join(f"{size / 2**20:.2f}" for size in (peak.planned_bytes, peak.bytes))
+            lines.append(
+                f"| {case.model} | {case.schedule} | {peak.stage} | {peak.in_flight} | {peak.versions} | {sizes} "
+                f"| {error(peak):+.1%} |"
+            )
+    errors = [abs(error(peak)) for case in cases for peak in case.peaks]
+    if errors:
+        within = sum(one <= options.bound for one in errors)
+        lines += [
+            "",
+            f"{within} of {len(errors)} stages within {options.bound:.0%}; median {statistics.median(errors):.1%}, "
+            f"worst {max(errors):.1%}.",
+        ]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=["gpt", "resnet", "unet"], help="names of sample models")
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--bound", type=float, default=0.1)
+    options = parser.parse_args()
+    cases: list[Case] = []
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            for schedule in options.schedules:
+                cases.append(measured(ROOT / "sample_models" / f"{model}.py", schedule, Path(folder), options))
+                print(*table(cases[-1:], options).splitlines()[6:], sep="\n", flush=True)
+    RESULTS.write_text(table(cases, options), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
