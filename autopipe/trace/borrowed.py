@@ -51,7 +51,8 @@ class Snapshot:
             self._attributes.append((attributes, dict(attributes)))
             for value in attributes.values():
                 if isinstance(value, (list, dict, set)):
-                    self._containers.append((value, value.copy()))
+                    # most are a module's dictionaries of hooks, and empty
+                    self._containers.append((value, value.copy() if value else ()))
         self._random = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
     def random_drawn(self) -> str:
@@ -77,7 +78,7 @@ class Snapshot:
     def returned(self) -> Iterator[None]:
         """Put the attributes back for a while; behind the block they are as they were before it."""
         lent = [(attributes, dict(attributes)) for attributes, _ in self._attributes]
-        contents = [(container, container.copy()) for container, _ in self._containers]
+        contents = [(container, container.copy() if container else ()) for container, _ in self._containers]
         self._put_back(self._containers, self._attributes)
         try:
             yield

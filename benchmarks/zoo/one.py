@@ -43,7 +43,7 @@ import trace_cases  # noqa: E402 - likewise
 NUM_STAGES = 3
 RUNS = ((4, (0, 0, 0)), (6, (1, 1, 0)))  # batch size, (seed, minibatch, microbatch)
 TOLERANCE = 1e-6
-ENOUGH_SECONDS = 5.0  # of measuring one model
+ENOUGH_SECONDS = 3.0  # of measuring one model
 LIBRARIES = "transformers.modeling_utils", "transformers.generation", "timm", "torchvision"
 IMPORTED = ("torch._dynamo", "torch.export", *LIBRARIES)
 
