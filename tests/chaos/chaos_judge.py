@@ -1,9 +1,9 @@
 """Runs a case and judges it: which of the properties held that every single fault must leave true.
 
 ===========  ==========================================================================================
-time         from the fault to the end of the run, or to its restart, within the watchdog and ten seconds: also where
-             the ranks have to come up before they can stop cleanly, or meet the full disk. Not of a run that goes on
-             as if nothing had happened, as it should when the clock jumps
+time         from the fault to the end of the run, or to its restart, within the watchdog and ten seconds. Ranks that
+             are to stop cleanly, or to meet a full disk, have first to be there: from then on. Not of a run that goes
+             on as if nothing had happened, as it should when the clock jumps
 code         the exit code is that of what happened
 message      an error says what happened; no traceback, no bug of ours
 blame        the rank, or the host, that it was done to is the one that is named
@@ -127,7 +127,10 @@ def _disturbed(scene: Scene, outcome: Outcome) -> bool:
         second.wait(LONGEST_SECONDS)
         outcome.judge("message", "is in use" in scene.said(1)[1], scene.said(1)[1][-600:])
     limit = begin + LONGEST_SECONDS
+    absent = case.moment in ("start", "resume") and case.kind in ("disk full", *STOPS)
     while process.poll() is None and time.monotonic() < limit:
+        if absent and len(scene.ranks()) == case.ranks:
+            begin, absent = time.monotonic(), False
         if case.attempts_left and scene.lines('"restart"') > before and not outcome.seconds:
             outcome.seconds = time.monotonic() - begin
             if case.kind in ("disk full", "link"):  # which is there for the next attempt, too

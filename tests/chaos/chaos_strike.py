@@ -49,8 +49,7 @@ def await_moment(scene: Scene, process: subprocess.Popen[str], number: int) -> N
     if case.kind == "exception":
         return
     if case.moment == "check":
-        if not scene.mounted:
-            until(lambda: "comparing one step" in scene.said(number)[1])
+        until(lambda: "comparing one step" in scene.said(number)[1])
     elif case.moment == "restart":
         until(lambda: scene.lines('"loss"') >= case.step)
         _rank(scene, process, case.first).kill()
@@ -145,7 +144,8 @@ def _fill(path: Path) -> None:
 
 def repair(scene: Scene) -> None:
     """Bring disk, clock and network back."""
-    (scene.run / "ballast").unlink(missing_ok=True)
+    if scene.case.kind == "disk full":
+        (scene.run / "ballast").unlink(missing_ok=True)
     if scene.case.kind == "read-only":
         for path in list(scene.mounted):
             if path != scene.run or scene.case.moment == "check":
