@@ -32,16 +32,17 @@ class Beside:
     """
 
     def __init__(self, other: Followed) -> None:
-        self._calls = other.calls
+        # what reads the model's tensors is no call of the user's, and nobody is told of it
+        self._calls = [node for node in other.calls if node.op not in ("placeholder", "get_attr")]
         self._kept = set(other.graph.nodes)
-        self._next = sum(node.op == "placeholder" for node in other.calls)
+        self._next = 0
         self._astray: list[fx.Node] = []
 
     def __call__(self, node: fx.Node) -> None:
         """Take the next call. Raises: TraceError (``OTHER_CALLS``) at the place where the two have parted."""
         for index in range(self._next, len(self._calls)):
             call = self._calls[index]
-            if call.op == node.op and (call.target == node.target or call.op == "get_attr"):
+            if (call.op, call.target) == (node.op, node.target):
                 self._next = index + 1
                 self._astray.clear()
                 return

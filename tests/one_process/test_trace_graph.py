@@ -311,12 +311,13 @@ class Telling(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(12))
 
     def forward(self, x):
-        for layer in self.layers:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
             for _ in range(30 if self.training else 4):
                 x.exp() if self.training else x.log()
-            x = F.dropout(layer(x), 0.5, training=self.training)
+            x = F.dropout(layer(x) * scale, 0.5, training=self.training)
         return x.pow(2).mean()
 
 
