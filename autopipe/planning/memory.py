@@ -49,6 +49,20 @@ def in_flight(needs: ScheduleNeeds, num_microbatches: int, *, behind: int, num_r
     return min(depth, share) if needs.flush else depth
 
 
+def in_flight_of_interleaved(stages_per_rank: int, num_ranks: int, num_microbatches: int, stage: int) -> int:
+    """Return how many microbatches an interleaved stage holds at most; stage s is on rank ``s mod num_ranks``.
+
+    A rank takes c microbatches at a time through each of its v stages, and sends 2(p-1-r) + (v-1)c forwards ahead
+    (arXiv:2104.04473, section 2.2); in steady state each further forward is followed by a backward. A stage holds most
+    when its first backward is about to run, behind c of each later stage of its rank.
+    """
+    v, (chunk, rank) = stages_per_rank, divmod(stage, num_ranks)
+    c = num_microbatches // max(num_microbatches // num_ranks, 1)
+    done = (v - 1) * c + 2 * (num_ranks - 1 - rank) + 1 + (v - 1 - chunk) * c
+    rounds, rest = divmod(done, v * c)
+    return min(num_microbatches, rounds * c + min(max(rest - chunk * c, 0), c))
+
+
 def weight_versions(needs: ScheduleNeeds, num_microbatches: int, held: int, replicas: int = 1) -> int:
     """Return how many versions of its weights a stage keeps when ``held`` microbatches are in flight on each rank."""
     fixed = needs.fixed_versions(num_microbatches)

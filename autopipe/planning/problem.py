@@ -22,7 +22,7 @@ from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Measurement, Profile
-from autopipe.planning.memory import in_flight, peak_tables, weight_versions
+from autopipe.planning.memory import in_flight, in_flight_of_interleaved, peak_tables, weight_versions
 from autopipe.planning.options import PlanOptions, ScheduleNeeds
 from autopipe.planning.tables import Array, Tables, build_tables
 
@@ -66,14 +66,10 @@ class Problem:
         return self.cluster.device(self.rank_of(stage))
 
     def held(self, stage: int, num_stages: int) -> tuple[int, int]:
-        """Return (microbatches in flight, weight versions) of a stage of a straight plan.
-
-        A rank with v stages (interleaved, arXiv:2104.04473) sends 2(p-1-r) + (v-1)p forwards ahead, over its v stages.
-        """
+        """Return (microbatches in flight, weight versions) of a stage of a straight plan."""
         v, p = self.options.stages_per_rank, self.options.num_ranks
         if v > 1 and self.needs.in_flight == "depth":
-            ahead = 2 * (p - 1 - self.rank_of(stage)) + (v - 1) * p + 1
-            count = min(self.num_microbatches, math.ceil(ahead / v))
+            count = in_flight_of_interleaved(v, p, self.num_microbatches, stage)
         else:
             behind = num_stages - 1 - stage
             count = in_flight(self.needs, self.num_microbatches, behind=behind, num_ranks=num_stages)
@@ -115,9 +111,18 @@ class Problem:
         return min(stage + 1, self.num_microbatches) if self.needs.splits and stage else 0
 
     def limit(self, stage: int) -> float:
-        """Return the bytes that a stage may use; infinite where the device has no limit."""
+        """Return the bytes that a stage may use; infinite where the device has no limit.
+
+        Stages that share a device get parts of it as large as what they hold in flight.
+        """
         memory = self.device_of(stage).memory_bytes
-        return memory / self.options.stages_on(self.rank_of(stage)) if memory else math.inf
+        if not memory:
+            return math.inf
+        rank, count = self.rank_of(stage), self.options.num_stages
+        if self.options.stages_on(rank) == 1:
+            return memory
+        held = {other: self.held(other, count)[0] for other in range(count) if self.rank_of(other) == rank}
+        return memory * held[stage] / sum(held.values())
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k, infinite where the stage does not fit; recompute is used as the options allow."""

@@ -87,7 +87,7 @@ def does_not_fit(problem: Problem) -> PlanError:
     device = problem.device_of(worst)
     remedy = next((text for text, change in _changes(problem) if fits(change)), "")
     if not remedy:
-        total = device.memory_bytes + over * problem.options.stages_per_rank
+        total = device.memory_bytes + over * device.memory_bytes / problem.limit(worst)
         remedy = f"nothing smaller fits: use devices with {gib(total)}, or more ranks with a larger model cut finer"
     return PlanError(
         f"stage {worst} needs {gib(needed)} and {gib(problem.limit(worst))} are available, "
