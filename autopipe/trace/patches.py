@@ -156,10 +156,14 @@ def _restore(owner: Any, name: str, before: Any) -> None:
 
 
 @contextlib.contextmanager
-def as_compiled(asked: list[str] | None = None) -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` say yes. ``asked``: where to put the places (``file:line``) that ask."""
+def as_compiled(asked: list[str] | None = None, only: str = "") -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` say yes.
+
+    ``asked``: where to put the places (``file:line``) that ask. ``only``: the one place that gets this answer.
+    """
 
     def yes() -> bool:
+        place = ""
         if asked is not None:
             frame = calling_frame()
             while frame is not None and frame.f_code.co_name.startswith("is_"):  # a helper, which hands the answer on
@@ -167,7 +171,7 @@ def as_compiled(asked: list[str] | None = None) -> Iterator[None]:
             place = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
             if place and place not in asked:
                 asked.append(place)
-        return True
+        return not only or place == only
 
     before = torch.compiler.is_compiling, torch.compiler.is_exporting
     torch.compiler.is_compiling = torch.compiler.is_exporting = yes

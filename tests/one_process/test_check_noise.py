@@ -44,7 +44,7 @@ class Model(nn.Module):
         self.words, self.a, self.b = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, ids, mask):
-        h = self.a(self.words(ids)).tanh()
+        h = self.a(self.words(ids)).tanh() if is_followed() else self.a(self.words(ids)).tanh()
         if not is_followed() and mask.all():
             return self.b(h).mean(1) * FACTOR
         return self.b((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
