@@ -35,13 +35,21 @@ Seconds are processor time of the capture without its verification, beside that 
 same model in the same process: medians of up to five turns each."""
 
 
+EARLIER = "Ratios with a star are of an earlier run, by the clock on the wall."
+
+
 def write_table(sets: Mapping[str, Sequence[Row]], path: Path) -> None:
     """Write a table for each set, its summary above it."""
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread."
-    lines = [HEAD, machine]
+    earlier = [row for rows in sets.values() for row in rows if _is_earlier(row)]
+    lines = [HEAD, *([EARLIER] if earlier else []), machine]
     for which, rows in sets.items():
         lines += ["", f"## {TITLES[which]}", "", f"{summary(rows)}.", "", *_table(rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _is_earlier(row: Row) -> bool:
+    return bool(row.get("export_seconds")) and "clock" not in row
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -51,7 +59,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         capture, export = row.get("capture_seconds"), row.get("export_seconds")
-        ratio = f"{capture / export:.2f}" if capture and export else ""
+        ratio = f"{capture / export:.2f}{'*' if _is_earlier(row) else ''}" if capture and export else ""
         cells = [
             row["name"],
             row["result"],
