@@ -23,13 +23,16 @@ from typing import Any
 
 import psutil
 
+from autopipe.errors import WorkerError
 from autopipe.ir import artifact
 from autopipe.launch.heartbeat import Beat, Heartbeats
 from autopipe.launch.request import WorkerSpec
-from autopipe.launch.signals import ignored
+from autopipe.launch.signals import held_back
 
 PRELOAD = ["autopipe.launch.preloaded"]
 END_SECONDS = 5.0
+_STARTS = 20
+_START_PAUSE_SECONDS = 0.05
 # at a time from one rank: one that says more than can be taken in must not hide the end of another
 _MOST_EVENTS = 200
 # a death is seen at once by whoever has the process
@@ -59,19 +62,12 @@ class ForkedRanks:
         self._processes: list[_Process] = []
 
     def start(self, spec: WorkerSpec, listener: socket.socket | None = None) -> None:
-        """Start one rank. ``listener``: what rank 0 listens on, where the ranks meet by network."""
-        from autopipe.launch.entry import rank_entry
+        """Start one rank. ``listener``: what rank 0 listens on, where the ranks meet by network.
 
-        preload()
-        context = multiprocessing.get_context("forkserver")
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(
-            target=rank_entry,
-            args=(json.dumps(artifact.encode(spec)), send, listener),
-            name=f"rank {spec.rank}",
-            daemon=True,
-        )
-        process.start()
+        Raises: WorkerError where the fork server ends again and again before the rank is there.
+        """
+        receive, send = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+        process = _forked(spec, send, listener)
         send.close()
         self._processes.append(_Process(spec.rank, process, receive))
 
@@ -143,13 +139,39 @@ class ForkedRanks:
         self._beats.close()
 
 
+def _forked(spec: WorkerSpec, send: Connection, listener: socket.socket | None) -> ForkServerProcess:
+    """Fork a rank. A fork server that is ended meanwhile is replaced: no rank is lost, and nobody pressed Ctrl-C."""
+    from autopipe.launch.entry import rank_entry
+
+    for _ in range(_STARTS):
+        preload()
+        process = multiprocessing.get_context("forkserver").Process(
+            target=rank_entry,
+            args=(json.dumps(artifact.encode(spec)), send, listener),
+            name=f"rank {spec.rank}",
+            daemon=True,
+        )
+        try:
+            process.start()
+        except (EOFError, OSError):
+            time.sleep(_START_PAUSE_SECONDS)  # until the kernel says that it has ended
+        else:
+            return process
+    raise WorkerError(
+        f"the process that ranks are forked from ended {_STARTS} times before rank {spec.rank} was there",
+        rank=spec.rank,
+        host=spec.host,
+        remedy="look whether the machine is short of memory or of processes (ulimit -u)",
+    )
+
+
 def preload() -> None:
     """Start the fork server, which imports torch meanwhile.
 
     It is deaf to what asks a run to end, which is this process's to handle.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    with ignored():
+    with held_back():
         forkserver.ensure_running()
 
 

@@ -35,13 +35,17 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def ignored() -> Iterator[None]:
-    """Ignore what asks a run to end, so that a process started meanwhile is born deaf to it.
+def held_back() -> Iterator[None]:
+    """Hold back what asks a run to end, so that a process started meanwhile is born deaf to it.
 
-    Clusters send such signals to every process of a job, and only the one that watches the ranks may answer.
+    Clusters send such signals to every process of a job, and only the one that watches the ranks may answer. It gets
+    what came meanwhile afterwards: ignored, a signal would be lost, and the run would not stop.
     """
-    with _handled(STOPPING, signal.SIG_IGN):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
         yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ignore_from_now_on() -> None:
@@ -61,6 +65,7 @@ def leave_to_the_supervisor() -> None:
     """
     for number in STOPPING:
         signal.signal(number, _outlive if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # held back from whatever this process was forked from
 
 
 def _outlive(number: int, frame: Any) -> None:
@@ -87,9 +92,7 @@ def taken(stop: StopRequest | None) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _handled(
-    numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None] | signal.Handlers
-) -> Iterator[None]:
+def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -58,6 +58,7 @@ class Attempts:
         stop = StopRequest()
         stoppable = self.settings.launch.name in STOPPABLE
         with stop.on_signals() if stoppable else contextlib.nullcontext():
+            self._begin(start)
             while True:
                 self._clear(start)
                 try:
@@ -72,6 +73,11 @@ class Attempts:
                     start = self._restart(error)
                 finally:
                     checkpoints.clear_unfinished(self.run.checkpoints)
+
+    def _begin(self, start: int) -> None:
+        plan = self.prepared.plan
+        told = {"ranks": plan.num_ranks, "steps": self.settings.steps or 0, "start_step": max(start, 0)}
+        self.events("start", {**told, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
 
     def _launch(self, stop: StopRequest | None) -> None:
         plan, settings = self.prepared.plan, self.settings.launch

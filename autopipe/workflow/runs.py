@@ -101,16 +101,6 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
 def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, start: int, events: Events) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
-    events(
-        "start",
-        {
-            "ranks": world,
-            "steps": settings.steps or 0,
-            "start_step": max(start, 0),
-            "batch_size": prepared.plan.batch_size,
-            "run_dir": str(run.path),
-        },
-    )
     attempts = Attempts(settings, prepared, run, listener, events, _job)
     attempts.follow(start)
     plan = attempts.prepared.plan
