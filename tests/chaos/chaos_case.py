@@ -80,7 +80,7 @@ def data(batch_size=8):
     g = torch.Generator().manual_seed(0)
     bad_step, bad_table = map(int, os.environ.get("AUTOPIPE_CHAOS_BAD", "-1:0").split(":"))
     for step in range(30):
-        select.select([], [], [], 0.05)  # a run of some seconds
+        select.select([], [], [], float(os.environ.get("AUTOPIPE_CHAOS_PAUSE", "0.05")))  # a run of some seconds
         index = torch.randint(0, 10, (batch_size, 6), generator=g)
         if step == bad_step:
             index[5, bad_table] = 99

@@ -125,7 +125,8 @@ def _disturbed(scene: Scene, outcome: Outcome) -> bool:
     if case.kind == "two runs":
         second = scene.start()
         second.wait(LONGEST_SECONDS)
-        outcome.judge("message", "is in use" in scene.said(1)[1], scene.said(1)[1][-600:])
+        right = "is in use" if process.poll() is None else "already holds a run"
+        outcome.judge("message", right in scene.said(1)[1], scene.said(1)[1][-600:])
     limit = begin + LONGEST_SECONDS
     absent = case.moment in ("start", "resume") and case.kind in ("disk full", *STOPS)
     while process.poll() is None and time.monotonic() < limit:

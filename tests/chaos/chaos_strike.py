@@ -33,6 +33,8 @@ def prepare(scene: Scene) -> dict[str, str]:
         # every stage has tables, the first two of six in the first stage and the last two in the last one
         table = {0: 0, case.ranks - 1: 5}.get(case.whom, 3)
         return {"AUTOPIPE_CHAOS_BAD": f"{case.step}:{table}"}
+    if case.kind == "two runs":
+        return {"AUTOPIPE_CHAOS_PAUSE": "0.5"}  # the second needs a while until it is there
     return {}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from chaos_case import SCHEDULES, STEPS, Case, walk
 from chaos_judge import happens, prepared, weights
 from chaos_main import table, written
@@ -13,7 +14,7 @@ from chaos_scene import Scene, can_mount
 
 BASE = Case(0, 0, "SIGKILL", "step", 1, 5, 0.0, 2, "1f1b", 2, 0, 0)
 CASES = [
-    replace(BASE, kind="SIGKILL", moment="save", schedule="1f1b"),
+    replace(BASE, kind="SIGKILL", moment="save", restarts=1),
     replace(BASE, kind="supervisor", moment="start"),
     replace(BASE, kind="exception", step=9),
     replace(BASE, kind="disk full", moment="step"),
@@ -25,13 +26,20 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("chaos") / "undisturbed", BASE.ranks, BASE.schedule)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ground: Path) -> dict[str, torch.Tensor]:
+    return weights(ground / "run")
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fault_is_named_and_the_run_goes_on_to_equal_weights(ground: Path, tmp_path: Path, case: Case) -> None:
+def test_a_fault_is_named_and_the_run_goes_on_to_equal_weights(
+    ground: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path, case: Case
+) -> None:
     if case.kind == "disk full" and not can_mount():
         pytest.skip("nothing can be mounted here")
     folder = tmp_path / "disturbed"
     folder.mkdir()
-    outcome = happens(Scene(folder, case, ground), weights(ground / "run"))
+    outcome = happens(Scene(folder, case, ground), undisturbed)
     assert outcome.passed, outcome.why
 
 

@@ -222,6 +222,10 @@ def test_the_hosts_that_are_left_go_on_to_the_same_weights(
 ) -> None:
     process = train("--elastic", "--max-restarts", "1", "--checkpoint-every", "5")
     metrics, planned = tmp_path / "run" / "metrics.jsonl", (folder / ".autopipe" / "plan.json").read_bytes()
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    while not latest.is_file():
+        assert process.poll() is None, process.communicate()
+        moment()
     hosts.agent(1).kill() if fault == "agent" else hosts.link(1, "down")
     try:
         end = time.monotonic() + 60
@@ -242,7 +246,7 @@ def test_the_hosts_that_are_left_go_on_to_the_same_weights(
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     restart = next(line for line in lines if "restart" in line)
     assert restart["from_step"] > 0 and restart["from_step"] % 5 == 0
-    steps = int((tmp_path / "run" / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    steps = int(latest.read_text().strip().removeprefix("step-"))
     here(folder, "train", "--gpus", "4", "--run-dir", str(tmp_path / "whole"), "--steps", str(steps))
     for run in ("run", "whole"):
         here(folder, "export", str(tmp_path / run), "-o", str(tmp_path / f"{run}.pt"))
