@@ -147,6 +147,11 @@ class Agents:
             )
         ssh, code = link.command[0] == "ssh", link.exit_code()
         said = link.errors.splitlines()[-1] if link.errors else ""
+        if not link.spoken and code is not None and code < 0:
+            return (
+                f"{link.command[0]}, which starts the agent on {link.host}, was killed by signal {-code}",
+                "somebody or the kernel ended it on this machine: look at its log, and start again",
+            )
         if not link.spoken and not (ssh and code == _SSH_FAILED):
             return (
                 f"the agent cannot be started on {link.host}: {said or f'exit code {code}'}",

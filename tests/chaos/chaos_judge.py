@@ -194,6 +194,8 @@ def _codes(case: Case) -> tuple[int, ...]:
         return (1, 3)
     if case.kind == "exception":  # the next attempt meets the same data
         return (3,)
+    if case.attempts_left and case.moment == "start" and case.kind in ("agent", "ssh client"):
+        return (0, 1)  # no rank has failed where none was there yet: that no host can be reached is said at once
     if case.attempts_left and (case.kind != "link" or case.elastic):
         return (0,)
     return (3,) if case.kind in TO_RANKS else (1, 3)
