@@ -164,7 +164,7 @@ def _judge_end(scene: Scene, outcome: Outcome, number: int, code: int) -> None:
     expected = _codes(case)
     done = scene.lines('"loss"') >= STEPS
     outcome.judge("code", code in expected or (code == 0 and done and not case.to_rank), f"{code}: {text[-900:]}")
-    if code != 0 or restarts or case.kind in STOPS:
+    if code != 0 or len(restarts) > (case.moment == "restart") or case.kind in STOPS:
         outcome.judge("time", outcome.seconds <= WATCHDOG + MOST_SECONDS, f"{outcome.seconds:.1f} s")
     if case.kind in ("supervisor", *STOPS) or code not in (1, 3):
         if code == 0 and restarts and (case.to_rank or case.hosts):
