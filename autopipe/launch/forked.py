@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -171,6 +171,8 @@ def preload() -> None:
     It is deaf to what asks a run to end, which is this process's to handle.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    with held_back():  # the tracker that the fork server starts: born deaf, it lets through what it ignores itself
+        resource_tracker.ensure_running()
     with held_back():
         forkserver.ensure_running()
 
