@@ -10,7 +10,7 @@ from autopipe.planning.datasheets import device_like, recognized, relative_speed
 # data sheets
 HOST_BANDWIDTH = 2e9
 HOST_LATENCY_SECONDS = 200e-6
-HOST_COSTS = HostCosts(100e-6, 100e-6, 2e-9, 300e-6, 4e-3, 1e-3)
+HOST_COSTS = HostCosts(100e-6, 100e-6, 2e-9, 100e-6, 4e-3, 1.5e-3)
 GPU_BANDWIDTH = 16e9
 GPU_LATENCY_SECONDS = 10e-6
 LINK_LATENCY_SECONDS = 20e-6

@@ -2,8 +2,8 @@
 
 Two ranks train a few multiplications, with small messages and again with large ones, and record what each instruction
 took. What is not the model's own time is the runtime's. Then they train a model of ordinary layers: what comes
-with a step of an ordinary number of parameters, and what messages cost ranks that compute: as much as makes the
-simulated minibatch take as long as the real one.
+with a step of an ordinary number of parameters, and how late messages come to ranks that compute: so late that the
+simulated minibatch takes as long as the real one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MULTIPLICATIONS = 16
 NUM_MICROBATCHES, STEPS, WARM_UP = 8, 16, 4
 _BLOCKS, _WIDTH, _ROWS = 12, 128, 256
 LATEST_SECONDS = 0.01  # a message that is later was not late, the machine stood still
-ROUNDS, FITS, BISECTIONS = 3, 4, 12
+ROUNDS, BISECTIONS = 3, 12
 
 
 class Light(nn.Module):
@@ -170,7 +170,7 @@ def host_costs(device: str) -> HostCosts:
 
     Raises: as ``runs.train`` does.
     """
-    (few,), (many,) = _run("small", device), _run("large", device)
+    few, many = _run("small", device), _run("large", device)
     alone, together = few.beyond
     send, larger = (statistics.median(record.durations("SF", "SB")) for record in (few, many))
     more_bytes = many.message_bytes - few.message_bytes
@@ -183,57 +183,45 @@ def host_costs(device: str) -> HostCosts:
         send_seconds_per_byte=max(larger - send, 0.0) / more_bytes if more_bytes > 0 else 0.0,
         receive_seconds=receive,
     )
-    return under_load(host, [_run("ordinary", device, ("gpipe", "1f1b")) for _ in range(ROUNDS)])
+    return under_load(host, [_run("ordinary", device) for _ in range(ROUNDS)])
 
 
-def under_load(host: HostCosts, rounds: Sequence[Sequence[Record]]) -> HostCosts:
-    """Add what only ranks that compute show. ``rounds``: a run under gpipe and one under 1f1b, each.
+def under_load(host: HostCosts, records: Sequence[Record]) -> HostCosts:
+    """Add what only ranks that compute show. Of several runs: the pace of a core changes meanwhile.
 
-    gpipe waits for a message twice a minibatch, 1f1b at every microbatch: what a message takes from its receiver is
-    found with the one, what it is late with the other. Of several rounds: the pace of a core changes meanwhile.
+    Two unknowns, the time that a message takes of its receiver and how late it is, were tried and told apart by a run
+    under gpipe: the pace of the cores made both uncertain, and predictions worse.
     """
-    found = [_of_round(host, flushed, steady) for flushed, steady in rounds]
-    names = "receive_seconds", "step_seconds", "delivery_seconds"
+    found = [_of_run(host, record) for record in records]
+    names = "step_seconds", "delivery_seconds"
     return replace(host, **{name: statistics.median(getattr(one, name) for one in found) for name in names})
 
 
-def _of_round(host: HostCosts, flushed: Record, steady: Record) -> HostCosts:
-    host = replace(host, step_seconds=statistics.fmean(record.step_costs for record in (flushed, steady)))
-    least = host.receive_seconds
-    flushed, steady = (record.at_its_pace(host) for record in (flushed, steady))
-    for _ in range(FITS):
-        host = _fitted(host, "receive_seconds", flushed, least)
-        host = _fitted(host, "delivery_seconds", steady, 0.0)
-    return host
-
-
-def _fitted(host: HostCosts, name: str, record: Record, low: float) -> HostCosts:
-    """Return the costs with the one of that name with which the simulated minibatch takes as long as the real one."""
-    high = LATEST_SECONDS
+def _of_run(host: HostCosts, record: Record) -> HostCosts:
+    """Return the costs with the delay with which the simulated minibatch takes as long as the real one."""
+    host = replace(host, step_seconds=record.step_costs)
+    record = record.at_its_pace(host)
+    low, high = 0.0, LATEST_SECONDS
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if record.simulated_seconds(replace(host, **{name: middle})) < record.minibatch_seconds:
+        if record.simulated_seconds(replace(host, delivery_seconds=middle)) < record.minibatch_seconds:
             low = middle
         else:
             high = middle
-    return replace(host, **{name: low})
+    return replace(host, delivery_seconds=low)
 
 
-def _run(size: str, device: str, schedules: Sequence[str] = ("1f1b",)) -> list[Record]:
-    """Train under each schedule; the model is profiled once."""
+def _run(size: str, device: str) -> Record:
     here = "autopipe.workflow.overheads"
     with tempfile.TemporaryDirectory(prefix="autopipe-overheads-") as folder:
         hooks = {"data": f"{here}:{size}_data", "loss": f"{here}:distance"}
         model = ModelSettings(f"{here}:{size}", hooks=hooks)
         profile = ProfileSettings(model, Path(folder), device, (1,), 1, verify=False)
-        found = []
-        for schedule in schedules:
-            plan = PlanSettings(
-                profile, gpus=2, batch_size=NUM_MICROBATCHES, schedule=schedule, num_microbatches=NUM_MICROBATCHES
-            )
-            settings = TrainSettings(plan, steps=STEPS, check_first=False, record_timeline=True)
-            found.append(_recorded(Path(runs.train(settings, lambda kind, fields: None).run_dir), Store(Path(folder))))
-    return found
+        plan = PlanSettings(
+            profile, gpus=2, batch_size=NUM_MICROBATCHES, schedule="1f1b", num_microbatches=NUM_MICROBATCHES
+        )
+        settings = TrainSettings(plan, steps=STEPS, check_first=False, record_timeline=True)
+        return _recorded(Path(runs.train(settings, lambda kind, fields: None).run_dir), Store(Path(folder)))
 
 
 def _recorded(run: Path, store: Store) -> Record:

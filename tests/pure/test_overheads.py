@@ -73,18 +73,13 @@ def record(host, schedule, factor=1.0):
 
 
 @pytest.mark.parametrize(("late", "factor"), list(itertools.product((0.0, 0.3e-3, 2e-3), (1.0, 1.4))))
-def test_what_messages_cost_is_found_whatever_the_pace(late, factor):
+def test_the_delay_of_messages_is_found_whatever_the_pace(late, factor):
     host = HostCosts(compute_seconds=1e-4, send_seconds=5e-5, receive_seconds=5e-5)
-    planted = replace(host, step_seconds=3e-3, delivery_seconds=late, receive_seconds=5e-5 + late / 2)
-    rounds = [[record(planted, name, factor) for name in ("gpipe", "1f1b")] for factor in (factor, 1.1, 1.2)]
-    found = under_load(host, rounds)
-    for pair in rounds:
-        for one in pair:
-            assert one.at_its_pace(host).simulated_seconds(found) == pytest.approx(one.minibatch_seconds, rel=0.03)
+    planted = replace(host, step_seconds=3e-3, delivery_seconds=late)
+    found = under_load(host, [record(planted, "1f1b", pace) for pace in (factor, 1.1, 1.2)])
+    assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
     assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
-    assert found.delivery_seconds == pytest.approx(late, rel=0.1, abs=1e-5)
-    assert found.receive_seconds == pytest.approx(planted.receive_seconds, rel=0.1)
-    assert (found.compute_seconds, found.send_seconds) == (host.compute_seconds, host.send_seconds)
+    assert replace(found, delivery_seconds=late, step_seconds=3e-3) == planted
 
 
 def test_a_later_message_makes_a_longer_step():
