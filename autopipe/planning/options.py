@@ -23,7 +23,7 @@ class ScheduleNeeds:
     ``weight_versions``: how many copies of the weights live at once, or a function of m that returns it; ``"depth"`` is
     1 + ceil((in flight - 1) r / m). An asynchronous schedule with v of them sends at most (v - 1) m microbatches ahead.
     ``min_microbatches``: the least m, or a function of p that returns it. ``replicas``: whether it takes replicas.
-    ``splits``: the halves of the backward for the weights wait, on stage s s of them.
+    ``splits``: the halves of the backward for the weights wait: stage s lets s of them.
     """
 
     name: str

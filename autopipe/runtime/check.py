@@ -224,7 +224,6 @@ def compare(
     torch.set_num_threads(job.threads)
     try:
         plain = _plain(workload, job, items, settings)
-        noise = _noise(plain, _plain(workload, job, items, replace(settings, reverse=True))) if reasons else {}
         sessions = run_in_threads(
             run,
             job,
@@ -239,7 +238,7 @@ def compare(
         worst = _differences(trained, plain, layout, job)
         if not reasons and (worst.unequal or trained.losses != plain.losses):
             reasons = _other_way(workload, job, layout, items, settings, trained)
-            noise = _noise(plain, _plain(workload, job, items, replace(settings, reverse=True))) if reasons else {}
+        noise = _noise(plain, _plain(workload, job, items, replace(settings, reverse=True))) if reasons else {}
     finally:
         torch.set_num_threads(threads)
     owners = _owners(layout)

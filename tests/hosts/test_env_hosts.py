@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 from launches import AUTOPIPE, STEPS, await_, environment, gone, one_line, prepared, ranks, steps_made, weights
-from two_hosts import Hosts, two_hosts, why_not
+from two_hosts import Hosts, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 PORT = 29555
 Processes = list["subprocess.Popen[str]"]
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts") / "env") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

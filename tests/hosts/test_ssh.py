@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from two_hosts import Hosts, two_hosts, why_not, words
+from two_hosts import Hosts, why_not, words
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
@@ -36,12 +36,6 @@ def data(batch_size=8):
         yield torch.randn(batch_size, 24, generator=g), torch.randn(batch_size, 1, generator=g)
 """
 OPTIONS = ["--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts") / "ssh") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

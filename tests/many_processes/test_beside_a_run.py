@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands, select_a_moment, training, wait_for_steps, write_model
+from commands import Commands, select_a_moment, training, wait_for_steps
 
 from autopipe.workflow import steps
 from autopipe.workflow.exporting import export
 from autopipe.workflow.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    write_model(tmp_path)
-    found = Commands(tmp_path)
-    yield found
-    found.end()
 
 
 @pytest.mark.parametrize(("more", "ranks"), [(["--max-restarts", "1"], 3), (["--elastic"], 2)])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
+from commands import Commands, assert_gone, descendants, training, wait_for_steps
 
 # the third minibatch of a rank never comes
 STUCK = """
@@ -23,15 +21,7 @@ def data(batch_size=8):
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    found = Commands(tmp_path)
-    yield found
-    found.end()
-
-
 def test_a_rank_that_is_stopped_is_named(commands: Commands, tmp_path: Path) -> None:
-    write_model(tmp_path)
     process = commands.start(*training(2, steps=1_000_000), "--watchdog", "5")
     ranks = wait_for_steps(tmp_path / "run", process)
     family = descendants(process.pid)
@@ -46,7 +36,6 @@ def test_a_rank_that_is_stopped_is_named(commands: Commands, tmp_path: Path) -> 
 
 
 def test_a_rank_that_hangs_in_the_users_code_is_named_with_their_line(commands: Commands, tmp_path: Path) -> None:
-    write_model(tmp_path)
     model = tmp_path / "model.py"
     model.write_text(model.read_text() + STUCK)
     line = next(n for n, text in enumerate(model.read_text().splitlines(), 1) if "for ever" in text)

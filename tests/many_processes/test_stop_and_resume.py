@@ -5,21 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
 from safetensors.torch import load_file
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    write_model(tmp_path)
-    found = Commands(tmp_path)
-    yield found
-    found.end()
 
 
 def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:

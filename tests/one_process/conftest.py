@@ -1,9 +1,10 @@
-"""``load``: a model file from its text. ``run``: a command line in an empty folder."""
+"""``load``: a model file from its text. ``run``: a command line in an empty folder. ``one_thread``: as a rank has."""
 
 import sys
 import textwrap
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from autopipe.cli.main import autopipe
@@ -21,6 +22,15 @@ def load(tmp_path, monkeypatch):
 
     yield load_text
     sys.modules.pop("net_of_batches", None)
+
+
+@pytest.fixture
+def one_thread():
+    """What is compared runs on as many threads as a rank has: with more, sums and products are rounded otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

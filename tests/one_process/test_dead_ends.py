@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,16 +18,8 @@ from autopipe.ir.plan import Plan
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = Path(__file__).resolve().parents[1] / "shape_models"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The plain loop runs on as many threads as a rank has: with more, sums are rounded otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plan_at(made: Captured, positions: tuple[int, ...], schedule: str = "1f1b") -> Plan:

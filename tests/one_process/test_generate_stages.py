@@ -11,15 +11,8 @@ from trace_cases import CASES, workload
 from autopipe.draws import Draws
 from autopipe.trace import capture
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES = ("gpt", "hf_llama", "resnet", "seq2seq_lstm", "unet")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # a matrix product may round differently with another number of threads
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

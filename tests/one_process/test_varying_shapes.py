@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +15,10 @@ from autopipe.errors import RunError
 from autopipe.runtime.check import staleness
 from autopipe.runtime.events import Silent
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = Path(__file__).resolve().parents[1] / "shape_models"
 # how many further shapes need stage code of their own: a length needs none, where the model leaves it free
 FURTHER = {"gpt": 0, "lstm": 0, "hf_gpt2": 0, "conv": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The plain loop runs on as many threads as a rank has: with more, sums are rounded otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Notes(Silent):
