@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
+from safetensors.numpy import load_file
 
 AUTOPIPE = (sys.executable, "-m", "autopipe.cli")
 STEPS = "60"
@@ -65,10 +66,10 @@ def prepared(path: Path) -> Path:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """Return what each stage saved at the end, byte by byte: weights and the optimizer's state."""
+    """Return what was saved at the end, byte by byte and whatever the stages: weights and the optimizer's state."""
     files = sorted((run / "checkpoints" / f"step-{int(STEPS):08d}").glob("*.safetensors"))
     assert files, sorted(run.rglob("*"))
-    return {file.name: file.read_bytes() for file in files}
+    return {name: tensor.tobytes() for file in files for name, tensor in load_file(file).items()}
 
 
 def await_(holds: Callable[[], object], seconds: float, why: Callable[[], object] = str) -> None:

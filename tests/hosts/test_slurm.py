@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import AUTOPIPE, SLOW, STEPS, await_, gone, one_line, prepared, ranks, steps_made, weights
+from launches import AUTOPIPE, OPTIONS, SLOW, STEPS, await_, gone, one_line, prepared, ranks, steps_made, weights
 from slurm_cluster import Slurm, left, slurm, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "slurm")]
@@ -53,7 +53,8 @@ def test_a_batch_job_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> N
 def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_bytes(
     cluster: Slurm, folder: Path
 ) -> None:
-    options = ("--slurm-option", "nodes=2", "--data", "slow.py:data", "--steps", STEPS, "--run-dir", "again")
+    # other data is another profile: the plan is made anew, for the same microbatches
+    options = ("--slurm-option", "nodes=2", "--data", "slow.py:data", *OPTIONS, "--steps", STEPS, "--run-dir", "again")
     (folder / "slow.py").write_text(SLOW)
     done = cluster.run(*AUTOPIPE, "train", "model.py", *options, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -64,9 +65,10 @@ def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_
     await_(lambda: cluster.state(job).startswith("PENDING"), 60, lambda: (cluster.state(job), output.read_text()))
     assert 3 < steps_made(folder / "again") < int(STEPS)
     assert "stopped cleanly at step" in output.read_text()
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM waits two minutes by itself
+    # SLURM waits two minutes by itself; in the second in which the job was put back slurmd refuses it as killed
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     state = cluster.wait(job, ["COMPLETED", "FAILED"], 200)
-    assert state == "COMPLETED 0:0", output.read_text()
+    assert state == "COMPLETED 0:0", f"{output.read_text()}\n{cluster.logs()}"
     assert weights(folder / "again") == weights(folder / "local")
 
 

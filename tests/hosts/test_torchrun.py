@@ -11,7 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launches import AUTOPIPE, SLOW, STEPS, await_, environment, gone, one_line, prepared, ranks, steps_made, weights
+from launches import (
+    AUTOPIPE,
+    OPTIONS,
+    SLOW,
+    STEPS,
+    await_,
+    environment,
+    gone,
+    one_line,
+    prepared,
+    ranks,
+    steps_made,
+    weights,
+)
 
 pytestmark = pytest.mark.hosts
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -93,7 +106,7 @@ def test_both_hosts_name_the_rank_that_was_killed(agents: Callable[..., Agents],
 def test_ranks_are_started_again_by_the_processes_that_are_there(agents: Callable[..., Agents], folder: Path) -> None:
     (folder / "slow.py").write_text(SLOW)
     run = folder / "again"
-    words = ("model.py", "--data", "slow.py:data", "--checkpoint-every", "5", "--max-restarts", "1")
+    words = ("model.py", *OPTIONS, "--data", "slow.py:data", "--checkpoint-every", "5", "--max-restarts", "1")
     both = agents(*words, "--steps", STEPS, "--run-dir", run.name, "--json")
     await_(lambda: steps_made(run) > 12, 200)
     ranks(run)[1].kill()
