@@ -99,6 +99,8 @@ class Agent:
         ranks = self._ranks
         wait([self._woken, *(ranks.waitable() if ranks is not None else [])])
         for event in ranks.poll(0) if ranks is not None else ():
+            if event["kind"] == "exit":  # what it did last goes ahead: the beat of every half second may not have told
+                self._send({"kind": "beats", "beats": self._notes()})
             self._send(in_wall_time(event))
         if wait([self._woken], 0):
             os.read(self._woken, _CHUNK)

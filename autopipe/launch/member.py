@@ -105,6 +105,9 @@ class _Follower:
             ready = ready_of([self._wire, *(self._ranks.waitable() if self._ranks else ())], BEAT_SECONDS)
             if self._ranks is not None:
                 for event in self._ranks.poll(0):
+                    if event["kind"] == "exit":  # what it did last goes ahead
+                        self._beaten = 0.0
+                        self._beat(self._ranks)
                     self._say("event", event=in_wall_time(event))
                 self._beat(self._ranks)
             while self._asked:
