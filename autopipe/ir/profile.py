@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopipe.ir.graph import Graph
 
@@ -65,11 +65,16 @@ class NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All nodes at one microbatch size. ``spread``: relative interquartile range of the repeated whole passes."""
+    """All nodes at one microbatch size. ``spread``: relative interquartile range of the repeated whole passes.
+
+    ``keepers``: value (an input, or a node's result) -> the node that is the first to keep its memory for the backward,
+    and therefore counts it in ``saved_bytes``. Values that no node keeps are left out.
+    """
 
     microbatch_size: int
     costs: dict[str, NodeCost]
     spread: float = 0.0
+    keepers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatch_size < 2**31 or self.spread < 0:
@@ -118,6 +123,8 @@ class Profile:
         for measurement in self.measurements:
             if set(measurement.costs) != names:
                 raise ValueError(f"microbatch size {measurement.microbatch_size}: costs do not cover the nodes")
+            if not names.issuperset(measurement.keepers.values()):
+                raise ValueError(f"microbatch size {measurement.microbatch_size}: a keeper is no node of the graph")
         sizes = [measurement.microbatch_size for measurement in self.measurements]
         if sizes != sorted(set(sizes)):
             raise ValueError(f"microbatch sizes {sizes} do not ascend")
@@ -150,4 +157,4 @@ class Profile:
                 round(along(a.saved_bytes, b.saved_bytes)),
                 round(along(a.workspace_bytes, b.workspace_bytes)),
             )
-        return Measurement(microbatch_size, costs, max(low.spread, high.spread))
+        return Measurement(microbatch_size, costs, max(low.spread, high.spread), low.keepers)

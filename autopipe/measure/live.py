@@ -7,6 +7,7 @@ makes, which is forgotten when it goes. What a kernel needs only while it runs i
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Meter(Protocol):
-    """Tells how many bytes a rank's device holds. Within ``with`` it watches."""
+    """Tells how many bytes a rank's device holds. Within ``with`` it watches. ``owner``: whose is what is made now."""
+
+    owner: int
 
     def __enter__(self) -> Any:
         """Begin to watch."""
@@ -26,6 +29,9 @@ class Meter(Protocol):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Take in memory from before."""
+
+    def held_by(self, owner: int) -> int:
+        """Return the bytes of what was made under an owner and is still held, whoever holds it."""
 
     def now(self) -> int:
         """Return the bytes that are held."""
@@ -42,6 +48,8 @@ class HostMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        self.owner = 0
+        self._owned: Counter[int] = Counter()
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._now = self._most = 0
 
@@ -61,14 +69,21 @@ class HostMeter(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._held:
             return
+        owner = self.owner
 
         def gone(_: object) -> None:
             self._now -= size
+            self._owned[owner] -= size
             del self._held[key]
 
         self._held[key] = weakref.ref(storage, gone)
         self._now += size
+        self._owned[owner] += size
         self._most = max(self._most, self._now)
+
+    def held_by(self, owner: int) -> int:
+        """Return what was made under an owner."""
+        return self._owned[owner]
 
     def now(self) -> int:
         """Return the bytes that are held."""
@@ -83,17 +98,8 @@ class HostMeter(TorchDispatchMode):
         return self._most
 
 
-class CudaMeter:
-    """Asks torch's allocator, which knows every byte that tensors and kernels take on the device."""
-
-    def __enter__(self) -> CudaMeter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing was begun."""
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """The allocator has counted it."""
+class CudaMeter(HostMeter):  # type: ignore[no-untyped-call]  # torch has no annotation for its base
+    """Asks torch's allocator, which knows every byte that tensors and kernels take on the device; but not whose."""
 
     def now(self) -> int:
         """Return the bytes that are held."""

@@ -53,6 +53,12 @@ class Stretch:
         """Whether a node changes memory in place."""
         return any(node.mutates for node in self.about)
 
+    @property
+    def places(self) -> dict[str, int]:
+        """Each name's place: its nodes from 0 on, what it reads below 0."""
+        place = {name: index - len(self.inputs) for index, name in enumerate(self.inputs)}
+        return {**place, **{node.name: index for index, node in enumerate(self.nodes)}}
+
 
 @dataclass
 class Run:
@@ -62,7 +68,7 @@ class Run:
     spread: float | None
     saved_bytes: list[int]
     grads: list[tuple[bool, ...]]  # of its values, whether a gradient flows through each of their tensors
-    counted: list[int]  # the places of those whose memory is counted
+    keepers: list[tuple[int, int]]  # the places of what its nodes keep first, and of the node that does
 
 
 @dataclass
@@ -87,6 +93,7 @@ class SizeRun:
         self.rough: dict[str, tuple[float, float]] = {}
         self.output_bytes: dict[str, int] = {}
         self.workspace: dict[str, int] = {}
+        self.keepers: dict[str, str] = {}
 
     def measurement(self) -> Measurement:
         """Walk, time the runs, time the whole.
@@ -97,14 +104,14 @@ class SizeRun:
         seconds = [self.rough[node.name][0] for node in self.graph.nodes]
         chosen = segments(self.graph, seconds, self.least_seconds)
         self.num_segments = len(chosen)
-        values, counted = self._start(), set[int]()
+        values, counted = self._start(), dict[int, str]()
         for index, (start, stop) in enumerate(chosen):
             part = 0.2 + 0.6 * index / len(chosen)
             self.said(f"nodes {start} to {stop} of {len(self.graph.nodes)}", part)
             self._segment(start, stop, values, counted)
         self.said("the whole model", 0.8)
         spread = self._compare(self._whole())
-        return Measurement(self.size, self.costs, spread)
+        return Measurement(self.size, self.costs, spread, self.keepers)
 
     def _start(self) -> Values:
         return Values({name: leaf.clone() for name, leaf in self.batch.items()})
@@ -130,7 +137,8 @@ class SizeRun:
 
     # --- one run of nodes ---------------------------------------------------------------------------------------------
 
-    def _segment(self, start: int, stop: int, values: Values, counted: set[int]) -> None:
+    def _segment(self, start: int, stop: int, values: Values, counted: dict[int, str]) -> None:
+        """``counted``: memory that a node before this run keeps for its backward -> that node."""
         about = self.graph.nodes[start:stop]
         nodes = tuple(self.nodes[node.name] for node in about)
         outputs = tuple(node.name for node in about if self.graph.last_use.get(node.name, -1) >= stop)
@@ -143,12 +151,13 @@ class SizeRun:
             self._advance(stretch, values, counted, run)
         self._divide(about, run)
         self._forget(values, stop - 1)
-        counted &= {storage_of(tensor) for value in values.by_name.values() for tensor in tensors_of(value)}
+        alive = {storage_of(tensor) for value in values.by_name.values() for tensor in tensors_of(value)}
+        for memory in counted.keys() - alive:
+            del counted[memory]
 
-    def _key(self, stretch: Stretch, values: Values, counted: set[int]) -> Any:
+    def _key(self, stretch: Stretch, values: Values, counted: Mapping[int, str]) -> Any:
         """Return what decides what a run costs: its nodes, how they are wired, and which inputs' memory is counted."""
-        place = {name: index - len(stretch.inputs) for index, name in enumerate(stretch.inputs)}
-        place.update({node.name: index for index, node in enumerate(stretch.nodes)})
+        place = stretch.places
         wires = tuple(
             tuple(place[source.name] for source in node.all_input_nodes if source.op != "get_attr")
             for node in stretch.nodes
@@ -159,7 +168,7 @@ class SizeRun:
         ends = tuple(place[name] for name in stretch.outputs)
         return tuple(self.keys[node.name] for node in stretch.nodes), wires, already, ends
 
-    def _measured(self, stretch: Stretch, values: Values, counted: set[int]) -> Run:
+    def _measured(self, stretch: Stretch, values: Values, counted: Mapping[int, str]) -> Run:
         private = stretch.changes
         state, saved, seen = State(self.root, self.clock.device), Saved(), set(counted)
         made = {name: no_leaf(values.fresh(name, private=private), private) for name in stretch.inputs}
@@ -169,16 +178,22 @@ class SizeRun:
         saved.run(stretch.nodes, made, state, seen)
         results = [made[node.name] for node in stretch.nodes]
         grads = [tuple(tensor.requires_grad for tensor in tensors_of(result)) for result in results]
-        done = [i for i, result in enumerate(results) if any(storage_of(t) in seen for t in tensors_of(result))]
+        places = stretch.places
+        keepers = [
+            (place, places[saved.keepers[memory]])
+            for name, place in places.items()
+            for memory in map(storage_of, tensors_of(made[name]))
+            if memory in saved.keepers
+        ]
         kept = [saved.bytes[node.name] for node in stretch.nodes]
         del made, results, saved
 
         piece = Piece(stretch.nodes, stretch.inputs, stretch.outputs, state)
         times = repeat(lambda: self._once(piece, values, private), BUDGET_SECONDS)
-        return Run(times.medians, times.spread, kept, grads, done)
+        return Run(times.medians, times.spread, kept, grads, keepers)
 
     @staticmethod
-    def _copies(copied: Any, original: Any, counted: set[int]) -> set[int]:
+    def _copies(copied: Any, original: Any, counted: Mapping[int, str]) -> set[int]:
         pairs = zip(tensors_of(copied), tensors_of(original), strict=True)
         return {storage_of(a) for a, b in pairs if storage_of(b) in counted}
 
@@ -194,15 +209,21 @@ class SizeRun:
         _, backward = self.clock.time(lambda: torch.autograd.backward(outputs, grads))
         return forward, backward
 
-    def _advance(self, stretch: Stretch, values: Values, counted: set[int], run: Run) -> None:
+    def _advance(self, stretch: Stretch, values: Values, counted: dict[int, str], run: Run) -> None:
         """Make the values of a run, without gradients, for the runs behind it."""
         state = State(self.root, self.clock.device)
         for index, node in enumerate(stretch.nodes):
             with region(node, grad=False):
                 values.by_name[node.name] = call(node, values.by_name, state)
             values.grads[node.name] = run.grads[index]
-        for index in run.counted:
-            counted.update(storage_of(tensor) for tensor in tensors_of(values.by_name[stretch.nodes[index].name]))
+        names = [*(node.name for node in stretch.nodes), *stretch.inputs]  # by place: those below 0 stand at the end
+        for place, keeper in run.keepers:
+            for tensor in tensors_of(values.by_name[names[place]]):
+                counted.setdefault(storage_of(tensor), stretch.nodes[keeper].name)
+        for name in names:
+            for memory in map(storage_of, tensors_of(values.by_name[name])):
+                if memory in counted:
+                    self.keepers.setdefault(name, counted[memory])
 
     def _divide(self, about: Sequence[Node], run: Run) -> None:
         """Give each node its part of a run's time."""

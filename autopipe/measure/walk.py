@@ -205,6 +205,7 @@ class Saved:
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
+        self.keepers: dict[int, str] = {}  # memory -> the node that is the first to keep it
         self._held: list[Tensor] = []  # so that no memory is given out twice while it is being counted
 
     def run(self, nodes: Sequence[fx.Node], values: dict[str, Any], state: State, counted: set[int]) -> None:
@@ -216,6 +217,7 @@ class Saved:
                 memory = storage_of(tensor)
                 if memory not in counted and memory not in state.storages():
                     counted.add(memory)
+                    self.keepers[memory] = name
                     self.bytes[name] += tensor.untyped_storage().nbytes()
                 self._held.append(tensor.detach())
                 return tensor

@@ -59,4 +59,5 @@ def profile_of_layers(layers: LayerGraph, name: str, *, samples: int = 1, deep: 
         aliases={},
     )
     device = Device("gpu", "as in the file", 0)
-    return Profile(WorkloadSpec(name, {}, {}, (), 0), graph, device, (Measurement(samples, costs),))
+    measurement = Measurement(samples, costs, keepers={own: own for own in costs})
+    return Profile(WorkloadSpec(name, {}, {}, (), 0), graph, device, (measurement,))

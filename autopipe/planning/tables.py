@@ -51,10 +51,10 @@ class PairSum:
             self.rectangle(previous + 1, use, use + 1, self._n, weight)
             previous = max(previous, use)
 
-    def table(self) -> Array:
-        """Return the (n + 1, n + 1) table; entries with i >= j mean nothing."""
+    def table(self, base: Array | float = 0.0) -> Array:
+        """Return the (n + 1, n + 1) table on top of another; entries with i >= j mean nothing."""
         total: Array = self._corners.cumsum(axis=0).cumsum(axis=1)
-        return np.maximum(total[:-1, :-1], 0.0)
+        return np.maximum(total[:-1, :-1] + base, 0.0)
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,14 @@ class Tables:
     """Per microbatch, for a stage of atoms i..j-1: arrays of shape (n + 1, n + 1), seconds and bytes.
 
     ``edges``: the node position of every atom's start, and the end. ``forward_seconds`` counts the input-only nodes
-    that the stage computes for itself. ``saved_bytes``: kept from forward to backward. ``workspace_bytes``: what a
-    backward takes on top of all that is saved, see ``memory``. ``between_bytes``: gradients that the first half of a
-    split backward leaves for the second. ``kept_bytes``: batch tensors, values received and input-only results, which
-    stay with recompute too. ``received``/``sent``: a value whose gradient comes back counts twice. ``weight_bytes``
-    counts buffers. ``stepped_bytes``: parameters that the stage itself steps (a tied one is stepped by the first stage
-    that has it). ``tied_bytes``: parameters that other stages use as well. ``edge_bytes``, shape (n + 1,): all values
-    alive across a cut.
+    that the stage computes for itself. ``saved_bytes``: kept from forward to backward, outputs that the backward
+    starts from included, what is in ``kept_bytes`` not. ``workspace_bytes``: what a backward takes on top of all
+    that is saved, see ``memory``. ``between_bytes``: gradients that the first half of a split backward leaves for
+    the second. ``kept_bytes``: batch tensors, values received and input-only results, which stay with recompute
+    too. ``received``/``sent``: a value whose gradient comes back counts twice. ``weight_bytes`` counts buffers.
+    ``stepped_bytes``: parameters that the stage itself steps (a tied one is stepped by the first stage that has
+    it). ``tied_bytes``: parameters that other stages use as well. ``edge_bytes``, shape (n + 1,): all values alive
+    across a cut.
     """
 
     edges: tuple[int, ...]
@@ -104,6 +105,7 @@ class _Builder:
         self.graph = graph
         self.cuts = cuts
         self.costs = measurement.costs
+        self.keepers = measurement.keepers
         self.sizes = graph.sizes(measurement.microbatch_size)
         self.edges = (0, *cuts.legal, len(graph.nodes))
         self.n = len(self.edges) - 1
@@ -149,7 +151,7 @@ class _Builder:
             self.edges,
             self._seconds(work, copied, "forward_seconds"),
             self._seconds(work, copied, "backward_seconds"),
-            self._sum(work, "saved_bytes"),
+            self._saved(work, copied),
             self._workspace(work),
             self._between_halves(work),
             kept.table(),
@@ -167,6 +169,38 @@ class _Builder:
         for atom, node in work:
             atoms[atom + 1] += getattr(self.costs[node.name], field)
         return _between(atoms)
+
+    def _saved(self, work: Sequence[tuple[int, Node]], copied: Sequence[Node]) -> Array:
+        """Return what the nodes of a stage save, corrected for what the profile cannot know: where the cuts are.
+
+        The memory of a value that a stage has from elsewhere is counted there. A value that it sends is held for the
+        backward that starts from it, also where no node of the stage saves it.
+        """
+        extra = PairSum(self.n)
+        elsewhere = [(-1, entry.name, entry.spec.num_bytes(self.sizes)) for entry in self.graph.inputs]
+        elsewhere += [(-1, n.name, self.costs[n.name].output_bytes) for n in copied if not n.storage]
+        for made, node in work:
+            last = max(self.reads.get(node.name, ()), default=made)
+            if node.spec is None or last <= made:
+                continue
+            size, keeper = node.spec.num_bytes(self.sizes), self._keeper(node.name)
+            elsewhere.append((made, node.name, size))
+            if node.spec.requires_grad and (keeper is None or keeper > made):
+                extra.rectangle(0, made, made + 1, last if keeper is None else min(last, keeper), size)
+        for made, name, size in elsewhere:
+            keeper, reads = self._keeper(name), self.reads.get(name, ())
+            if keeper is None or not reads:
+                continue
+            extra.rectangle(made + 1, keeper, keeper + 1, self.n, -size)
+            # but not for a stage that holds the keeper and reads only a view, which it has from elsewhere
+            before = max((atom for atom in reads if made < atom <= keeper), default=made)
+            behind = min((atom for atom in reads if atom > keeper), default=self.n)
+            extra.rectangle(before + 1, keeper, keeper + 1, behind, size)
+        return extra.table(self._sum(work, "saved_bytes"))
+
+    def _keeper(self, value: str) -> int | None:
+        """Return the atom that is the first to keep a value's memory."""
+        return self.atom[self.graph.position[self.keepers[value]]] if value in self.keepers else None
 
     def _workspace(self, work: Sequence[tuple[int, Node]]) -> Array:
         """Return ``max(w_x + saved before and at x) - saved of all``, over the nodes x of a stage; 0 where less."""

@@ -15,7 +15,7 @@ import torch
 
 from autopipe.errors import AutopipeError
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Request
+from autopipe.ir.schedule import RECEIVES, Instruction, Request
 from autopipe.ir.timeline import Span
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.footprint import Footprint
@@ -24,9 +24,7 @@ from autopipe.runtime.routes import Edge
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import Stepper
 from autopipe.runtime.transport import ACTIVATION, GRADIENT, Channel, Pending, Transport
-
-# how many compute instructions ahead a receive is posted: one lets a transfer hide behind the computation before it
-LOOKAHEAD = 2
+from autopipe.schedules import post_points
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class Executor:
             "RF": self._receive, "RB": self._receive, "R": self._reduce, "S": self._step,
             "I": self._backward_inputs, "W": self._backward_weights,
         }  # fmt: skip
-        ahead = self._post_points(row)
+        ahead = post_points(row)
         with contextlib.nullcontext() if self.footprint is None else self.footprint.meter:
             for index, instruction in enumerate(row):
                 for posted in ahead.get(index, ()):
@@ -108,19 +106,6 @@ class Executor:
         leaves = self._microbatch(instruction).leaves if instruction.op == "F" else {}
         names = self.runners[instruction.stage].stage.INPUTS
         return self.footprint.during(instruction, [leaves[name] for name in names if name in leaves])
-
-    @staticmethod
-    def _post_points(row: Sequence[Instruction]) -> dict[int, list[Instruction]]:
-        """Say before which instruction each receive is posted: ``LOOKAHEAD`` compute instructions before its turn."""
-        points: dict[int, list[Instruction]] = {}
-        computes: list[int] = []
-        for index, instruction in enumerate(row):
-            if instruction.op in RECEIVES:
-                point = computes[-LOOKAHEAD] if len(computes) >= LOOKAHEAD else 0
-                points.setdefault(point, []).append(instruction)
-            elif instruction.op in COMPUTE:
-                computes.append(index)
-        return points
 
     def _peer_rank(self, instruction: Instruction, stage: int) -> int:
         return self.request.rank_of(stage, instruction.minibatch, instruction.microbatch)

@@ -1,12 +1,11 @@
 """How much memory each stage really takes: what its instructions leave behind, and the most they hold meanwhile.
 
-A rank follows its row one instruction at a time. What a device holds before and behind an instruction, and at most in
-between, is therefore the stage's whose instruction it is::
+What is made in an instruction is its stage's, until nobody holds it any more::
 
-    held(stage) += behind - before            peak(stage) = max(held(stage) + most in between - before)
+    peak(stage) = max over its instructions of (held by the stage before + most in between - before)
 
 It begins with the weights, and counts a microbatch's batch tensors from its forward to its backward. On a CUDA device
-torch's allocator tells; on a CPU the operations are counted (``measure.live``).
+torch's allocator tells what is taken in between; on a CPU the operations are counted (``measure.live``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class _Stage:
     """Bytes of one stage. ``batches``: of the microbatches that are in flight; ``most_in_flight``: how many at once."""
 
     weights: int
-    held: int
     peak: int
     batches: dict[tuple[int, int], int] = field(default_factory=dict)
     most_in_flight: int = 0
@@ -44,10 +42,11 @@ class Footprint:
         self._stages: dict[int, _Stage] = {}
         for index, runner in runners.items():
             tensors = [*runner.versions.masters.values(), *runner.stage.buffers()]
+            meter.owner = index
             for tensor in tensors:
                 meter.count(tensor)
             size = _bytes(tensors)
-            self._stages[index] = _Stage(size, size, size)
+            self._stages[index] = _Stage(size, size)
 
     @contextlib.contextmanager
     def during(self, instruction: Instruction, batch: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -56,17 +55,16 @@ class Footprint:
         key = instruction.minibatch, instruction.microbatch
         if instruction.op == "F":
             books.batches[key] = sum(tensor.numel() * tensor.element_size() for tensor in batch)
-            books.held += books.batches[key]
             books.most_in_flight = max(books.most_in_flight, len(books.batches))
-        before = self.meter.now()
+        held = self.meter.held_by(instruction.stage) + sum(books.batches.values())
+        before, self.meter.owner = self.meter.now(), instruction.stage
         self.meter.restart()
         try:
             yield
         finally:
-            books.peak = max(books.peak, books.held + self.meter.most() - before)
-            books.held += self.meter.now() - before
+            books.peak = max(books.peak, held + self.meter.most() - before)
             if instruction.op in ("B", "W"):
-                books.held -= books.batches.pop(key, 0)
+                books.batches.pop(key, None)
 
     def tell(self, reporter: Reporter, plan: Plan) -> None:
         """Send an event for each stage, beside what was planned."""
@@ -83,7 +81,7 @@ class Footprint:
                 "stage": index,
                 "bytes": books.peak,
                 "weight_bytes": books.weights,
-                "held_bytes": books.held,
+                "held_bytes": self.meter.held_by(index),
                 "versions": self._runners[index].versions.peak_versions,
                 "in_flight": books.most_in_flight,
             }

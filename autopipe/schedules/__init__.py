@@ -4,7 +4,7 @@ from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
 from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
 from autopipe.schedules.lower import lower
-from autopipe.schedules.memory import StageBytes, peak_bytes
+from autopipe.schedules.memory import MessageBytes, StageBytes, peak_bytes, post_points, stage_peaks
 from autopipe.schedules.registry import REGISTRY, make
 from autopipe.schedules.render import render, render_timeline
 from autopipe.schedules.simulate import simulate
@@ -14,6 +14,7 @@ __all__ = [
     "REGISTRY",
     "Costs",
     "EdgeCosts",
+    "MessageBytes",
     "Option",
     "ScheduleKind",
     "StageBytes",
@@ -23,9 +24,11 @@ __all__ = [
     "lower",
     "make",
     "peak_bytes",
+    "post_points",
     "render",
     "render_timeline",
     "simulate",
+    "stage_peaks",
     "to_csv",
     "validate",
 ]

@@ -17,6 +17,7 @@ from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, Watch, make_best_plan
 from autopipe.schedules import lines_of
 from autopipe.workflow.clusters import cluster_of_figures, this_machine
+from autopipe.workflow.peaks import fitting
 from autopipe.workflow.predict import judge, predict, scored
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.settings import PlanSettings, Progress
@@ -106,7 +107,11 @@ def search(
     """
     watch = Watch(later(progress))
     score = judge(found, cluster, choices)
-    made = make_best_plan(found, cluster, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
+
+    def find(room: Cluster) -> Plan:
+        return make_best_plan(found, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
+
+    made = fitting(found, cluster, find)
     if score is None:
         made = dataclasses.replace(made, predicted=scored(found, cluster)(made))
     if not math.isfinite(made.predicted.step_seconds):

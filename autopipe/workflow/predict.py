@@ -63,12 +63,11 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
 
 def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:
     routes = Routes.of(plan, profile.graph)
-    num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
-    num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
+    amounts = message_bytes(plan, profile, routes)
     edges: dict[Edge, EdgeCosts] = {}
     host = cluster.host
     for edge, values in (*routes.forward.items(), *routes.backward.items()):
-        total = sum(num_bytes[value] for value in values)
+        total = amounts[edge]
         link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
         # each value is a message of its own
         send = len(values) * host.send_seconds + host.send_seconds_per_byte * total
@@ -78,6 +77,14 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
         latency = max(link.latency_seconds - host.send_seconds - host.receive_seconds, 0.0) + host.delivery_seconds
         edges[edge] = EdgeCosts(occupied, latency, send, receive)
     return edges
+
+
+def message_bytes(plan: Plan, profile: Profile, routes: Routes) -> dict[Edge, int]:
+    """Return the bytes that a microbatch sends over each edge; activations go to later stages, gradients back."""
+    num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
+    num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
+    every = (*routes.forward.items(), *routes.backward.items())
+    return {edge: sum(num_bytes[value] for value in values) for edge, values in every}
 
 
 def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches: int = 1) -> Timeline:

@@ -138,7 +138,15 @@ def test_check_compares_every_parameter(folder):
 
 
 def test_a_plan_with_replicas_is_run_and_equal_within_rounding(folder):
-    made = document("plan", "--gpus", "6", "--replicas", "auto", "--num-microbatches", "4")
+    stored = Path(".autopipe/profile.json")
+    profile = json.loads(stored.read_text())
+    for measurement in profile["measurements"]:  # one layer takes ten times as long as all others: it wants replicas
+        costs = measurement["costs"].values()
+        for place, cost in enumerate(costs):
+            cost["forward_seconds"] = cost["backward_seconds"] = 1.0 if place == 1 else 0.1 / len(costs)
+    del profile["digest"]
+    stored.write_text(json.dumps(profile))
+    made = document("plan", "--gpus", "3", "--replicas", "auto", "--num-microbatches", "4")
     assert max(stage["replicas"] for stage in made["stages"]) > 1
     found = document("check", "--steps", "2")
     assert found["equal"] is True

@@ -162,6 +162,23 @@ def test_saved_bytes_are_those_of_one_plain_forward_however_the_runs_lie(least_s
     assert sum(cost.saved_bytes for cost in found.costs.values()) == expected
 
 
+@pytest.mark.parametrize("least_seconds", [1e-9, 10.0])
+def test_it_is_known_which_node_keeps_a_value_first(least_seconds):
+    _, capture, workload = stack_of(blocks=1)
+    keepers = size_run(capture, workload, 3, least_seconds).measurement().keepers
+    names = [node.name for node in capture.graph.nodes]
+    expected = {
+        "x": "first",  # a layer keeps what it reads
+        "first": "blocks_0_norm",
+        "blocks_0_norm": "blocks_0_up",
+        "relu": "relu",  # its own result; the layer behind it keeps the same memory
+        "add": "batch_norm",  # not the sum: a sum keeps nothing
+        "batch_norm": "head",
+        "sub": "square",
+    }
+    assert keepers == expected, names
+
+
 def test_output_bytes_are_those_of_the_values():
     _, capture, workload = stack_of(width=8)
     costs = measure(capture, workload, device="cpu", microbatch_sizes=(3,)).measurements[0].costs

@@ -82,6 +82,12 @@ def profile_of(graph: Graph, rng: random.Random, sizes: tuple[int, ...] = (4,)) 
     }
     saved = {node.name: 0 if node.input_only or node.storage else rng.randrange(0, 4000) for node in graph.nodes}
     other = random.Random(len(graph.nodes))  # one of its own: the cases stay those that they were
+    work = [node.name for node in graph.nodes if not node.input_only]
+    keepers = {}
+    for value in ("x", *(node.name for node in graph.nodes)):
+        later = [name for name in work if graph.position[name] >= graph.position.get(value, 0)]
+        if later and other.random() < 0.6:
+            keepers[value] = other.choice(later[:5])
     measurements = tuple(
         Measurement(
             size,
@@ -95,6 +101,7 @@ def profile_of(graph: Graph, rng: random.Random, sizes: tuple[int, ...] = (4,)) 
                 )
                 for name, (f, b) in base.items()
             },
+            keepers=keepers,
         )
         for size in sizes
     )
@@ -162,7 +169,7 @@ def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
     leaf = any("x" in node.inputs for node in nodes)
     kept = sum(traffic[v] for v in received) + (graph.inputs[0].spec.num_bytes(sizes) if leaf else 0)
     kept += sum(costs[node.name].output_bytes for node in nodes if node.input_only and not node.storage)
-    saved = sum(costs[node.name].saved_bytes for node in nodes)
+    saved = saved_by_hand(graph, cuts, profile.at(size), edges[k], edges[k + 1])
     state += most_workspace(nodes, costs)
     forward = sum(costs[node.name].forward_seconds for node in nodes)
     seconds = (forward + sum(costs[node.name].backward_seconds for node in nodes)) / cluster.device(k).speed
@@ -176,6 +183,33 @@ def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
                 charged = True
     again = seconds + forward / cluster.device(k).speed
     return seconds, again, state + held * (kept + saved), state + held * kept + saved
+
+
+def saved_by_hand(graph, cuts, measurement, start, stop):
+    """Return what a stage keeps of a microbatch, beyond what it has from elsewhere, from a list of what it keeps."""
+    sizes, costs, keepers = graph.sizes(measurement.microbatch_size), measurement.costs, measurement.keepers
+    own = [node for node in graph.nodes[start:stop] if not node.input_only]
+    names = {node.name for node in own}
+    saved = sum(costs[name].saved_bytes for name in names)
+    there = cuts.stage_nodes(start, stop, graph.outputs if stop == len(graph.nodes) else ())
+    read = {value for node in there for value in (*node.inputs, *node.after)}
+    if stop == len(graph.nodes):
+        read |= set(graph.outputs)
+    for value in read - names:
+        if keepers.get(value) in names:
+            made = next((node for node in graph.nodes if node.name == value), None)
+            if made is None:
+                saved -= graph.inputs[0].spec.num_bytes(sizes)
+            elif made.input_only:
+                saved -= 0 if made.storage else costs[value].output_bytes
+            else:
+                saved -= made.spec.num_bytes(sizes)
+    for value in names & {value for value, _, _ in cuts.boundaries([stop] if stop < len(graph.nodes) else [])}:
+        made = graph.nodes[graph.position[value]]
+        kept = keepers.get(value)
+        if made.spec.requires_grad and (kept is None or graph.position[kept] >= stop):
+            saved += made.spec.num_bytes(sizes)
+    return max(saved, 0)
 
 
 def most_workspace(nodes, costs):

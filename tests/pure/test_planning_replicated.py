@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from planning_cases import cluster_of, most_workspace, profile_of, random_graph
+from planning_cases import cluster_of, most_workspace, profile_of, random_graph, saved_by_hand
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
@@ -108,7 +108,7 @@ class ByHand:
         return {
             "forward": sum(costs[n.name].forward_seconds for n in nodes),
             "backward": sum(costs[n.name].backward_seconds for n in nodes),
-            "saved": sum(costs[n.name].saved_bytes for n in nodes if not n.input_only),
+            "saved": saved_by_hand(graph, self.cuts, self.profile.at(4), start, stop),
             "kept": sum(byte[v] for v in received)
             + sum(costs[n.name].output_bytes for n in free)
             + (graph.inputs[0].spec.num_bytes(self.sizes) if "x" in read else 0),

@@ -1,0 +1,30 @@
+"""What stages of real processes hold at most, against what the plan says: within a tenth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe.workflow import runs
+from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One work directory, so that the model is measured once."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])
+def test_planned_peaks_are_measured_ones(schedule: str, work: Path) -> None:
+    target = SAMPLES / "unet.py"  # values that skip stages: with interleaving, to another stage of the same rank
+    profile = ProfileSettings(ModelSettings(str(target)), work, "cpu", (1, 4), 1, verify=False)
+    plan = PlanSettings(profile, gpus=2, batch_size=32, schedule=schedule, num_microbatches=8)
+    settings = TrainSettings(plan, steps=3, check_first=False, measure_memory=True)
+    peaks = runs.train(settings, lambda kind, fields: None).peaks
+    assert len(peaks) == (4 if schedule == "interleaved" else 2)
+    for peak in peaks:
+        assert peak.planned_bytes == pytest.approx(peak.bytes, rel=0.1), peak
