@@ -112,7 +112,7 @@ class Resuming(click.Command):
 @launching.launching
 @options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is kept.")
 @options.option("--timeline", is_flag=True, help="Record what each rank did when.")
-@options.option("--measure-memory", is_flag=True, help="Measure what each stage holds at most; slows CPU ranks down.")
+@options.option("--measure-memory", is_flag=True, help="Measure what each stage holds at most; slows ranks down.")
 @options.output
 def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     """Train in stages. Every step that is missing or stale is done first, and said.

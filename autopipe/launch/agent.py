@@ -100,7 +100,7 @@ class Agent:
         wait([self._woken, *(ranks.waitable() if ranks is not None else [])])
         for event in ranks.poll(0) if ranks is not None else ():
             if event["kind"] == "exit":  # what it did last goes ahead: the beat of every half second may not have told
-                self._send({"kind": "beats", "beats": self._notes()})
+                self._send_notes()
             self._send(in_wall_time(event))
         if wait([self._woken], 0):
             os.read(self._woken, _CHUNK)
@@ -143,7 +143,7 @@ class Agent:
 
     def _beat(self) -> None:
         while True:
-            self._send({"kind": "beats", "beats": self._notes()})
+            self._send_notes()
             time.sleep(BEAT_SECONDS)
 
     def _fence(self) -> None:
@@ -182,13 +182,20 @@ class Agent:
         os.write(self._wake, b".")
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
         with self._sending:
-            try:
-                while line:
-                    line = line[os.write(self._sink, line) :]
-            except OSError:
-                return  # nobody reads; the end of stdin says so too
+            self._write(message)
+
+    def _send_notes(self) -> None:
+        with self._sending:  # taken and sent at once: older notes never come behind newer ones
+            self._write({"kind": "beats", "beats": self._notes()})
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._sink, line) :]
+        except OSError:
+            return  # nobody reads; the end of stdin says so too
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Bytes of tensors that are held: now, and at most.
+"""Bytes of tensors that are held: now, at most, and by whom.
 
-On a CUDA device torch's allocator tells; on a CPU nothing does, so every operation is looked at for memory that it
-makes, which is forgotten when it goes. What a kernel needs only while it runs is not seen there.
+On a CUDA device torch's allocator tells how many; on a CPU nothing does, so every operation is looked at for memory
+that it makes, which is forgotten when it goes. What a kernel needs only while it runs is not seen there. Whose they are
+is told in this way on any device.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Meter(Protocol):
-    """Tells how many bytes a rank's device holds. Within ``with`` it watches. ``owner``: whose is what is made now."""
-
-    owner: int
+    """Tells how many bytes a rank's device holds. Within ``with`` it watches."""
 
     def __enter__(self) -> Any:
         """Begin to watch."""
@@ -29,9 +28,6 @@ class Meter(Protocol):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Take in memory from before."""
-
-    def held_by(self, owner: int) -> int:
-        """Return the bytes of what was made under an owner and is still held, whoever holds it."""
 
     def now(self) -> int:
         """Return the bytes that are held."""
@@ -44,11 +40,15 @@ class Meter(Protocol):
 
 
 class HostMeter(TorchDispatchMode):
-    """Counts the memory of every tensor that an operation of this thread makes, for as long as somebody holds it."""
+    """Counts the memory of every tensor that an operation of this thread makes, for as long as somebody holds it.
 
-    def __init__(self) -> None:
+    ``kind``: of the device that is counted. ``owner``: whose is what is made now.
+    """
+
+    def __init__(self, kind: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation for it
         self.owner = 0
+        self._kind = kind
         self._owned: Counter[int] = Counter()
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._now = self._most = 0
@@ -67,7 +67,7 @@ class HostMeter(TorchDispatchMode):
         """Count a tensor's memory, once, however many tensors share it."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._held:
+        if key in self._held or tensor.device.type != self._kind:
             return
         owner = self.owner
 
@@ -82,7 +82,7 @@ class HostMeter(TorchDispatchMode):
         self._most = max(self._most, self._now)
 
     def held_by(self, owner: int) -> int:
-        """Return what was made under an owner."""
+        """Return the bytes of what was made under an owner and is still held, whoever holds it."""
         return self._owned[owner]
 
     def now(self) -> int:
@@ -98,8 +98,17 @@ class HostMeter(TorchDispatchMode):
         return self._most
 
 
-class CudaMeter(HostMeter):  # type: ignore[no-untyped-call]  # torch has no annotation for its base
-    """Asks torch's allocator, which knows every byte that tensors and kernels take on the device; but not whose."""
+class CudaMeter:
+    """Asks torch's allocator, which knows every byte that tensors and kernels take on the device."""
+
+    def __enter__(self) -> CudaMeter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was begun."""
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """The allocator has counted it."""
 
     def now(self) -> int:
         """Return the bytes that are held."""

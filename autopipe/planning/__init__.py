@@ -11,7 +11,7 @@ where, in symbols and in this order,
 
     t_k = F + B (+ F with recompute) over the device's speed, plus transfers    solver.stage, Problem.stage_seconds
     a value counts once for its producer, once for each stage that reads it     tables.build_tables
-    state + (A + K) times the number in flight <= memory of the device          memory.peak_tables, memory.recount
+    state + (A + K) times the number in flight <= memory of the device          memory.peak_tables, recount.recount
     in flight, and weight versions, as the schedule has them                    memory.in_flight, memory.weight_versions
     a stage lies on neighbouring ranks; its links are the narrowest it spans    replicated.placement
     a cut is legal only where the result stays the same                         ir.cuts.Cuts.legal

@@ -96,8 +96,10 @@ def make_best_plan(
     watch = watch or Watch()
     best: Plan | None = None
     first: PlanError | None = None
+    before = watch.tried
     for done, options in enumerate(choices):
-        watch.total = watch.tried + (watch.tried // done if done else 1) * (len(choices) - done)
+        each = (watch.tried - before) // done if done else 1
+        watch.total = watch.tried + each * (len(choices) - done)
         try:
             plan = make_plan(profile, cluster, options, score=score, watch=watch)
         except PlanError as error:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from autopipe.errors import PlanError
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
-from autopipe.planning.memory import StageBytes, gib, recount
+from autopipe.planning.memory import gib
 from autopipe.planning.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
 from autopipe.planning.problem import Problem
+from autopipe.planning.recount import StageTerms, recount
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def straight_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoic
     return choices
 
 
-def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Sequence[StageBytes]) -> Prediction:
+def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Sequence[StageTerms]) -> Prediction:
     """Return what the plan should do: the flush formula, or m times the slowest stage where steps overlap.
 
     The optimizer step of the slowest stage is added: to a flush because nothing overlaps it, to the others because the
@@ -133,7 +134,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
     )
 
 
-def _stage(problem: Problem, index: int, choice: StageChoice, state: State, counted: StageBytes) -> Stage:
+def _stage(problem: Problem, index: int, choice: StageChoice, state: State, counted: StageTerms) -> Stage:
     graph, costs = problem.profile.graph, problem.measurement.costs
     last = choice.stop == len(graph.nodes)
     nodes = problem.cuts.stage_nodes(choice.start, choice.stop, graph.outputs if last else ())

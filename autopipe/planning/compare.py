@@ -14,6 +14,8 @@ from autopipe.planning.alternatives import Score, data_parallel_plan
 from autopipe.planning.api import make_best_plan, make_plan, make_problems
 from autopipe.planning.options import PlanOptions
 
+Fit = Callable[[Callable[[Cluster], Plan]], Plan]
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -41,37 +43,42 @@ def comparison(
     straight: Sequence[PlanOptions] = (),
     free: Sequence[PlanOptions] = (),
     made: Plan | None = None,
+    fit: Fit | None = None,
 ) -> Comparison:
     """Plan four ways for the same batch and memory. The best plan may replicate stages.
 
     ``straight``, ``free``: the options among which the two pipelines are chosen; without them, those of ``options``.
-    ``made``: a plan that was made already, and competes.
+    ``made``: a plan that was made already, and competes. ``fit``: calls a search with clusters until its plan fits.
     """
+    fit = fit or (lambda find: find(cluster))
     line = dataclasses.replace(options, straight=True, stages_per_rank=1)
     single = dataclasses.replace(line, num_ranks=1)
     parallel = dataclasses.replace(line, straight=not options.schedule_needs.replicas)
     straight, free = straight or (line,), free or (parallel,)
     first = free[0] if parallel.straight and not free[0].straight else parallel
     made_straight = made if made is not None and all(stage.replicas == 1 for stage in made.stages) else None
+
+    def any_of(choices: Sequence[PlanOptions]) -> Callable[[Cluster], Plan]:
+        return lambda room: make_best_plan(profile, room, choices, score=score)
+
     row = _contender(
-        "best straight pipeline", lambda: made_straight or make_best_plan(profile, cluster, straight, score=score)
+        "best straight pipeline",
+        lambda: made_straight or fit(any_of(straight)),
     )
     known = [plan for plan in (row.plan, made) if plan is not None]
     contenders = (
-        _contender("single device", lambda: make_plan(profile, cluster, single, score=score)),
-        _contender("data parallel", lambda: _data_parallel(profile, cluster, first, score)),
+        _contender("single device", lambda: fit(lambda room: make_plan(profile, room, single, score=score))),
+        _contender("data parallel", lambda: fit(lambda room: _data_parallel(profile, room, first, score))),
         row,
-        _contender("best plan", lambda: _best(profile, cluster, free, score, known)),
+        _contender("best plan", lambda: _best(lambda: fit(any_of(free)), known)),
     )
     return Comparison(contenders, verdict(contenders))
 
 
-def _best(
-    profile: Profile, cluster: Cluster, free: Sequence[PlanOptions], score: Score | None, known: Sequence[Plan]
-) -> Plan:
-    """Return the best of the plans with replicas and of those that are known; an earlier one where none is better."""
+def _best(find: Callable[[], Plan], known: Sequence[Plan]) -> Plan:
+    """Return the best of the plan with replicas and of those that are known; an earlier one where none is better."""
     try:
-        plans = [*known, make_best_plan(profile, cluster, free, score=score)]
+        plans = [*known, find()]
     except PlanError:
         plans = list(known)
         if not plans:

@@ -15,7 +15,7 @@ So all tables take O(uses + n^2), exactly, and the search reads a stage's cost i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,32 @@ class Tables:
     def num_atoms(self) -> int:
         """How many atoms: one more than the legal cuts."""
         return len(self.edges) - 1
+
+
+@dataclass
+class _Memory:
+    """One memory, under whatever names: the atom that makes it, the atoms behind that read it, and who sends it.
+
+    ``sent``: for each name through which a gradient comes back, the atom that makes it and the last that reads it.
+    """
+
+    made: int
+    size: int
+    reads: set[int] = field(default_factory=set)
+    sent: list[tuple[int, int]] = field(default_factory=list)
+
+    def correct(self, extra: PairSum, keeper: int | None, num_atoms: int) -> None:
+        """Count it as it is held, given the atom that is the first to keep it; what nodes save holds it there."""
+        if self.sent and self.made >= 0:
+            first, last = min(made for made, _ in self.sent), max(last for _, last in self.sent)
+            extra.rectangle(0, self.made, first + 1, last if keeper is None else min(last, keeper), self.size)
+        if keeper is None or keeper <= self.made:
+            return
+        extra.rectangle(self.made + 1, keeper, keeper + 1, num_atoms, -self.size)
+        # but not for a stage that holds the keeper and has the memory by no name
+        before = max((atom for atom in self.reads if atom <= keeper), default=self.made)
+        behind = min((atom for atom in self.reads if atom > keeper), default=num_atoms)
+        extra.rectangle(before + 1, keeper, keeper + 1, behind, self.size)
 
 
 def build_tables(graph: Graph, cuts: Cuts, measurement: Measurement) -> Tables:
@@ -176,31 +202,38 @@ class _Builder:
         The memory of a value that a stage has from elsewhere is counted there. A value that it sends is held for the
         backward that starts from it, also where no node of the stage saves it.
         """
-        extra = PairSum(self.n)
-        elsewhere = [(-1, entry.name, entry.spec.num_bytes(self.sizes)) for entry in self.graph.inputs]
-        elsewhere += [(-1, n.name, self.costs[n.name].output_bytes) for n in copied if not n.storage]
-        for made, node in work:
-            last = max(self.reads.get(node.name, ()), default=made)
-            if node.spec is None or last <= made:
+        extra, memories = PairSum(self.n), dict[str, _Memory]()
+        names = [(entry.name, -1) for entry in self.graph.inputs] + [(node.name, -1) for node in copied]
+        for name, made in [*names, *((node.name, atom) for atom, node in work if node.spec is not None)]:
+            later = {atom for atom in self.reads.get(name, ()) if atom > made}
+            if not later:
                 continue
-            size, keeper = node.spec.num_bytes(self.sizes), self._keeper(node.name)
-            elsewhere.append((made, node.name, size))
-            if node.spec.requires_grad and (keeper is None or keeper > made):
-                extra.rectangle(0, made, made + 1, last if keeper is None else min(last, keeper), size)
-        for made, name, size in elsewhere:
-            keeper, reads = self._keeper(name), self.reads.get(name, ())
-            if keeper is None or not reads:
-                continue
-            extra.rectangle(made + 1, keeper, keeper + 1, self.n, -size)
-            # but not for a stage that holds the keeper and reads only a view, which it has from elsewhere
-            before = max((atom for atom in reads if made < atom <= keeper), default=made)
-            behind = min((atom for atom in reads if atom > keeper), default=self.n)
-            extra.rectangle(before + 1, keeper, keeper + 1, behind, size)
+            base = self.cuts.storage(name)
+            found = memories.setdefault(base, _Memory(self._made_at(base), self._size(base)))
+            found.reads |= later
+            node = self.by_name.get(name)
+            if made >= 0 and node is not None and node.spec is not None and node.spec.requires_grad:
+                found.sent.append((made, max(later)))
+        keepers: dict[str, int] = {}
+        for value, keeper in self.keepers.items():
+            base, at = self.cuts.storage(value), self.graph.position[keeper]
+            keepers[base] = min(at, keepers.get(base, at))
+        for base, found in memories.items():
+            found.correct(extra, self.atom[keepers[base]] if base in keepers else None, self.n)
         return extra.table(self._sum(work, "saved_bytes"))
 
-    def _keeper(self, value: str) -> int | None:
-        """Return the atom that is the first to keep a value's memory."""
-        return self.atom[self.graph.position[self.keepers[value]]] if value in self.keepers else None
+    def _made_at(self, value: str) -> int:
+        """Return the atom in which a value is made; -1 for what every stage has or computes for itself."""
+        node = self.by_name.get(value)
+        return -1 if node is None or node.input_only else self.atom[self.graph.position[value]]
+
+    def _size(self, value: str) -> int:
+        node = self.by_name.get(value)
+        if node is None:
+            return next(e.spec.num_bytes(self.sizes) for e in self.graph.inputs if e.name == value)
+        if node.input_only:
+            return 0 if node.storage else self.costs[value].output_bytes
+        return 0 if node.spec is None else node.spec.num_bytes(self.sizes)
 
     def _workspace(self, work: Sequence[tuple[int, Node]]) -> Array:
         """Return ``max(w_x + saved before and at x) - saved of all``, over the nodes x of a stage; 0 where less."""

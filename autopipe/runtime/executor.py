@@ -82,7 +82,7 @@ class Executor:
             "I": self._backward_inputs, "W": self._backward_weights,
         }  # fmt: skip
         ahead = post_points(row)
-        with contextlib.nullcontext() if self.footprint is None else self.footprint.meter:
+        with contextlib.nullcontext() if self.footprint is None else self.footprint.owners:
             for index, instruction in enumerate(row):
                 for posted in ahead.get(index, ()):
                     with self._booked(posted):

@@ -18,7 +18,7 @@ import torch
 
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction
-from autopipe.measure.live import meter_of
+from autopipe.measure.live import HostMeter, meter_of
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
 
@@ -37,14 +37,15 @@ class Footprint:
     """Keeps the books of one rank's stages while it follows its row; ``runners``: before they have run anything."""
 
     def __init__(self, runners: Mapping[int, StageRunner], device: torch.device) -> None:
-        self.meter = meter = meter_of(device)
+        self.owners = HostMeter(device.type)
+        self._meter = self.owners if device.type == "cpu" else meter_of(device)
         self._runners = runners
         self._stages: dict[int, _Stage] = {}
         for index, runner in runners.items():
             tensors = [*runner.versions.masters.values(), *runner.stage.buffers()]
-            meter.owner = index
+            self.owners.owner = index
             for tensor in tensors:
-                meter.count(tensor)
+                self.owners.count(tensor)
             size = _bytes(tensors)
             self._stages[index] = _Stage(size, size)
 
@@ -56,13 +57,13 @@ class Footprint:
         if instruction.op == "F":
             books.batches[key] = sum(tensor.numel() * tensor.element_size() for tensor in batch)
             books.most_in_flight = max(books.most_in_flight, len(books.batches))
-        held = self.meter.held_by(instruction.stage) + sum(books.batches.values())
-        before, self.meter.owner = self.meter.now(), instruction.stage
-        self.meter.restart()
+        held = self.owners.held_by(instruction.stage) + sum(books.batches.values())
+        before, self.owners.owner = self._meter.now(), instruction.stage
+        self._meter.restart()
         try:
             yield
         finally:
-            books.peak = max(books.peak, held + self.meter.most() - before)
+            books.peak = max(books.peak, held + self._meter.most() - before)
             if instruction.op in ("B", "W"):
                 books.batches.pop(key, None)
 
@@ -81,7 +82,7 @@ class Footprint:
                 "stage": index,
                 "bytes": books.peak,
                 "weight_bytes": books.weights,
-                "held_bytes": self.meter.held_by(index),
+                "held_bytes": self.owners.held_by(index),
                 "versions": self._runners[index].versions.peak_versions,
                 "in_flight": books.most_in_flight,
             }

@@ -1,6 +1,7 @@
 """What a schedule makes each rank hold, counted instruction by instruction: microbatches, weight versions, messages.
 
-It shares nothing with the formulas that planning uses, so each can be held against the other.
+It shares nothing with the formulas by which planning knows how much is in flight, so each can be held against the
+other.
 
 A message is held from when its receive is posted, which is a little ahead of its turn (``post_points``), to the end of
 what needs it: activations to the backward of their microbatch, gradients to the end of the backward that they start.
@@ -12,7 +13,7 @@ its time to leave: it is counted to the end of the next compute instruction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.errors import ScheduleError
@@ -30,7 +31,8 @@ class StageBytes:
 
     ``version``: one weight version. ``in_flight``: from the forward of a microbatch to the end of its backward.
     ``between``: gradients that the half of a backward for the input leaves for the half for the weights.
-    ``gradients``: of the weights, from the end of a minibatch's first backward to its step.
+    ``gradients``: of the weights, from the end of a minibatch's first backward to its step. ``first``: what that first
+    backward takes on top, where it makes them while it still holds much else.
     """
 
     fixed: int
@@ -38,6 +40,7 @@ class StageBytes:
     in_flight: int
     between: int = 0
     gradients: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[StageBytes]) -> tuple[int, ..
 def stage_peaks(schedule: Schedule, sizes: Sequence[StageBytes], messages: MessageBytes) -> tuple[int, ...]:
     """Return the peak of every stage, on that of its ranks where it is highest, while the stage has its turn.
 
-    ``schedule``: lowered, so that messages are received where they are.
+    ``schedule``: with its sends and receives. Stages of one rank may have their peaks at different times: together they
+    are an upper bound of the rank's.
 
     Raises: ScheduleError as ``peak_bytes``.
     """
@@ -96,64 +100,98 @@ def _held(
     schedule: Schedule, rank: int, sizes: Sequence[StageBytes], messages: MessageBytes
 ) -> Iterator[tuple[int, dict[int, int]]]:
     """Yield, at the worst moment of every instruction of a rank, its stage and what each stage of the rank holds."""
-    request, row = schedule.request, schedule.rows[rank]
-    if len(sizes) != request.num_stages:
-        raise ScheduleError(f"bytes of {len(sizes)} stages for {request.num_stages}")
-    stages = stages_of(request, rank)
-    newest = dict.fromkeys(stages, request.first_minibatch)
-    versions = {stage: min(newest[stage], schedule.staleness[stage]) + 1 for stage in stages}
-    now = {stage: sizes[stage].fixed + versions[stage] * sizes[stage].version for stage in stages}
-    for stage in stages:
-        yield stage, now
-
-    def here(edges: Mapping[Edge, int], end: int, i: Instruction) -> dict[Edge, int]:
-        """The edges that begin (0) or end (1) at an instruction's stage, both ends on this rank."""
-        found = {edge: size for edge, size in edges.items() if edge[end] == i.stage and edge[1 - end] in now}
-        return {
-            edge: size
-            for edge, size in found.items()
-            if request.rank_of(edge[1 - end], i.minibatch, i.microbatch) == rank
-        }
-
-    ahead, leaving = post_points(row), Counter[int]()
-    begun: set[tuple[int, int]] = set()  # stages and minibatches whose gradients have begun
-    for index, i in enumerate(row):
+    if len(sizes) != schedule.request.num_stages:
+        raise ScheduleError(f"bytes of {len(sizes)} stages for {schedule.request.num_stages}")
+    books = _Books(schedule, rank, sizes, messages)
+    for stage in books.now:
+        yield stage, books.now
+    row = schedule.rows[rank]
+    ahead = post_points(row)
+    for index, instruction in enumerate(row):
         for posted in ahead.get(index, ()):
-            edges = messages.forward if posted.op == "RF" else messages.backward
-            now[posted.stage] += edges.get((posted.peer, posted.stage), 0)
-            yield posted.stage, now
-        size = sizes[i.stage]
-        left = leaving if i.op in COMPUTE else Counter()
+            books.post(posted)
+            yield posted.stage, books.now
+        books.begin(instruction)
+        yield instruction.stage, books.now
+        books.end(instruction)
+
+
+class _Books:
+    """What each stage of a rank holds ``now``: ``begin`` and ``end`` an instruction; between the two it is most."""
+
+    def __init__(self, schedule: Schedule, rank: int, sizes: Sequence[StageBytes], messages: MessageBytes) -> None:
+        self._schedule, self._rank, self._sizes, self._messages = schedule, rank, sizes, messages
+        stages = stages_of(schedule.request, rank)
+        self._newest = dict.fromkeys(stages, schedule.request.first_minibatch)
+        self.now = {s: sizes[s].fixed + self._versions(s) * sizes[s].version for s in stages}
+        self._inputs = _by_end(messages.forward, 1, stages)
+        self._arriving, self._departing = (_by_end(messages.backward, end, stages) for end in (1, 0))
+        self._leaving: Counter[int] = Counter()  # bytes of gradients on their way, by the stage that sent them
+        self._left: Counter[int] = Counter()
+        self._begun: set[tuple[int, int]] = set()  # stages and minibatches whose weights have gradients
+
+    def _versions(self, stage: int) -> int:
+        return min(self._newest[stage], self._schedule.staleness[stage]) + 1
+
+    def _here(self, edge: Edge, i: Instruction) -> bool:
+        """Whether both ends of an edge of an instruction's stage are on this rank for its microbatch."""
+        other = edge[0] if edge[1] == i.stage else edge[1]
+        return other in self.now and self._schedule.request.rank_of(other, i.minibatch, i.microbatch) == self._rank
+
+    def _handed(self, edges: Sequence[tuple[Edge, int]], i: Instruction) -> int:
+        return sum(amount for edge, amount in edges if self._here(edge, i))
+
+    def post(self, i: Instruction) -> None:
+        """Make room for what is received."""
+        edges = self._messages.forward if i.op == "RF" else self._messages.backward
+        self.now[i.stage] += edges.get((i.peer, i.stage), 0)
+
+    def begin(self, i: Instruction) -> None:
+        """Take what an instruction needs."""
+        size = self._sizes[i.stage]
+        if i.op in COMPUTE:
+            self._left, self._leaving = self._leaving, Counter()
         if i.op == "SB":
-            leaving[i.stage] += messages.backward.get((i.stage, i.peer), 0)
-            now[i.stage] += messages.backward.get((i.stage, i.peer), 0)
-            yield i.stage, now
+            amount = self._messages.backward.get((i.stage, i.peer), 0)
+            self._leaving[i.stage] += amount
+            self.now[i.stage] += amount
         elif i.op == "F":
             # what has arrived is there already, and what a stage of this rank made is that stage's
-            now[i.stage] += size.in_flight - sum(n for (_, to), n in messages.forward.items() if to == i.stage)
-            yield i.stage, now
-        elif i.op in ("B", "I"):
-            now[i.stage] += size.between if i.op == "I" else 0
-            yield i.stage, now
-            handed = here(messages.backward, 1, i)
-            for (maker, _), amount in handed.items():
-                now[maker] -= amount
-            now[i.stage] -= sum(n for e, n in messages.backward.items() if e[1] == i.stage and e not in handed)
-            now[i.stage] += sum(here(messages.backward, 0, i).values())
+            self.now[i.stage] += size.in_flight - sum(amount for _, amount in self._inputs[i.stage])
+        elif i.op == "I":
+            self.now[i.stage] += size.between
+        elif i.op in ("B", "W") and (i.stage, i.minibatch) not in self._begun:
+            self.now[i.stage] += size.first
         elif i.op == "S":
-            newest[i.stage] += 1
-            held = min(newest[i.stage], schedule.staleness[i.stage]) + 1
-            now[i.stage] += (held - versions[i.stage]) * size.version
-            versions[i.stage] = held
-            yield i.stage, now
-            if (i.stage, i.minibatch) in begun:
-                now[i.stage] -= size.gradients
+            before = self._versions(i.stage)
+            self._newest[i.stage] += 1
+            self.now[i.stage] += (self._versions(i.stage) - before) * size.version
+
+    def end(self, i: Instruction) -> None:
+        """Give back what an instruction leaves behind no longer, and keep what it made."""
+        size, departing = self._sizes[i.stage], self._departing[i.stage]
+        # without anything to send back there is no first half: what starts the backward waits for the second
+        if i.op in ("B", "I" if departing else "W"):
+            for edge, amount in self._arriving[i.stage]:
+                self.now[edge[0] if self._here(edge, i) else i.stage] -= amount
+        if i.op in ("B", "I"):
+            self.now[i.stage] += self._handed(departing, i)
         if i.op in ("B", "W"):
-            now[i.stage] -= size.in_flight - sum(here(messages.forward, 1, i).values())
-            now[i.stage] -= size.between if i.op == "W" else 0
-            if (i.stage, i.minibatch) not in begun:
-                begun.add((i.stage, i.minibatch))
-                now[i.stage] += size.gradients
-        for stage, amount in left.items():
-            now[stage] -= amount
-        left.clear()
+            self.now[i.stage] -= size.in_flight - self._handed(self._inputs[i.stage], i)
+            self.now[i.stage] -= size.between if i.op == "W" else 0
+            if (i.stage, i.minibatch) not in self._begun:
+                self._begun.add((i.stage, i.minibatch))
+                self.now[i.stage] += size.gradients - size.first
+        if i.op == "S" and (i.stage, i.minibatch) in self._begun:
+            self.now[i.stage] -= size.gradients
+        if i.op in COMPUTE:
+            self.now.update({stage: self.now[stage] - amount for stage, amount in self._left.items()})
+
+
+def _by_end(edges: Mapping[Edge, int], end: int, stages: Iterable[int]) -> dict[int, list[tuple[Edge, int]]]:
+    """Return for each stage the edges that begin (0) or end (1) at it, with their bytes."""
+    found: dict[int, list[tuple[Edge, int]]] = {stage: [] for stage in stages}
+    for edge, amount in edges.items():
+        if edge[end] in found:
+            found[edge[end]].append((edge, amount))
+    return found

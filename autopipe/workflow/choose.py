@@ -111,7 +111,7 @@ def search(
     def find(room: Cluster) -> Plan:
         return make_best_plan(found, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
 
-    made = fitting(found, cluster, find)
+    made = fitting(found, cluster, find, lambda: watch.stopped)
     if score is None:
         made = dataclasses.replace(made, predicted=scored(found, cluster)(made))
     if not math.isfinite(made.predicted.step_seconds):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
+from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import Comparison, Explanation, comparison, explain
 from autopipe.planning.alternatives import Score
 from autopipe.planning.compare import verdict
+from autopipe.workflow.peaks import fitting
 from autopipe.workflow.predict import judge, scored
 from autopipe.workflow.space import Space, plain, replicated, takes_replicas
 from autopipe.workflow.store import PlanRecord
@@ -20,7 +23,11 @@ def compared(made: Plan, found: Profile, record: PlanRecord, space: Space) -> Co
     score = judge(found, cluster, (*space.straight, *rivals))
     first = space.straight[0]
     base = plain(first) if first.stage_ranks else first  # a grid is for its own ranks alone
-    result = comparison(found, cluster, base, score=score, straight=space.straight, free=rivals, made=made)
+
+    def fit(find: Callable[[Cluster], Plan]) -> Plan:
+        return fitting(found, cluster, find)
+
+    result = comparison(found, cluster, base, score=score, straight=space.straight, free=rivals, made=made, fit=fit)
     return result if score is not None else _judged(result, scored(found, cluster))
 
 

@@ -8,19 +8,20 @@ that is more than a device has, the search is repeated with as much less memory.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning.memory import gib, recount
+from autopipe.ir.schedule import Schedule
+from autopipe.planning.memory import gib
 from autopipe.planning.ownership import state_of_stages
+from autopipe.planning.recount import recount
 from autopipe.runtime.routes import Routes
-from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, stage_peaks
+from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
 from autopipe.workflow.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes, schedule_of
 
 MOST_SEARCHES = 6
@@ -28,18 +29,33 @@ MOST_SEARCHES = 6
 
 def with_peaks(plan: Plan, profile: Profile) -> Plan:
     """Return the plan with the peaks of its stages counted along its schedule; one too large for that as it is."""
-    if plan.num_ranks * plan.num_microbatches > MOST_SIMULATED_ONCE:
+    schedule = schedule_of(plan)
+    window = max(WINDOW, max(schedule.staleness) + 2) if any(schedule.staleness) else 1
+    if plan.num_ranks * plan.num_microbatches * window > MOST_SIMULATED_ONCE:
         return plan
+    if window > 1:
+        schedule = schedule_of(plan, window)
+    routes = Routes.of(plan, profile.graph)
+    sent = message_bytes(plan, profile, routes)
+    messages = MessageBytes({e: sent[e] for e in routes.forward}, {e: sent[e] for e in routes.backward})
+    sizes = _sizes(plan, profile, _halved(schedule, routes))
+    peaks = stage_peaks(lower(schedule, routes.traffic), sizes, messages)
+    stages = (dataclasses.replace(s, peak_bytes=peak) for s, peak in zip(plan.stages, peaks, strict=True))
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def _halved(schedule: Schedule, routes: Routes) -> set[int]:
+    """Return the stages whose backward has a first half: those that send a gradient back have one."""
+    return {i.stage for row in schedule.rows for i in row if i.op == "I"} & {source for source, _ in routes.backward}
+
+
+def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
     graph, cuts, measurement = profile.graph, Cuts(profile.graph), profile.at(plan.microbatch_size)
-    positions = [stage.start for stage in plan.stages[1:]]
     edges = (*(stage.start for stage in plan.stages), len(graph.nodes))
-    state = state_of_stages(graph, cuts, positions)
-    routes, schedule = Routes.of(plan, graph), schedule_of(plan)
-    # a stage that sends no gradient back has no first half: all of its backward waits
-    halved = {source for source, _ in routes.backward} if REGISTRY[plan.schedule].splits_backward else set()
+    state = state_of_stages(graph, cuts, edges[1:-1])
     sizes = []
     for stage in plan.stages:
-        counted = recount(
+        terms = recount(
             graph,
             cuts,
             measurement,
@@ -49,49 +65,69 @@ def with_peaks(plan: Plan, profile: Profile) -> Plan:
             state=state,
         )
         half = stage.index in halved
-        fixed = counted.optimizer + (counted.workspace_half if half else counted.workspace_whole)
+        workspace = terms.workspace_half if half else terms.workspace_whole
         sizes.append(
             StageBytes(
-                fixed + (counted.saved if stage.recompute else 0),
-                counted.weights,
-                counted.kept + (0 if stage.recompute else counted.saved),
-                counted.between if half else 0,
-                counted.gradients,
+                fixed=terms.optimizer + workspace + (terms.saved if stage.recompute else 0),
+                version=terms.weights,
+                in_flight=terms.kept + (0 if stage.recompute else terms.saved),
+                between=terms.between if half else 0,
+                gradients=terms.gradients,
+                first=max(terms.workspace_first - workspace, 0),
             )
         )
-    if any(schedule.staleness):
-        schedule = schedule_of(plan, WINDOW)
-    held = message_bytes(plan, profile, routes)
-    messages = MessageBytes({e: held[e] for e in routes.forward}, {e: held[e] for e in routes.backward})
-    peaks = stage_peaks(lower(schedule, routes.traffic), sizes, messages)
-    stages = (dataclasses.replace(s, peak_bytes=peak) for s, peak in zip(plan.stages, peaks, strict=True))
-    return dataclasses.replace(plan, stages=tuple(stages))
+    return sizes
 
 
-def fitting(profile: Profile, cluster: Cluster, find: Callable[[Cluster], Plan]) -> Plan:
-    """Return the first plan that fits the cluster's memory when its peaks are counted, each search with less memory.
+def fitting(
+    profile: Profile, cluster: Cluster, find: Callable[[Cluster], Plan], stopped: Callable[[], bool] = lambda: False
+) -> Plan:
+    """Return the first plan whose peaks, counted, fit the cluster's memory; each search has less room than the last.
+
+    ``find``: a search, by the planner's formula. ``stopped``: whether it was interrupted; then none follows.
 
     Raises: PlanError where none was found.
     """
+    found = find(cluster)
     room = cluster
     for _ in range(MOST_SEARCHES):
-        plan = with_peaks(find(room), profile)
-        share, rank, needed = _fullest(plan, cluster)
-        if share <= 1:
+        plan = with_peaks(found, profile)
+        over = {rank: used for rank, used in _used(plan).items() if 0 < cluster.device(rank).memory_bytes < used}
+        if not over:
             return plan
-        devices = (dataclasses.replace(d, memory_bytes=math.ceil(d.memory_bytes / share)) for d in room.devices)
-        room = dataclasses.replace(room, devices=tuple(devices))
-    raise PlanError(
-        f"no plan fits: the last of {MOST_SEARCHES} needs {gib(needed)} on rank {rank}, messages included, and "
-        f"{gib(cluster.device(rank).memory_bytes)} are available",
-        remedy="more ranks, smaller microbatches, or a schedule with fewer of them in flight",
-    )
+        rank = max(over, key=lambda r: over[r] / cluster.device(r).memory_bytes)
+        more = over[rank] - cluster.device(rank).memory_bytes
+        refused = PlanError(
+            f"no plan fits: the best one found needs {gib(over[rank])} on rank {rank}, messages included, "
+            f"{gib(more)} more than there is",
+            remedy="use more ranks, smaller microbatches, --recompute auto, or a schedule with fewer of them in flight",
+        )
+        if stopped():
+            raise refused
+        room = _less(room, cluster, _used(found), over)
+        try:
+            found = find(room)
+        except PlanError:
+            raise refused from None
+    raise refused
 
 
-def _fullest(plan: Plan, cluster: Cluster) -> tuple[float, int, int]:
-    """Return the share of its memory that the fullest rank needs (0.0 without limits), the rank, and its bytes."""
+def _used(plan: Plan) -> Counter[int]:
+    """Return the bytes that each rank needs at most."""
     used: Counter[int] = Counter()
     for stage in plan.stages:
         used.update(dict.fromkeys(stage.ranks, stage.peak_bytes))
-    limits = {rank: cluster.device(rank).memory_bytes for rank in used}
-    return max((used[rank] / limit if limit else 0.0, rank, used[rank]) for rank, limit in limits.items())
+    return used
+
+
+def _less(room: Cluster, cluster: Cluster, used: Mapping[int, int], over: Mapping[int, int]) -> Cluster:
+    """Return the room for the next search: so much that by the formula the plan that was ``over`` does not fit again.
+
+    ``used``: what the formula says that the plan needs; ``over``: what it needs, on the ranks where that is too much.
+    """
+    devices = list(room.devices)
+    for rank, needed in over.items():
+        place = rank if len(devices) > 1 else 0
+        least = min(used[rank] * cluster.device(rank).memory_bytes // needed, devices[place].memory_bytes - 1)
+        devices[place] = dataclasses.replace(devices[place], memory_bytes=max(least, 1))
+    return dataclasses.replace(room, devices=tuple(devices))

@@ -187,28 +187,37 @@ def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
 
 def saved_by_hand(graph, cuts, measurement, start, stop):
     """Return what a stage keeps of a microbatch, beyond what it has from elsewhere, from a list of what it keeps."""
-    sizes, costs, keepers = graph.sizes(measurement.microbatch_size), measurement.costs, measurement.keepers
-    own = [node for node in graph.nodes[start:stop] if not node.input_only]
-    names = {node.name for node in own}
-    saved = sum(costs[name].saved_bytes for name in names)
+    sizes, costs = graph.sizes(measurement.microbatch_size), measurement.costs
+    made = {node.name: node for node in graph.nodes}
+
+    def base(value):
+        while value in made and made[value].storage:
+            value = made[value].storage
+        return value
+
+    def size(value):
+        if value not in made:
+            return graph.inputs[0].spec.num_bytes(sizes)
+        if made[value].input_only:
+            return 0 if made[value].storage else costs[value].output_bytes
+        return 0 if made[value].spec is None else made[value].spec.num_bytes(sizes)
+
+    own = {node.name for node in graph.nodes[start:stop] if not node.input_only}
+    saved = sum(costs[name].saved_bytes for name in own)
     there = cuts.stage_nodes(start, stop, graph.outputs if stop == len(graph.nodes) else ())
     read = {value for node in there for value in (*node.inputs, *node.after)}
     if stop == len(graph.nodes):
         read |= set(graph.outputs)
-    for value in read - names:
-        if keepers.get(value) in names:
-            made = next((node for node in graph.nodes if node.name == value), None)
-            if made is None:
-                saved -= graph.inputs[0].spec.num_bytes(sizes)
-            elif made.input_only:
-                saved -= 0 if made.storage else costs[value].output_bytes
-            else:
-                saved -= made.spec.num_bytes(sizes)
-    for value in names & {value for value, _, _ in cuts.boundaries([stop] if stop < len(graph.nodes) else [])}:
-        made = graph.nodes[graph.position[value]]
-        kept = keepers.get(value)
-        if made.spec.requires_grad and (kept is None or graph.position[kept] >= stop):
-            saved += made.spec.num_bytes(sizes)
+    kept = {}
+    for value, keeper in measurement.keepers.items():
+        kept.setdefault(base(value), []).append(graph.position[keeper])
+    for memory in {base(value) for value in read - own} - own:
+        if start <= min(kept.get(memory, [-1])) < stop:
+            saved -= size(memory)
+    sent = own & {value for value, _, _ in cuts.boundaries([stop] if stop < len(graph.nodes) else [])}
+    for memory in {base(value) for value in sent if made[value].spec.requires_grad} & own:
+        if min(kept.get(memory, [stop])) >= stop:
+            saved += size(memory)
     return max(saved, 0)
 
 

@@ -11,7 +11,7 @@ from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.schedule import Request, Traffic
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, make, peak_bytes, stage_peaks
+from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, make, peak_bytes, stage_peaks, to_csv
 from autopipe.schedules.kind import line
 from autopipe.workflow.peaks import fitting, with_peaks
 
@@ -84,22 +84,86 @@ def cluster_with(memory):
     return Cluster((Level("host", 2, 1e9, 1e-4),), (ClusterDevice("cpu", memory),), "test")
 
 
-def test_a_plan_fits_with_its_messages_or_there_is_none():
-    profile, options = even_profile(skips=True), PlanOptions(2, 16, num_microbatches=4)
+PROFILE, OPTIONS = even_profile(skips=True), PlanOptions(2, 16, num_microbatches=4)
 
-    def find(room):
-        return make_plan(profile, room, options)
 
-    free = fitting(profile, cluster_with(0), find)
-    most = max(stage.peak_bytes for stage in free.stages)
-    assert free == with_peaks(find(cluster_with(0)), profile)
-    assert most > max(stage.peak_bytes for stage in find(cluster_with(0)).stages)  # the formula knows no messages
-    assert fitting(profile, cluster_with(most), find) == free
-    # the formula would take less for enough: recompute, or other cuts, or a refusal
-    for less in range(most - 1, most // 4, -most // 16):
+def find(room):
+    return make_plan(PROFILE, room, OPTIONS)
+
+
+def most(plan):
+    return max(stage.peak_bytes for stage in plan.stages)
+
+
+def test_a_plan_fits_with_its_messages():
+    free = fitting(PROFILE, cluster_with(0), find)
+    assert free == with_peaks(find(cluster_with(0)), PROFILE)
+    assert most(free) > most(find(cluster_with(0)))  # the formula knows no messages
+    assert fitting(PROFILE, cluster_with(most(free)), find) == free
+
+
+def test_what_fits_fits_with_more_room_too():
+    free = most(fitting(PROFILE, cluster_with(0), find))
+    fits = []
+    for memory in range(free + 2, free // 4, -free // 150):
         try:
-            plan = fitting(profile, cluster_with(less), find)
+            plan = fitting(PROFILE, cluster_with(memory), find)
         except PlanError as refused:
-            assert "memory" in str(refused) or "fits" in str(refused)
+            assert "fit" in str(refused) or "memory" in str(refused)
+            fits.append(False)
         else:
-            assert max(stage.peak_bytes for stage in plan.stages) <= less
+            assert most(plan) <= memory
+            fits.append(True)
+    assert fits == sorted(fits, reverse=True)
+    assert any(fits) and not all(fits)
+
+
+def test_only_ranks_that_are_over_get_less_room():
+    rooms = []
+
+    def noting(room):
+        rooms.append([device.memory_bytes for device in room.devices])
+        return find(room)
+
+    devices = ClusterDevice("small", 150_000), ClusterDevice("large", 10_000_000)
+    plan = fitting(PROFILE, dataclasses.replace(cluster_with(0), devices=devices), noting)
+    assert plan.stages[0].peak_bytes <= 150_000
+    assert len(rooms) > 1 and rooms[-1][0] < 150_000
+    assert {large for _, large in rooms} == {10_000_000}
+
+
+def test_an_interrupted_search_is_not_repeated():
+    free, searches = most(fitting(PROFILE, cluster_with(0), find)), []
+
+    def noting(room):
+        searches.append(room)
+        return find(room)
+
+    with pytest.raises(PlanError, match=r"no plan fits: the best one found needs .* more than there is"):
+        fitting(PROFILE, cluster_with(free - 1), noting, lambda: True)
+    assert len(searches) == 1
+
+
+def test_deep_pipelines_without_a_flush_are_followed_until_they_are_full():
+    profile, options = even_profile(num_layers=16), PlanOptions(12, 4, schedule="pipedream", num_microbatches=1)
+    wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 12, 1e9, 1e-4),))
+    formula = make_plan(profile, wide, options)
+    counted = with_peaks(formula, profile)
+    weights = sum(profile.graph.parameters[name].num_bytes({}) for name in formula.stages[0].parameters)
+    # by the formula gradients are always there; where every minibatch is one microbatch, a step takes them at once
+    assert counted.stages[0].peak_bytes >= formula.stages[0].peak_bytes - weights
+
+
+def test_halves_of_a_backward_are_known_by_the_rows():
+    profile = even_profile(num_layers=8)
+    wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 4, 1e9, 1e-4),))
+    made = make_plan(profile, wide, PlanOptions(4, 32, schedule="zero-bubble", num_microbatches=8))
+    as_grid = dataclasses.replace(made, schedule="custom", schedule_text=to_csv(make("zero-bubble", made.request(1))))
+    peaks = [[stage.peak_bytes for stage in with_peaks(plan, profile).stages] for plan in (made, as_grid)]
+    assert peaks[0] == peaks[1]
+
+
+def test_a_first_backward_makes_gradients_while_much_is_still_held():
+    sizes = [StageBytes(0, 100, 50, gradients=30, first=20)]
+    assert stage_peaks(make("1f1b", line(1, 1)), sizes, MessageBytes()) == (100 + 50 + 20,)
+    assert stage_peaks(make("1f1b", line(1, 2)), sizes, MessageBytes()) == (100 + 50 + 30,)

@@ -1,0 +1,184 @@
+"""What a stage of a finished plan keeps, counted node by node: nothing of the search's tables is used.
+
+The terms are those of ``memory``. What follows the schedule (``workflow.peaks``) knows more about a backward, and has
+in place of the workspace X, where g are the gradients that wait while a node's backward runs, of values made before
+the node and read behind it::
+
+    X' = max(0, max_x (w_x + g_x - A behind x))
+    Y  = max(0, max_x (w_x + g_x - H up to x))               the backward is split: its first half frees nothing
+    Z  = max(0, max_x (w_x + g_x + G behind x - A behind x)) a minibatch's first backward makes the weights' gradients
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.profile import Measurement
+from autopipe.planning.ownership import State
+
+
+@dataclass(frozen=True, slots=True)
+class StageTerms:
+    """The terms of the formulas for one stage, in bytes. ``stepped``: of the parameters that it steps itself.
+
+    ``workspace``: X. ``workspace_whole``, ``workspace_half``, ``workspace_first``: X', Y and Z.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    stepped: int
+    saved: int
+    kept: int
+    between: int
+    workspace: int
+    workspace_whole: int
+    workspace_half: int
+    workspace_first: int
+
+    def peak(self, held: int, versions: int, recompute: bool, waiting: int = 0) -> int:
+        """Return the peak with ``held`` microbatches in flight; ``waiting``: halves of a backward."""
+        state = versions * self.weights + self.gradients + self.optimizer
+        return (
+            state + held * self.kept + (1 if recompute else held) * self.saved + self.workspace + waiting * self.between
+        )
+
+
+def recount(
+    graph: Graph,
+    cuts: Cuts,
+    measurement: Measurement,
+    *,
+    optimizer_bytes_per_byte: float,
+    edges: tuple[int, ...],
+    index: int,
+    state: list[State],
+) -> StageTerms:
+    """Count stage ``index`` of the plan with these edges. ``state``: (parameters, buffers) of every stage."""
+    sizes, costs = graph.sizes(measurement.microbatch_size), measurement.costs
+    start, stop = edges[index], edges[index + 1]
+    last = stop == len(graph.nodes)
+    nodes = cuts.stage_nodes(start, stop, graph.outputs if last else ())
+    work = [node for node in nodes if not node.input_only]
+    read = dict.fromkeys(value for node in nodes for value in node.inputs)
+    if last:
+        read.update(dict.fromkeys(graph.outputs))
+    count = _Bytes(graph, measurement, sizes)
+    kept = sum(
+        count.of(value) for value in read if count.comes_from_elsewhere(value, start) and not count.copied(value)
+    )
+    copied = [node.name for node in nodes if node.input_only]
+    kept += sum(map(count.of, copied))
+    saved = sum(costs[node.name].saved_bytes for node in work)
+    saved += _corrections(count, cuts, start, stop, dict.fromkeys([*read, *copied]))
+    parameters, buffers = state[index]
+    earlier = {name for names, _ in state[:index] for name in names}
+    trained = {
+        name: graph.parameters[name].num_bytes(sizes) for name in parameters if graph.parameters[name].requires_grad
+    }
+    weights = sum(graph.parameters[name].num_bytes(sizes) for name in parameters)
+    weights += sum(graph.buffers[name].num_bytes(sizes) for name in buffers)
+    stepped = sum(size for name, size in trained.items() if name not in earlier)
+    between = sum(costs[node.name].output_bytes for node in work if trained.keys() & set(node.parameters))
+    return StageTerms(
+        weights,
+        sum(trained.values()),
+        math.ceil(optimizer_bytes_per_byte * stepped),
+        stepped,
+        max(saved, 0),
+        kept,
+        between,
+        *_workspaces(count, work, trained, between),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """Looks up values by name: batch tensors, input-only results (a view of another's memory is 0), other results."""
+
+    graph: Graph
+    measurement: Measurement
+    sizes: Mapping[str, int]
+
+    def node(self, value: str) -> Node | None:
+        at = self.graph.position.get(value)
+        return None if at is None else self.graph.nodes[at]
+
+    def of(self, value: str) -> int:
+        node = self.node(value)
+        if node is None:
+            return next(e.spec.num_bytes(self.sizes) for e in self.graph.inputs if e.name == value)
+        if node.input_only:
+            return 0 if node.storage else self.measurement.costs[value].output_bytes
+        return 0 if node.spec is None else node.spec.num_bytes(self.sizes)
+
+    def copied(self, value: str) -> bool:
+        """Whether every stage that reads the value computes it."""
+        node = self.node(value)
+        return node is not None and node.input_only
+
+    def comes_from_elsewhere(self, value: str, start: int) -> bool:
+        return self.node(value) is None or self.copied(value) or self.graph.position[value] < start
+
+    def carries_gradient(self, value: str) -> bool:
+        node = self.node(value)
+        return node is not None and not node.input_only and node.spec is not None and node.spec.requires_grad
+
+
+def _corrections(count: _Bytes, cuts: Cuts, start: int, stop: int, has: Iterable[str]) -> int:
+    """Return what to add to what the nodes of a stage save, where the cuts are as they are; see ``tables``.
+
+    ``has``: all that the stage reads, or computes from its inputs alone. Memory under several names counts once.
+    """
+    graph, total = count.graph, 0
+    kept_at: dict[str, int] = {}
+    for value, keeper in count.measurement.keepers.items():
+        memory, at = cuts.storage(value), graph.position[keeper]
+        kept_at[memory] = min(at, kept_at.get(memory, at))
+    for memory in {cuts.storage(value) for value in has if count.comes_from_elsewhere(value, start)}:
+        if start <= kept_at.get(memory, -1) < stop and count.comes_from_elsewhere(memory, start):
+            total -= count.of(memory)
+    behind = {value for node in graph.nodes[stop:] if not node.input_only for value in node.inputs}
+    if stop < len(graph.nodes):
+        behind.update(graph.outputs)
+    own = [node.name for node in graph.nodes[start:stop] if node.name in behind and count.carries_gradient(node.name)]
+    for memory in {cuts.storage(value) for value in own}:
+        if kept_at.get(memory, stop) >= stop and not count.comes_from_elsewhere(memory, start):
+            total += count.of(memory)
+    return total
+
+
+def _workspaces(
+    count: _Bytes, work: Sequence[Node], trained: Mapping[str, int], between: int
+) -> tuple[int, int, int, int]:
+    """Return X, X', Y and Z of a stage."""
+    costs, waiting = count.measurement.costs, _waiting_gradients(count, work)
+    plain = whole = half = first = 0
+    behind, noted, made = 0, between, dict[str, int]()
+    for node in reversed(work):
+        own = costs[node.name].workspace_bytes
+        most = own + waiting[node.name]
+        plain, whole = max(plain, own - behind), max(whole, most - behind)
+        half, first = max(half, most - noted), max(first, most + sum(made.values()) - behind)
+        behind += costs[node.name].saved_bytes
+        mine = {name: trained[name] for name in node.parameters if name in trained}
+        noted -= costs[node.name].output_bytes if mine else 0
+        made.update(mine)
+    return plain, whole, half, first
+
+
+def _waiting_gradients(count: _Bytes, work: Sequence[Node]) -> dict[str, int]:
+    """Return g for each node. A gradient that another stage sent is a message, and not among them."""
+    first = {node.name: place for place, node in enumerate(work)}
+    last = {value: place for place, node in enumerate(work) for value in node.inputs}
+    change = [0] * (len(work) + 1)
+    for value, end in last.items():
+        if count.carries_gradient(value) and end > first.get(value, -1) + 1:
+            change[first.get(value, -1) + 1] += count.of(value)
+            change[end] -= count.of(value)
+    return dict(zip(first, itertools.accumulate(change), strict=False))
