@@ -97,18 +97,14 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         for value, producer, consumers in cuts.boundaries(positions)
     )
     exchanged = sum(boundary.bytes * len(boundary.consumers) for boundary in boundaries)
-    counted = [
-        recount(
-            graph,
-            cuts,
-            problem.measurement,
-            optimizer_bytes_per_byte=problem.profile.optimizer_bytes_per_byte,
-            edges=edges,
-            index=index,
-            state=state,
-        )
-        for index in range(len(choices))
-    ]
+    counted = recount(
+        graph,
+        cuts,
+        problem.measurement,
+        optimizer_bytes_per_byte=problem.profile.optimizer_bytes_per_byte,
+        edges=edges,
+        state=state,
+    )
     stages = tuple(_stage(problem, index, choice, state[index], counted[index]) for index, choice in enumerate(choices))
     _check_memory(problem, stages)
     check_every_parameter(graph, stages)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.profile import Measurement
+from autopipe.ir.profile import Measurement, NodeCost
 from autopipe.planning.ownership import State
 
 
@@ -55,55 +55,73 @@ def recount(
     measurement: Measurement,
     *,
     optimizer_bytes_per_byte: float,
-    edges: tuple[int, ...],
-    index: int,
-    state: list[State],
-) -> StageTerms:
-    """Count stage ``index`` of the plan with these edges. ``state``: (parameters, buffers) of every stage."""
-    sizes, costs = graph.sizes(measurement.microbatch_size), measurement.costs
-    start, stop = edges[index], edges[index + 1]
-    last = stop == len(graph.nodes)
-    nodes = cuts.stage_nodes(start, stop, graph.outputs if last else ())
-    work = [node for node in nodes if not node.input_only]
+    edges: Sequence[int],
+    state: Sequence[State],
+) -> list[StageTerms]:
+    """Count the stages of the plan with these edges. ``state``: (parameters, buffers) of each."""
+    count = _Bytes.of_graph(graph, cuts, measurement)
+    found, stepped = [], set[str]()
+    for (start, stop), (parameters, buffers) in zip(itertools.pairwise(edges), state, strict=True):
+        nodes = cuts.stage_nodes(start, stop, graph.outputs if stop == len(graph.nodes) else ())
+        trained = {name: count.parameter(name) for name in parameters if graph.parameters[name].requires_grad}
+        own = sum(size for name, size in trained.items() if name not in stepped)
+        stepped.update(parameters)
+        weights = sum(map(count.parameter, parameters))
+        weights += sum(graph.buffers[name].num_bytes(count.sizes) for name in buffers)
+        work = [node for node in nodes if not node.input_only]
+        between = sum(count.costs[node.name].output_bytes for node in work if trained.keys() & set(node.parameters))
+        found.append(
+            StageTerms(
+                weights,
+                sum(trained.values()),
+                math.ceil(optimizer_bytes_per_byte * own),
+                own,
+                *_saved_and_kept(count, nodes, start, stop),
+                between,
+                *_workspaces(count, work, trained, between),
+            )
+        )
+    return found
+
+
+def _saved_and_kept(count: _Bytes, nodes: Sequence[Node], start: int, stop: int) -> tuple[int, int]:
+    """Return A and K of a stage."""
     read = dict.fromkeys(value for node in nodes for value in node.inputs)
-    if last:
-        read.update(dict.fromkeys(graph.outputs))
-    count = _Bytes(graph, measurement, sizes)
-    kept = sum(
-        count.of(value) for value in read if count.comes_from_elsewhere(value, start) and not count.copied(value)
-    )
+    if stop == len(count.graph.nodes):
+        read.update(dict.fromkeys(count.graph.outputs))
+    kept = sum(count.of(v) for v in read if count.comes_from_elsewhere(v, start) and not count.copied(v))
     copied = [node.name for node in nodes if node.input_only]
     kept += sum(map(count.of, copied))
-    saved = sum(costs[node.name].saved_bytes for node in work)
-    saved += _corrections(count, cuts, start, stop, dict.fromkeys([*read, *copied]))
-    parameters, buffers = state[index]
-    earlier = {name for names, _ in state[:index] for name in names}
-    trained = {
-        name: graph.parameters[name].num_bytes(sizes) for name in parameters if graph.parameters[name].requires_grad
-    }
-    weights = sum(graph.parameters[name].num_bytes(sizes) for name in parameters)
-    weights += sum(graph.buffers[name].num_bytes(sizes) for name in buffers)
-    stepped = sum(size for name, size in trained.items() if name not in earlier)
-    between = sum(costs[node.name].output_bytes for node in work if trained.keys() & set(node.parameters))
-    return StageTerms(
-        weights,
-        sum(trained.values()),
-        math.ceil(optimizer_bytes_per_byte * stepped),
-        stepped,
-        max(saved, 0),
-        kept,
-        between,
-        *_workspaces(count, work, trained, between),
-    )
+    saved = sum(count.costs[node.name].saved_bytes for node in nodes if not node.input_only)
+    return max(saved + _corrections(count, start, stop, dict.fromkeys([*read, *copied])), 0), kept
 
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Looks up values by name: batch tensors, input-only results (a view of another's memory is 0), other results."""
+    """Looks up values by name: batch tensors, input-only results (a view of another's memory is 0), other results.
+
+    ``kept_at``: memory -> the first node that keeps it, by position.
+    """
 
     graph: Graph
-    measurement: Measurement
+    cuts: Cuts
     sizes: Mapping[str, int]
+    costs: Mapping[str, NodeCost]
+    inputs: Mapping[str, int]
+    kept_at: Mapping[str, int]
+
+    @staticmethod
+    def of_graph(graph: Graph, cuts: Cuts, measurement: Measurement) -> _Bytes:
+        sizes = graph.sizes(measurement.microbatch_size)
+        kept_at: dict[str, int] = {}
+        for value, keeper in measurement.keepers.items():
+            memory, at = cuts.storage(value), graph.position[keeper]
+            kept_at[memory] = min(at, kept_at.get(memory, at))
+        inputs = {entry.name: entry.spec.num_bytes(sizes) for entry in graph.inputs}
+        return _Bytes(graph, cuts, sizes, measurement.costs, inputs, kept_at)
+
+    def parameter(self, name: str) -> int:
+        return self.graph.parameters[name].num_bytes(self.sizes)
 
     def node(self, value: str) -> Node | None:
         at = self.graph.position.get(value)
@@ -112,9 +130,9 @@ class _Bytes:
     def of(self, value: str) -> int:
         node = self.node(value)
         if node is None:
-            return next(e.spec.num_bytes(self.sizes) for e in self.graph.inputs if e.name == value)
+            return self.inputs[value]
         if node.input_only:
-            return 0 if node.storage else self.measurement.costs[value].output_bytes
+            return 0 if node.storage else self.costs[value].output_bytes
         return 0 if node.spec is None else node.spec.num_bytes(self.sizes)
 
     def copied(self, value: str) -> bool:
@@ -130,25 +148,19 @@ class _Bytes:
         return node is not None and not node.input_only and node.spec is not None and node.spec.requires_grad
 
 
-def _corrections(count: _Bytes, cuts: Cuts, start: int, stop: int, has: Iterable[str]) -> int:
+def _corrections(count: _Bytes, start: int, stop: int, has: Iterable[str]) -> int:
     """Return what to add to what the nodes of a stage save, where the cuts are as they are; see ``tables``.
 
     ``has``: all that the stage reads, or computes from its inputs alone. Memory under several names counts once.
     """
-    graph, total = count.graph, 0
-    kept_at: dict[str, int] = {}
-    for value, keeper in count.measurement.keepers.items():
-        memory, at = cuts.storage(value), graph.position[keeper]
-        kept_at[memory] = min(at, kept_at.get(memory, at))
-    for memory in {cuts.storage(value) for value in has if count.comes_from_elsewhere(value, start)}:
-        if start <= kept_at.get(memory, -1) < stop and count.comes_from_elsewhere(memory, start):
+    graph, storage, total = count.graph, count.cuts.storage, 0
+    for memory in {storage(value) for value in has if count.comes_from_elsewhere(value, start)}:
+        if start <= count.kept_at.get(memory, -1) < stop and count.comes_from_elsewhere(memory, start):
             total -= count.of(memory)
-    behind = {value for node in graph.nodes[stop:] if not node.input_only for value in node.inputs}
-    if stop < len(graph.nodes):
-        behind.update(graph.outputs)
-    own = [node.name for node in graph.nodes[start:stop] if node.name in behind and count.carries_gradient(node.name)]
-    for memory in {cuts.storage(value) for value in own}:
-        if kept_at.get(memory, stop) >= stop and not count.comes_from_elsewhere(memory, start):
+    names = [node.name for node in graph.nodes[start:stop]] if stop < len(graph.nodes) else []
+    sent = [name for name in names if graph.last_use.get(name, -1) >= stop and count.carries_gradient(name)]
+    for memory in {storage(value) for value in sent}:
+        if count.kept_at.get(memory, stop) >= stop and not count.comes_from_elsewhere(memory, start):
             total += count.of(memory)
     return total
 
@@ -157,7 +169,7 @@ def _workspaces(
     count: _Bytes, work: Sequence[Node], trained: Mapping[str, int], between: int
 ) -> tuple[int, int, int, int]:
     """Return X, X', Y and Z of a stage."""
-    costs, waiting = count.measurement.costs, _waiting_gradients(count, work)
+    costs, waiting = count.costs, _waiting_gradients(count, work)
     plain = whole = half = first = 0
     behind, noted, made = 0, between, dict[str, int]()
     for node in reversed(work):

@@ -53,17 +53,16 @@ def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
     graph, cuts, measurement = profile.graph, Cuts(profile.graph), profile.at(plan.microbatch_size)
     edges = (*(stage.start for stage in plan.stages), len(graph.nodes))
     state = state_of_stages(graph, cuts, edges[1:-1])
+    every = recount(
+        graph,
+        cuts,
+        measurement,
+        optimizer_bytes_per_byte=profile.optimizer_bytes_per_byte,
+        edges=edges,
+        state=state,
+    )
     sizes = []
-    for stage in plan.stages:
-        terms = recount(
-            graph,
-            cuts,
-            measurement,
-            optimizer_bytes_per_byte=profile.optimizer_bytes_per_byte,
-            edges=edges,
-            index=stage.index,
-            state=state,
-        )
+    for stage, terms in zip(plan.stages, every, strict=True):
         half = stage.index in halved
         workspace = terms.workspace_half if half else terms.workspace_whole
         sizes.append(
