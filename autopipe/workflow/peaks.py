@@ -2,7 +2,7 @@
 
 The search knows a stage by its cuts alone, and counts what is in flight by a formula. A plan is counted here anew: its
 schedule is followed instruction by instruction, with every message that is received ahead (``schedules.memory``). Where
-that is more than a device has, the search is repeated with as much less memory.
+that is more than a device has, the search is repeated with less room there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ MOST_SEARCHES = 6
 
 def with_peaks(plan: Plan, profile: Profile) -> Plan:
     """Return the plan with the peaks of its stages counted along its schedule; one too large for that as it is."""
-    schedule = schedule_of(plan)
-    window = max(WINDOW, max(schedule.staleness) + 2) if any(schedule.staleness) else 1
-    if plan.num_ranks * plan.num_microbatches * window > MOST_SIMULATED_ONCE:
+    size = plan.num_ranks * plan.num_microbatches
+    if size > MOST_SIMULATED_ONCE:
         return plan
-    if window > 1:
+    schedule = schedule_of(plan)
+    if any(schedule.staleness):
+        # until the pipeline is full of microbatches and versions
+        window = max(WINDOW, max(schedule.staleness) + 2)
+        if size * window > MOST_SIMULATED_ONCE:
+            return plan
         schedule = schedule_of(plan, window)
     routes = Routes.of(plan, profile.graph)
     sent = message_bytes(plan, profile, routes)
