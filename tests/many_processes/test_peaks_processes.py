@@ -27,4 +27,5 @@ def test_planned_peaks_are_measured_ones(schedule: str, work: Path) -> None:
     peaks = runs.train(settings, lambda kind, fields: None).peaks
     assert len(peaks) == (4 if schedule == "interleaved" else 2)
     for peak in peaks:
-        assert peak.planned_bytes == pytest.approx(peak.bytes, rel=0.1), peak
+        # or two of its messages: how long one takes to leave is decided by the load of the machine
+        assert peak.planned_bytes == pytest.approx(peak.bytes, rel=0.1, abs=2 * 64 * 2**10), peak
