@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopipe.ir.artifact import digest
@@ -49,6 +51,14 @@ class Stage:
     def seconds(self) -> float:
         """Forward, backward and, with recompute, the second forward of one microbatch."""
         return self.forward_seconds * (2 if self.recompute else 1) + self.backward_seconds
+
+
+def bytes_by_rank(stages: Iterable[Stage]) -> Counter[int]:
+    """Return what each rank needs for its stages at most: their peaks together."""
+    used: Counter[int] = Counter()
+    for stage in stages:
+        used.update(dict.fromkeys(stage.ranks, stage.peak_bytes))
+    return used
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.report.text import in_bytes
 
 _TRIED = re.compile(r"ried to allocate (?P<number>[0-9.]+) ?(?P<unit>[KMGT]iB|bytes)")
@@ -38,7 +38,7 @@ def told(error: BaseException, plan: Plan, rank: int, device: torch.device, resi
         return {}
     tried = _TRIED.search(str(error))
     asked = int(float(tried["number"]) * _UNITS[tried["unit"]]) if tried else 0
-    predicted = sum(stage.peak_bytes for stage in plan.stages if rank in stage.ranks)
+    predicted = bytes_by_rank(plan.stages)[rank]
     used, available = _used(device, resident)
     more = f", and {in_bytes(asked)} more were asked for" if asked else ""
     return {

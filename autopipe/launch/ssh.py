@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.ir import artifact
+from autopipe.ir.plan import bytes_by_rank
 from autopipe.launch import network, preflight
 from autopipe.launch.agents import LOST_SECONDS, Agents, command_of, hello
 from autopipe.launch.heartbeat import Beat
@@ -141,7 +142,7 @@ def _look(request: Launch, agents: Agents, ranks_of: Sequence[Sequence[int]]) ->
     """Do the preflight. Raises: RunError for the first problem."""
     plan, devices = request.run.plan(), request.run.job().device.startswith("cuda")
     found = preflight.survey(agents, request.settings, devices=devices)
-    peak = {rank: sum(s.peak_bytes for s in plan.stages if rank in s.ranks) for rank in range(request.world_size)}
+    peak = bytes_by_rank(plan.stages)
     needed = [[peak[rank] for rank in ranks] for ranks in ranks_of]
     targets = [Target.parse(text) for text in (plan.workload.target, *plan.workload.hooks.values())]
     models = sorted({Path(target.location) for target in targets if target.is_file})

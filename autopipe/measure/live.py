@@ -26,9 +26,6 @@ class Meter(Protocol):
     def __exit__(self, *error: Any) -> Any:
         """Stop watching."""
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Take in memory from before."""
-
     def now(self) -> int:
         """Return the bytes that are held."""
 
@@ -106,9 +103,6 @@ class CudaMeter:
 
     def __exit__(self, *error: object) -> None:
         """Nothing was begun."""
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """The allocator has counted it."""
 
     def now(self) -> int:
         """Return the bytes that are held."""

@@ -216,11 +216,11 @@ class SizeRun:
             with region(node, grad=False):
                 values.by_name[node.name] = call(node, values.by_name, state)
             values.grads[node.name] = run.grads[index]
-        names = [*(node.name for node in stretch.nodes), *stretch.inputs]  # by place: those below 0 stand at the end
+        names = {place: name for name, place in stretch.places.items()}
         for place, keeper in run.keepers:
             for tensor in tensors_of(values.by_name[names[place]]):
-                counted.setdefault(storage_of(tensor), stretch.nodes[keeper].name)
-        for name in names:
+                counted.setdefault(storage_of(tensor), names[keeper])
+        for name in names.values():
             for memory in map(storage_of, tensors_of(values.by_name[name])):
                 if memory in counted:
                     self.keepers.setdefault(name, counted[memory])

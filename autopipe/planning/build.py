@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError
-from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
+from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, bytes_by_rank
 from autopipe.planning.memory import gib
 from autopipe.planning.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
 from autopipe.planning.problem import Problem
@@ -152,11 +152,7 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, coun
 
 
 def _check_memory(problem: Problem, stages: Sequence[Stage]) -> None:
-    used: dict[int, int] = {}
-    for stage in stages:
-        for rank in stage.ranks:
-            used[rank] = used.get(rank, 0) + stage.peak_bytes
-    for rank, needed in sorted(used.items()):
+    for rank, needed in sorted(bytes_by_rank(stages).items()):
         limit = problem.cluster.device(rank).memory_bytes
         if limit and needed > limit + 1:  # the search adds in floating point, the recount in whole bytes
             raise PlanError(

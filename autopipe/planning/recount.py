@@ -171,16 +171,15 @@ def _workspaces(
     """Return X, X', Y and Z of a stage."""
     costs, waiting = count.costs, _waiting_gradients(count, work)
     plain = whole = half = first = 0
-    behind, noted, made = 0, between, dict[str, int]()
+    behind, noted, made, left = 0, between, 0, dict(trained)
     for node in reversed(work):
         own = costs[node.name].workspace_bytes
         most = own + waiting[node.name]
         plain, whole = max(plain, own - behind), max(whole, most - behind)
-        half, first = max(half, most - noted), max(first, most + sum(made.values()) - behind)
+        half, first = max(half, most - noted), max(first, most + made - behind)
         behind += costs[node.name].saved_bytes
-        mine = {name: trained[name] for name in node.parameters if name in trained}
-        noted -= costs[node.name].output_bytes if mine else 0
-        made.update(mine)
+        noted -= costs[node.name].output_bytes if trained.keys() & set(node.parameters) else 0
+        made += sum(left.pop(name, 0) for name in node.parameters)  # a parameter of several nodes has one gradient
     return plain, whole, half, first
 
 

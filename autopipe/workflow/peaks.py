@@ -8,17 +8,15 @@ that is more than a device has, the search is repeated with less room there.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
 from autopipe.planning.memory import gib
-from autopipe.planning.ownership import state_of_stages
 from autopipe.planning.recount import recount
 from autopipe.runtime.routes import Routes
 from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
@@ -56,14 +54,13 @@ def _halved(schedule: Schedule, routes: Routes) -> set[int]:
 def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
     graph, cuts, measurement = profile.graph, Cuts(profile.graph), profile.at(plan.microbatch_size)
     edges = (*(stage.start for stage in plan.stages), len(graph.nodes))
-    state = state_of_stages(graph, cuts, edges[1:-1])
     every = recount(
         graph,
         cuts,
         measurement,
         optimizer_bytes_per_byte=profile.optimizer_bytes_per_byte,
         edges=edges,
-        state=state,
+        state=[(stage.parameters, stage.buffers) for stage in plan.stages],
     )
     sizes = []
     for stage, terms in zip(plan.stages, every, strict=True):
@@ -91,11 +88,16 @@ def fitting(
 
     Raises: PlanError where none was found.
     """
-    found = find(cluster)
     room = cluster
+    refused: PlanError | None = None
     for _ in range(MOST_SEARCHES):
+        try:
+            found = find(room)
+        except PlanError as none:
+            raise refused or none from None
         plan = with_peaks(found, profile)
-        over = {rank: used for rank, used in _used(plan).items() if 0 < cluster.device(rank).memory_bytes < used}
+        used = bytes_by_rank(plan.stages)
+        over = {rank: used[rank] for rank in used if 0 < cluster.device(rank).memory_bytes < used[rank]}
         if not over:
             return plan
         rank = max(over, key=lambda r: over[r] / cluster.device(r).memory_bytes)
@@ -106,21 +108,10 @@ def fitting(
             remedy="use more ranks, smaller microbatches, --recompute auto, or a schedule with fewer of them in flight",
         )
         if stopped():
-            raise refused
-        room = _less(room, cluster, _used(found), over)
-        try:
-            found = find(room)
-        except PlanError:
-            raise refused from None
+            break
+        room = _less(room, cluster, bytes_by_rank(found.stages), over)
+    assert refused is not None
     raise refused
-
-
-def _used(plan: Plan) -> Counter[int]:
-    """Return the bytes that each rank needs at most."""
-    used: Counter[int] = Counter()
-    for stage in plan.stages:
-        used.update(dict.fromkeys(stage.ranks, stage.peak_bytes))
-    return used
 
 
 def _less(room: Cluster, cluster: Cluster, used: Mapping[int, int], over: Mapping[int, int]) -> Cluster:
