@@ -1,10 +1,10 @@
 """Predicted against measured step time: two CPU ranks, one thread each, every sample model, gpipe and 1f1b.
 
-In each round the model is profiled, as a user would with ``profile --links``, and trained under each schedule for some
-seconds; the prediction is the plan's own, made before anything runs, and the first two steps are left out. Quoted are
-the medians of the rounds: a core shared with another machine's work changes its pace by up to a half, every few
-seconds. How even the machine was, by one fixed convolution, is written above the table, which goes to
-benchmarks/results/prediction.md.
+In each round the links are measured, and each model is profiled, as a user would, and trained under each schedule for
+some seconds; the prediction is the plan's own, made before anything runs, and the first two steps are left out. The
+rounds go around the models, so that a slow minute of the machine falls on one round of each. Quoted are the medians of
+the rounds: a core shared with another machine's work changes its pace by up to a half, every few seconds. How even the
+machine was, by one fixed convolution, is written above the table, which goes to benchmarks/results/prediction.md.
 """
 
 from __future__ import annotations
@@ -91,48 +91,46 @@ def train(settings: PlanSettings, num_steps: int) -> tuple[float, float]:
     return predicted[0], statistics.median(b - a for a, b in itertools.pairwise(ends[WARM_UP - 1 :]))
 
 
-def model_cases(target: Path, options: argparse.Namespace, pace: Pace) -> list[Case]:
-    """Profile one model and run it under both schedules, in turns."""
-    cases = [Case(target.stem, schedule) for schedule in SCHEDULES]
+def one_round(
+    folder: Path, targets: list[Path], cases: dict[tuple[str, str], Case], options: argparse.Namespace
+) -> None:
+    """Measure the links, then profile each model and run it under both schedules."""
+    links.measure(folder, "cpu")
     size = -(-options.batch_size // options.num_microbatches)
-    num_steps = LEAST_STEPS
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = tuple(sorted({1, size}))
-        profile = ProfileSettings(ModelSettings(str(target)), Path(folder), "cpu", sizes, 1, verify=False)
+    for target in targets:
+        profile = ProfileSettings(ModelSettings(str(target)), folder, "cpu", tuple(sorted({1, size})), 1, verify=False)
+        own = [cases[target.stem, schedule] for schedule in SCHEDULES]
         try:
-            links.measure(Path(folder), "cpu")
-            for _ in range(options.rounds):
-                pace.take()
-                steps.profile(profile)
-                for case in cases:
-                    plan = PlanSettings(
-                        profile,
-                        gpus=2,
-                        batch_size=options.batch_size,
-                        schedule=case.schedule,
-                        num_microbatches=options.num_microbatches,
-                    )
-                    predicted, measured = train(plan, num_steps)
-                    case.predicted.append(predicted)
-                    case.measured.append(measured)
-                    num_steps = min(max(round(options.seconds / measured), LEAST_STEPS), MOST_STEPS)
-                    text = f"{case.model:14} {case.schedule:6} predicted {predicted:.4f} s, took {measured:.4f} s"
-                    print(text, flush=True)
+            steps.profile(profile)
+            for case in own:
+                plan = PlanSettings(
+                    profile,
+                    gpus=2,
+                    batch_size=options.batch_size,
+                    schedule=case.schedule,
+                    num_microbatches=options.num_microbatches,
+                )
+                before = statistics.median(case.measured) if case.measured else options.seconds
+                num_steps = min(max(round(options.seconds / before), LEAST_STEPS), MOST_STEPS)
+                predicted, measured = train(plan, num_steps)
+                case.predicted.append(predicted)
+                case.measured.append(measured)
+                text = f"{case.model:14} {case.schedule:6} predicted {predicted:.4f} s, took {measured:.4f} s"
+                print(text, flush=True)
         except AutopipeError as failed:
-            for case in cases:
+            for case in own:
                 case.failure = failed.what
             print(f"{target.stem}: {failed}", flush=True)
-    return cases
 
 
-def table(cases: list[Case], options: argparse.Namespace, pace: Pace) -> str:
+def table(cases: list[Case], options: argparse.Namespace, pace: Pace, rounds: int) -> str:
     """Return the result as Markdown."""
     low, middle, high = statistics.quantiles(pace.taken, n=4)
     lines = [
         "# Predicted against measured step time",
         "",
         f"Two ranks of one thread, minibatch {options.batch_size}, {options.num_microbatches} microbatches; "
-        f"{options.rounds} rounds, each with a profile of its own and about {options.seconds:g} s of training a case.",
+        f"{rounds} rounds, each with links and profiles of its own and about {options.seconds:g} s of training a case.",
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, CPU.",
         f"One fixed convolution took {middle:.0f} us in the median, {low:.0f} to {high:.0f} us between the quartiles, "
         f"{min(pace.taken):.0f} to {max(pace.taken):.0f} us in all: so uneven is the machine itself.",
@@ -165,14 +163,17 @@ def main() -> None:
     options = parser.parse_args()
     targets = sorted((ROOT / "sample_models").glob("*.py"))
     chosen = [target for target in targets if not options.models or target.stem in options.models]
-    cases: list[Case] = []
+    cases = {(target.stem, schedule): Case(target.stem, schedule) for target in chosen for schedule in SCHEDULES}
     pace = Pace()
     torch.set_num_threads(1)
-    for target in chosen:
-        cases.extend(model_cases(target, options, pace))
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(table(cases, options, pace), encoding="utf-8")  # after each model: it may be stopped
-    print(table(cases, options, pace))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(options.rounds):
+        pace.take()
+        with tempfile.TemporaryDirectory() as folder:
+            one_round(Path(folder), chosen, cases, options)
+        text = table(list(cases.values()), options, pace, number + 1)
+        RESULTS.write_text(text, encoding="utf-8")  # after each round: it may be stopped
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""One clock for CPU and GPU, and the median of repeated calls.
+"""One clock for CPU and GPU, and the median of repeated calls, taken in several windows of time.
 
 On a GPU: CUDA events around the call. On a CPU with one thread: the CPU time of that thread (autograd runs the backward
 of CPU tensors in it), which other programs on the machine do not lengthen; how much they would have is ``stolen``. With
 more threads: wall-clock time.
+
+A core that is shared with another machine's work is half as fast for seconds at a time, longer than anything here is
+repeated. So everything is measured in several windows, far apart, and the quietest one counts; the spread is of all.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
+
+_PARTS = "forward", "backward"
 
 
 @dataclass
@@ -76,6 +82,28 @@ class Times:
             return None
         low, _, high = statistics.quantiles(totals, n=4)
         return (high - low) / middle
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The same thing measured again later, and again."""
+
+    found: tuple[Times, ...]
+
+    @property
+    def medians(self) -> tuple[float, float]:
+        """The median forward and backward of the quietest window."""
+        return min((times.medians for times in self.found), key=sum)
+
+    @property
+    def spread(self) -> float | None:
+        """The spread of all repetitions."""
+        forward, backward = ([*chain.from_iterable(getattr(times, name) for times in self.found)] for name in _PARTS)
+        return Times(tuple(forward), tuple(backward)).spread
+
+    def with_another(self, times: Times) -> Windows:
+        """Return these and one more."""
+        return Windows((*self.found, times))
 
 
 def repeat(once: Callable[[], tuple[float, float]], budget_seconds: float, fewest: int = 3, most: int = 15) -> Times:

@@ -2,15 +2,18 @@
 
 At each size: one walk node by node gives values and rough times (``walk``); the nodes are joined to runs that take long
 enough to time (``segments``); each run is timed forward with gradients and backward, on real values, and what is the
-same is timed once; a run's time is divided among its nodes by the rough times. In the end the whole model is timed, and
-the nodes are scaled half way towards adding up to it.
+same is timed once; a run's time is divided among its nodes by the rough times. Then the whole model is timed, and
+the nodes are scaled half way towards adding up to it. All sizes take turns, window by window of time: the quietest
+window of each run of nodes counts (``clock``).
 
 Where the whole does not fit the device, that last step is left out; only one run's tensors are there at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -28,6 +31,9 @@ from autopipe.measure.stepping import optimizer_cost
 _log = logging.getLogger(__name__)
 NOISY = 0.1
 """Relative spread, or stolen time, above which a profile is not to be trusted."""
+MOST_WINDOWS = 8
+LONG_SECONDS = 3.0
+"""After so many windows of time, or so long, no further one is begun: quiet and busy times have been seen."""
 
 
 class Fed(Protocol):
@@ -67,11 +73,10 @@ def measure(
         raise ProfileError(f"microbatch sizes {list(microbatch_sizes)} are not positive", remedy="give 1,2,4,8 or so")
     report = progress or (lambda text, part: None)
     graph = capture.graph
-    measurements: list[Measurement] = []
     failures: list[ProfileError] = []
-    stolen: dict[int, float] = {}
     with quiet(where, threads):
-        for index, size in enumerate(sizes):
+        running: list[SizeRun] = []
+        for size in sizes:
             batch = {k: v.to(where) for k, v in workload.leaves(workload.example_item(size)).items()}
             missing = [entry.name for entry in graph.inputs if entry.name not in batch]
             if missing:
@@ -79,25 +84,34 @@ def measure(
                     f"the batch has no {missing[0]!r}, which the graph reads (it has {', '.join(batch)})",
                     remedy="profile again; the model's inputs have changed since it was traced",
                 )
-
-            def said(text: str, part: float, index: int = index, size: int = size) -> None:
-                report(f"microbatch of {size}: {text}", (index + part) / (len(sizes) + 1))
-
-            clock = Clock(where, threads)
-            try:
-                measurements.append(SizeRun(capture, clock, size, batch, said).measurement())
-                stolen[size] = clock.stolen
-            except ProfileError as error:
-                failures.append(error)
-                _log.warning("a microbatch of %d is left out of the profile: %s", size, error.what)
-        if not measurements:
-            raise failures[0]
-        report("optimizer step", len(sizes) / (len(sizes) + 1))
+            running.append(SizeRun(capture, Clock(where, threads), size, batch))
+        begin = time.monotonic()
+        for window in range(MOST_WINDOWS):
+            for index, run in enumerate(tuple(running)):
+                done = window + index / len(running)
+                run.said = functools.partial(_say, report, run.size, done, 1 / len(running))
+                try:
+                    run.window()
+                except ProfileError as error:
+                    running.remove(run)
+                    failures.append(error)
+                    _log.warning("a microbatch of %d is left out of the profile: %s", run.size, error.what)
+            if not running:
+                raise failures[0]
+            if time.monotonic() - begin > LONG_SECONDS:
+                break
+        measurements = [run.measurement() for run in running]
+        stolen = {run.size: run.clock.stolen for run in running}
+        report("optimizer step", MOST_WINDOWS / (MOST_WINDOWS + 1))
         trained = {name: spec.requires_grad for name, spec in graph.parameters.items()}
         seconds, state = optimizer_cost(capture.module, trained, workload, Clock(where, threads))
     report("done", 1.0)
     say_noise(measurements, stolen)
     return Profile(workload.spec, graph, describe_device(where, threads), tuple(measurements), seconds, state)
+
+
+def _say(report: Progress, size: int, windows_done: float, share: float, text: str, part: float) -> None:
+    report(f"microbatch of {size}: {text}", (windows_done + share * part) / (MOST_WINDOWS + 1))
 
 
 def say_noise(measurements: Sequence[Measurement], stolen: dict[int, float]) -> None:

@@ -1,4 +1,4 @@
-"""The measurement of one microbatch size: walk, join to runs, time each kind of run once, compare with the whole."""
+"""The measurement of one microbatch size: walk, join to runs, time each kind of run, compare with the whole."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor, fx
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.profile import Measurement, NodeCost
-from autopipe.measure.clock import Clock, Times, repeat
+from autopipe.measure.clock import Clock, Windows, repeat
 from autopipe.measure.device import available_bytes
 from autopipe.measure.piece import Piece, State, storage_of, tensors_of
 from autopipe.measure.segments import segments
 from autopipe.measure.walk import Saved, Values, Weights, call, explained, inputs_of, no_leaf, region
 
 LEAST_SECONDS = 1e-3  # a shorter run of nodes is joined with its neighbours: the clock and autograd's start weigh in
-BUDGET_SECONDS = 0.25  # for the repetitions of one run
+BUDGET_SECONDS = 0.08  # for the repetitions of one run, in a window
 LONG_SECONDS = 0.5  # a whole pass that takes longer is repeated twice only
 _log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
@@ -64,8 +64,7 @@ class Stretch:
 class Run:
     """What was found of one run of nodes, for all runs that are the same."""
 
-    seconds: tuple[float, float]
-    spread: float | None
+    windows: Windows
     saved_bytes: list[int]
     grads: list[tuple[bool, ...]]  # of its values, whether a gradient flows through each of their tensors
     keepers: list[tuple[int, int]]  # the places of what its nodes keep first, and of the node that does
@@ -79,10 +78,11 @@ class SizeRun:
     clock: Clock
     size: int
     batch: Mapping[str, Tensor]
-    said: Progress
+    said: Progress = lambda text, part: None
     least_seconds: float = LEAST_SECONDS
     runs: dict[Any, Run] = field(default_factory=dict, init=False)
-    num_segments: int = field(default=0, init=False)
+    chosen: list[tuple[int, int]] | None = field(default=None, init=False)
+    num_windows: int = field(default=0, init=False)
     costs: dict[str, NodeCost] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -94,24 +94,30 @@ class SizeRun:
         self.output_bytes: dict[str, int] = {}
         self.workspace: dict[str, int] = {}
         self.keepers: dict[str, str] = {}
+        self.whole: Windows | None = Windows(())  # None where it does not fit
 
-    def measurement(self) -> Measurement:
-        """Walk, time the runs, time the whole.
+    def window(self) -> None:
+        """Time the runs of nodes and the whole once more; before the first time, walk.
 
         Raises: ProfileError as ``measure`` does.
         """
-        self._walk()
-        seconds = [self.rough[node.name][0] for node in self.graph.nodes]
-        chosen = segments(self.graph, seconds, self.least_seconds)
-        self.num_segments = len(chosen)
+        if self.chosen is None:
+            self._walk()
+            seconds = [self.rough[node.name][0] for node in self.graph.nodes]
+            self.chosen = segments(self.graph, seconds, self.least_seconds)
         values, counted = self._start(), dict[int, str]()
-        for index, (start, stop) in enumerate(chosen):
-            part = 0.2 + 0.6 * index / len(chosen)
-            self.said(f"nodes {start} to {stop} of {len(self.graph.nodes)}", part)
+        for index, (start, stop) in enumerate(self.chosen):
+            self.said(f"nodes {start} to {stop} of {len(self.graph.nodes)}", 0.1 + 0.7 * index / len(self.chosen))
             self._segment(start, stop, values, counted)
         self.said("the whole model", 0.8)
-        spread = self._compare(self._whole())
-        return Measurement(self.size, self.costs, spread, self.keepers)
+        self._time_whole()
+        self.num_windows += 1
+
+    def measurement(self) -> Measurement:
+        """Return what was found in all windows; the first one is taken here if there was none."""
+        if not self.num_windows:
+            self.window()
+        return Measurement(self.size, self._compared(), self._spread(), self.keepers)
 
     def _start(self) -> Values:
         return Values({name: leaf.clone() for name, leaf in self.batch.items()})
@@ -121,7 +127,7 @@ class SizeRun:
         weights.calibrate()
         count = len(self.graph.nodes)
         for index, node in enumerate(self.graph.nodes):
-            self.said(f"node {node.name}", 0.2 * index / count)
+            self.said(f"node {node.name}", 0.1 * index / count)
             with explained(node, self.size):
                 key, forward, backward = weights.step(self.nodes[node.name], node, values, self.root)
             self.keys[node.name], self.rough[node.name] = key, (forward, backward)
@@ -148,6 +154,9 @@ class SizeRun:
             if key not in self.runs:
                 self.runs[key] = self._measured(stretch, values, counted)
             run = self.runs[key]
+            if len(run.windows.found) <= self.num_windows:
+                piece = Piece(stretch.nodes, stretch.inputs, stretch.outputs, State(self.root, self.clock.device))
+                self._time(run, piece, values, stretch.changes)
             self._advance(stretch, values, counted, run)
         self._divide(about, run)
         self._forget(values, stop - 1)
@@ -188,9 +197,13 @@ class SizeRun:
         kept = [saved.bytes[node.name] for node in stretch.nodes]
         del made, results, saved
 
-        piece = Piece(stretch.nodes, stretch.inputs, stretch.outputs, state)
+        run = Run(Windows(()), kept, grads, keepers)
+        self._time(run, Piece(stretch.nodes, stretch.inputs, stretch.outputs, state), values, private)
+        return run
+
+    def _time(self, run: Run, piece: Piece, values: Values, private: bool) -> None:
         times = repeat(lambda: self._once(piece, values, private), BUDGET_SECONDS)
-        return Run(times.medians, times.spread, kept, grads, keepers)
+        run.windows = run.windows.with_another(times)
 
     @staticmethod
     def _copies(copied: Any, original: Any, counted: Mapping[int, str]) -> set[int]:
@@ -229,29 +242,33 @@ class SizeRun:
         """Give each node its part of a run's time."""
         forward = _shares([self.rough[node.name][0] for node in about])
         backward = _shares([self.rough[node.name][1] for node in about])
+        seconds = run.windows.medians
         for node, f, b, saved in zip(about, forward, backward, run.saved_bytes, strict=True):
             self.costs[node.name] = NodeCost(
-                f * run.seconds[0], b * run.seconds[1], self.output_bytes[node.name], saved, self.workspace[node.name]
+                f * seconds[0], b * seconds[1], self.output_bytes[node.name], saved, self.workspace[node.name]
             )
 
     # --- the whole model ----------------------------------------------------------------------------------------------
 
-    def _whole(self) -> Times | None:
-        """Time the whole model; None where it does not fit. A long pass is repeated less often."""
+    def _time_whole(self) -> None:
+        """Time the whole model once more, unless it does not fit. A long pass is repeated less often."""
+        if self.whole is None:
+            return
         about = self.graph.nodes
         nodes, private = [self.nodes[node.name] for node in about], any(node.mutates for node in about)
         values = self._start()
         if self._needed_bytes() > available_bytes(self.clock.device):
             self._say_unfit()
-            return None
+            return
         seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in self.costs.values())
         try:
             piece = Piece(nodes, inputs_of(nodes), self._outputs(), State(self.root, self.clock.device))
             once = functools.partial(self._once, piece, values, private)
-            return repeat(once, 3 * BUDGET_SECONDS, fewest=4 if seconds < LONG_SECONDS else 2)
+            times = repeat(once, 3 * BUDGET_SECONDS, fewest=4 if seconds < LONG_SECONDS else 2)
         except torch.OutOfMemoryError:
             self._say_unfit()
-            return None
+            return
+        self.whole = self.whole.with_another(times)
 
     def _needed_bytes(self) -> int:
         """Parameters copied, their gradients, and what is saved: less than a pass takes at its peak, but most of it."""
@@ -259,31 +276,33 @@ class SizeRun:
         return parameters + sum(cost.saved_bytes for cost in self.costs.values())
 
     def _say_unfit(self) -> None:
+        self.whole = None
         _log.info("microbatch of %d: the whole model does not fit; its runs of nodes stand for it", self.size)
 
     def _outputs(self) -> list[str]:
         made = {node.name for node in self.graph.nodes}
         return [name for name in self.graph.outputs if name in made]
 
-    def _compare(self, whole: Times | None) -> float:
-        """Scale the nodes half way to the whole pass and return the spread."""
-        if whole is not None and whole.spread is not None:
-            spread = whole.spread
-        else:
-            known = [run.spread for run in self.runs.values() if run.spread is not None]
-            spread = statistics.median(known) if known else 0.0
-        if whole is None:
-            return spread
+    def _spread(self) -> float:
+        if self.whole is not None and self.whole.spread is not None:
+            return self.whole.spread
+        known = [found for found in (run.windows.spread for run in self.runs.values()) if found is not None]
+        return statistics.median(known) if known else 0.0
+
+    def _compared(self) -> dict[str, NodeCost]:
+        """Return the nodes' costs, scaled half way to the whole pass."""
+        if self.whole is None:
+            return self.costs
         sums = sum(c.forward_seconds for c in self.costs.values()), sum(c.backward_seconds for c in self.costs.values())
-        parts = [part / total if total else 1.0 for total, part in zip(whole.medians, sums, strict=True)]
+        parts = [part / total if total else 1.0 for total, part in zip(self.whole.medians, sums, strict=True)]
         # runs by themselves find their data in the cache, the whole meets a full allocator; a stage lies between
         factors = [part**-0.5 if part else 1.0 for part in parts]
         _log.info(
             "microbatch of %d: forward %.3f ms, backward %.3f ms; %d runs of nodes (%d timed) add up to %.2f and %.2f",
-            self.size, 1e3 * whole.medians[0], 1e3 * whole.medians[1], self.num_segments, len(self.runs),
+            self.size, *(1e3 * seconds for seconds in self.whole.medians), len(self.chosen or ()), len(self.runs),
             *parts,
         )  # fmt: skip
-        self.costs = {
+        return {
             name: replace(
                 cost,
                 forward_seconds=cost.forward_seconds * factors[0],
@@ -291,7 +310,6 @@ class SizeRun:
             )
             for name, cost in self.costs.items()
         }
-        return spread
 
 
 def _shares(weights: list[float]) -> list[float]:

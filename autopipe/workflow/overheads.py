@@ -1,8 +1,8 @@
 """What the runtime takes of a pipeline: ``HostCosts``, measured by real runs of two ranks. The file is its own TARGET.
 
-Two ranks train a few multiplications, with small messages and again with large ones, and record what each instruction
-took. What is not the model's own time is the runtime's. Then they train a model of ordinary layers: what comes
-with a step of an ordinary number of parameters, and how late messages come to ranks that compute: so late that the
+Two ranks train a few multiplications, with small messages and again with large ones: the difference is what a byte
+takes. Then they train ordinary layers, under two schedules, and record what each instruction took. What is not the
+model's own time is what comes with a stage, a message, a step; and messages come so late to ranks that compute that the
 simulated minibatch takes as long as the real one.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,8 +30,8 @@ from autopipe.workflow.store import Store
 
 SMALL, LARGE = 1 << 10, 1 << 16  # floats of a message
 MULTIPLICATIONS = 16
-NUM_MICROBATCHES, STEPS, WARM_UP = 8, 16, 4
-_BLOCKS, _WIDTH, _ROWS = 12, 128, 256
+NUM_MICROBATCHES, STEPS, WARM_UP = 8, 40, 4
+_BLOCKS, _WIDTH, _ROWS, _CHANNELS, _IMAGE = 6, 128, 256, 16, 16
 LATEST_SECONDS = 0.01  # a message that is later was not late, the machine stood still
 ROUNDS, BISECTIONS = 3, 12
 
@@ -51,21 +51,30 @@ class Light(nn.Module):
 
 
 class Ordinary(nn.Module):
-    """Residual blocks, a millisecond or two in all: the size at which it matters what comes with a stage."""
+    """Residual blocks of a transformer's and of a convolutional kind, a millisecond or two for each of two stages.
+
+    That is the size at which it matters what comes with a stage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Linear(_WIDTH, _WIDTH))
-            for _ in range(_BLOCKS)
-        )
+        self.blocks = nn.ModuleList(_linear() if index % 2 else _convolutional() for index in range(_BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return as many values as there came in."""
-        x = x.reshape(x.shape[0], -1, _WIDTH)
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
+            x = x.reshape(-1, _WIDTH) if index % 2 else x.reshape(-1, _CHANNELS, _IMAGE, _IMAGE)
             x = x + block(x)
-        return x.flatten(1)
+        return x.reshape(-1, _ROWS * _WIDTH)
+
+
+def _linear() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Linear(_WIDTH, _WIDTH))
+
+
+def _convolutional() -> nn.Module:
+    layers = (nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1), nn.BatchNorm2d(_CHANNELS), nn.ReLU())
+    return nn.Sequential(*layers, nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1), nn.BatchNorm2d(_CHANNELS), nn.ReLU())
 
 
 def small() -> Light:
@@ -138,6 +147,17 @@ class Record:
         return alone, statistics.median(self.durations("F")) + statistics.median(self.durations("B"))
 
     @property
+    def send_seconds(self) -> float:
+        """Return what a message took of its sender, in the median."""
+        return statistics.median(self.durations("SF", "SB"))
+
+    @property
+    def receive_seconds(self) -> float:
+        """Return what a receive that did not have to wait took, and the posting of the next one behind it."""
+        waits = sorted(self.durations("RF", "RB"))
+        return waits[len(waits) // 10] + statistics.median(self.gaps("RF", "RB"))
+
+    @property
     def minibatch_seconds(self) -> float:
         """Return what a minibatch took, in the median."""
         starts = [s.start_seconds for s in self.rows[0] if s.instruction.op == "F" and s.instruction.microbatch == 0]
@@ -171,28 +191,32 @@ def host_costs(device: str) -> HostCosts:
     Raises: as ``runs.train`` does.
     """
     few, many = _run("small", device), _run("large", device)
-    alone, together = few.beyond
-    send, larger = (statistics.median(record.durations("SF", "SB")) for record in (few, many))
-    more_bytes = many.message_bytes - few.message_bytes
-    waits = sorted(few.durations("RF", "RB"))
-    # a receive that did not have to wait, and the posting of the next one before the computation behind it
-    receive = waits[len(waits) // 10] + statistics.median(few.gaps("RF", "RB"))
-    host = HostCosts(
-        compute_seconds=max((together - alone) / 2, 0.0),
-        send_seconds=send,
-        send_seconds_per_byte=max(larger - send, 0.0) / more_bytes if more_bytes > 0 else 0.0,
-        receive_seconds=receive,
-    )
-    return under_load(host, [_run("ordinary", device) for _ in range(ROUNDS)])
+    per_byte = max(many.send_seconds - few.send_seconds, 0.0) / max(many.message_bytes - few.message_bytes, 1)
+    loaded = [_run("ordinary", device, schedule) for _ in range(ROUNDS) for schedule in ("1f1b", "gpipe")]
+    return under_load(per_byte, loaded)
 
 
-def under_load(host: HostCosts, records: Sequence[Record]) -> HostCosts:
-    """Add what only ranks that compute show. Of several runs: the pace of a core changes meanwhile.
+def under_load(seconds_per_byte: float, records: Sequence[Record]) -> HostCosts:
+    """Return what ranks that compute spend on the rest. Of several runs: the pace of a core changes meanwhile.
+
+    Ranks that do nothing but exchange messages take a third of it: what computes drives the runtime's code and data
+    out of the caches, and the other way round. What comes with a stage is the same for short ones and long ones.
 
     Two unknowns, the time that a message takes of its receiver and how late it is, were tried and told apart by a run
     under gpipe: the pace of the cores made both uncertain, and predictions worse.
     """
-    found = [_of_run(host, record) for record in records]
+
+    def middle(of: Callable[[Record], float]) -> float:
+        return statistics.median(max(of(record), 0.0) for record in records)
+
+    host = HostCosts(
+        compute_seconds=middle(lambda record: (record.beyond[1] - record.beyond[0]) / 2),
+        send_seconds=middle(lambda record: record.send_seconds - seconds_per_byte * record.message_bytes),
+        send_seconds_per_byte=seconds_per_byte,
+        receive_seconds=middle(lambda record: record.receive_seconds),
+    )
+    # messages are waited for throughout only where forwards and backwards take turns
+    found = [_of_run(host, record) for record in records if record.plan.schedule == "1f1b"]
     names = "step_seconds", "delivery_seconds"
     return replace(host, **{name: statistics.median(getattr(one, name) for one in found) for name in names})
 
@@ -211,14 +235,14 @@ def _of_run(host: HostCosts, record: Record) -> HostCosts:
     return replace(host, delivery_seconds=low)
 
 
-def _run(size: str, device: str) -> Record:
+def _run(size: str, device: str, schedule: str = "1f1b") -> Record:
     here = "autopipe.workflow.overheads"
     with tempfile.TemporaryDirectory(prefix="autopipe-overheads-") as folder:
         hooks = {"data": f"{here}:{size}_data", "loss": f"{here}:distance"}
         model = ModelSettings(f"{here}:{size}", hooks=hooks)
         profile = ProfileSettings(model, Path(folder), device, (1,), 1, verify=False)
         plan = PlanSettings(
-            profile, gpus=2, batch_size=NUM_MICROBATCHES, schedule="1f1b", num_microbatches=NUM_MICROBATCHES
+            profile, gpus=2, batch_size=NUM_MICROBATCHES, schedule=schedule, num_microbatches=NUM_MICROBATCHES
         )
         settings = TrainSettings(plan, steps=STEPS, check_first=False, record_timeline=True)
         return _recorded(Path(runs.train(settings, lambda kind, fields: None).run_dir), Store(Path(folder)))

@@ -205,7 +205,7 @@ def test_equal_blocks_are_timed_once():
     run.measurement()
     few = size_run(*(stack_of(blocks=3)[1:]), 4, least_seconds=1e-9)
     few.measurement()
-    assert run.num_segments >= 12
+    assert len(run.chosen) >= 12
     assert len(run.runs) <= len(few.runs) + 1
     ups = [run.costs[f"blocks_{i}_up"] for i in range(2, 12)]
     assert len({cost.saved_bytes for cost in ups}) == 1
@@ -239,6 +239,21 @@ def test_a_model_changed_in_place_and_with_tuples_is_measured():
     found = run.measurement()
     x = workload.example_item(3)["x"]
     assert sum(cost.saved_bytes for cost in found.costs.values()) == independent_saved_bytes(model, model, x)
+
+
+def test_further_windows_time_every_kind_once_more_and_count_no_byte_twice():
+    _, capture, workload = stack_of(blocks=4)
+    once, often = size_run(capture, workload, 3), size_run(capture, workload, 3)
+    for _ in range(3):
+        often.window()
+    assert {len(run.windows.found) for run in often.runs.values()} == {3} and len(often.whole.found) == 3
+
+    def memory(found):
+        costs = {n: (c.output_bytes, c.saved_bytes, c.workspace_bytes) for n, c in found.costs.items()}
+        return costs, found.keepers
+
+    assert memory(often.measurement()) == memory(once.measurement())
+    assert often.num_windows == 3 and once.num_windows == 1
 
 
 def test_a_model_without_data_is_measured_run_by_run():

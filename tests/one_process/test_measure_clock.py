@@ -4,7 +4,7 @@ import pytest
 
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.tensor import TensorSpec
-from autopipe.measure.clock import Times, repeat
+from autopipe.measure.clock import Times, Windows, repeat
 from autopipe.measure.segments import block_of, segments
 
 
@@ -52,3 +52,15 @@ def test_repeating_warms_up_once_and_stops_at_the_budget():
     assert len(repeat(once, 8.0).forward) == 4 and len(calls) == 5
     assert len(repeat(once, 0.0).forward) == 3
     assert len(repeat(once, 1e9).forward) == 15
+
+
+def test_the_quietest_window_counts_and_the_spread_is_of_all():
+    quiet, busy = Times((1.0, 1.0, 1.1), (2.0, 2.0, 2.1)), Times((1.5, 1.4, 1.6), (3.0, 2.9, 3.1))
+    windows = Windows(()).with_another(busy).with_another(quiet).with_another(busy)
+    assert windows.medians == (1.0, 2.0)
+    assert (
+        quiet.spread is None
+        and windows.spread
+        == Times(busy.forward + quiet.forward + busy.forward, busy.backward + quiet.backward + busy.backward).spread
+    )
+    assert windows.spread > 0.2
