@@ -5,7 +5,7 @@ of CPU tensors in it), which other programs on the machine do not lengthen; how 
 more threads: wall-clock time.
 
 A core that is shared with another machine's work is half as fast for seconds at a time, longer than anything here is
-repeated. So everything is measured in several windows, far apart, and the quietest one counts; the spread is of all.
+repeated. So everything is measured in several windows, far apart, and the quietest one counts.
 """
 
 from __future__ import annotations
@@ -91,13 +91,16 @@ class Windows:
     found: tuple[Times, ...]
 
     @property
-    def medians(self) -> tuple[float, float]:
-        """The median forward and backward of the quietest window."""
-        return min((times.medians for times in self.found), key=sum)
+    def quietest(self) -> Times:
+        """The window that took least."""
+        return min(self.found, key=lambda times: sum(times.medians))
 
     @property
     def spread(self) -> float | None:
-        """The spread of all repetitions."""
+        """The spread of the quietest window; where it has too few repetitions, that of all."""
+        own = self.quietest.spread
+        if own is not None:
+            return own
         forward, backward = ([*chain.from_iterable(getattr(times, name) for times in self.found)] for name in _PARTS)
         return Times(tuple(forward), tuple(backward)).spread
 

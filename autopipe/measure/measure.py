@@ -93,6 +93,8 @@ def measure(
                 try:
                     run.window()
                 except ProfileError as error:
+                    if run.num_windows:  # it was measured before, and stays as it was found then
+                        continue
                     running.remove(run)
                     failures.append(error)
                     _log.warning("a microbatch of %d is left out of the profile: %s", run.size, error.what)

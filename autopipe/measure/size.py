@@ -242,7 +242,7 @@ class SizeRun:
         """Give each node its part of a run's time."""
         forward = _shares([self.rough[node.name][0] for node in about])
         backward = _shares([self.rough[node.name][1] for node in about])
-        seconds = run.windows.medians
+        seconds = run.windows.quietest.medians
         for node, f, b, saved in zip(about, forward, backward, run.saved_bytes, strict=True):
             self.costs[node.name] = NodeCost(
                 f * seconds[0], b * seconds[1], self.output_bytes[node.name], saved, self.workspace[node.name]
@@ -293,13 +293,14 @@ class SizeRun:
         """Return the nodes' costs, scaled half way to the whole pass."""
         if self.whole is None:
             return self.costs
+        whole = self.whole.quietest.medians
         sums = sum(c.forward_seconds for c in self.costs.values()), sum(c.backward_seconds for c in self.costs.values())
-        parts = [part / total if total else 1.0 for total, part in zip(self.whole.medians, sums, strict=True)]
+        parts = [part / total if total else 1.0 for total, part in zip(whole, sums, strict=True)]
         # runs by themselves find their data in the cache, the whole meets a full allocator; a stage lies between
         factors = [part**-0.5 if part else 1.0 for part in parts]
         _log.info(
             "microbatch of %d: forward %.3f ms, backward %.3f ms; %d runs of nodes (%d timed) add up to %.2f and %.2f",
-            self.size, *(1e3 * seconds for seconds in self.whole.medians), len(self.chosen or ()), len(self.runs),
+            self.size, *(1e3 * seconds for seconds in whole), len(self.chosen or ()), len(self.runs),
             *parts,
         )  # fmt: skip
         return {
