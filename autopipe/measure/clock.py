@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-_PARTS = "forward", "backward"
-
 
 @dataclass
 class Clock:
@@ -88,7 +86,7 @@ class Times:
 class Windows:
     """The same thing measured again later, and again."""
 
-    found: tuple[Times, ...]
+    found: tuple[Times, ...] = ()
 
     @property
     def quietest(self) -> Times:
@@ -101,7 +99,8 @@ class Windows:
         own = self.quietest.spread
         if own is not None:
             return own
-        forward, backward = ([*chain.from_iterable(getattr(times, name) for times in self.found)] for name in _PARTS)
+        forward = chain.from_iterable(times.forward for times in self.found)
+        backward = chain.from_iterable(times.backward for times in self.found)
         return Times(tuple(forward), tuple(backward)).spread
 
     def with_another(self, times: Times) -> Windows:

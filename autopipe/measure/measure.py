@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 NOISY = 0.1
 """Relative spread, or stolen time, above which a profile is not to be trusted."""
 MOST_WINDOWS = 8
-LONG_SECONDS = 3.0
+ENOUGH_SECONDS = 3.0
 """After so many windows of time, or so long, no further one is begun: quiet and busy times have been seen."""
 
 
@@ -100,7 +100,7 @@ def measure(
                     _log.warning("a microbatch of %d is left out of the profile: %s", run.size, error.what)
             if not running:
                 raise failures[0]
-            if time.monotonic() - begin > LONG_SECONDS:
+            if time.monotonic() - begin > ENOUGH_SECONDS:
                 break
         measurements = [run.measurement() for run in running]
         stolen = {run.size: run.clock.stolen for run in running}

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.profile import Measurement, NodeCost
-from autopipe.measure.clock import Clock, Windows, repeat
+from autopipe.measure.clock import Clock, Times, Windows, repeat
 from autopipe.measure.device import available_bytes
 from autopipe.measure.piece import Piece, State, storage_of, tensors_of
 from autopipe.measure.segments import segments
@@ -64,10 +64,10 @@ class Stretch:
 class Run:
     """What was found of one run of nodes, for all runs that are the same."""
 
-    windows: Windows
     saved_bytes: list[int]
     grads: list[tuple[bool, ...]]  # of its values, whether a gradient flows through each of their tensors
     keepers: list[tuple[int, int]]  # the places of what its nodes keep first, and of the node that does
+    windows: Windows = field(default_factory=Windows)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class SizeRun:
         self.output_bytes: dict[str, int] = {}
         self.workspace: dict[str, int] = {}
         self.keepers: dict[str, str] = {}
-        self.whole: Windows | None = Windows(())  # None where it does not fit
+        self.whole: Windows | None = Windows()  # None where it does not fit
 
     def window(self) -> None:
         """Time the runs of nodes and the whole once more; before the first time, walk.
@@ -152,11 +152,10 @@ class SizeRun:
         key = self._key(stretch, values, counted)
         with explained(about[0], self.size):
             if key not in self.runs:
-                self.runs[key] = self._measured(stretch, values, counted)
+                self.runs[key] = self._kept(stretch, values, counted)
             run = self.runs[key]
             if len(run.windows.found) <= self.num_windows:
-                piece = Piece(stretch.nodes, stretch.inputs, stretch.outputs, State(self.root, self.clock.device))
-                self._time(run, piece, values, stretch.changes)
+                run.windows = run.windows.with_another(self._timed(stretch, values))
             self._advance(stretch, values, counted, run)
         self._divide(about, run)
         self._forget(values, stop - 1)
@@ -177,7 +176,8 @@ class SizeRun:
         ends = tuple(place[name] for name in stretch.outputs)
         return tuple(self.keys[node.name] for node in stretch.nodes), wires, already, ends
 
-    def _measured(self, stretch: Stretch, values: Values, counted: Mapping[int, str]) -> Run:
+    def _kept(self, stretch: Stretch, values: Values, counted: Mapping[int, str]) -> Run:
+        """Run it once to see what it keeps for its backward, and where gradients flow."""
         private = stretch.changes
         state, saved, seen = State(self.root, self.clock.device), Saved(), set(counted)
         made = {name: no_leaf(values.fresh(name, private=private), private) for name in stretch.inputs}
@@ -195,15 +195,11 @@ class SizeRun:
             if memory in saved.keepers
         ]
         kept = [saved.bytes[node.name] for node in stretch.nodes]
-        del made, results, saved
+        return Run(kept, grads, keepers)
 
-        run = Run(Windows(()), kept, grads, keepers)
-        self._time(run, Piece(stretch.nodes, stretch.inputs, stretch.outputs, state), values, private)
-        return run
-
-    def _time(self, run: Run, piece: Piece, values: Values, private: bool) -> None:
-        times = repeat(lambda: self._once(piece, values, private), BUDGET_SECONDS)
-        run.windows = run.windows.with_another(times)
+    def _timed(self, stretch: Stretch, values: Values) -> Times:
+        piece = Piece(stretch.nodes, stretch.inputs, stretch.outputs, State(self.root, self.clock.device))
+        return repeat(lambda: self._once(piece, values, stretch.changes), BUDGET_SECONDS)
 
     @staticmethod
     def _copies(copied: Any, original: Any, counted: Mapping[int, str]) -> set[int]:

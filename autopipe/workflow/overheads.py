@@ -190,10 +190,10 @@ def host_costs(device: str) -> HostCosts:
 
     Raises: as ``runs.train`` does.
     """
-    few, many = _run("small", device), _run("large", device)
+    (few,), (many,) = _runs("small", device), _runs("large", device)
     per_byte = max(many.send_seconds - few.send_seconds, 0.0) / max(many.message_bytes - few.message_bytes, 1)
-    loaded = [_run("ordinary", device, schedule) for _ in range(ROUNDS) for schedule in ("1f1b", "gpipe")]
-    return under_load(per_byte, loaded)
+    loaded = [_runs("ordinary", device, ("1f1b", "gpipe")) for _ in range(ROUNDS)]
+    return under_load(per_byte, [*itertools.chain.from_iterable(loaded)])
 
 
 def under_load(seconds_per_byte: float, records: Sequence[Record]) -> HostCosts:
@@ -235,17 +235,22 @@ def _of_run(host: HostCosts, record: Record) -> HostCosts:
     return replace(host, delivery_seconds=low)
 
 
-def _run(size: str, device: str, schedule: str = "1f1b") -> Record:
+def _runs(size: str, device: str, schedules: Sequence[str] = ("1f1b",)) -> list[Record]:
+    """Profile one of the models and train it under each schedule."""
     here = "autopipe.workflow.overheads"
     with tempfile.TemporaryDirectory(prefix="autopipe-overheads-") as folder:
         hooks = {"data": f"{here}:{size}_data", "loss": f"{here}:distance"}
         model = ModelSettings(f"{here}:{size}", hooks=hooks)
         profile = ProfileSettings(model, Path(folder), device, (1,), 1, verify=False)
-        plan = PlanSettings(
-            profile, gpus=2, batch_size=NUM_MICROBATCHES, schedule=schedule, num_microbatches=NUM_MICROBATCHES
-        )
-        settings = TrainSettings(plan, steps=STEPS, check_first=False, record_timeline=True)
-        return _recorded(Path(runs.train(settings, lambda kind, fields: None).run_dir), Store(Path(folder)))
+        found = []
+        for schedule in schedules:
+            plan = PlanSettings(
+                profile, gpus=2, batch_size=NUM_MICROBATCHES, schedule=schedule, num_microbatches=NUM_MICROBATCHES
+            )
+            settings = TrainSettings(plan, steps=STEPS, check_first=False, record_timeline=True)
+            run = Path(runs.train(settings, lambda kind, fields: None).run_dir)
+            found.append(_recorded(run, Store(Path(folder))))
+        return found
 
 
 def _recorded(run: Path, store: Store) -> Record:

@@ -85,6 +85,15 @@ def test_the_delay_of_messages_is_found_whatever_the_pace(late, factor):
     assert found.receive_seconds == pytest.approx(5e-5, rel=0.01)
 
 
+@pytest.mark.parametrize(("late", "factor"), list(itertools.product((0.0, 0.3e-3, 2e-3), (1.0, 1.4))))
+def test_no_run_need_have_the_pace_of_its_profile_for_the_delay(late, factor):
+    host = HostCosts(compute_seconds=1e-4, send_seconds=5e-5, receive_seconds=5e-5)
+    planted = replace(host, step_seconds=3e-3, delivery_seconds=late)
+    found = under_load(0.0, [record(planted, "1f1b", pace) for pace in (factor, 1.1, 1.2)])
+    assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
+    assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
+
+
 def test_a_later_message_makes_a_longer_step():
     made = record(HostCosts(), "1f1b")
     seconds = [predict(made.plan, made.profile, cluster(HostCosts(delivery_seconds=d))).step_seconds for d in (0, 1e-3)]
