@@ -61,9 +61,11 @@ class HostCosts:
     """Seconds that the runtime itself takes of a rank, beyond what the model does.
 
     ``compute_seconds``: for each forward and each backward. ``send_seconds``, ``send_seconds_per_byte``,
-    ``receive_seconds``: for a message, at its two ends. ``step_seconds``: from one minibatch to the next.
-    ``delivery_seconds``: what a message waits, beyond the link's latency, where the ranks compute: on a CPU the cores
-    that compute also move the messages.
+    ``receive_seconds``: for what crosses with a microbatch, at its two ends; ``value_seconds``: at each end, for each
+    value of it beyond the first. ``step_seconds``: from one minibatch to the next. ``delivery_seconds``: what a message
+    waits, beyond the link's latency, where the ranks compute: on a CPU the cores that compute also move the messages.
+    ``pace``: how much longer forwards and backwards take of ranks that work on and on than in the quietest moment of a
+    profile, 1 or more.
     """
 
     compute_seconds: float = 0.0
@@ -72,11 +74,16 @@ class HostCosts:
     receive_seconds: float = 0.0
     step_seconds: float = 0.0
     delivery_seconds: float = 0.0
+    value_seconds: float = 0.0
+    pace: float = 1.0
 
     def __post_init__(self) -> None:
-        ends = self.send_seconds, self.send_seconds_per_byte, self.receive_seconds, self.delivery_seconds
-        if not all(0 <= cost <= _LONGEST_SECONDS for cost in (self.compute_seconds, *ends, self.step_seconds)):
+        ends = self.send_seconds, self.send_seconds_per_byte, self.receive_seconds, self.value_seconds
+        others = self.compute_seconds, self.step_seconds, self.delivery_seconds
+        if not all(0 <= cost <= _LONGEST_SECONDS for cost in (*ends, *others)):
             raise ValueError("the runtime's own costs are times: 0 or more")
+        if not (_is_rate(self.pace) and self.pace >= 1):
+            raise ValueError("the pace of ranks is 1 or more: how much longer they take than in the profile")
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,11 +151,12 @@ def links(found: Links | None) -> tuple[str, ...]:
     """Return what was measured between two ranks."""
     if found is None:
         return ()
+    host = found.host
     return (
         f"between two {found.device_kind} ranks: {in_seconds(found.latency_seconds)} latency, "
         f"{found.bandwidth / 1e9:.3g} GB/s; adding up over both {found.all_reduce_bandwidth / 1e9:.3g} GB/s",
-        f"the runtime takes {in_seconds(found.host.compute_seconds)} a forward or backward, "
-        f"{in_seconds(found.host.send_seconds)} a send, {in_seconds(found.host.receive_seconds)} a receive, "
-        f"{in_seconds(found.host.step_seconds)} a minibatch; to ranks that compute a message "
-        f"comes {in_seconds(found.host.delivery_seconds)} later",
+        f"the runtime takes {in_seconds(host.compute_seconds)} and {host.pace - 1:.0%} a forward or backward, "
+        f"{in_seconds(host.send_seconds)} a send, {in_seconds(host.receive_seconds)} a receive, "
+        f"{in_seconds(host.step_seconds)} a minibatch; to ranks that compute a message "
+        f"comes {in_seconds(host.delivery_seconds)} later",
     )

@@ -45,11 +45,11 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         # a ring sends and receives 2 (r - 1) / r of the gradients at each rank
         share = 2 * (stage.replicas - 1) / stage.replicas
         reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
-        host = cluster.host.compute_seconds
-        backward = stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0)
+        host, pace = cluster.host.compute_seconds, cluster.host.pace
+        backward = pace * (stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0))
         stages.append(
             StageCosts(
-                stage.forward_seconds + host,
+                pace * stage.forward_seconds + host,
                 backward + host,
                 backward / 2 + host,
                 backward / 2 + host,
@@ -67,15 +67,14 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
     edges: dict[Edge, EdgeCosts] = {}
     host = cluster.host
     for edge, values in (*routes.forward.items(), *routes.backward.items()):
-        total = amounts[edge]
+        total, further = amounts[edge], max(len(values) - 1, 0) * host.value_seconds
         link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
-        # each value is a message of its own
-        send = len(values) * host.send_seconds + host.send_seconds_per_byte * total
-        receive = len(values) * host.receive_seconds
+        # further values cost less than the first, which wakes the threads that move them
+        send = host.send_seconds + further + host.send_seconds_per_byte * total
         # both figures of a link were taken from one end to the other, and hold what its ends do
         occupied = max(total / link.bandwidth - host.send_seconds_per_byte * total, 0.0)
         latency = max(link.latency_seconds - host.send_seconds - host.receive_seconds, 0.0) + host.delivery_seconds
-        edges[edge] = EdgeCosts(occupied, latency, send, receive)
+        edges[edge] = EdgeCosts(occupied, latency, send, host.receive_seconds + further)
     return edges
 
 
