@@ -97,7 +97,8 @@ def _show(terminal: Terminal, result: PlanResult) -> None:
 
     terminal.notes(result.notes, result.warnings)
     terminal.table(
-        tables.stage_table(result.plan, result.cluster), tables.prediction_lines(result.plan, result.profile)
+        tables.stage_table(result.plan, result.cluster),
+        tables.prediction_lines(result.plan, result.profile, result.cluster),
     )
     terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
     terminal.document("plan", documents.plan(result))

@@ -155,7 +155,8 @@ def links(found: Links | None) -> tuple[str, ...]:
     return (
         f"between two {found.device_kind} ranks: {in_seconds(found.latency_seconds)} latency, "
         f"{found.bandwidth / 1e9:.3g} GB/s; adding up over both {found.all_reduce_bandwidth / 1e9:.3g} GB/s",
-        f"the runtime takes {in_seconds(host.compute_seconds)} and {host.pace - 1:.0%} a forward or backward, "
+        f"ranks that work on and on take {host.pace - 1:.0%} longer than the quietest moment of a profile; "
+        f"the runtime takes {in_seconds(host.compute_seconds)} a forward or backward, "
         f"{in_seconds(host.send_seconds)} a send, {in_seconds(host.receive_seconds)} a receive, "
         f"{in_seconds(host.step_seconds)} a minibatch; to ranks that compute a message "
         f"comes {in_seconds(host.delivery_seconds)} later",

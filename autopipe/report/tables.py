@@ -112,11 +112,12 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
     return table
 
 
-def prediction_lines(plan: Plan, profile: Profile) -> str:
-    """Return what the plan should do, against one rank that does it all."""
+def prediction_lines(plan: Plan, profile: Profile, cluster: Cluster) -> str:
+    """Return what the plan should do, against one rank that does it all, at the pace of ranks."""
     predicted = plan.predicted
     alone = profile.at(plan.microbatch_size)
     one = plan.num_microbatches * sum(c.forward_seconds + c.backward_seconds for c in alone.costs.values())
+    one *= cluster.host.pace
     lines = [
         f"predicted: {in_seconds(predicted.step_seconds)} a step, {predicted.samples_per_second:.1f} samples/s, "
         f"{predicted.bubble_fraction:.1%} idle, slowest stage {in_seconds(predicted.bottleneck_seconds)} a microbatch",
