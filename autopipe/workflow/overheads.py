@@ -212,8 +212,9 @@ class Record:
         update = self.profile.optimizer_seconds_per_byte * owned / len(self.plan.stages)
         return max(statistics.fmean(self.durations("S")) + statistics.fmean(self.gaps("S")) - update, 0.0)
 
-    def simulated_seconds(self, host: HostCosts) -> float:
-        """Return what a minibatch should take whose forwards and backwards are as long as they were."""
+    @functools.cached_property
+    def plan_as_it_was(self) -> Plan:
+        """The plan with stages whose forwards and backwards are as long as they were."""
         stages = tuple(
             replace(
                 stage,
@@ -222,9 +223,12 @@ class Record:
             )
             for stage in self.plan.stages
         )
+        return replace(self.plan, stages=stages)
+
+    def simulated_seconds(self, host: HostCosts) -> float:
+        """Return what a minibatch should take whose forwards and backwards are as long as they were."""
         host = replace(host, compute_seconds=0.0, pace=1.0)
-        plan = replace(self.plan, stages=stages)
-        return predict(plan, self.profile, replace(self.cluster, host=host)).step_seconds
+        return predict(self.plan_as_it_was, self.profile, replace(self.cluster, host=host)).step_seconds
 
 
 def host_costs(device: str) -> HostCosts:

@@ -85,7 +85,7 @@ def test_what_was_planted_is_found(late, pace, odd):
     assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
     assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
     assert found.pace == pytest.approx(pace, rel=0.001)
-    assert found.compute_seconds == pytest.approx(1e-4, rel=0.02)
+    assert found.compute_seconds == pytest.approx(1e-4, rel=0.01)
     assert found.send_seconds == pytest.approx(5e-5, rel=0.01)
     assert found.receive_seconds == pytest.approx(5e-5, rel=0.01)
 
