@@ -141,30 +141,46 @@ def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float
 
 
 @compiled
-def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: int, most: int, T: float) -> int:
-    """Return the least r <= most with tau <= T, or most + 1. For equal devices and links.
+def least_count(
+    rules: Array, d: int, most: int, T: float, memory: float,
+    t: float, k: float, more: float, weights: float, state: float, kept: float, saved: float,
+) -> float:  # fmt: skip
+    """Return a lower bound of r, or HUGE where it is more than ``most``; ``more`` are the seconds of a recompute.
 
     A stage that fits keeps its activations or recomputes them; for both, time and memory each give a least r in closed
-    form. The search starts there, at the smaller of the two. With weight versions that grow with r only time does.
+    form, and the smaller of the two is the bound. With weight versions that grow with r only time gives one.
     """
-    t, k = tables[TIME][i, j], tables[RING][i, j] / rules[MICROBATCHES]
-    keep, again = replicas_for_time(t, k, T), HUGE
-    if rules[MAY_KEEP] == 0 or keep > most:
-        keep = HUGE
+    keep, again = HUGE, HUGE
+    if rules[MAY_KEEP] > 0:
+        keep = replicas_for_time(t, k, T)
     if rules[MAY_RECOMPUTE] > 0:
-        again = replicas_for_time(t + tables[FORWARD][i, j] / place[SPEED, 0, 0], k, T)
+        again = replicas_for_time(t + more, k, T)
     if min(keep, again) > most:
-        return most + 1
+        return HUGE
     if rules[VERSIONS] > 0:
         if rules[FLUSH] == 0 and rules[DEPTH] * d > (rules[VERSIONS] - 1) * rules[MICROBATCHES]:
-            return most + 1
-        free = place[MEMORY, 0, 0] - rules[VERSIONS] * tables[WEIGHTS][i, j] - tables[STATE][i, j]
-        kept, saved = tables[KEPT][i, j], tables[SAVED][i, j]
-        keep = max(keep, replicas_for_memory(rules, d, free, kept + saved))
-        again = max(again, replicas_for_memory(rules, d, free - saved, kept))
-    if min(keep, again) > most:
+            return HUGE
+        free = memory - rules[VERSIONS] * weights - state
+        if keep <= most:
+            keep = max(keep, replicas_for_memory(rules, d, free, kept + saved))
+        if again <= most:
+            again = max(again, replicas_for_memory(rules, d, free - saved, kept))
+    r = min(keep, again)
+    return r if r <= most else HUGE
+
+
+@compiled
+def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: int, most: int, T: float) -> int:
+    """Return the least r <= most with tau <= T, or most + 1. For equal devices and links."""
+    t, k = tables[TIME][i, j], tables[RING][i, j] / rules[MICROBATCHES]
+    more = tables[FORWARD][i, j] / place[SPEED, 0, 0]
+    least = least_count(
+        rules, d, most, T, place[MEMORY, 0, 0],
+        t, k, more, tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j],
+    )  # fmt: skip
+    if least > most:
         return most + 1
-    r = int(min(keep, again))
+    r = int(least)
     slope = 2 * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
     while r <= most:
         tau, recomputed = stage(tables, place, rules, i, j, r, d)
@@ -182,14 +198,17 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
     """Fill g[i], the fewest ranks for atoms i.. with every tau <= T; return g[0].
 
     The closed form gives a lower bound for every end j; the end with the least bound is asked exactly first, and then
-    only those whose bound is still lower than the best count.
+    only those whose bound is still lower than the best count. Nearly all of these do not fit, and ``least_count`` tells
+    so from the numbers of one row: handing over the tables would take several times as long as the check.
     """
     n, G = len(g) - 1, int(rules[RANKS])
-    budget = T * place[SPEED, 0, 0] * (1 + 1e-9)
+    memory, speed = place[MEMORY, 0, 0], place[SPEED, 0, 0]
+    budget = T * speed * (1 + 1e-9)
     bounds = np.empty(n + 1)
     g[n] = 0
     for i in range(n - 1, -1, -1):
-        seconds, time, ring = tables[COMPUTE][i], tables[TIME][i], tables[RING][i]
+        seconds, time, ring, forward = tables[COMPUTE][i], tables[TIME][i], tables[RING][i], tables[FORWARD][i]
+        weights, state, kept, saved = tables[WEIGHTS][i], tables[STATE][i], tables[KEPT][i], tables[SAVED][i]
         lowest, first, known = G, 0, i
         best = G + 1
         for again in range(2):
@@ -207,7 +226,13 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
                     if bounds[j] <= lowest - (first > 0):
                         lowest, first = math.ceil(bounds[j]), j
                 elif bounds[j] <= best - 1 and d + 1 < best:
-                    best = min(best, d + least_replicas(tables, place, rules, i, j, d, best - 1 - d, T))
+                    most, k = best - 1 - d, ring[j] / rules[MICROBATCHES]
+                    least = least_count(
+                        rules, d, most, T, memory,
+                        time[j], k, forward[j] / speed, weights[j], state[j], kept[j], saved[j],
+                    )  # fmt: skip
+                    if least <= most:
+                        best = min(best, d + least_replicas(tables, place, rules, i, j, d, most, T))
             if again == 0 and first > 0:
                 d = g[first]
                 best = min(best, d + least_replicas(tables, place, rules, i, first, d, G - d, T))
