@@ -28,7 +28,10 @@ def fields_of(result: Any) -> dict[str, Any]:
 
 
 def profile(result: ProfileResult) -> dict[str, Any]:
-    """Return the profile in short; the file has it in full."""
+    """Return the profile in short; the file has it in full.
+
+    Sums over the nodes; ``workspace_bytes``, which a node gives back, is that of the node with most.
+    """
     found = result.profile
     return {
         "path": result.path,
@@ -42,11 +45,20 @@ def profile(result: ProfileResult) -> dict[str, Any]:
                 "microbatch_size": m.microbatch_size,
                 "forward_seconds": sum(cost.forward_seconds for cost in m.costs.values()),
                 "backward_seconds": sum(cost.backward_seconds for cost in m.costs.values()),
+                "output_bytes": sum(cost.output_bytes for cost in m.costs.values()),
                 "saved_bytes": sum(cost.saved_bytes for cost in m.costs.values()),
+                "workspace_bytes": max((cost.workspace_bytes for cost in m.costs.values()), default=0),
                 "spread": m.spread,
             }
             for m in found.measurements
         ],
+        "optimizer": {
+            "trained_bytes": found.trained_bytes,
+            "step_seconds": found.optimizer_seconds_per_byte * found.trained_bytes,
+            "state_bytes": round(found.optimizer_bytes_per_byte * found.trained_bytes),
+            "seconds_per_byte": found.optimizer_seconds_per_byte,
+            "bytes_per_byte": found.optimizer_bytes_per_byte,
+        },
         "notes": result.notes,
         "warnings": result.warnings,
     }
@@ -206,15 +218,25 @@ def generate(result: GenerateResult) -> dict[str, Any]:
 
 
 def simulate(result: SimulateResult) -> dict[str, Any]:
-    """Return the plan with what the simulation says of it."""
+    """Return the plan with what the simulation says of it.
+
+    ``predicted``: of a step, in the steady state where steps overlap. ``seconds``, ``bubble_fraction``,
+    ``busy_seconds``: of ``timeline_of``, and so of a step only where it has a flush. ``peak_bytes``: of each rank.
+    """
     timeline = result.timeline
     return _plan(result.plan) | {
+        "timeline_of": "the first minibatch alone" if result.overlaps else "a step",
         "seconds": timeline.seconds,
         "bubble_fraction": timeline.bubble_fraction,
         "busy_seconds": [timeline.busy_seconds(rank) for rank in range(timeline.num_ranks)],
+        "peak_bytes": timeline.peak_bytes,
+        "memory_bytes": [result.cluster.memory_of(rank) or None for rank in range(timeline.num_ranks)],
+        "fits": not result.misfit,
         "grid": result.grid,
         "path": result.path,
+        "trace": result.trace or None,
         "notes": result.notes,
+        "warnings": [result.misfit] if result.misfit else [],
     }
 
 

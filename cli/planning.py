@@ -34,8 +34,8 @@ def profile_command(terminal: Terminal, target: str, links: bool, **given: Any) 
         result = steps.profile(settings, progress)
         measured = measure_links(settings.work_dir, result.profile.device.kind, progress) if links else None
     terminal.notes(result.notes, result.warnings)
-    terminal.table(tables.profile_table(result.profile))
-    terminal.table(tables.block_table(result.profile), *plans.links(measured))
+    terminal.table(tables.profile_table(result.profile), tables.block_table(result.profile))
+    terminal.table(tables.optimizer_line(result.profile), *plans.links(measured))
     terminal.document("profile", documents.profile(result) | documents.links(measured))
     terminal.next("autopipe plan --gpus 2", work_dir=settings.work_dir)
 
@@ -72,6 +72,7 @@ def plan_command(
     profile in PipeDream's format; nothing is written then, nor with --sweep-gpus.
     """
     from autopipe.workflow import steps
+    from autopipe.workflow.requests import PlanRequest
 
     settings = options.plan_settings(target, given)
     if sweep_gpus is not None:
@@ -82,6 +83,7 @@ def plan_command(
     if from_pipedream is not None:
         if target is not None:
             raise click.UsageError("TARGET and --from-pipedream exclude each other; give one")
+        _refuse_without_effect(cost_model or "autopipe")
         _plan_pipedream(terminal, settings, from_pipedream, cost_model or "autopipe", explain)
         return
     if cost_model is not None:
@@ -89,7 +91,10 @@ def plan_command(
     with terminal.progress() as progress:
         result = steps.plan(settings, progress, explained=explain)
     _show(terminal, result)
-    terminal.next("autopipe check", "autopipe train", work_dir=settings.work_dir)
+    if PlanRequest.of(settings).of_other_devices:
+        terminal.next("autopipe simulate", "where such devices are, autopipe train", work_dir=settings.work_dir)
+    else:
+        terminal.next("autopipe check", "autopipe train", work_dir=settings.work_dir)
 
 
 def _show(terminal: Terminal, result: PlanResult) -> None:
@@ -98,7 +103,7 @@ def _show(terminal: Terminal, result: PlanResult) -> None:
     terminal.notes(result.notes, result.warnings)
     terminal.table(
         tables.stage_table(result.plan, result.cluster),
-        tables.prediction_lines(result.plan, result.profile, result.cluster),
+        tables.prediction_lines(result.plan, result.comparison.alone if result.comparison else None),
     )
     terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
     terminal.document("plan", documents.plan(result))
@@ -113,6 +118,32 @@ def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) 
     terminal.notes(result.notes)
     terminal.table(*plans.scaling(result))
     terminal.document("plan", documents.scaling(result))
+
+
+# what --from-pipedream reads: of the output, of the machine, and with our own costs of the schedule
+_OF_FOREIGN = ("from_pipedream", "cost_model", "gpus", "cluster", "gpu_memory", "link", "replicas", "work_dir")
+_OF_OUTPUT = ("json", "verbose", "quiet", "debug")
+_OF_OUR_COSTS = (
+    "batch_size", "schedule", "num_microbatches", "microbatch_size", "recompute", "vertical_sync", "stages_per_rank",
+    "warmup_depth", "schedule_file", "explain",
+)  # fmt: skip
+
+
+def _refuse_without_effect(cost_model: str) -> None:
+    """Refuse what was typed and would change nothing; a settings file may hold it for other commands."""
+    context = click.get_current_context()
+    ours = cost_model == "autopipe"
+    known = _OF_FOREIGN + _OF_OUTPUT + (_OF_OUR_COSTS if ours else ())
+    typed = [
+        max(param.opts, key=len)
+        for param in context.command.params
+        if param.name is not None
+        and param.name not in known
+        and context.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if typed:
+        of = "--from-pipedream" if ours else "--cost-model pipedream"
+        raise click.UsageError(f"{', '.join(typed)} would change nothing with {of}; leave that out")
 
 
 def _plan_pipedream(terminal: Terminal, settings: PlanSettings, path: Path, cost_model: str, explain: bool) -> None:
@@ -151,15 +182,36 @@ def generate_command(terminal: Terminal, work_dir: Path) -> None:
 @click.command("simulate")
 @options.option("--schedule", type=types.SCHEDULE, metavar="NAME", help="Another schedule than the plan's.")
 @options.ordering
+@options.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write the timeline as JSON that ui.perfetto.dev and chrome://tracing open.",
+)
 @options.work_dir
 @options.output
-def simulate_command(terminal: Terminal, schedule: str | None, work_dir: Path, **given: Any) -> None:
-    """Play the stored plan through, without running the model -> timeline.json."""
+def simulate_command(
+    terminal: Terminal, schedule: str | None, trace: Path | None, work_dir: Path, **given: Any
+) -> None:
+    """Play the stored plan through, without running the model -> timeline.json.
+
+    The timeline is of one minibatch, with the peak bytes of each rank. Where steps overlap (pipedream, 2bw) that is the
+    first one alone, and the step that is printed is one of the steady state behind it.
+    """
     from autopipe.report import tables
     from autopipe.workflow import steps
 
-    result = steps.simulate(work_dir, None if schedule == "auto" else schedule, order=options.order_settings(given))
-    terminal.notes(result.notes)
-    terminal.table(*tables.simulation(result.plan, result.timeline, result.grid))
+    order = options.order_settings(given)
+    result = steps.simulate(work_dir, None if schedule == "auto" else schedule, order=order, trace=trace)
+    terminal.notes(result.notes, (result.misfit,) if result.misfit else ())
+    terminal.table(*tables.simulation(result))
     terminal.document("simulate", documents.simulate(result))
-    terminal.next("autopipe train", work_dir=work_dir)
+    if result.trace:
+        terminal.say(f"wrote {result.path} and {result.trace}, which ui.perfetto.dev opens")
+    else:
+        terminal.say(f"wrote {result.path} (--trace FILE writes it for ui.perfetto.dev as well)")
+    if result.misfit:
+        anew = f"autopipe plan {result.reordered}".rstrip()
+        terminal.say(f"next: {anew}, with the --gpus and the memory of this plan")
+    else:
+        terminal.next(f"autopipe train {result.reordered}".rstrip(), work_dir=work_dir)

@@ -96,7 +96,7 @@ def main() -> int:
         with terminal.progress() as progress:
             planned = steps.plan(settings, progress)
         console.print(tables.stage_table(planned.plan, planned.cluster))
-        console.print(tables.prediction_lines(planned.plan, planned.profile, planned.cluster))
+        console.print(tables.prediction_lines(planned.plan, planned.comparison.alone if planned.comparison else None))
         console.print("\n2. The schedule: a row a rank, time to the right (autopipe simulate)")
         for part in tables.simulation(planned.plan, *_simulated(Path(folder))):
             console.print(part, soft_wrap=True)

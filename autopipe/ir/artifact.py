@@ -216,7 +216,8 @@ def load(kind: type[T], path: Path, *, renew: str) -> T:
         raise damaged(f"it is a {name} of format {_shown(version)}; {wanted}")
     if version != SCHEMA_VERSION:
         raise VersionError(
-            f"{path.name} is a {found} of format {version}; wanted format {SCHEMA_VERSION}",
+            f"{path.name} is of another version of autopipe: a {found} of format {version}, and this one reads format "
+            f"{SCHEMA_VERSION}",
             where=str(path),
             remedy=renew,
         )

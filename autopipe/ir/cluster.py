@@ -136,6 +136,10 @@ class Cluster:
         """Return the device of a rank."""
         return self.devices[rank if len(self.devices) > 1 else 0]
 
+    def memory_of(self, rank: int) -> int:
+        """Return the bytes of a rank's device; 0, no limit, also for a rank that unequal devices do not reach."""
+        return self.device(rank).memory_bytes if rank < self.num_ranks or len(self.devices) == 1 else 0
+
     def link(self, a: int, b: int) -> Level:
         """Return the innermost level that holds both ranks."""
         size = 1

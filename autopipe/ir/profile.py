@@ -133,6 +133,11 @@ class Profile:
         if not 0 <= self.batch_size < 2**31:
             raise ValueError(f"a batch of {self.batch_size} samples is none")
 
+    @property
+    def trained_bytes(self) -> int:
+        """The parameters that an optimizer steps."""
+        return sum(spec.num_bytes({}) for spec in self.graph.parameters.values() if spec.requires_grad)
+
     def at(self, microbatch_size: int) -> Measurement:
         """Return the costs at a microbatch size: measured, or on the line through the two nearest measured sizes."""
         exact = [m for m in self.measurements if m.microbatch_size == microbatch_size]

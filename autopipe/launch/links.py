@@ -22,6 +22,8 @@ import torch.distributed as dist
 from autopipe.errors import RunError
 from autopipe.ir.cluster import Links
 from autopipe.launch.entry import die_with_parent
+from autopipe.launch.forked import END_SECONDS, preload
+from autopipe.launch.signals import leave_to_the_supervisor
 from autopipe.launch.steady import keep_memory, long_turns
 from autopipe.runtime.distributed import ProcessTransport, start_process_group
 from autopipe.runtime.transport import ACTIVATION, Channel
@@ -38,12 +40,13 @@ def measure_links(device: str = "cpu") -> Links:
 
     Raises: RunError when a rank fails or does not answer in two minutes.
     """
+    preload()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autopipe.launch.worker"])
     with tempfile.TemporaryDirectory(prefix="autopipe-links-") as scratch:
         receive, send = context.Pipe(duplex=False)
         store = str(Path(scratch) / "store")
         ranks = [context.Process(target=_rank, args=(rank, store, device, send), daemon=True) for rank in _PAIR]
+        patience = 0.0  # with those that have not said what they are there for
         try:
             for process in ranks:
                 process.start()
@@ -53,14 +56,17 @@ def measure_links(device: str = "cpu") -> Links:
                     f"two ranks exchanged no messages within {TIMEOUT_SECONDS:.0f} s", remedy="autopipe doctor"
                 )
             found = json.loads(receive.recv_bytes())
+            patience = END_SECONDS
         except EOFError:
             raise RunError("a rank that measured the links died", remedy="autopipe doctor") from None
         finally:
             for process in ranks:
-                process.join(5)
+                if process.pid is None:
+                    continue  # interrupted before it was started
+                process.join(patience)
                 if process.is_alive():
                     process.kill()
-                    process.join(5)
+                    process.join(END_SECONDS)
             receive.close()
     if "error" in found:
         raise RunError(f"the links could not be measured: {found['error']}", remedy="autopipe doctor")
@@ -69,6 +75,7 @@ def measure_links(device: str = "cpu") -> Links:
 
 def _rank(rank: int, store: str, device: str, connection: Connection) -> None:
     die_with_parent()
+    leave_to_the_supervisor()  # a terminal's Ctrl-C comes to all of its processes, and these have nothing to say of it
     torch.set_num_threads(1)
     if device == "cpu":
         keep_memory()

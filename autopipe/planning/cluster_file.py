@@ -13,6 +13,7 @@ from autopipe.errors import PlanError, unknown_choice
 from autopipe.ir.cluster import MOST_RANKS, Cluster, ClusterDevice, Level
 
 _REMEDY = "correct the file; the command reference (docs/cli.md) shows a whole one"
+SOURCES = ("datasheet", "measured")
 QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2}))?\s*([A-Za-z/]*)\s*")
 PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -107,7 +108,9 @@ def _cluster(document: dict[str, Any], where: str) -> Cluster:
         )
     parsed = tuple(_level(entry, f"{where}: level {index}") for index, entry in enumerate(levels))
     num_ranks = math.prod(level.count for level in parsed)
-    source = _text(document, "source", where, "given")
+    source = document.get("source", "given")
+    if "source" in document and source not in SOURCES:
+        raise PlanError(unknown_choice("source", str(source), SOURCES), where=where)
     if isinstance(devices, dict):
         return Cluster(parsed, (_device(devices, f"{where}: device"),), source)
     listed: list[tuple[ClusterDevice, int]] = []

@@ -88,7 +88,10 @@ def datasheet(name: str) -> Datasheet:
     wanted = ALIASES.get(name.lower(), name).lower()
     found = {sheet.name.lower(): sheet for sheet in DATASHEETS}.get(wanted)
     if found is None:
-        raise PlanError(unknown_choice("device", name, (sheet.name for sheet in DATASHEETS)))
+        raise PlanError(
+            unknown_choice("device", name, (sheet.name for sheet in DATASHEETS)),
+            remedy="name one of these, or describe the device in a cluster file",
+        )
     return found
 
 

@@ -12,7 +12,7 @@ from autopipe.ir.profile import Profile
 
 
 def cost_frame(profile: Profile, microbatch_size: int | None = None) -> pd.DataFrame:
-    """Return one row a node, in the order they run: module, target, seconds, bytes kept, bytes of parameters.
+    """Return one row a node, in the order they run: module, target, seconds, bytes made, kept, at work, of parameters.
 
     ``microbatch_size`` None: the largest that was measured. Seconds and bytes are of one microbatch.
     """
@@ -31,7 +31,9 @@ def cost_frame(profile: Profile, microbatch_size: int | None = None) -> pd.DataF
                 "target": node.target,
                 "forward_seconds": cost.forward_seconds,
                 "backward_seconds": cost.backward_seconds,
+                "output_bytes": cost.output_bytes,
                 "saved_bytes": cost.saved_bytes,
+                "workspace_bytes": cost.workspace_bytes,
                 "parameter_bytes": sum(profile.graph.parameters[name].num_bytes({}) for name in fresh),
             }
         )
@@ -48,11 +50,16 @@ def block_of(path: str) -> str:
 
 
 def block_frame(profile: Profile, microbatch_size: int | None = None) -> pd.DataFrame:
-    """Return one row a block of the model, in the order they first run, with its share of the time."""
+    """Return one row a block of the model, in the order they first run, with its share of the time.
+
+    Sums of its nodes; of ``workspace_bytes``, which a node gives back, the most.
+    """
     costs = cost_frame(profile, microbatch_size)
     blocks = costs["module"].map(block_of).rename("block")
-    numbers = ["forward_seconds", "backward_seconds", "saved_bytes", "parameter_bytes"]
-    frame = costs.groupby(blocks, sort=False)[numbers].sum()
+    numbers = ["forward_seconds", "backward_seconds", "output_bytes", "saved_bytes", "parameter_bytes"]
+    groups = costs.groupby(blocks, sort=False)
+    frame = groups[numbers].sum()
+    frame["workspace_bytes"] = groups["workspace_bytes"].max()
     seconds = frame["forward_seconds"] + frame["backward_seconds"]
     frame["share"] = seconds / max(seconds.sum(), 1e-30)
     return frame

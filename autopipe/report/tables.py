@@ -10,14 +10,13 @@ from rich.table import Table
 
 from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.ir.timeline import Timeline
 from autopipe.report.text import in_bytes, in_ranges, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.workflow.doctor import Examination
-    from autopipe.workflow.results import CheckReport, EvaluateResult, ExportResult, TrainResult
+    from autopipe.workflow.results import CheckReport, EvaluateResult, ExportResult, SimulateResult, TrainResult
 
 WORST_PARAMETERS = 8
 
@@ -38,7 +37,9 @@ def profile_table(profile: Profile) -> Table:
         "microbatch",
         "forward",
         "backward",
+        "outputs",
         "kept for backward",
+        "workspace",
         "spread",
         left=0,
     )
@@ -48,10 +49,21 @@ def profile_table(profile: Profile) -> Table:
             str(measurement.microbatch_size),
             in_seconds(sum(cost.forward_seconds for cost in costs)),
             in_seconds(sum(cost.backward_seconds for cost in costs)),
+            in_bytes(sum(cost.output_bytes for cost in costs)),
             in_bytes(sum(cost.saved_bytes for cost in costs)),
+            in_bytes(max((cost.workspace_bytes for cost in costs), default=0)),
             f"{measurement.spread:.1%}",
         )
     return table
+
+
+def optimizer_line(profile: Profile) -> str:
+    """Return what a step of the optimizer takes and keeps, for the whole model."""
+    trained = profile.trained_bytes
+    return (
+        f"optimizer: {in_seconds(profile.optimizer_seconds_per_byte * trained)} a step for "
+        f"{in_bytes(trained)} of parameters, and {in_bytes(profile.optimizer_bytes_per_byte * trained)} of state"
+    )
 
 
 def block_table(profile: Profile, most: int = 12) -> Table:
@@ -66,7 +78,9 @@ def block_table(profile: Profile, most: int = 12) -> Table:
         "block",
         "forward",
         "backward",
-        "kept for backward",
+        "outputs",
+        "kept",
+        "workspace",
         "parameters",
         "share",
         left=1,
@@ -76,7 +90,9 @@ def block_table(profile: Profile, most: int = 12) -> Table:
             str(block) or "(the model itself)",
             in_seconds(row["forward_seconds"]),
             in_seconds(row["backward_seconds"]),
+            in_bytes(int(row["output_bytes"])),
             in_bytes(int(row["saved_bytes"])),
+            in_bytes(int(row["workspace_bytes"])),
             in_bytes(int(row["parameter_bytes"])),
             f"{row['share']:.1%}",
         )
@@ -112,12 +128,10 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
     return table
 
 
-def prediction_lines(plan: Plan, profile: Profile, cluster: Cluster) -> str:
-    """Return what the plan should do, against one rank that does it all, at the pace of ranks."""
+def prediction_lines(plan: Plan, alone: Plan | None) -> str:
+    """Return what the plan should do, against the plan of one rank alone where there is one."""
     predicted = plan.predicted
-    alone = profile.at(plan.microbatch_size)
-    one = plan.num_microbatches * sum(c.forward_seconds + c.backward_seconds for c in alone.costs.values())
-    one *= cluster.host.pace
+    one = alone.predicted.step_seconds if alone is not None else 0.0
     lines = [
         f"predicted: {in_seconds(predicted.step_seconds)} a step, {predicted.samples_per_second:.1f} samples/s, "
         f"{predicted.bubble_fraction:.1%} idle, slowest stage {in_seconds(predicted.bottleneck_seconds)} a microbatch",
@@ -132,15 +146,41 @@ def prediction_lines(plan: Plan, profile: Profile, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def simulation(plan: Plan, timeline: Timeline, grid: str) -> tuple[str, ...]:
-    """Return the schedule as a grid, and what the simulation says."""
+def simulation(result: SimulateResult) -> tuple[Any, ...]:
+    """Return the schedule as a grid, what the simulation says of a step, and what each stage needs."""
+    plan, timeline = result.plan, result.timeline
+    predicted = plan.predicted
     busy = ", ".join(f"{timeline.busy_seconds(rank) / (timeline.seconds or 1):.0%}" for rank in range(plan.num_ranks))
+    step = (
+        f"simulated: {in_seconds(predicted.step_seconds)} a step, {predicted.samples_per_second:.1f} samples/s, "
+        f"{predicted.bubble_fraction:.1%} idle"
+    )
+    lines = [f"{step}; ranks busy {busy}"]
+    if result.overlaps:
+        lines = [
+            f"{step}, once the pipeline is full: steps overlap",
+            f"the first minibatch alone, which fills it and drains it: {in_seconds(timeline.seconds)}, "
+            f"{timeline.bubble_fraction:.1%} idle; ranks busy {busy}",
+        ]
     return (
         f"{plan.schedule}, {counted(len(plan.stages), 'stage')}, {counted(plan.num_microbatches, 'microbatch')}:",
-        grid.rstrip("\n"),
-        f"simulated: {in_seconds(timeline.seconds)} a step, {plan.predicted.samples_per_second:.1f} samples/s, "
-        f"{timeline.bubble_fraction:.1%} idle; ranks busy {busy}",
+        result.grid.rstrip("\n"),
+        *lines,
+        _memory(plan, result.cluster),
     )
+
+
+def _memory(plan: Plan, cluster: Cluster) -> Table:
+    """Return one row a stage: the most that it holds, and what is left of its device, other stages there included."""
+    used = bytes_by_rank(plan.stages)
+    table = _table(f"memory with {plan.schedule}", "stage", "ranks", "at most", "to spare", left=2)
+    for stage in plan.stages:
+        rank = max(stage.ranks, key=lambda rank: used[rank])
+        limit = cluster.memory_of(rank)
+        left = limit - used[rank]
+        spare = "no limit" if not limit else in_bytes(left) if left >= 0 else f"{in_bytes(-left)} too much"
+        table.add_row(str(stage.index), in_ranges(stage.ranks), in_bytes(stage.peak_bytes), spare)
+    return table
 
 
 def check(report: CheckReport) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level, Links
 from autopipe.ir.profile import Device, Profile
-from autopipe.planning.datasheets import device_like, recognized, relative_speed
+from autopipe.planning.datasheets import datasheet, device_like, recognized, relative_speed
 
 # one host and a GPU's own links, until they are measured: on a CPU round figures of a machine that was, on a GPU of
 # data sheets
@@ -26,14 +26,15 @@ def cluster_of_figures(
 ) -> Cluster:
     """Return a flat cluster from ``--gpu-memory``, ``--link`` and ``--device-name``; the rest is as on this machine.
 
-    Raises: PlanError for a device without a datasheet, or a profile from one.
+    Raises: PlanError for a device of no known name, or a profile from one without a datasheet.
     """
     here = this_machine(num_ranks, profile.device, links)
     level, found, source = here.levels[0], here.devices[0], "command line"
     if device_name is not None:
-        profiled = recognized(profile.device.name)
-        found = device_like(profiled.name, device_name, precision_of(profile))
-        source = relative_speed(profiled.name, device_name, precision_of(profile)).note
+        wanted = datasheet(device_name).name  # first: an unknown name is what was typed wrong
+        profiled = recognized(profile.device.name).name
+        found = device_like(profiled, wanted, precision_of(profile))
+        source = relative_speed(profiled, wanted, precision_of(profile)).note
         level = Level("assumed", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
     if link is not None:
         level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)

@@ -81,13 +81,12 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
                 model.precision or "fp32",
             )
         )
-    stored = work.found(Profile, work.store.profile)
-    if stored is None:
+    if not work.store.profile.exists():
         raise RunError(
             f"no model was named, and {work.store.profile} does not say which",
             remedy="give the model file: autopipe COMMAND path/to/file.py",
         )
-    spec = stored.workload
+    spec = work.store.stored_profile().workload
     options = LoadOptions(
         spec.target,
         spec.arguments | model.arguments,

@@ -234,7 +234,7 @@ class Record:
 def host_costs(device: str) -> HostCosts:
     """Run all of them and return what the runtime takes. ``device``: cpu or cuda.
 
-    Raises: as ``runs.train`` does.
+    Raises: as ``runs.train`` does; KeyboardInterrupt where it was asked to stop.
     """
     few, many = (_runs(size, device, (1,), ("1f1b",))[1][0] for size in ("small", "large"))
     per_byte = max(many.send_seconds - few.send_seconds, 0.0) / max(many.message_bytes - few.message_bytes, 1)
@@ -317,8 +317,10 @@ def _runs(name: str, device: str, sizes: tuple[int, ...], schedules: Sequence[st
             plan = PlanSettings(profile, gpus=2, batch_size=count * size, schedule=schedule, num_microbatches=count)
             steps = STEPS if size == 1 else FEWER_STEPS
             settings = TrainSettings(plan, steps=steps, check_first=False, record_timeline=True)
-            run = Path(runs.train(settings, lambda kind, fields: None).run_dir)
-            found[size].append(_recorded(run, Store(Path(folder))))
+            run = runs.train(settings, lambda kind, fields: None)
+            if run.stopped:  # the run took Ctrl-C as its own, and it is the measurement's
+                raise KeyboardInterrupt
+            found[size].append(_recorded(Path(run.run_dir), Store(Path(folder))))
         return found
 
 

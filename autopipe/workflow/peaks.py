@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from autopipe.errors import PlanError
+from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan, bytes_by_rank
@@ -18,6 +18,7 @@ from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
 from autopipe.planning.memory import gib
 from autopipe.planning.recount import recount
+from autopipe.report.text import in_bytes
 from autopipe.runtime.routes import Routes
 from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
 from autopipe.workflow.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes, schedule_of
@@ -25,16 +26,19 @@ from autopipe.workflow.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes
 MOST_SEARCHES = 6
 
 
-def with_peaks(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with the peaks of its stages counted along its schedule; one too large for that as it is."""
+def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONCE) -> Plan:
+    """Return the plan with the peaks of its stages counted along its schedule; one too large for that as it is.
+
+    ``most``: the pairs of rank and microbatch that are followed.
+    """
     size = plan.num_ranks * plan.num_microbatches
-    if size > MOST_SIMULATED_ONCE:
+    if size > most:
         return plan
     schedule = schedule_of(plan)
     if any(schedule.staleness):
         # until the pipeline is full of microbatches and versions
         window = max(WINDOW, max(schedule.staleness) + 2)
-        if size * window > MOST_SIMULATED_ONCE:
+        if size * window > most:
             return plan
         schedule = schedule_of(plan, window)
     routes = Routes.of(plan, profile.graph)
@@ -96,22 +100,47 @@ def fitting(
         except PlanError as none:
             raise refused or none from None
         plan = with_peaks(found, profile)
-        used = bytes_by_rank(plan.stages)
-        over = {rank: used[rank] for rank in used if 0 < cluster.device(rank).memory_bytes < used[rank]}
+        over = over_limit(plan, cluster)
         if not over:
             return plan
-        rank = max(over, key=lambda r: over[r] / cluster.device(r).memory_bytes)
+        rank = worst(over, cluster)
         more = over[rank] - cluster.device(rank).memory_bytes
         refused = PlanError(
             f"no plan fits: the best one found needs {gib(over[rank])} on rank {rank}, messages included, "
             f"{gib(more)} more than there is",
-            remedy="use more ranks, smaller microbatches, --recompute auto, or a schedule with fewer of them in flight",
+            remedy="use more ranks, smaller microbatches or a schedule with fewer of them in flight; with --recompute "
+            "auto (the default) a stage recomputes where it must",
         )
         if stopped():
             break
         room = _less(room, cluster, bytes_by_rank(found.stages), over)
     assert refused is not None
     raise refused
+
+
+def over_limit(plan: Plan, cluster: Cluster) -> dict[int, int]:
+    """Return what the ranks need that need more than they have."""
+    used = bytes_by_rank(plan.stages)
+    return {rank: used[rank] for rank in used if 0 < cluster.memory_of(rank) < used[rank]}
+
+
+def worst(over: Mapping[int, int], cluster: Cluster) -> int:
+    """Return the rank that lacks the largest part of what it has."""
+    return max(over, key=lambda rank: over[rank] / cluster.memory_of(rank))
+
+
+def misfit(plan: Plan, cluster: Cluster) -> str:
+    """Return in words which ranks would run out of memory, "" where all stages fit."""
+    over = over_limit(plan, cluster)
+    if not over:
+        return ""
+    rank = worst(over, cluster)
+    there = cluster.memory_of(rank)
+    others = f" (so it is on {counted(len(over) - 1, 'other rank')} too)" if len(over) > 1 else ""
+    return (
+        f"it does not fit: with {plan.schedule} rank {rank} needs {in_bytes(over[rank])}, and the plan is for devices "
+        f"of {in_bytes(there)}, {in_bytes(over[rank] - there)} less{others}"
+    )
 
 
 def _less(room: Cluster, cluster: Cluster, used: Mapping[int, int], over: Mapping[int, int]) -> Cluster:

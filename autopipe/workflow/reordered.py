@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+from pathlib import Path
 
 from autopipe.errors import PlanError, counted
 from autopipe.ir.plan import Plan
 from autopipe.schedules import layout_of
-from autopipe.workflow.requests import PlanRequest
+from autopipe.workflow.requests import PlanRequest, flag_of
+from autopipe.workflow.space import taking
 
 
 def reordered(made: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan under the schedule that is asked for, and what a person should know of it.
 
-    Raises: PlanError where the stages of the plan cannot be dealt out so; the schedule itself says what it refuses.
+    Raises: PlanError for an option that the schedule does not take, or where the stages of the plan cannot be dealt out
+    so; the schedule itself says what it refuses.
     """
     name = request.schedule if request.schedule not in (None, "auto") else made.schedule
+    taking((str(name),), request)
     told = dict(request.schedule_options)
     if (
         name == made.schedule
@@ -46,6 +51,16 @@ def reordered(made: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
     what = ", ".join([other.schedule, *(f"{option} {value}" for option, value in told.items())])
     note = f"the plan is for {made.schedule}; simulated with {what}, the same stages"
     return other, (note + ("" if ranks == made.stage_ranks else f" on {counted(other.num_ranks, 'rank')}"),)
+
+
+def as_typed(plan: Plan, grid: Path | None) -> str:
+    """Return the options that name a plan's schedule. ``grid``: the file that holds it."""
+    if grid is not None:
+        return f"--schedule-file {shlex.quote(str(grid))}"
+    words = ["--schedule", plan.schedule]
+    for option, value in plan.schedule_options.items():
+        words += [flag_of(option)] if option == "vertical_sync" else [flag_of(option), str(value)]
+    return " ".join(words)
 
 
 def _dealt(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:

@@ -146,6 +146,11 @@ class PlanRequest:
         return tuple(found)
 
 
+def flag_of(option: str) -> str:
+    """Return how a schedule's own option is typed."""
+    return _OPTIONS["warmup_depth" if option == "depth" else option]
+
+
 def _read(path: Path) -> str:
     """Return the text of a schedule file. Raises: PlanError where it is none."""
     try:

@@ -90,13 +90,24 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class SimulateResult:
-    """``grid``: the schedule as text, one row a rank."""
+    """``grid``: the schedule as text, one row a rank. ``trace``: the file for Perfetto, "" where none was asked for.
+
+    ``timeline``: of one minibatch, which finds the pipeline empty. That is a step of a schedule with a flush; of one
+    without (``overlaps``) it is the first minibatch alone, and ``plan.predicted`` is of the steady state behind it.
+    ``reordered``: the options that name the schedule, where it is not the plan's. ``misfit``: what does not fit the
+    memory of ``cluster``, "" where all does.
+    """
 
     plan: Plan
+    cluster: Cluster
     timeline: Timeline
     grid: str
     path: str
     notes: tuple[str, ...] = ()
+    trace: str = ""
+    overlaps: bool = False
+    reordered: str = ""
+    misfit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ a step does that step again; a step before it is taken from the work directory w
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from autopipe.ir import artifact
 from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
+from autopipe.report.perfetto import chrome_trace
 from autopipe.schedules import render
 from autopipe.workflow import evaluation
 from autopipe.workflow.choose import batch_of, choose_plan, ensure_plan
@@ -26,8 +28,9 @@ from autopipe.workflow.contenders import compared
 from autopipe.workflow.contenders import explained as explain
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.models import ensure_profile, keeps_decisions, load_model, measure_model
+from autopipe.workflow.peaks import misfit, with_peaks
 from autopipe.workflow.predict import predict, schedule_of, timeline_of
-from autopipe.workflow.reordered import reordered
+from autopipe.workflow.reordered import as_typed, reordered
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
 from autopipe.workflow.settings import (
@@ -100,7 +103,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
         made, record = chosen.plan, chosen.record
         against = reasons = None
         try:
-            against = compared(made, found, record, chosen.space)
+            against = compared(made, found, record, chosen.space, every=chosen.every)
             reasons = explain(made, found, record, chosen.space) if explained else None
         except KeyboardInterrupt:
             work.notes.append("interrupted: the plan is written, and was not compared with others")
@@ -143,8 +146,12 @@ def simulate(
     schedule: str | None = None,
     progress: Progress | None = None,
     order: OrderSettings | None = None,
+    trace: Path | None = None,
 ) -> SimulateResult:
-    """Simulate the stored plan, under another schedule where one is named, and write timeline.json."""
+    """Simulate the stored plan, under another schedule where one is named, and write timeline.json.
+
+    The stages' peaks are counted along the schedule that is simulated. ``trace``: a file for Perfetto.
+    """
     with only_one(work_dir, "simulates"):
         store = Work.begin(work_dir, progress).store
         made, record = store.stored_plan()
@@ -152,10 +159,28 @@ def simulate(
         refuse_disagreement(made, found.graph)
         said = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
         made, notes = reordered(made, PlanRequest.of(said))
+        order_of_work = schedule_of(made)
         timeline = timeline_of(made, found, record.cluster)
+        # whoever has a timeline so large made has the time to count its bytes
+        made = with_peaks(made, found, most=math.inf)
         made = dataclasses.replace(made, predicted=predict(made, found, record.cluster))
+        used = bytes_by_rank(made.stages)
+        timeline = dataclasses.replace(timeline, peak_bytes=tuple(used[rank] for rank in range(made.num_ranks)))
         artifact.save(timeline, store.timeline)
-        return SimulateResult(made, timeline, render(schedule_of(made)), str(store.timeline), notes)
+        if trace is not None:
+            artifact.write_text(trace, chrome_trace(timeline))
+        return SimulateResult(
+            made,
+            record.cluster,
+            timeline,
+            render(order_of_work),
+            str(store.timeline),
+            notes,
+            trace="" if trace is None else str(trace),
+            overlaps=any(order_of_work.staleness),
+            reordered="" if made.digest == record.plan_digest else as_typed(made, said.order.file),
+            misfit=misfit(made, record.cluster),
+        )
 
 
 def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepared:

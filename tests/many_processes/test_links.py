@@ -2,10 +2,14 @@
 
 import json
 import multiprocessing
+import os
+import signal
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from commands import Commands, assert_gone, descendants
 
 from autopipe.cli.main import autopipe
 from autopipe.errors import RunError
@@ -13,6 +17,8 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
 from autopipe.launch import links as measuring
 from autopipe.launch.links import LARGE, SMALL, measure_links
+from autopipe.workflow import overheads
+from autopipe.workflow.results import TrainResult
 
 
 @pytest.fixture
@@ -35,6 +41,48 @@ def test_a_rank_that_fails_is_an_error_with_its_message():
     with pytest.raises(RunError, match="the links could not be measured: rank"):
         measure_links("nonsense")
     assert multiprocessing.active_children() == []
+
+
+def test_ctrl_c_between_the_starts_of_the_ranks_leaves_none(monkeypatch):
+    started = []
+
+    def interrupted(process):
+        if started:
+            raise KeyboardInterrupt
+        started.append(process)
+        plain(process)
+
+    plain = ForkServerProcess.start
+    monkeypatch.setattr(ForkServerProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_links("cpu")
+    assert not started[0].is_alive()
+    assert multiprocessing.active_children() == []
+
+
+def test_ctrl_c_ends_doctor_at_once(folder):
+    commands = Commands(folder)
+    try:
+        process = commands.start("doctor", "--links")
+        said = ""
+        while "measuring the links" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        below = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=30)
+        assert (process.returncode, "Traceback" in err) == (130, False), err
+        assert_gone(below)
+    finally:
+        commands.end()
+
+
+def test_ctrl_c_that_a_small_run_took_ends_the_measurement(monkeypatch):
+    stopped = TrainResult((), 0, 0.0, 0.0, 2, "1f1b", 2, "", "", stopped=True)
+    monkeypatch.setattr(overheads.runs, "train", lambda settings, events: stopped)
+    with pytest.raises(KeyboardInterrupt):
+        overheads.host_costs("cpu")
 
 
 def test_the_bandwidth_is_that_of_the_difference_of_two_messages():

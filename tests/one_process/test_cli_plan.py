@@ -159,7 +159,7 @@ def test_a_stored_record_keeps_what_was_asked(run):
 
 
 def test_ctrl_c_in_the_comparison_keeps_the_plan(run, monkeypatch):
-    def interrupted(*given):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(steps, "compared", interrupted)

@@ -104,6 +104,8 @@ def test_a_quantity_without_a_known_unit_is_refused(call, text, message):
         (('"16GiB"', "16"), "16 is not a size in bytes", ": device.memory"),
         (('"node"', "3"), "name is 3; a text in quotes is needed", ": level 0"),
         (("[device]", "[device"), "cluster.toml is not TOML", ""),
+        (('"datasheet"', '"guess"'), "unknown source 'guess'; known: datasheet, measured.", ""),
+        (('"datasheet"', "3"), "unknown source '3'; known: datasheet, measured.", ""),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_key(tmp_path, change, message, where):

@@ -54,6 +54,11 @@ def test_a_profile_of_a_device_without_a_datasheet_cannot_be_scaled():
         cluster_of_figures(2, CPU_PROFILE, None, None, "H100-SXM")
 
 
+def test_a_device_of_an_unknown_name_is_said_before_what_the_profile_was_taken_on():
+    with pytest.raises(PlanError, match=r"unknown device 'H100-80G'; known: A100-40GB, .*Did you mean 'H100-80GB'"):
+        cluster_of_figures(2, CPU_PROFILE, None, None, "H100-80G")
+
+
 def test_the_precision_is_that_of_most_parameters():
     found = chain(4)
     names = list(found.graph.parameters)
