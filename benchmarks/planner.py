@@ -124,6 +124,7 @@ def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> search.
         rules[place] = value
     rules[[solver.DEPTH, solver.MAY_KEEP, solver.MAY_RECOMPUTE, solver.EQUAL, solver.WIDTH]] = 1
     rules[solver.VERSIONS] = 1 if flush else 2
+    rules[[solver.MOST, solver.UNIT]] = ranks, 1
     place = np.array([1, 80e9, 1 / 25e9, 0, 1 / 25e9, 0, 1 / 25e9, 0]).reshape(8, 1, 1)
     return search.Arrays(tables, place, rules, np.arange(1, ranks + 1), 1.0)
 

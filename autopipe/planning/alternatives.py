@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
@@ -16,6 +17,21 @@ from autopipe.planning.problem import Problem
 
 Score = Callable[[Plan], Prediction]
 MOST_SCORED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A score that takes its time: of a search it is asked about the ``most`` plans that are best by the formula.
+
+    Where these are fewer than about 20 no runners-up are looked for either: they take a search each.
+    """
+
+    score: Score
+    most: int
+
+    def __call__(self, plan: Plan) -> Prediction:
+        """Return the score of a plan."""
+        return self.score(plan)
 
 
 class CutsWithout(Cuts):
@@ -47,25 +63,45 @@ def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | N
 
 
 def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:
-    """Return the best plan by ``score`` among about 20 that the formula ranks first: one a problem, and runners-up."""
+    """Return the best plan by ``score`` among about 20 that the formula ranks first: one a problem, and runners-up.
+
+    The whole model on each rank is always among them: the formula leaves out what many messages cost.
+    """
+    most = score.most if isinstance(score, Judge) else MOST_SCORED
     ranked = sorted(pairs, key=lambda pair: (pair[1].predicted.step_seconds, pair[1].num_microbatches))
-    plans = [plan for _, plan in ranked[:MOST_SCORED]]
-    for problem, plan in ranked[:3]:
-        if len(plans) < MOST_SCORED:
-            plans.extend(runners_up(problem, plan, solve)[: MOST_SCORED - len(plans)])
-    scored = [dataclasses.replace(plan, predicted=score(plan)) for plan in plans]
+    plans = [plan for _, plan in ranked[:most]]
+    for problem, plan in ranked[:3] if most >= MOST_SCORED else ():
+        if len(plans) < most:
+            plans.extend(runners_up(problem, plan, solve)[: most - len(plans)])
+    whole = sorted(whole_model_plans([problem for problem, _ in pairs]), key=lambda plan: plan.predicted.step_seconds)
+    different = {(plan.digest, plan.num_microbatches): plan for plan in (*plans, *whole[:most])}
+    scored = [dataclasses.replace(plan, predicted=score(plan)) for plan in different.values()]
     return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
 
 
+def whole_model_plans(problems: Sequence[Problem]) -> Iterator[Plan]:
+    """Yield the plan with one stage on all ranks for each problem that may have it and where it fits."""
+    for problem in problems:
+        if not problem.options.straight:
+            try:
+                yield data_parallel_plan(problem)
+            except PlanError:
+                continue
+
+
 def data_parallel_plan(problem: Problem) -> Plan:
-    """Return the plan with one stage on all ranks.
+    """Return the plan with one stage on all ranks, but no more than there are microbatches.
 
     Raises: PlanError when the model does not fit a device, with the numbers.
     """
     from autopipe.planning.replicated import arrays_of  # loads numba only where it is needed
 
-    ranks, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
-    free = dataclasses.replace(problem, options=dataclasses.replace(problem.options, straight=False, stages_per_rank=1))
+    given, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
+    ranks = min(given, m)
+    options = dataclasses.replace(
+        problem.options, num_ranks=ranks, offered=problem.options.offered or given, straight=False, stages_per_rank=1
+    )
+    free = dataclasses.replace(problem, options=options)
     tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
     held = in_flight(problem.needs, m, behind=0, num_ranks=ranks, replicas=ranks)
     versions = weight_versions(problem.needs, m, held, ranks)

@@ -162,10 +162,10 @@ def _check_memory(problem: Problem, stages: Sequence[Stage]) -> None:
 
 
 def _notes(problem: Problem, edges: Sequence[int], num_used: int) -> tuple[str, ...]:
-    graph, given = problem.profile.graph, problem.options.num_ranks
+    graph, given = problem.profile.graph, max(problem.options.num_ranks, problem.options.offered)
     notes = []
     if num_used < given:
-        notes.append(f"{given - num_used} of {given} ranks stay unused: with them the slowest stage is no faster")
+        notes.append(f"{given - num_used} of {given} ranks stay unused: with them a step is no faster")
     for name, home in unused_state(graph).items():
         stage = next(s for s in range(len(edges) - 1) if edges[s] <= home < edges[s + 1])
         kind = "parameter" if name in graph.parameters else "buffer"

@@ -14,6 +14,7 @@ from autopipe.planning.alternatives import Score, data_parallel_plan
 from autopipe.planning.api import make_best_plan, make_plan, make_problems
 from autopipe.planning.options import PlanOptions
 
+SINGLE = "single device"
 Fit = Callable[[Callable[[Cluster], Plan]], Plan]
 
 
@@ -33,6 +34,11 @@ class Comparison:
     contenders: tuple[Contender, ...]
     verdict: str
 
+    @property
+    def alone(self) -> Plan | None:
+        """The plan on a single device; None where the model does not fit one."""
+        return next((c.plan for c in self.contenders if c.name == SINGLE), None)
+
 
 def comparison(
     profile: Profile,
@@ -43,12 +49,14 @@ def comparison(
     straight: Sequence[PlanOptions] = (),
     free: Sequence[PlanOptions] = (),
     made: Plan | None = None,
+    every: bool = False,
     fit: Fit | None = None,
 ) -> Comparison:
     """Plan four ways for the same batch and memory. The best plan may replicate stages.
 
     ``straight``, ``free``: the options among which the two pipelines are chosen; without them, those of ``options``.
-    ``made``: a plan that was made already, and competes. ``fit``: calls a search with clusters until its plan fits.
+    ``made``: a plan that was made already, and competes; ``every``: it is the best of ``free``.
+    ``fit``: calls a search with clusters until its plan fits.
     """
     fit = fit or (lambda find: find(cluster))
     line = dataclasses.replace(options, straight=True, stages_per_rank=1)
@@ -61,24 +69,21 @@ def comparison(
     def any_of(choices: Sequence[PlanOptions]) -> Callable[[Cluster], Plan]:
         return lambda room: make_best_plan(profile, room, choices, score=score)
 
-    row = _contender(
-        "best straight pipeline",
-        lambda: made_straight or fit(any_of(straight)),
-    )
-    known = [plan for plan in (row.plan, made) if plan is not None]
-    contenders = (
-        _contender("single device", lambda: fit(lambda room: make_plan(profile, room, single, score=score))),
+    others = (
+        _contender(SINGLE, lambda: fit(lambda room: make_plan(profile, room, single, score=score))),
         _contender("data parallel", lambda: fit(lambda room: _data_parallel(profile, room, first, score))),
-        row,
-        _contender("best plan", lambda: _best(lambda: fit(any_of(free)), known)),
+        _contender("best straight pipeline", lambda: made_straight or fit(any_of(straight))),
     )
+    # of equally fast ones the plan that was made, then the pipeline
+    known = [plan for plan in (made, *(row.plan for row in reversed(others))) if plan is not None]
+    contenders = (*others, _contender("best plan", lambda: _best(None if every else lambda: fit(any_of(free)), known)))
     return Comparison(contenders, verdict(contenders))
 
 
-def _best(find: Callable[[], Plan], known: Sequence[Plan]) -> Plan:
+def _best(find: Callable[[], Plan] | None, known: Sequence[Plan]) -> Plan:
     """Return the best of the plan with replicas and of those that are known; an earlier one where none is better."""
     try:
-        plans = [*known, find()]
+        plans = [*known, *([find()] if find else [])]
     except PlanError:
         plans = list(known)
         if not plans:

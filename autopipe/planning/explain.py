@@ -10,7 +10,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning.alternatives import MOST_SCORED, Score, runners_up
+from autopipe.planning.alternatives import MOST_SCORED, Judge, Score, runners_up, whole_model_plans
 from autopipe.planning.api import solve_problem
 from autopipe.planning.memory import gib
 from autopipe.planning.options import PlanOptions
@@ -74,10 +74,13 @@ def explain(
     problem = Problem(profile, cluster, fixed, Cuts(profile.graph), plan.num_microbatches)
     bound = lower_bound(problem)
     others = runners_up(problem, plan, solve_problem)
+    if len(plan.stages) > 1:
+        others += whole_model_plans([problem])
     gap = plan.predicted.step_seconds / bound - 1 if bound else 0.0
     if score is not None:
-        others = [dataclasses.replace(other, predicted=score(other)) for other in others[:MOST_SCORED]]
-        others.sort(key=lambda other: other.predicted.step_seconds)
+        most = score.most if isinstance(score, Judge) else MOST_SCORED
+        others = [dataclasses.replace(other, predicted=score(other)) for other in others[:most]]
+    others.sort(key=lambda other: other.predicted.step_seconds)
     return Explanation(_cut_reasons(problem, plan), _limit(problem, plan), bound, gap, others[0] if others else None)
 
 

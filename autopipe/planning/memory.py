@@ -23,14 +23,32 @@ from autopipe.planning.options import ScheduleNeeds
 from autopipe.planning.tables import Array, Tables
 
 GIB = 2**30
+_UNITS = (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")
 
 
-def gib(num_bytes: float) -> str:
-    """Return bytes for people: GiB to three digits, small ones in MiB or KiB."""
-    value = num_bytes / GIB
-    if value < 0.01:
-        return f"{value * 2**10:.3g} MiB" if value * 2**10 >= 0.01 else f"{value * 2**20:.3g} KiB"
-    return f"{value:,.0f} GiB" if value >= 1000 else f"{value:.3g} GiB"
+def gib(num_bytes: float, digits: int = 3) -> str:
+    """Return bytes for people: GiB, small ones in MiB or KiB, to so many digits."""
+    if num_bytes >= 1000 * GIB:
+        return f"{num_bytes / GIB:,.0f} GiB"
+    size, unit = next((pair for pair in _UNITS if num_bytes >= pair[0]), _UNITS[-1])
+    return f"{num_bytes / size:.{digits}g} {unit}"
+
+
+def at_least(num_bytes: float) -> str:
+    """Return bytes for people, rounded up: who has so much has enough."""
+    size = next((size for size, _ in _UNITS if num_bytes >= size), _UNITS[-1][0])
+    value = num_bytes / size
+    step = 10.0 ** (math.floor(math.log10(value)) - 2) if value > 0 else 1.0
+    return gib(math.ceil(value / step - 1e-9) * step * size)
+
+
+def apart(needed: float, available: float) -> tuple[str, str]:
+    """Return two sizes for people, with as many digits as tell one from the other."""
+    for digits in range(3, 16):
+        texts = gib(needed, digits), gib(available, digits)
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def in_flight(needs: ScheduleNeeds, num_microbatches: int, *, behind: int, num_ranks: int, replicas: int = 1) -> int:

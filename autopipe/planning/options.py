@@ -88,6 +88,7 @@ class PlanOptions:
     without), "always", "never". ``straight``: one rank a stage, ``num_ranks`` stages.
     ``schedule_options``: what else the schedule is told, and ``schedule_text`` its text; the plan takes both over.
     ``stage_ranks``: the rank of each stage, where a schedule's text says it; else stages are dealt out in turn.
+    ``offered``: the ranks that there are, where ``num_ranks`` of them are to be used; 0: no others.
     ``replica_choices``: "any", or "powers" of two (a faster search). ``tolerance``: how far from the best a flush plan
     may stay, 0 for exact.
 
@@ -108,6 +109,7 @@ class PlanOptions:
     schedule_options: tuple[tuple[str, int], ...] = ()
     schedule_text: str = ""
     stage_ranks: tuple[int, ...] = ()
+    offered: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "batch_size", "stages_per_rank"):

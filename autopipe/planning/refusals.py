@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
-from autopipe.planning.memory import gib
+from autopipe.planning.memory import apart, at_least
 from autopipe.planning.options import PlanOptions, ScheduleNeeds
 from autopipe.planning.problem import Problem
 from autopipe.planning.straight import straight_cuts
@@ -72,10 +72,10 @@ def check_microbatches(needs: ScheduleNeeds, num_stages: int, num_microbatches: 
 def does_not_fit(problem: Problem) -> PlanError:
     """Return the error for a problem whose stages fit in no way: which stage, by how much, and what would fit."""
     if not problem.options.straight:
-        # the straight plans are among those that do not fit, and what makes one fit helps
+        # the straight plans on some of the ranks are among those that do not fit, and what makes one fit helps
         ranks = min(problem.options.num_ranks, problem.tables.num_atoms)
-        options = dataclasses.replace(problem.options, straight=True, num_ranks=ranks)
-        problem = dataclasses.replace(problem, options=options)
+        lines = [_straight(problem, ranks >> k) for k in range(ranks.bit_length())]
+        problem = min(lines, key=_overflow)
     stages = problem.options.num_stages
     over, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
     edges = (0, *starts, problem.tables.num_atoms)
@@ -88,14 +88,29 @@ def does_not_fit(problem: Problem) -> PlanError:
     remedy = next((text for text, change in _changes(problem) if fits(change)), "")
     if not remedy:
         total = device.memory_bytes + over * device.memory_bytes / problem.limit(worst)
-        remedy = f"nothing smaller fits: use devices with {gib(total)}, or more ranks with a larger model cut finer"
+        remedy = (
+            f"no smaller change was found that fits: use devices with {at_least(total)} and room for messages, or more "
+            "ranks with a larger model cut finer"
+        )
+    texts = apart(needed, problem.limit(worst))
     return PlanError(
-        f"stage {worst} needs {gib(needed)} and {gib(problem.limit(worst))} are available, "
-        f"in the plan that exceeds memory least",
+        f"stage {worst} needs {texts[0]} and {texts[1]} are available, in the plan that exceeds memory least",
         where=f"stage {worst} of {stages} ({first} .. {last}) on {device.name}, "
         f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.needs.name}",
         remedy=remedy,
     )
+
+
+def _straight(problem: Problem, num_ranks: int) -> Problem:
+    return dataclasses.replace(
+        problem, options=dataclasses.replace(problem.options, straight=True, num_ranks=num_ranks)
+    )
+
+
+def _overflow(problem: Problem) -> float:
+    """Return by how many bytes the least overfull plan is over the limit."""
+    stages = problem.options.num_stages
+    return straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))[0]
 
 
 def fits(problem: Problem) -> bool:

@@ -6,6 +6,7 @@ of an inner level of links, all groups sharing the microbatches; the better is k
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from autopipe.planning.build import StageChoice
 from autopipe.planning.problem import Problem
 from autopipe.planning.search import Arrays, Row, asynchronous, flush, objective
 from autopipe.planning.tables import Tables
+
+# so many ranks are placed one by one where they differ; more of them in groups, or a search takes minutes
+MOST_PLACES = 128
 
 
 def arrays_of(problem: Problem, width: int = 1) -> Arrays:
@@ -38,7 +42,13 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     rules[solver.WIDTH] = width
     rules[solver.OUTER_SECONDS] = 1 / outer.ring_bandwidth
     rules[solver.OUTER_LATENCY] = outer.latency_seconds
-    choices = [r for r in range(1, G + 1) if options.replica_choices == "any" or r & (r - 1) == 0]
+    rules[solver.UNIT] = unit = 1 if equal else unit_of(G)
+    # where ranks may stay unused, a stage has no more replicas than microbatches: those beyond would have nothing to do
+    # (nor where there are very many ranks, as it takes too long; plans for fewer of them compete)
+    most = min(G, max(problem.num_microbatches, unit)) if equal or unit > 1 else G
+    rules[solver.MOST] = most
+    counts = range(1, most // unit + 1)
+    choices = [r * unit for r in counts if options.replica_choices == "any" or r & (r - 1) == 0]
     place = placement(cluster, G, equal)
     return Arrays(
         (
@@ -80,8 +90,14 @@ def _levels_in_use(cluster: Cluster, num_ranks: int) -> int:
     return used
 
 
+def unit_of(num_ranks: int) -> int:
+    """Return of how many ranks replicas are a multiple where ranks differ: 1, or more where there are very many."""
+    return next(unit for unit in range(-(-num_ranks // MOST_PLACES), num_ranks + 1) if num_ranks % unit == 0)
+
+
+@functools.lru_cache(maxsize=32)
 def placement(cluster: Cluster, num_ranks: int, equal: bool) -> Any:
-    """Return the solver's placement tables, shape (8, G + 1, G + 1), or (8, 1, 1) where all ranks are equal.
+    """Return the solver's placement tables, shape (8, G + 1, G + 1) in units, or (8, 1, 1) where all ranks are equal.
 
     A stage on several ranks runs at the speed and with the memory of the least of them. It receives over the narrowest
     link between its ranks and the one before, sends likewise, and reduces over the narrowest link between its ranks.
@@ -90,10 +106,12 @@ def placement(cluster: Cluster, num_ranks: int, equal: bool) -> Any:
         table = np.zeros((8, 1, 1))
         table[:, 0, 0] = _one_placement(cluster, 0, num_ranks)
         return table
-    table = np.zeros((8, num_ranks + 1, num_ranks + 1))
-    for a in range(num_ranks):
-        for r in range(1, num_ranks - a + 1):
-            table[:, a, r] = _one_placement(cluster, a, r)
+    unit = unit_of(num_ranks)
+    count = num_ranks // unit
+    table = np.zeros((8, count + 1, count + 1))
+    for a in range(count):
+        for r in range(1, count - a + 1):
+            table[:, a, r] = _one_placement(cluster, a * unit, r * unit)
     return table
 
 

@@ -77,7 +77,8 @@ def objective(arrays: Arrays, rows: list[Row]) -> float:
 
 def asynchronous(arrays: Arrays) -> list[Row] | None:
     """Return the stages with the least bottleneck, or None when nothing fits."""
-    probe = _Fewest(arrays) if arrays.equal and len(arrays.replica_choices) == arrays.num_ranks else _Sums(arrays)
+    every = len(arrays.replica_choices) == int(arrays.rules[solver.MOST])
+    probe = _Fewest(arrays) if arrays.equal and every else _Sums(arrays)
     n = arrays.num_atoms
     low, high = float(arrays.tables[0][0, n]) / arrays.top_speed / arrays.num_ranks, math.inf
     best: list[Row] | None = None
@@ -157,7 +158,10 @@ class _Fewest:
         while i < a.num_atoms:
             for j in range(i + 1, a.num_atoms + 1):
                 d, most = int(g[j]), int(g[i] - g[j])
-                if most >= 1 and solver.least_replicas(a.tables, a.place, a.rules, i, j, d, most, T) == most:
+                if (
+                    1 <= most <= a.rules[solver.MOST]
+                    and solver.least_replicas(a.tables, a.place, a.rules, i, j, d, most, T) == most
+                ):
                     break
             rows.append((i, j, most, d))
             i = j
@@ -169,19 +173,21 @@ class _Sums:
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
-        shape = (arrays.num_atoms + 1, arrays.num_ranks + 1)
+        self.unit = int(arrays.rules[solver.UNIT])
+        shape = (arrays.num_atoms + 1, arrays.num_ranks // self.unit + 1)
         self.h, self.choice = np.empty(shape), np.zeros((*shape, 2), dtype=np.int32)
 
     def rows(self, T: float) -> list[Row] | None:
         """Return the stages with the least sum of tau, every tau <= T; all ranks where they differ."""
         a = self.arrays
         solver.least_sum(a.tables, a.place, a.rules, a.replica_choices, T, a.top_speed, self.h, self.choice)
-        d = int(np.argmin(self.h[0])) if a.equal else a.num_ranks
-        if self.h[0, d] >= solver.HUGE:
+        place = int(np.argmin(self.h[0])) if a.equal else -1
+        d = place * self.unit if a.equal else a.num_ranks
+        if self.h[0, place] >= solver.HUGE:
             return None
         rows, i = [], 0
         while i < a.num_atoms:
-            j, r = (int(x) for x in self.choice[i, d])
+            j, r = (int(x) for x in self.choice[i, d // self.unit])
             rows.append((i, j, r, d - r))
             i, d = j, d - r
         return rows

@@ -40,12 +40,12 @@ HUGE = 1e300
 
 # places in the tuple of tables; TIME and RING are t and k m of one replica, for equal devices and links only
 COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
-# places in the placement tables, each indexed by (first rank, replicas); by (0, 0) alone where all ranks are equal
+# places in the placement tables, by (first rank, replicas) in units; by (0, 0) alone where all ranks are equal
 SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
-# places in the vector of rules
+# places in the vector of rules; the last: the most replicas, and of how many ranks replicas are a multiple
 MICROBATCHES, RANKS, DEPTH, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
-WIDTH, OUTER_SECONDS, OUTER_LATENCY = range(9, 12)
-NUM_RULES = 12
+WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT = range(9, 14)
+NUM_RULES = 14
 
 
 @compiled
@@ -69,7 +69,7 @@ def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
 @compiled
 def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
     """Return (tau, recompute) of a stage, or (HUGE, 0) where it does not fit. All engines use this one definition."""
-    a, q = int(rules[RANKS]) - d - r, r
+    a, q = (int(rules[RANKS]) - d - r) // int(rules[UNIT]), r // int(rules[UNIT])
     if rules[EQUAL] > 0:
         a, q = 0, 0
     m = rules[MICROBATCHES]
@@ -201,7 +201,7 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
     only those whose bound is still lower than the best count. Nearly all of these do not fit, and ``least_count`` tells
     so from the numbers of one row: handing over the tables would take several times as long as the check.
     """
-    n, G = len(g) - 1, int(rules[RANKS])
+    n, G, cap = len(g) - 1, int(rules[RANKS]), int(rules[MOST])
     memory, speed = place[MEMORY, 0, 0], place[SPEED, 0, 0]
     budget = T * speed * (1 + 1e-9)
     bounds = np.empty(n + 1)
@@ -215,7 +215,7 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
             for j in range(i + 1, n + 1):
                 d = g[j]
                 # recomputed input-only nodes make the seconds not quite additive, but they never fall as j grows
-                if seconds[j] > budget * (lowest if again == 0 else best - 1):
+                if seconds[j] > budget * min(cap, lowest if again == 0 else best - 1):
                     break
                 if j > known:
                     known, count, t, k = j, 1.0, time[j], ring[j] / rules[MICROBATCHES]
@@ -226,16 +226,18 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
                     if bounds[j] <= lowest - (first > 0):
                         lowest, first = math.ceil(bounds[j]), j
                 elif bounds[j] <= best - 1 and d + 1 < best:
-                    most, k = best - 1 - d, ring[j] / rules[MICROBATCHES]
+                    most, k = min(best - 1 - d, cap), ring[j] / rules[MICROBATCHES]
                     least = least_count(
                         rules, d, most, T, memory,
                         time[j], k, forward[j] / speed, weights[j], state[j], kept[j], saved[j],
                     )  # fmt: skip
                     if least <= most:
-                        best = min(best, d + least_replicas(tables, place, rules, i, j, d, most, T))
+                        r = least_replicas(tables, place, rules, i, j, d, most, T)
+                        best = d + r if r <= most else best
             if again == 0 and first > 0:
-                d = g[first]
-                best = min(best, d + least_replicas(tables, place, rules, i, first, d, G - d, T))
+                d, most = g[first], min(G - g[first], cap)
+                r = least_replicas(tables, place, rules, i, first, d, most, T)
+                best = d + r if r <= most else best
         g[i] = best
     return int(g[0])
 
@@ -247,10 +249,11 @@ def least_sum(
 ) -> None:  # fmt: skip
     """Fill h[i, d], the least sum of tau of atoms i.. on exactly d ranks with every tau <= T; choice[i, d] = (j, r).
 
-    Only (i, d) that can be part of a plan are followed: d ranks must be able to do what is behind i within T, and the
-    others what is before it. Where devices and links are equal only the memory depends on d.
+    Both are indexed by d in units, of which all ``replica_choices`` are multiples. Only (i, d) that can be part of a
+    plan are followed: d ranks must be able to do what is behind i within T, and the others what is before it. Where
+    devices and links are equal only the memory depends on d.
     """
-    n, G = h.shape[0] - 1, int(rules[RANKS])
+    n, G, unit = h.shape[0] - 1, int(rules[RANKS]), int(rules[UNIT])
     seconds = tables[COMPUTE]
     h[:] = HUGE
     h[n, 0] = 0.0
@@ -262,10 +265,12 @@ def least_sum(
                 if seconds[i, j] > T * top_speed * r * (1 + 1e-9):
                     break
                 first = 0 if j == n else max(1, math.ceil(seconds[j, n] / (T * top_speed) - 1e-9))
-                last = 0 if j == n else most - r
+                first = -(-first // unit) * unit
+                last = 0 if j == n else min(most - r, (n - j) * int(rules[MOST]))
                 tau, held = HUGE, -1.0
-                for d in range(first, min(last, most - r) + 1):
-                    if h[j, d] >= h[i, d + r]:
+                for d in range(first, min(last, most - r) + 1, unit):
+                    behind, here = d // unit, (d + r) // unit
+                    if h[j, behind] >= h[i, here]:
                         continue
                     if rules[EQUAL] > 0:
                         now, _ = held_and_versions(rules, r, d)
@@ -274,6 +279,6 @@ def least_sum(
                             held = now
                     else:
                         tau, _ = stage(tables, place, rules, i, j, r, d)
-                    if tau <= T and tau + h[j, d] < h[i, d + r]:
-                        h[i, d + r] = tau + h[j, d]
-                        choice[i, d + r, 0], choice[i, d + r, 1] = j, r
+                    if tau <= T and tau + h[j, behind] < h[i, here]:
+                        h[i, here] = tau + h[j, behind]
+                        choice[i, here, 0], choice[i, here, 1] = j, r

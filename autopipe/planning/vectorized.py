@@ -17,13 +17,13 @@ def least_ranks_by_rows(tables: Any, place: Array, rules: Array, T: float, g: Ar
     Lower bounds on the replicas of every stage come from array operations; only stages whose bound still beats the best
     count are asked exactly, the most promising first.
     """
-    n, G = len(g) - 1, int(rules[solver.RANKS])
+    n, G, cap = len(g) - 1, int(rules[solver.RANKS]), int(rules[solver.MOST])
     ring = tables[solver.RING] / rules[solver.MICROBATCHES]
     speed, seconds = place[solver.SPEED, 0, 0], tables[solver.COMPUTE]
     g[n] = 0
     for i in range(n - 1, -1, -1):
         row = seconds[i, i + 1 :]
-        stop = int(np.searchsorted(row, T * speed * G * (1 + 1e-9), side="right"))
+        stop = int(np.searchsorted(row, T * speed * min(G, cap) * (1 + 1e-9), side="right"))
         behind = g[i + 1 : i + 1 + stop]
         bounds = _least_counts(tables[solver.TIME][i, i + 1 : i + 1 + stop], ring[i, i + 1 : i + 1 + stop], T) + behind
         best = G + 1
@@ -31,7 +31,9 @@ def least_ranks_by_rows(tables: Any, place: Array, rules: Array, T: float, g: Ar
             d = int(behind[k])
             if bounds[k] >= best:
                 break
-            best = min(best, d + solver.least_replicas(tables, place, rules, i, i + 1 + int(k), d, best - 1 - d, T))
+            most = min(best - 1 - d, cap)
+            r = solver.least_replicas(tables, place, rules, i, i + 1 + int(k), d, most, T)
+            best = d + r if r <= most else best
         g[i] = best
     return int(g[0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from autopipe.planning import PlanOptions, Watch, make_best_plan
 from autopipe.schedules import lines_of
 from autopipe.workflow.clusters import cluster_of_figures, this_machine
 from autopipe.workflow.peaks import fitting
-from autopipe.workflow.predict import judge, predict, scored
+from autopipe.workflow.predict import judge, predict
 from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.settings import PlanSettings, Progress
 from autopipe.workflow.space import Space, most_stages
@@ -32,12 +31,13 @@ QUIET_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A plan, what it was made from, and the seconds of the search."""
+    """A plan, what it was made from, the seconds of the search. ``every``: it is the best of the whole ``space``."""
 
     plan: Plan
     record: PlanRecord
     space: Space
     seconds: float
+    every: bool = False
 
 
 def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work: Work) -> tuple[Plan, PlanRecord]:
@@ -88,14 +88,16 @@ def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: in
     cluster = cluster_of(request, num_ranks, found, work)
     space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
     start = time.perf_counter()
-    made, watch = search(found, cluster, _choices(request, space, found, work), work.progress)
+    choices = _choices(request, space, found, work)
+    made, watch = search(found, cluster, choices, work.progress)
     seconds = time.perf_counter() - start
     if watch.stopped:
         work.notes.append(f"interrupted: the best plan of {watch.tried} of about {watch.total} searches")
     record = PlanRecord(made.digest, profile_digest(found), request, cluster)
     artifact.save(made, work.store.plan)
     artifact.save(record, work.store.record)
-    return Chosen(made, record, space, seconds)
+    every = not watch.stopped and bool(space.free) and space.free[0] in choices
+    return Chosen(made, record, space, seconds, every)
 
 
 def search(
@@ -112,8 +114,6 @@ def search(
         return make_best_plan(found, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
 
     made = fitting(found, cluster, find, lambda: watch.stopped)
-    if score is None:
-        made = dataclasses.replace(made, predicted=scored(found, cluster)(made))
     if not math.isfinite(made.predicted.step_seconds):
         predict(made, found, cluster)  # says which rule no schedule can keep
     return made, watch

@@ -9,16 +9,17 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import Comparison, Explanation, comparison, explain
-from autopipe.planning.alternatives import Score
-from autopipe.planning.compare import verdict
 from autopipe.workflow.peaks import fitting
-from autopipe.workflow.predict import judge, scored
+from autopipe.workflow.predict import judge
 from autopipe.workflow.space import Space, plain, replicated, takes_replicas
 from autopipe.workflow.store import PlanRecord
 
 
-def compared(made: Plan, found: Profile, record: PlanRecord, space: Space) -> Comparison:
-    """Return a single device, data parallelism, the best straight pipeline and the best plan of all."""
+def compared(made: Plan, found: Profile, record: PlanRecord, space: Space, *, every: bool = False) -> Comparison:
+    """Return a single device, data parallelism, the best straight pipeline and the best plan of all.
+
+    ``every``: the plan that was made is already the best of those with replicas.
+    """
     cluster, rivals = record.cluster, space.rivals()
     score = judge(found, cluster, (*space.straight, *rivals))
     first = space.straight[0]
@@ -27,17 +28,9 @@ def compared(made: Plan, found: Profile, record: PlanRecord, space: Space) -> Co
     def fit(find: Callable[[Cluster], Plan]) -> Plan:
         return fitting(found, cluster, find)
 
-    result = comparison(found, cluster, base, score=score, straight=space.straight, free=rivals, made=made, fit=fit)
-    return result if score is not None else _judged(result, scored(found, cluster))
-
-
-def _judged(result: Comparison, score: Score) -> Comparison:
-    """Return the plans that the formula chose, with the simulator's figures; the best of them is the best plan."""
-    plans = {c.name: dataclasses.replace(c.plan, predicted=score(c.plan)) for c in result.contenders if c.plan}
-    best = max(plans.values(), key=lambda plan: plan.predicted.samples_per_second, default=None)
-    *others, last = (dataclasses.replace(c, plan=plans.get(c.name)) for c in result.contenders)
-    contenders = (*others, dataclasses.replace(last, plan=best) if last.plan is not None else last)
-    return Comparison(contenders, verdict(contenders))
+    return comparison(
+        found, cluster, base, score=score, straight=space.straight, free=rivals, made=made, every=every, fit=fit
+    )
 
 
 def explained(made: Plan, found: Profile, record: PlanRecord, space: Space) -> Explanation:

@@ -16,7 +16,7 @@ from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import PlanOptions
-from autopipe.planning.alternatives import Score
+from autopipe.planning.alternatives import MOST_SCORED, Judge, Score
 from autopipe.planning.api import candidate_counts
 from autopipe.planning.refusals import microbatch_count
 from autopipe.runtime.reduction import num_buckets
@@ -106,13 +106,16 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
 
 
-def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> Score | None:
-    """Return the judge of a search: the simulator; None where plans are too large to be simulated dozens of times.
+def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> Judge:
+    """Return the judge of a search: the simulator, asked about the fewer plans the larger they are.
 
-    One for all: figures of the simulator and of the planner's formula are not compared with each other.
+    Where they are too large to be simulated at all it is the planner's formula, for all of them: figures of the one
+    and of the other are not compared with each other.
     """
-    largest = max(_largest(profile, options) for options in choices)
-    return scored(profile, cluster) if largest <= MOST_SIMULATED else None
+    largest = max(1, *(_largest(profile, options) for options in choices))
+    if largest > MOST_SIMULATED_ONCE:
+        return Judge(lambda plan: plan.predicted, 1)
+    return Judge(scored(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
 
 
 def _largest(profile: Profile, options: PlanOptions) -> int:

@@ -45,6 +45,12 @@ def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progre
         for place, count in enumerate(counts):
             base.work.progress(f"planning for {count} devices", place / len(counts))
             points.append(_point(base, count))
+            given = base.request.cluster
+            if given is not None and count > given.num_ranks:
+                base.work.notes.append(
+                    f"{count} devices are more than the {given.num_ranks} of the cluster file: its outermost level "
+                    f"({given.levels[-1].name}) is taken to be wider"
+                )
     except KeyboardInterrupt:
         if not points:
             raise
@@ -69,9 +75,11 @@ def _point(base: _Base, count: int) -> ScalingPoint:
     try:
         cluster = _cluster(base, count)
         space = Space.of(base.request, count, base.batch_size)
-        plan, _ = search(base.found, cluster, _choices(base, space, count), lambda what, fraction: None)
+        plan, watch = search(base.found, cluster, _choices(base, space, count), lambda what, fraction: None)
     except AutopipeError as error:
         return ScalingPoint(count, None, 0.0, error.what)
+    if watch.stopped:
+        raise KeyboardInterrupt  # a number that was not searched to the end is not put beside the others
     return ScalingPoint(count, plan, _device_hours(plan, count))
 
 

@@ -14,7 +14,7 @@ from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Request
 from autopipe.planning import NEEDS, PlanOptions
 from autopipe.schedules import REGISTRY, layout_of, make
-from autopipe.workflow.requests import PlanRequest
+from autopipe.workflow.requests import PlanRequest, flag_of
 
 # where a schedule is to be chosen: the first one wins a tie, and needs less memory than gpipe
 _AUTO_FIRST = "1f1b"
@@ -52,12 +52,18 @@ class Space:
         if name == "custom":
             return Space((_of_grid(request, num_ranks, batch_size),), ())
         straight: list[PlanOptions] = []
-        for schedule in _told(schedules(name, links_known=links_known or bool(request.stages_per_rank)), request):
+        names = taking(schedules(name, links_known=links_known or bool(request.stages_per_rank)), request)
+        for schedule in names:
             alone = _ordered(request, schedule, num_ranks, batch_size)
             counts = _STAGES_PER_RANK.get(schedule, (1,)) if num_ranks > 1 else (1,)
             for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
                 straight.append(dataclasses.replace(alone, stages_per_rank=count))
-        free = [replicated(options) for options in straight if takes_replicas(options)]
+        free = [
+            replicated(dataclasses.replace(options, offered=num_ranks))
+            for ranks in fewer(num_ranks)
+            for options in (_ordered(request, schedule, ranks, batch_size) for schedule in names)
+            if takes_replicas(options)
+        ]
         left_out = (_SPLITS, *(() if links_known else (_SENDS,))) if name == "auto" else ()
         return Space(tuple(straight), tuple(free), left_out)
 
@@ -99,32 +105,41 @@ def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: in
     )
 
 
-def _told(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
+def taking(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
     """Return those of the schedules that take what the request tells them.
 
-    Raises: PlanError where there is none, with those that do.
+    Raises: PlanError where there is none, with those that do; or where it is out of range.
     """
-    options = dict.fromkeys(request.schedule_options) | ({"stages_per_rank": None} if request.stages_per_rank else {})
+    told = dict(request.schedule_options)
+    if request.stages_per_rank:
+        told["stages_per_rank"] = request.stages_per_rank
 
     def lacks(name: str) -> list[str]:
         known = {option.name for option in REGISTRY[name].options}
-        return [option for option in options if option not in known]
+        return [option for option in told if option not in known]
 
     found = tuple(name for name in names if not lacks(name))
+    for option in (option for name in found for option in REGISTRY[name].options):
+        value = told.get(option.name, option.default)
+        if not option.minimum <= value <= option.maximum:
+            raise PlanError(
+                f"{flag_of(option.name)} {value} is out of range: it runs from {option.minimum} to {option.maximum}",
+                remedy=f"leave it out for {option.default} ({option.meaning})",
+            )
     if found:
         return found
     missing = lacks(names[0])[0]
-    flag = {"depth": "--warmup-depth"}.get(missing, "--" + missing.replace("_", "-"))
     takers = [kind.name for kind in REGISTRY.values() if missing in {option.name for option in kind.options}]
-    who = f"--schedule {names[0]} takes no" if len(names) == 1 else "nothing that --schedule auto tries takes"
-    raise PlanError(f"{who} {flag}", remedy=f"leave it out, or choose a schedule that does: {', '.join(takers)}")
+    who = f"schedule {names[0]} takes no" if len(names) == 1 else "nothing that --schedule auto tries takes"
+    remedy = f"leave it out, or choose a schedule that does: {', '.join(takers)}"
+    raise PlanError(f"{who} {flag_of(missing)}", remedy=remedy)
 
 
 def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptions:
     """Return the options of the user's own grid, which is validated here. ``num_ranks``: those of its rows."""
     if request.grid is None:
         raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
-    _told(("custom",), request)
+    taking(("custom",), request)
     stage_ranks, count = layout_of(request.grid)
     make("custom", Request(stage_ranks, count, text=request.grid))
     for stage, ranks in enumerate(stage_ranks):
@@ -174,6 +189,14 @@ def replicated(options: PlanOptions) -> PlanOptions:
         replica_choices="powers" if many else "any",
         tolerance=0.01 if many else 0.0,
     )
+
+
+def fewer(num_ranks: int) -> list[int]:
+    """Return the numbers of ranks to plan with replicas for: all, and half of them each time, down to one.
+
+    Where devices or links differ a search uses all ranks; else it may leave some unused, and judges that by formula.
+    """
+    return [num_ranks >> k for k in range(num_ranks.bit_length())]
 
 
 def takes_replicas(options: PlanOptions) -> bool:

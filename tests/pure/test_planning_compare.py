@@ -11,7 +11,7 @@ from test_planning_refusals import chain, machine
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.planning import PlanOptions, comparison, explain, make_plan
-from autopipe.planning.alternatives import runners_up
+from autopipe.planning.alternatives import Judge, data_parallel_plan, runners_up
 from autopipe.planning.api import make_problems, solve_problem
 
 
@@ -139,3 +139,33 @@ def test_a_simulator_chooses_among_the_runners_up_too():
     assert {plan.digest, formula.digest} <= set(seen)
     assert plan.stages[1].start >= formula.stages[1].start
     assert len(list(itertools.islice(seen, 20))) <= 20
+
+
+def dear_messages(plan):
+    """A judge that knows what the formula does not: every stage but the first costs a second more."""
+    step = plan.predicted.step_seconds + len(plan.stages) - 1
+    return dataclasses.replace(plan.predicted, step_seconds=step, samples_per_second=plan.batch_size / step)
+
+
+def test_the_whole_model_on_each_rank_competes_whatever_the_formula_says_of_it():
+    profile, cluster = chain(8, weight=2**30), machine(4, 100)
+    free = PlanOptions(4, 32, 16, straight=False)
+    assert len(make_plan(profile, cluster, free).stages) > 1
+    plan = make_plan(profile, cluster, free, score=Judge(dear_messages, 1))
+    assert (len(plan.stages), plan.num_ranks) == (1, 4)
+
+
+@pytest.mark.parametrize("weight", [2**20, 2**28, 2**30])
+@pytest.mark.parametrize("score", [None, dear_messages, Judge(dear_messages, 1)])
+def test_no_row_of_the_table_is_faster_than_the_best_plan(weight, score):
+    result = comparison(chain(8, weight=weight), machine(4, 100), PlanOptions(4, 32, 16), score=score)
+    rates = [contender.plan.predicted.samples_per_second for contender in result.contenders]
+    assert rates[-1] == max(rates)
+    assert result.alone is result.contenders[0].plan
+
+
+def test_data_parallelism_has_no_more_ranks_than_microbatches():
+    (problem,) = make_problems(chain(8), machine(16, 100), PlanOptions(16, 8, 4, straight=False))
+    plan = data_parallel_plan(problem)
+    assert plan.num_ranks == 4
+    assert plan.notes[0].startswith("12 of 16 ranks stay unused")

@@ -11,6 +11,7 @@ from autopipe.ir.plan import Stage
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import NEEDS, PlanOptions, ScheduleNeeds, make_plan
+from autopipe.planning.memory import apart, at_least, gib
 from autopipe.planning.ownership import check_every_parameter
 
 GIB = 2**30
@@ -157,7 +158,26 @@ def test_the_remedy_for_memory_is_one_that_works(memory, options, remedy, cure):
 
 def test_when_no_change_fits_the_device_that_would_is_named():
     error = refusal(chain(), machine(4, 0.5), PlanOptions(4, 4, 4))
-    assert error.remedy.startswith("nothing smaller fits: use devices with 2.")
+    assert error.remedy.startswith("no smaller change was found that fits: use devices with 2.25 GiB")
+    make_plan(chain(), machine(4, 2.25), PlanOptions(4, 4, 4))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
+    free = PlanOptions(ranks, 16, 16, straight=False, recompute="never")
+    error = refusal(chain(), machine(ranks, 0.5), free)
+    told = float(error.remedy.split("use devices with ")[1].split(" GiB")[0])
+    make_plan(chain(), machine(ranks, told), free)
+    with pytest.raises(PlanError):
+        make_plan(chain(), machine(ranks, told * 0.4), free)
+
+
+def test_sizes_are_told_apart_and_up():
+    assert gib(13.7 * 2**20) == "13.7 MiB"
+    assert apart(13.7e6 + 50, 13.7e6) == ("13.0654 MiB", "13.0653 MiB")
+    assert apart(2**30, 2**30) == ("1 GiB", "1 GiB")
+    assert (at_least(1.2301 * 2**30), at_least(2**21), at_least(999.6 * 2**20)) == ("1.24 GiB", "2 MiB", "1e+03 MiB")
+    assert at_least(0) == "0 KiB"
 
 
 @pytest.mark.parametrize(

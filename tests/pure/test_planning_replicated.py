@@ -166,7 +166,8 @@ class ByHand:
         flush = self.options.schedule in FLUSHES
         n = len(self.edges) - 1
         amounts = {pair: self.amounts(*pair) for pair in itertools.combinations(range(n + 1), 2)}
-        counts = [r for r in range(1, ranks + 1) if self.options.replica_choices == "any" or r in (1, 2, 4)]
+        top = min(ranks, m) if equal else ranks
+        counts = [r for r in range(1, top + 1) if self.options.replica_choices == "any" or r in (1, 2, 4)]
         best = math.inf
         groups = [1]
         if len(self.cluster.levels) == 2 and len(self.cluster.devices) == 1 and ranks > 2:

@@ -8,14 +8,16 @@ from test_planning_refusals import chain, machine
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir import artifact
+from autopipe.ir.cluster import Level
 from autopipe.ir.plan import Plan
 from autopipe.planning import NEEDS, PlanOptions, Watch, make_best_plan, make_plan
 from autopipe.schedules import REGISTRY
-from autopipe.workflow import choose, predict
+from autopipe.workflow import choose, predict, scaling
 from autopipe.workflow.choose import choose_plan, later, search
 from autopipe.workflow.contenders import compared, explained
 from autopipe.workflow.reordered import reordered
 from autopipe.workflow.requests import PlanRequest
+from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings
 from autopipe.workflow.space import MANY_RANKS, Space, schedules, takes_replicas
 from autopipe.workflow.store import Work
 
@@ -192,14 +194,17 @@ def test_a_huge_plan_keeps_the_planners_figures():
     assert predict.scored(FOUND, FAST)(huge) is huge.predicted
 
 
-def test_a_search_among_large_plans_goes_by_the_formula_and_its_result_is_simulated(monkeypatch):
+def test_of_large_plans_fewer_are_simulated_and_of_huge_ones_none(monkeypatch):
     options = PlanOptions(4, 32, 8)
-    assert predict.judge(FOUND, FAST, [options]) is not None
+    assert predict.judge(FOUND, FAST, [options]).most == 20
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
-    assert predict.judge(FOUND, FAST, [options]) is None
-    assert predict.judge(FOUND, FAST, [PlanOptions(4, 4)]) is not None
+    assert predict.judge(FOUND, FAST, [options]).most == 10
     made, _ = search(FOUND, FAST, (options,), silent)
     assert made.predicted == predict.predict(made, FOUND, FAST)
+    monkeypatch.setattr(predict, "MOST_SIMULATED_ONCE", 16)
+    judge = predict.judge(FOUND, FAST, [options, PlanOptions(2, 4)])
+    assert judge.most == 1
+    assert judge(made) is made.predicted
 
 
 def test_the_table_of_large_plans_has_the_simulators_figures(tmp_path, monkeypatch):
@@ -294,3 +299,45 @@ def test_the_explanation_fits_the_plan(tmp_path, request_):
     assert [cut.node for cut in found.cuts] == [stage.first for stage in made.plan.stages[1:]]
     assert made.plan.predicted.step_seconds >= found.bound_seconds
     assert found.limit.startswith(("compute", "links", "memory"))
+
+
+def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused():
+    space = Space.of(PlanRequest(schedule="1f1b"), 6, 32)
+    assert [(options.num_ranks, options.offered) for options in space.free] == [(6, 6), (3, 6), (1, 6)]
+    # between two hosts a message takes longer than the whole model, and a search where links differ uses every rank
+    host, slow = Level("host", 3, 1e9, 1e-5), Level("network", 2, 1e3, 1.0)
+    cluster = dataclasses.replace(machine(6, 100), levels=(host, slow))
+    every, _ = search(FOUND, cluster, space.free[:1], silent)
+    made, _ = search(FOUND, cluster, space.free, silent)
+    assert (every.num_ranks, made.num_ranks) == (6, 3)
+    assert made.predicted.step_seconds < every.predicted.step_seconds
+    assert made.notes[0] == "3 of 6 ranks stay unused: with them a step is no faster"
+
+
+def test_what_was_searched_with_replicas_is_not_searched_again(tmp_path, monkeypatch):
+    cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
+    made, _ = chosen(tmp_path, PlanRequest(**cluster, replicas="auto"))
+    assert made.every
+    assert not chosen(tmp_path, PlanRequest(**cluster))[0].every
+    again = compared(made.plan, FOUND, made.record, made.space)
+    monkeypatch.setattr("autopipe.planning.compare._best", lambda find, known: known[0] if find is None else 1 / 0)
+    result = compared(made.plan, FOUND, made.record, made.space, every=True)
+    assert result.contenders[-1].plan.predicted == again.contenders[-1].plan.predicted
+
+
+def test_a_count_that_was_interrupted_is_not_put_beside_the_others(tmp_path, monkeypatch):
+    settings = PlanSettings(ProfileSettings(ModelSettings(), tmp_path), batch_size=32)
+    artifact.save(FOUND, Work.begin(tmp_path, None).store.profile)
+    searched = scaling.search
+
+    def interrupted(found, cluster, choices, progress):
+        plan, watch = searched(found, cluster, choices, progress)
+        watch.stopped = choices[0].num_ranks == 4
+        return plan, watch
+
+    monkeypatch.setattr(scaling, "search", interrupted)
+    result = scaling.sweep_gpus(settings, (1, 2, 4, 8))
+    assert [point.gpus for point in result.points] == [1, 2]
+    assert "interrupted: 2 of 4 numbers of devices" in result.notes
+    with pytest.raises(KeyboardInterrupt):
+        scaling.sweep_gpus(settings, (4, 8))
