@@ -27,28 +27,42 @@ HUGE = 1e300
 
 
 @compiled
-def nested_pairs(words: Array, sizes: Array) -> tuple[Array, Array]:
-    """Return (pointers, supersets): for every state the later ones that hold it, as bit sets of 64-bit words."""
+def nested_pairs(words: Array, sizes: Array, most: int) -> tuple[Array, Array]:
+    """Return (pointers, supersets): for every state the later ones that hold it, as bit sets of 64-bit words.
+
+    What holds a superset holds the state, too, and is not compared again. ``supersets`` is empty for more pairs than
+    ``most``, which ``pointers`` still count.
+    """
     n = len(sizes)
+    above = np.zeros((n, (n + 63) // 64), np.uint64)
     pointers = np.zeros(n + 1, np.int64)
-    for fill in range(2):
-        if fill == 1:
-            supersets = np.empty(pointers[n], np.int32)
+    one = np.uint64(1)
+    for i in range(n - 1, -1, -1):
+        for j in range(i + 1, n):
+            if above[i, j >> 6] >> np.uint64(j & 63) & one or sizes[j] == sizes[i]:
+                continue
+            inside = True
+            for w in range(words.shape[1]):
+                if words[i, w] & ~words[j, w]:
+                    inside = False
+                    break
+            if inside:
+                above[i, j >> 6] |= one << np.uint64(j & 63)
+                for w in range(j >> 6, above.shape[1]):
+                    above[i, w] |= above[j, w]
+        for j in range(i + 1, n):
+            if above[i, j >> 6] >> np.uint64(j & 63) & one:
+                pointers[i + 1] += 1
+    for i in range(n):
+        pointers[i + 1] += pointers[i]
+    supersets = np.empty(pointers[n] if pointers[n] <= most else 0, np.int32)
+    if pointers[n] <= most:
         at = 0
         for i in range(n):
             for j in range(i + 1, n):
-                if sizes[j] > sizes[i]:
-                    inside = True
-                    for w in range(words.shape[1]):
-                        if words[i, w] & ~words[j, w]:
-                            inside = False
-                            break
-                    if inside:
-                        if fill == 1:
-                            supersets[at] = j
-                        at += 1
-            if fill == 0:
-                pointers[i + 1] = at
+                if above[i, j >> 6] >> np.uint64(j & 63) & one:
+                    supersets[at] = j
+                    at += 1
     return pointers, supersets
 
 
@@ -83,7 +97,12 @@ def least_devices(
     chain = len(pointers) == 0
     g[n - 1] = 0
     for i in range(n - 2, -1, -1):
-        best, next_state, count = G + 1, -1, 0
+        # the seconds alone need so many devices behind, and leave so many less one, of those before
+        floor = max(1, math.ceil((C[n - 1] - C[i]) / T - 1e-9))
+        best, next_state, count = G + 1 - max(0, math.ceil(C[i] / T - 1e-9)), -1, 0
+        if floor >= best:
+            g[i] = G + 1
+            continue
         start, stop = (i + 1, n) if chain else (pointers[i], pointers[i + 1])
         for q in range(start, stop):
             j = q if chain else supersets[q]
@@ -102,6 +121,9 @@ def least_devices(
                 if j < n - 1 and X[j] > x:
                     x = X[j]
             k = 4.0 * (P[j] - P[i]) / B
+            # what no number of replicas that is left can meet; a number beyond all integers is never asked for
+            if 2.0 * x > B * T * best or (c > T and c + k > 2.0 * T * best):
+                continue
             r = 1
             if c > T or 2.0 * x > B * T:
                 r = replicas_needed(c, k, x, T, B)
@@ -115,7 +137,9 @@ def least_devices(
                     r = G + 1
             if r + d < best:
                 best, next_state, count = r + d, j, r
-        g[i], after[i], replicas[i] = best, next_state, count
+                if best <= floor:
+                    break
+        g[i], after[i], replicas[i] = best if count else G + 1, next_state, count
     return int(g[0])
 
 
@@ -195,9 +219,14 @@ def placement_tables(widths: Array, bandwidths: Array, G: int) -> tuple[Array, A
     """Return, for ranks a..a+r-1: all-reduce seconds a byte, the level of the cuts before and behind, seconds a byte.
 
     ``widths``: ranks in a group of every level, innermost first, starting with 1. The all-reduce runs level by level
-    (in each, between the most members that one group has); a cut at level l is shared by the groups of level l - 1.
+    (in each, between the most members that one group has); a cut at level l is shared by the groups of level l - 1. A
+    message between groups also passes the links inside them: it is as slow as the narrowest, which is the outermost
+    unless outer links are the faster ones.
     """
     L = len(bandwidths)
+    narrowest = bandwidths.copy()
+    for level in range(1, L):
+        narrowest[level] = min(narrowest[level], narrowest[level - 1])
     reduce = np.zeros((G + 1, G + 1))
     before, behind = np.zeros((G + 1, G + 1), np.int64), np.zeros((G + 1, G + 1), np.int64)
     send = np.zeros((G + 1, G + 1, L))
@@ -206,7 +235,7 @@ def placement_tables(widths: Array, bandwidths: Array, G: int) -> tuple[Array, A
             for level in range(L):
                 members = _most_in_one(a, r, widths[level], widths[level + 1])
                 reduce[a, r] += 4.0 * (members - 1) / (bandwidths[level] * members)
-                send[a, r, level] = 2.0 / (bandwidths[level] * _spans(a, r, widths[level]))
+                send[a, r, level] = 2.0 / (narrowest[level] * _spans(a, r, widths[level]))
             while a > 0 and before[a, r] < L - 1 and _spans(a - 1, r + 1, widths[before[a, r] + 1]) > 1:
                 before[a, r] += 1
             while a + r < G and behind[a, r] < L - 1 and _spans(a, r + 1, widths[behind[a, r] + 1]) > 1:
@@ -217,29 +246,38 @@ def placement_tables(widths: Array, bandwidths: Array, G: int) -> tuple[Array, A
 @compiled
 def solve_contiguous(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
-    widths: Array, bandwidths: Array, G: int, limit: float, straight: bool, known: float,
+    widths: Array, bandwidths: Array, G: int, limit: float, straight: bool, known: float, steps: Array,
 ) -> tuple[float, Array]:  # fmt: skip
     """Return (cost, stages) with stages laid over the ranks in order, several link levels; (HUGE, empty) if none.
 
     f(i, a, l): the least bottleneck of what lies before state i, on ranks 0..a-1, when the cut at i runs over links of
-    level l. Only what can still end below a bound T is followed: the time before i fits on a ranks and the time behind
-    on the others. T grows until something is found; then it is the best. A row of stages: (i, j, first rank, replicas).
+    level l. Only what can still end below a bound T is followed: the time before i fits on a ranks, and what is behind
+    on the others even if all links were as the fastest (``least_devices``), which also says the least T there can be.
+    T grows from there until something is found; then it is the best. A row of stages: (i, j, first rank, replicas).
+    How many devices are behind a stage, and so its memory, is known where all are used: with a limit, no rank is left.
+    ``steps``: how many stages were tried, and how many may be; beyond that nothing is found.
     """
     n, L = len(C), len(bandwidths)
     reduce, before, behind, send = placement_tables(widths, bandwidths, G)
     chain = len(pointers) == 0
-    low = C[n - 1] / G
+    stages = np.zeros((0, 4), np.int64)
+    fastest = bandwidths.max()
+    low = solve_flat(pointers, supersets, C, P, A, X, fastest, G, limit, straight, known)[0]
+    if low >= known:
+        return HUGE, stages
     T = low * 1.02
+    g, after, replicas = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     f = np.empty((n, G + 1, L))
     back = np.zeros((n, G + 1, L, 3), np.int32)
     while True:
         T = min(T, known)
         f[:] = HUGE
         f[0, 0, :] = 0.0
+        least_devices(pointers, supersets, C, P, A, X, T, fastest, G, limit, straight, g, after, replicas)
         for i in range(n - 1):
             start, stop = (i + 1, n) if chain else (pointers[i], pointers[i + 1])
             first_a = 0 if i == 0 else max(1, math.ceil(C[i] / T - 1e-9))
-            last_a = 0 if i == 0 else min(G - 1, math.floor(G - (C[n - 1] - C[i]) / T + 1e-9))
+            last_a = 0 if i == 0 else min(G - 1, G - g[i])
             for a in range(first_a, last_a + 1):
                 open_state = False
                 for level in range(L):
@@ -247,6 +285,8 @@ def solve_contiguous(
                         open_state = True
                 if not open_state:
                     continue
+                if steps[0] > steps[1]:
+                    return HUGE, stages
                 for q in range(start, stop):
                     j = q if chain else supersets[q]
                     c = C[j] - C[i]
@@ -254,11 +294,13 @@ def solve_contiguous(
                         if chain:
                             break
                         continue
+                    if g[j] > G - a - 1:
+                        continue
                     p = P[j] - P[i]
                     least = max(1, math.ceil(c / T - 1e-9))
                     most = 1 if straight else G - a
-                    if j < n - 1:
-                        most = min(most, math.floor(G - a - (C[n - 1] - C[j]) / T + 1e-9), G - a - 1)
+                    most = min(most, G - a - g[j])
+                    steps[0] += 1 + max(0, most + 1 - least)
                     for r in range(least, most + 1):
                         t = (c + p * reduce[a, r]) / r
                         if t >= T:
@@ -285,14 +327,13 @@ def solve_contiguous(
                                 back[j, a + r, level, 1] = r
                                 back[j, a + r, level, 2] = came
         best, at, level = HUGE, 0, 0
-        for a in range(1, G + 1):
+        for a in range(1 if limit >= HUGE else G, G + 1):
             for k in range(L):
                 if f[n - 1, a, k] < best:
                     best, at, level = f[n - 1, a, k], a, k
         if best < HUGE or T >= known or T > 1e6 * low:
             break
         T *= 1.25
-    stages = np.zeros((0, 4), np.int64)
     if best >= HUGE:
         return HUGE, stages
     count, i = 0, n - 1

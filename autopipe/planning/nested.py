@@ -7,8 +7,9 @@ With V(i, j) the best time of states i..j inside one group (the plain seconds at
     W_s(j, m)        = min(first(s, j, m), min over k, m' of max(W_s(k, m - m'), later(k, j, m')))
 
 and V of the next level is W_i(j, M). Contiguous placement cannot express all of these plans, nor they its own; the
-better of both is kept. Of the last level only W_0 is needed, so of the level below only the pieces that can be part of
-a plan cheaper than ``known``; with two groups these are heads and tails, which one pass in each direction gives.
+better of both is kept. States stand by their seconds, so that a cut is looked for in a window only. Of the last level
+only W_0 is needed, so of the level below only the pieces that can be part of a plan cheaper than ``known``; with two
+groups these are heads and tails, which one pass in each direction gives.
 
 Source: PipeDream, ``optimizer_graph_hierarchical.py`` (``compute_partitioning``).
 """
@@ -59,64 +60,95 @@ def later_stage(V: Array, P: Array, X: Array, k: int, j: int, m: int, B: float) 
 
 
 @compiled
+def last_below(C: Array, first: int, stop: int, limit: float) -> int:
+    """Return the last of the states first..stop-1, which stand by seconds, with fewer than ``limit``; or first - 1."""
+    while first < stop:
+        middle = (first + stop) // 2
+        if C[middle] < limit:
+            first = middle + 1
+        else:
+            stop = middle
+    return first - 1
+
+
+@compiled
 def from_source(
-    V: Array, P: Array, X: Array, s: int, M: int, B: float, n_prev: int, bound: float, back: Array
-) -> Array:
-    """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left at HUGE. ``back``: (k, m')."""
+    V: Array, C: Array, P: Array, X: Array, s: int, M: int, B: float, n_prev: int, ranks: int, bound: float,
+    back: Array, steps: Array,
+) -> Array:  # fmt: skip
+    """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left at HUGE. ``back``: (k, m').
+
+    A cut k is tried only where the plain seconds on both sides of it, shared by all ranks there (``ranks`` in a
+    group), are below the best so far. ``steps``: how many were tried, and how many may be.
+    """
     n = len(P)
     W = np.full((n, M + 1), HUGE)
     for j in range(s + 1, n):
         if V[s, j] >= HUGE or V[s, j] >= bound * M:
             continue
-        for m in range(1, M + 1):
-            W[j, m] = first_stage(V, P, s, j, m, B, n_prev)
-            back[j, m, 0], back[j, m, 1] = s, m
-        for k in range(j - 1, s, -1):
-            v = V[k, j]
-            if v >= HUGE or V[s, k] >= HUGE:
-                continue
-            roof = min(bound, W[j, 2:].max())
-            if v >= roof * (M - 1):
-                continue
-            for used in range(1, M):
-                if v / used >= roof:
-                    continue
-                cost = later_stage(V, P, X, k, j, used, B)
-                for m in range(used + 1, M + 1):
-                    total = max(cost, W[k, m - used])
-                    if total < W[j, m]:
-                        W[j, m] = total
-                        back[j, m, 0], back[j, m, 1] = k, used
+        if steps[0] > steps[1]:
+            break
+        W[j, 1] = first_stage(V, P, s, j, 1, B, n_prev)
+        back[j, 1, 0], back[j, 1, 1] = s, 1
+        for m in range(2, M + 1):
+            best, cut, last = first_stage(V, P, s, j, m, B, n_prev), s, m
+            if W[j - 1, m] < HUGE and back[j - 1, m, 0] > s:
+                # where the state before was cut is near the best, and leaves little to try
+                k, used = back[j - 1, m, 0], back[j - 1, m, 1]
+                if V[k, j] < HUGE:
+                    total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
+                    if total < best:
+                        best, cut, last = total, k, used
+            for used in range(1, m):
+                roof = min(best, bound)
+                k = last_below(C, s + 1, j, C[s] + roof * ranks * (m - used))
+                steps[0] += 1
+                while k > s and C[j] - C[k] < roof * ranks * used:
+                    steps[0] += 1
+                    if V[k, j] < roof * used and W[k, m - used] < roof:
+                        total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
+                        if total < best:
+                            best, cut, last = total, k, used
+                            roof = min(best, bound)
+                    k -= 1
+            W[j, m] = best
+            back[j, m, 0], back[j, m, 1] = cut, last
     return W
 
 
 @compiled
-def to_sink(V: Array, P: Array, X: Array, M: int, B: float, n_prev: int) -> Array:
+def to_sink(
+    V: Array, C: Array, P: Array, X: Array, M: int, B: float, n_prev: int, ranks: int, steps: Array
+) -> Array:  # fmt: skip
     """Return W_s(end, M) for every s: one pass backwards, sharing the later stages S(k, m) among all s."""
     n = len(P)
     S = np.full((n, M + 1), HUGE)
     result = np.full(n, HUGE)
     for k in range(n - 2, -1, -1):
-        for m in range(1, M + 1):
-            if V[k, n - 1] < HUGE:
-                S[k, m] = later_stage(V, P, X, k, n - 1, m, B)
-        if V[k, n - 1] < HUGE:
-            result[k] = first_stage(V, P, k, n - 1, M, B, n_prev)
-        for j in range(k + 1, n - 1):
-            v = V[k, j]
-            if v >= HUGE:
-                continue
-            roof = max(result[k], S[k, 2:].max())
-            if v >= roof * (M - 1):
-                continue
-            for used in range(1, M):
-                head = first_stage(V, P, k, j, used, B, n_prev)
-                result[k] = min(result[k], max(head, S[j, M - used]))
-                if v / used >= roof:
-                    continue
-                cost = later_stage(V, P, X, k, j, used, B)
-                for m in range(used + 1, M + 1):
-                    S[k, m] = min(S[k, m], max(cost, S[j, m - used]))
+        if V[k, n - 1] >= HUGE or steps[0] > steps[1]:
+            continue
+        S[k, 1] = later_stage(V, P, X, k, n - 1, 1, B)
+        for m in range(2, M + 1):
+            best = later_stage(V, P, X, k, n - 1, m, B)
+            for used in range(1, m):
+                j = last_below(C, k + 1, n - 1, C[k] + best * ranks * used)
+                steps[0] += 1
+                while j > k and C[n - 1] - C[j] < best * ranks * (m - used):
+                    steps[0] += 1
+                    if V[k, j] < best * used and S[j, m - used] < best:
+                        best = min(best, max(later_stage(V, P, X, k, j, used, B), S[j, m - used]))
+                    j -= 1
+            S[k, m] = best
+        best = first_stage(V, P, k, n - 1, M, B, n_prev)
+        for used in range(1, M):
+            j = last_below(C, k + 1, n - 1, C[k] + best * ranks * used)
+            steps[0] += 1
+            while j > k and C[n - 1] - C[j] < best * ranks * (M - used):
+                steps[0] += 1
+                if V[k, j] < best * used and S[j, M - used] < best:
+                    best = min(best, max(first_stage(V, P, k, j, used, B, n_prev), S[j, M - used]))
+                j -= 1
+        result[k] = best
     return result
 
 
@@ -128,18 +160,19 @@ def groups_for(seconds: float, group: float) -> int:
 
 @compiled
 def inner_values(
-    V: Array, C: Array, P: Array, X: Array, M: int, B: float, n_prev: int, groups: int, ranks: int, known: float
-) -> Array:
-    """Return V of the next level. ``groups``: members of that level, ``ranks``: ranks in one; ``known``: a plan's cost.
+    V: Array, C: Array, P: Array, X: Array, M: int, B: float, n_prev: int, ranks: int, groups: int, known: float,
+    steps: Array,
+) -> Array:  # fmt: skip
+    """Return V of the next level. ``groups``: members of that level; ``known``: a plan's cost.
 
     Only pairs that a plan cheaper than ``known`` can use are filled; ``groups`` 0: all of them.
     """
     n = len(P)
     result = np.full((n, n), HUGE)
     back = np.zeros((n, M + 1, 2), np.int32)
-    W = from_source(V, P, X, 0, M, B, n_prev, HUGE if groups == 0 else known * groups, back)
+    W = from_source(V, C, P, X, 0, M, B, n_prev, ranks, HUGE if groups == 0 else known * groups, back, steps)
     result[0, :] = W[:, M]
-    tails = to_sink(V, P, X, M, B, n_prev)
+    tails = to_sink(V, C, P, X, M, B, n_prev, ranks, steps)
     result[:, n - 1] = np.minimum(result[:, n - 1], tails)
     if groups == 2:
         return result
@@ -147,11 +180,13 @@ def inner_values(
         bound = HUGE
         if groups > 0:
             # a middle piece leaves a group to what is behind it, and to what is before it as many as that needs
-            left = groups - groups_for(C[s], known * ranks) - 1
+            left = groups - groups_for(C[s], known * ranks * M) - 1
             if left < 1:
                 continue
             bound = known * left
-        W = from_source(V, P, X, s, M, B, n_prev, bound, back)
+        if steps[0] > steps[1]:
+            break
+        W = from_source(V, C, P, X, s, M, B, n_prev, ranks, bound, back, steps)
         result[s, s + 1 : n - 1] = W[s + 1 : n - 1, M]
     return result
 

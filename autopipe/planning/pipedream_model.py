@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,16 @@ from autopipe.planning.pipedream_format import LayerGraph
 from autopipe.planning.states import Dag, Floats, States
 
 MOST_IDEALS = 20_000
+MOST_CELLS = 10_000_000  # ideals times layers
+MOST_PAIRS = 30_000_000  # of nested ideals: 120 MB
+MOST_PAIRS_ASKED = 2_500_000_000  # times devices, since with these grow the questions
+LEAST_SECONDS = 1e-15
+
+Arrays = tuple[Any, Any, Any, Any, Any, Any]  # pointers, supersets, seconds, parameters, activations, crossing
 MOST_STATES_PLACED = 2_000
-MOST_NESTED_STEPS = 1.5e9
+MOST_STATES_NESTED = 2_500
+MOST_NESTED_STEPS = 20_000_000
+MOST_PLACED_STEPS = 30_000_000  # with a memory limit, for plans that leave ranks unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +79,14 @@ class LayerPlan:
 def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) -> LayerPlan:
     """Return the cheapest plan under PipeDream's formulas. ``straight``: every stage on one device.
 
-    Raises: PlanError when nothing fits the memory.
+    Raises: PlanError when nothing fits the memory, or no layer takes any time.
     """
+    if math.fsum(graph.forward_seconds) + math.fsum(graph.backward_seconds) < LEAST_SECONDS:
+        raise PlanError(
+            "no layer of the profile takes any time: there is nothing to share out between devices",
+            where=f"forward_compute_time and backward_compute_time of {len(graph.names)} layers",
+            remedy="profile the model anew, or plan with autopipe's own costs (--cost-model autopipe)",
+        )
     machine = _without_trivial_levels(machine)
     search = _Search(graph, machine, straight)
     best: LayerPlan | None = None
@@ -83,8 +98,10 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
         last = states
     for candidate in (last, origin):  # the last space holds most, but may be too large to nest in
         if candidate is not None and search.can_nest(candidate):
-            best = search.nested(candidate, best.cost_seconds if best else HUGE) or best
-            break
+            found, finished = search.nested(candidate, best.cost_seconds if best else HUGE)
+            best = found or best
+            if finished:
+                break
     if best is None:
         raise PlanError(
             f"no plan fits {machine.memory_bytes / 2**30:.3g} GiB a device",
@@ -110,6 +127,10 @@ def _without_trivial_levels(machine: Machine) -> Machine:
     return Machine(tuple(c for c, _ in levels), tuple(b for _, b in levels), machine.memory_bytes)
 
 
+def _rows(stages: Any) -> list[tuple[int, int, int]]:
+    return [(int(row[0]), int(row[1]), int(row[3])) for row in stages]
+
+
 class _Search:
     """One graph on one machine: the state spaces to try, and how to solve one."""
 
@@ -118,6 +139,7 @@ class _Search:
         self.limit = machine.memory_bytes or HUGE
         self.dag = Dag(graph)
         self.orders: dict[str, list[int]] = {}
+        self.most_pairs = min(MOST_PAIRS, MOST_PAIRS_ASKED // machine.num_devices)
 
     def spaces(self) -> Iterator[States]:
         """Yield state spaces, small ones first.
@@ -131,26 +153,33 @@ class _Search:
             yield self.dag.chain_states(level, "level order")
             return
         deep = self.orders["deep order"] = self.orders["lattice"] = self.dag.order(deep=True)
-        ideals = self.dag.ideals(deep, MOST_IDEALS if len(self.machine.counts) == 1 else MOST_STATES_PLACED)
-        if ideals is None:
+        most = MOST_IDEALS if len(self.machine.counts) == 1 else MOST_STATES_PLACED
+        ideals = self.dag.ideals(deep, min(most, MOST_CELLS // self.dag.count))
+        lattice = None if ideals is None else self.dag.lattice_states(deep, ideals, self.most_pairs)
+        if lattice is None:
             yield from self._many_orders(deep)
             return
         yield self.dag.chain_states(level, "level order")
         yield self.dag.chain_states(deep, "deep order")
-        yield self.dag.lattice_states(deep, ideals)
+        yield lattice
 
     def _many_orders(self, deep: list[int]) -> Iterator[States]:
-        """Yield six linear orders, and where they are few enough the ideals of all of them together."""
+        """Yield six linear orders, or four, and where they are few enough the ideals of all of them together."""
         found: dict[int, None] = {}
         place = {layer: index for index, layer in enumerate(deep)}
-        for ties in ("first", "last", "listed"):
+        # several levels take half a second an order of thousands of layers
+        few = len(self.machine.counts) > 1 and self.dag.count > MOST_STATES_PLACED // 2
+        for ties in ("first", "last") if few else ("first", "last", "listed"):
             for deeply in (False, True):
                 name = f"{'deep' if deeply else 'level'} order, {ties} first"
                 order = self.orders[name] = self.dag.order(deep=deeply, ties=ties)
                 yield self.dag.chain_states(order, name)
                 found.update(dict.fromkeys(itertools.accumulate((1 << place[layer] for layer in order), initial=0)))
         if len(found) <= MOST_STATES_PLACED:
-            yield self.dag.lattice_states(deep, sorted(found, key=lambda ideal: (ideal.bit_count(), ideal)))
+            ideals = sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
+            lattice = self.dag.lattice_states(deep, ideals, self.most_pairs)
+            if lattice is not None:
+                yield lattice
 
     def solve(self, states: States, known: float) -> LayerPlan | None:
         """Return the best plan over the states if it is cheaper than ``known``; several levels: placed contiguously."""
@@ -167,42 +196,76 @@ class _Search:
                 rows.append((i, int(after[i]), int(replicas[i])))
                 i = int(after[i])
             return self._plan(states, float(cost), rows, "")
-        widths = np.cumprod((1, *machine.counts)).astype(np.int64)
-        bandwidths = np.array(machine.bandwidths)
-        cost, stages = solve_contiguous(
-            *arrays, states.crossing, widths, bandwidths, machine.num_devices, self.limit, self.straight, known
-        )
+        cost, rows = self._contiguous((*arrays, states.crossing), known)
         if cost >= known:
             return None
-        rows = [(int(row[0]), int(row[1]), int(row[3])) for row in stages]
-        return self._plan(states, float(cost), rows, "contiguous, ")
+        return self._plan(states, cost, rows, "contiguous, ")
+
+    def _contiguous(self, arrays: Arrays, known: float) -> tuple[float, list[tuple[int, int, int]]]:
+        """Return the best contiguous placement cheaper than ``known``, or HUGE; with a memory limit over all counts.
+
+        Each number of ranks in use is a search of its own then, the largest first, since the memory of a stage grows
+        with the ranks that are behind it. One rank alone always does: nothing is behind it.
+        """
+        machine, seconds = self.machine, float(arrays[2][-1])
+        widths = np.cumprod((1, *machine.counts)).astype(np.int64)
+        best: tuple[float, list[tuple[int, int, int]]] = (HUGE, [])
+        steps = np.zeros(2, np.int64)
+
+        def solve(ranks: int, limit: float, below: float, more: int) -> tuple[float, Any]:
+            steps[1] = steps[0] + more
+            bandwidths = np.array(machine.bandwidths)
+            return solve_contiguous(*arrays, widths, bandwidths, ranks, limit, self.straight, below, steps)
+
+        everything, enough = machine.num_devices, 2**62
+        least, stages = solve(everything, HUGE, known, enough)
+        if self.limit >= HUGE:
+            return float(least), _rows(stages)
+        if least >= known:
+            return best
+        end = enough
+        for ranks in (*range(everything, 0, -1), 1):
+            below = min(known, best[0], seconds * (1 + 1e-9))
+            if below <= least * (1 + 1e-12) or (seconds / ranks >= below and best[1]):
+                break
+            cost, stages = solve(ranks, self.limit, below, enough if ranks in (everything, 1) else end - int(steps[0]))
+            if cost < below:
+                best = float(cost), _rows(stages)
+            if ranks == everything:
+                end = int(steps[0]) + MOST_PLACED_STEPS
+            elif steps[0] > end and best[1]:
+                break
+        return best
 
     def can_nest(self, states: States) -> bool:
-        """Return whether nested placement makes sense and takes about a second at most."""
-        counts, n = self.machine.counts, states.count
-        if len(counts) == 1 or self.straight or self.machine.memory_bytes:
+        """Return whether nested placement makes sense, and its tables of all pairs fit in memory."""
+        if len(self.machine.counts) == 1 or self.straight or self.machine.memory_bytes:
             return False
-        pieces = n**3 / 6 if len(counts) > 2 or counts[-1] > 2 else n**2
-        return pieces * max(counts[:-1]) ** 2 / 2 <= MOST_NESTED_STEPS
+        return states.count <= MOST_STATES_NESTED
 
-    def nested(self, states: States, known: float) -> LayerPlan | None:
-        """Return the best nested plan over the states if it is cheaper than ``known``."""
+    def nested(self, states: States, known: float) -> tuple[LayerPlan | None, bool]:
+        """Return the best nested plan if it is cheaper than ``known``, and whether the steps allowed were enough."""
         counts, bandwidths, n = self.machine.counts, self.machine.bandwidths, states.count
-        C, P, X = states.seconds, states.parameters, states.crossing
-        V: Floats = dense_seconds(states.pointers, states.supersets, C)
+        # a stable order: no state comes before one that it holds, whatever rounding says of layers that take no time
+        order = np.argsort(np.round(states.seconds / states.seconds[-1], 12), kind="stable")
+        C, P, X = states.seconds[order], states.parameters[order], states.crossing[order]
+        V: Floats = dense_seconds(states.pointers, states.supersets, states.seconds)[np.ix_(order, order)]
+        steps = np.array([0, MOST_NESTED_STEPS])
         below, ranks = 1, 1
         for level, (count, bandwidth) in enumerate(zip(counts[:-1], bandwidths, strict=False)):
-            ranks *= count
             groups = counts[-1] if level == len(counts) - 2 and known < HUGE else 0
-            V = inner_values(V, C, P, X, count, bandwidth, below, groups, ranks, known)
+            V = inner_values(V, C, P, X, count, bandwidth, below, ranks, groups, known, steps)
+            ranks *= count
             below = count
         back = np.zeros((n, counts[-1] + 1, 2), np.int32)
-        W = from_source(V, P, X, 0, counts[-1], bandwidths[-1], below, HUGE, back)
+        W = from_source(V, C, P, X, 0, counts[-1], bandwidths[-1], below, ranks, HUGE, back, steps)
+        if steps[0] > steps[1]:
+            return None, False
         cost = float(W[n - 1, counts[-1]])
         if cost >= known:
-            return None
-        rows = [tuple(int(x) for x in row) for row in walk(back, n, counts[-1])]
-        return self._plan(states, cost, rows, "nested (groups), ")
+            return None, True
+        rows = [(int(order[i]), int(order[j]), int(groups)) for i, j, groups in walk(back, n, counts[-1])]
+        return self._plan(states, cost, rows, "nested (groups), "), True
 
     def _plan(self, states: States, cost: float, rows: Sequence[tuple[int, ...]], how: str) -> LayerPlan:
         order = self.orders[states.space]

@@ -69,9 +69,10 @@ def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
 @compiled
 def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
     """Return (tau, recompute) of a stage, or (HUGE, 0) where it does not fit. All engines use this one definition."""
-    a, q = (int(rules[RANKS]) - d - r) // int(rules[UNIT]), r // int(rules[UNIT])
-    if rules[EQUAL] > 0:
-        a, q = 0, 0
+    a, q = 0, 0
+    if rules[EQUAL] == 0:
+        unit = int(rules[UNIT])
+        a, q = (int(rules[RANKS]) - d - r) // unit, r // unit
     m = rules[MICROBATCHES]
     held, versions = held_and_versions(rules, r, d)
     if rules[FLUSH] == 0 and (held - 1) * r * rules[WIDTH] > (versions - 1) * m:
@@ -265,11 +266,10 @@ def least_sum(
                 if seconds[i, j] > T * top_speed * r * (1 + 1e-9):
                     break
                 first = 0 if j == n else max(1, math.ceil(seconds[j, n] / (T * top_speed) - 1e-9))
-                first = -(-first // unit) * unit
                 last = 0 if j == n else min(most - r, (n - j) * int(rules[MOST]))
-                tau, held = HUGE, -1.0
-                for d in range(first, min(last, most - r) + 1, unit):
-                    behind, here = d // unit, (d + r) // unit
+                tau, held, size = HUGE, -1.0, r // unit
+                for behind in range(-(-first // unit), min(last, most - r) // unit + 1):
+                    d, here = behind * unit, behind + size
                     if h[j, behind] >= h[i, here]:
                         continue
                     if rules[EQUAL] > 0:

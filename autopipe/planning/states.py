@@ -10,6 +10,7 @@ The value of an ideal's cut is what is made inside and used outside, each once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,37 +114,61 @@ class Dag:
         empty = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         return States(*empty, rows[0], rows[1], rows[2], np.maximum(rows[3], 0.0), True, (), space)
 
+    def least_ideals(self) -> int:
+        """Return a number that the ideals are at least: layers of one depth need none of one another."""
+        depth = [0] * self.count
+        for layer in self.order(deep=False):
+            for other in self.after[layer]:
+                depth[other] = max(depth[other], depth[layer] + 1)
+        return 1 + sum((1 << width) - 1 for width in Counter(depth).values())
+
     def ideals(self, order: Sequence[int], most: int) -> list[int] | None:
         """Return every ideal as a bit set over ``order``, by size, or None when there are more than ``most``."""
+        if self.least_ideals() > most:
+            return None
         place = {layer: index for index, layer in enumerate(order)}
         needs = [0] * self.count
         followers: list[list[int]] = [[] for _ in range(self.count)]
         for a, b in self.graph.edges:
             needs[place[b]] |= 1 << place[a]
             followers[place[a]].append(place[b])
-        level: dict[int, tuple[int, ...]] = {0: tuple(i for i in range(self.count) if not needs[i])}
+        # each ideal with the layers that can join it, as bit sets both
+        level = {0: sum(1 << i for i in range(self.count) if not needs[i])}
         found = [0]
         while level:
-            larger: dict[int, tuple[int, ...]] = {}
-            for ideal, open_layers in level.items():
-                for layer in open_layers:
-                    grown = ideal | 1 << layer
-                    if grown not in larger:
-                        freed = [f for f in followers[layer] if not needs[f] & ~grown]
-                        larger[grown] = (*(o for o in open_layers if o != layer), *freed)
+            larger: dict[int, int] = {}
+            for ideal, free in level.items():
+                left = free
+                while left:
+                    joining = left & -left
+                    left ^= joining
+                    grown = ideal | joining
+                    if grown in larger:
+                        continue
+                    # asked of each one: a level alone can be as large as all memory
+                    if len(found) + len(larger) == most:
+                        return None
+                    freed = free ^ joining
+                    for other in followers[joining.bit_length() - 1]:
+                        if not needs[other] & ~grown:
+                            freed |= 1 << other
+                    larger[grown] = freed
             found.extend(larger)
-            if len(found) > most:
-                return None
             level = larger
         return found
 
-    def lattice_states(self, order: Sequence[int], ideals: Sequence[int]) -> States:
-        """Return the ideals as states, with the pairs that are nested."""
+    def lattice_states(self, order: Sequence[int], ideals: Sequence[int], most_pairs: int) -> States | None:
+        """Return the ideals as states, with the pairs that are nested; None when these are more than ``most_pairs``."""
         from autopipe.planning.kernels import nested_pairs
 
         n, words = self.count, (self.count + 63) // 64
         packed = b"".join(ideal.to_bytes(words * 8, "little") for ideal in ideals)
         bits = np.frombuffer(packed, dtype=np.uint8).reshape(len(ideals), -1)
+        sizes = np.array([ideal.bit_count() for ideal in ideals])
+        words_of = np.frombuffer(packed, dtype=np.uint64).reshape(len(ideals), words)
+        pointers, supersets = nested_pairs(words_of, sizes, most_pairs)
+        if pointers[-1] > most_pairs:
+            return None
         inside = np.unpackbits(bits, axis=1, bitorder="little")[:, :n].astype(np.float64)
         graph = self.graph
         columns = np.array(
@@ -160,7 +185,5 @@ class Dag:
         for a, b in graph.edges:
             leaves[place[a]] |= outside[place[b]]
         crossing = (inside * leaves.T) @ columns[2]
-        sizes = inside.sum(axis=1).astype(np.int64)
-        pointers, supersets = nested_pairs(np.frombuffer(packed, dtype=np.uint64).reshape(len(ideals), words), sizes)
         seconds, parameters, activations = (np.ascontiguousarray(sums[:, k]) for k in range(3))
         return States(pointers, supersets, seconds, parameters, activations, crossing, False, tuple(ideals), "lattice")

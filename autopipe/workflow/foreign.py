@@ -16,8 +16,9 @@ from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions
 from autopipe.planning.pipedream_format import LayerGraph, read_pipedream
-from autopipe.planning.pipedream_model import Machine, data_parallel_seconds, plan_layers
+from autopipe.planning.pipedream_model import LayerPlan, Machine, data_parallel_seconds, plan_layers
 from autopipe.planning.pipedream_profile import profile_of_layers
+from autopipe.report.text import in_bytes
 from autopipe.workflow.choose import Chosen, search
 from autopipe.workflow.clusters import GPU_BANDWIDTH, GPU_LATENCY_SECONDS, LINK_LATENCY_SECONDS
 from autopipe.workflow.contenders import compared
@@ -54,7 +55,8 @@ def plan_layers_with_their_formulas(settings: PlanSettings, path: Path) -> Layer
     seconds = time.perf_counter() - start
     alone = math.fsum(case.layers.forward_seconds) + math.fsum(case.layers.backward_seconds)
     parallel = data_parallel_seconds(case.layers, machine)
-    return LayerPlanResult(case.name, case.layers, found, case.cluster, alone, parallel, seconds, _notes(case))
+    notes = (*_notes(case), *_uncounted(case.layers, found, device.memory_bytes))
+    return LayerPlanResult(case.name, case.layers, found, case.cluster, alone, parallel, seconds, notes)
 
 
 def plan_layers_with_our_costs(
@@ -102,6 +104,13 @@ def _choices(case: _Case, space: Space, found: Profile) -> tuple[PlanOptions, ..
 def _case(settings: PlanSettings, path: Path) -> _Case:
     """Read the file and the options. Raises: PlanError for a file of another format; RunError without ranks."""
     request = PlanRequest.of(settings)
+    if request.device_name is not None:
+        raise RunError(
+            f"--device-name {request.device_name} cannot scale this profile: the file does not say on which device "
+            "its times were taken",
+            where=str(path),
+            remedy="leave it out, or give a cluster file with the device's speed and memory: --cluster",
+        )
     num_ranks = request.gpus or (request.cluster.num_ranks if request.cluster is not None else 0)
     if not num_ranks:
         raise RunError("nobody said how many devices", remedy="add --gpus N, or --cluster cluster.toml")
@@ -125,3 +134,20 @@ def _notes(case: _Case) -> tuple[str, ...]:
     if case.request.cluster is None and case.request.link is None:
         notes.append(f"assumed: {GPU_BANDWIDTH / 1e9:.3g} GB/s between devices (--link and --cluster say otherwise)")
     return tuple(notes)
+
+
+def _uncounted(layers: LayerGraph, found: LayerPlan, limit: int) -> tuple[str, ...]:
+    """Return a warning where a stage is larger than the memory, which PipeDream's formula does not see."""
+    place = {name: index for index, name in enumerate(layers.names)}
+    large = []
+    for index, stage in enumerate(found.stages):
+        own = [place[name] for name in stage.layers]
+        size = math.fsum(layers.parameter_bytes[k] + layers.activation_bytes[k] for k in own)
+        if limit and size > limit:
+            large.append(f"stage {index} ({in_bytes(size)})")
+    if not large:
+        return ()
+    return (
+        f"warning: parameters and activations of {', '.join(large)} alone exceed the {in_bytes(limit)} of a "
+        "device; PipeDream's formula counts as many copies as devices behind a stage, and so none for the last stage",
+    )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
@@ -121,7 +122,10 @@ def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) ->
 def _largest(profile: Profile, options: PlanOptions) -> int:
     try:
         fixed = microbatch_count(options)
-        return options.num_ranks * (fixed or max(candidate_counts(profile, options), default=1))
+        count = fixed or max(candidate_counts(profile, options), default=1)
+        # where ranks may stay unused, no stage has more of them than microbatches
+        most = count * (len(Cuts(profile.graph).legal) + 1)
+        return count * (options.num_ranks if options.straight else min(options.num_ranks, most))
     except PlanError:
         return 0  # it will be refused
 
