@@ -23,7 +23,7 @@ from autopipe.planning.states import Dag, Floats, States
 
 MOST_IDEALS = 20_000
 MOST_CELLS = 10_000_000  # ideals times layers
-MOST_PAIRS = 30_000_000  # of nested ideals: 120 MB
+MOST_PAIRS = 60_000_000  # of nested ideals: 240 MB
 MOST_PAIRS_ASKED = 2_500_000_000  # times devices, since with these grow the questions
 LEAST_SECONDS = 1e-15
 

@@ -96,8 +96,7 @@ def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: in
     record = PlanRecord(made.digest, profile_digest(found), request, cluster)
     artifact.save(made, work.store.plan)
     artifact.save(record, work.store.record)
-    every = not watch.stopped and bool(space.free) and space.free[0] in choices
-    return Chosen(made, record, space, seconds, every)
+    return Chosen(made, record, space, seconds, not watch.stopped and space.covered_by(choices))
 
 
 def search(

@@ -75,7 +75,7 @@ def plan_layers_with_our_costs(
         made, watch = search(found, case.cluster, choices, work.progress)
         record = PlanRecord(made.digest, profile_digest(found), case.request, case.cluster)
         if best is None or made.predicted.step_seconds < best[0].plan.predicted.step_seconds * (1 - 1e-9):
-            best = Chosen(made, record, space, 0.0), found
+            best = Chosen(made, record, space, 0.0, space.covered_by(choices)), found
         if watch.stopped:
             work.notes.append("interrupted: the best plan so far")
             break
@@ -90,7 +90,7 @@ def plan_layers_with_our_costs(
         seconds,
         (*work.notes, *_notes(case)),
         (),
-        compared(chosen.plan, found, chosen.record, space),
+        compared(chosen.plan, found, chosen.record, space, every=chosen.every and not watch.stopped),
         explain(chosen.plan, found, chosen.record, space) if explained else None,
     )
 

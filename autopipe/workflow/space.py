@@ -6,6 +6,7 @@ The number and size of microbatches are the planner's own outer loop.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError
@@ -80,6 +81,10 @@ class Space:
                 remedy="--replicas never, or another schedule",
             )
         return (*self.straight, *self.free)
+
+    def covered_by(self, choices: Sequence[PlanOptions]) -> bool:
+        """Whether these are all that plans with replicas are searched with."""
+        return bool(self.free) and set(self.free) <= set(choices)
 
     def rivals(self) -> tuple[PlanOptions, ...]:
         """Return the options of the best replicated plan to compare with: 1f1b's where the request's has none."""
