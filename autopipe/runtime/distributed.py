@@ -4,8 +4,7 @@ Gloo keeps channels apart by tag on one mesh. NCCL has no tags, and two operatio
 communicator deadlock: so every channel gets a two-rank group of its own, all of them created in one global order and
 exercised once at the start (the first operation of a group connects it, and lazy connections have hung).
 
-Between CPU ranks the order of a tensor's dimensions in memory travels ahead of it: kernels add up in another order over
-other strides, and the last bits would not be those of a plain loop.
+Between CPU ranks the layout of a tensor in memory (``strides``) travels ahead of it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopipe.runtime.strides import memory_order, packed, unpacked
 from autopipe.runtime.transport import FIGURES, Channel, Pending, TransportClosed
 
 _GONE = (
@@ -52,7 +52,7 @@ def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: boo
 class _Received:
     """A posted receive. ``device``: where the tensor belongs when it was staged through the host.
 
-    ``order``: where the order of dimensions arrives, and the receive of it; see ``_in_memory``.
+    ``layout``: the receive of the tensor's layout, and where it arrives.
     """
 
     def __init__(
@@ -60,33 +60,21 @@ class _Received:
         work: Any,
         buffer: torch.Tensor,
         device: torch.device,
-        order: tuple[Any, torch.Tensor] | None = None,
+        layout: tuple[Any, torch.Tensor] | None = None,
     ) -> None:
-        self._work, self._buffer, self._device, self._order = work, buffer, device, order
+        self._work, self._buffer, self._device, self._layout = work, buffer, device, layout
 
     def wait(self) -> torch.Tensor:
         try:
-            if self._order is not None:
-                self._order[0].wait()
+            if self._layout is not None:
+                self._layout[0].wait()
             if self._work is not None:
                 self._work.wait()
         except RuntimeError as error:
             raise translate(error) from error
-        if self._order is not None:
-            order: list[int] = self._order[1].tolist()
-            stored = self._buffer.view([self._buffer.shape[d] for d in order])
-            return stored.permute([order.index(d) for d in range(len(order))])
+        if self._layout is not None:
+            return unpacked(self._buffer, self._buffer.shape, self._layout[1].tolist())
         return self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
-
-
-def _in_memory(tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Return the dimensions from the outermost in memory to the innermost, and the tensor so permuted, contiguous."""
-    if tensor.is_contiguous():
-        return list(range(tensor.dim())), tensor
-    dense = tensor.clone()  # the same order without gaps
-    strides = dense.stride()
-    order = sorted(range(dense.dim()), key=lambda d: strides[d], reverse=True)
-    return order, dense.permute(order).contiguous()
 
 
 def translate(error: RuntimeError) -> BaseException:
@@ -189,14 +177,15 @@ class ProcessTransport:
             staged.copy_(tensor, non_blocking=True)
             torch.cuda.current_stream().synchronize()
             tensor = staged
-        elif self._ordered(channel, tensor.dim()):
-            order, tensor = _in_memory(tensor)
-            self._send_by_gloo(channel, torch.tensor(order))
+        elif self._laid_out(channel, tensor.dim()):
+            layout = memory_order(tensor)
+            tensor = packed(tensor, layout)
+            self._send_by_gloo(channel, torch.tensor(layout))
         self._send_by_gloo(channel, tensor.contiguous())
 
-    def _ordered(self, channel: Channel, dimensions: int) -> bool:
-        """Whether the order of dimensions travels ahead: on the CPU, where results are promised to the last bit."""
-        return self.device.type == "cpu" and channel.kind not in FIGURES and dimensions > 1
+    def _laid_out(self, channel: Channel, dimensions: int) -> bool:
+        """Whether the layout travels ahead: on the CPU, where results are promised to the last bit."""
+        return self.device.type == "cpu" and channel.kind not in FIGURES and dimensions > 0
 
     def _send_by_gloo(self, channel: Channel, tensor: torch.Tensor) -> None:
         try:
@@ -224,18 +213,18 @@ class ProcessTransport:
         )
         if buffer.numel() == 0:
             return _Received(None, buffer, device)
-        order = None
+        layout = None
         try:
-            if self._ordered(channel, buffer.dim()):
-                ahead = torch.empty(buffer.dim(), dtype=torch.int64)
-                order = dist.irecv(ahead, channel.from_rank, tag=self._tags[channel]), ahead
+            if self._laid_out(channel, buffer.dim()):
+                ahead = torch.empty(2 * buffer.dim(), dtype=torch.int64)
+                layout = dist.irecv(ahead, channel.from_rank, tag=self._tags[channel]), ahead
             if pair is not None:
                 work = dist.irecv(buffer, channel.from_rank, group=pair)
             else:
                 work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
         except RuntimeError as error:
             raise translate(error) from error
-        return _Received(work, buffer, device, order)
+        return _Received(work, buffer, device, layout)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
         """Add up over the group."""

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.errors import AutopipeError
+from autopipe.runtime.strides import copied
 
 ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL, LOSS = (
     "activation",
@@ -178,7 +179,7 @@ class ThreadTransport:
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Put the tensor into the queue. The receiver gets memory of its own, as it would from another process."""
         with _disable_current_modes():  # whoever counts this rank's memory is not to count the receiver's
-            arriving = tensor.detach().clone()
+            arriving = copied(tensor.detach())
         self.hub.queue(channel).put(arriving)
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:

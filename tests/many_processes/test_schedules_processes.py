@@ -15,7 +15,8 @@ from schedule_cases import Case, doubled
 
 from autopipe.launch.registry import launch
 from autopipe.launch.request import Launch
-from autopipe.runtime.distributed import _in_memory, _Received
+from autopipe.runtime.distributed import _Received
+from autopipe.runtime.strides import copied, memory_order, packed
 from autopipe.workflow import runs
 from autopipe.workflow.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 
@@ -131,15 +132,30 @@ class Done:
         torch.randn(2, 5, 3, 6).permute(0, 2, 3, 1)[..., ::2],
         torch.randn(1, 3, 1, 4).transpose(0, 3),
         torch.ones(()).expand(3, 4),
+        torch.randn(3, 1).expand(3, 4)[:, :2],
+        torch.randn(6, 4)[:, :2],
+        torch.randn(6, 4)[:, 1],
+        torch.randn(6, 4)[2:4],
+        torch.randn(6, 40).t()[3:20],
+        torch.randn(2, 3, 4, 5)[:, 1:, ::2, :3].transpose(0, 3),
+        torch.randn(3, 1, 5)[:, :, 1:2],
+        torch.randn(9),
     ],
     ids=lambda t: f"{tuple(t.shape)}-{t.stride()}",
 )
-def test_a_tensor_arrives_with_its_dimensions_in_the_same_order_in_memory(tensor: torch.Tensor) -> None:
-    # an attention head that is sent without it is added up in another order by the next stage, to other last bits
-    order, sent = _in_memory(tensor)
+def test_a_tensor_arrives_with_its_order_and_its_gaps_in_memory(tensor: torch.Tensor) -> None:
+    # an attention head or a slice that is sent without it is added up in another order by the next stage, to other
+    # last bits
+    layout = memory_order(tensor)
+    sent = packed(tensor, layout)
     assert sent.is_contiguous()
     buffer = torch.empty(tensor.shape)
     buffer.view(-1).copy_(sent.reshape(-1))
-    found = _Received(Done(), buffer, torch.device("cpu"), (Done(), torch.tensor(order))).wait()
-    assert torch.equal(found, tensor)
-    assert found.stride() == tensor.clone().stride()
+    found = _Received(Done(), buffer, torch.device("cpu"), (Done(), torch.tensor(layout))).wait()
+    for other in (found, copied(tensor)):
+        assert torch.equal(other, tensor)
+        assert memory_order(other) == layout
+    if 0 in tensor.stride() or not any(layout[tensor.dim() :]):
+        assert found.stride() == tensor.clone().stride()
+    else:
+        assert found.untyped_storage().nbytes() <= 4 * (tensor.numel() * 2 + 17 * tensor.numel() / tensor.shape[-1])

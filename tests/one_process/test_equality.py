@@ -94,10 +94,38 @@ def data(batch_size=8):
 """
 
 
-def test_gradients_keep_their_layout_in_memory_across_every_cut(tmp_path: Path) -> None:
-    # a leaf's grad is laid out like the leaf; plain autograd hands the gradient on as it is, and sums round by layout
+SLICES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 48), nn.Linear(48, 3)
+    def forward(self, x):
+        h = self.a(x)
+        left, column = h[:, :13] * 1, h[:, 7]
+        part = h[:, 3:20]
+        return self.b(h.tanh()) * part.sum() + column.sum() + left.mean() + part.mean(0).pow(2).sum()
+
+def build_model():
+    return Net()
+
+loss = nn.CrossEntropyLoss()
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        yield torch.randn(batch_size, 5, generator=g), torch.randint(0, 3, (batch_size,), generator=g)
+"""
+
+
+@pytest.mark.parametrize("source", [LAYOUTS, SLICES], ids=["layouts", "slices"])
+def test_values_and_gradients_keep_their_layout_in_memory_across_every_cut(tmp_path: Path, source: str) -> None:
+    # a leaf's grad is laid out like the leaf; plain autograd hands the gradient on as it is, and sums round by layout,
+    # those of a slice by its gaps
     path = tmp_path / "layouts.py"
-    path.write_text(LAYOUTS)
+    path.write_text(source)
     made = captured_file(path)
     items = minibatches(made.workload, 2, 8)
     for num_stages in range(2, len(Cuts(made.capture.graph).legal) + 2):
