@@ -85,7 +85,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the very strides: sums over a slice without its gaps round otherwise."""
     if 0 in tensor.stride():
         return tensor.clone()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def forward(stages: Sequence[Any], plan: Plan, leaves: dict[str, torch.Tensor], where: Any) -> Any:
