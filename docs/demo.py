@@ -98,7 +98,7 @@ def main() -> int:
         console.print(tables.stage_table(planned.plan, planned.cluster))
         console.print(tables.prediction_lines(planned.plan, planned.comparison.alone if planned.comparison else None))
         console.print("\n2. The schedule: a row a rank, time to the right (autopipe simulate)")
-        for part in tables.simulation(planned.plan, *_simulated(Path(folder))):
+        for part in tables.simulation(steps.simulate(Path(folder))):
             console.print(part, soft_wrap=True)
         console.print(f"\n3. {options.steps} steps on two ranks (autopipe train --steps {options.steps})")
         ours, our_seconds = piped(TrainSettings(settings, steps=options.steps))
@@ -107,11 +107,6 @@ def main() -> int:
     console.print()
     console.print(side_by_side(ours, plainly))
     return _verdict(console, options, ours == plainly, plain_seconds / our_seconds)
-
-
-def _simulated(folder: Path) -> tuple[Any, str]:
-    found = steps.simulate(folder)
-    return found.timeline, found.grid
 
 
 def _verdict(console: Console, options: argparse.Namespace, same: bool, ratio: float) -> int:
