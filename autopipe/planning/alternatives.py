@@ -62,12 +62,17 @@ def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | N
     return sorted(found.values(), key=lambda other: other.predicted.step_seconds)
 
 
+def most_scored(score: Score) -> int:
+    """Return of how many plans a score is asked."""
+    return score.most if isinstance(score, Judge) else MOST_SCORED
+
+
 def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:
     """Return the best plan by ``score`` among about 20 that the formula ranks first: one a problem, and runners-up.
 
     The whole model on each rank is always among them: the formula leaves out what many messages cost.
     """
-    most = score.most if isinstance(score, Judge) else MOST_SCORED
+    most = most_scored(score)
     ranked = sorted(pairs, key=lambda pair: (pair[1].predicted.step_seconds, pair[1].num_microbatches))
     plans = [plan for _, plan in ranked[:most]]
     for problem, plan in ranked[:3] if most >= MOST_SCORED else ():

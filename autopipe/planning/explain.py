@@ -10,7 +10,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning.alternatives import MOST_SCORED, Judge, Score, runners_up, whole_model_plans
+from autopipe.planning.alternatives import Score, most_scored, runners_up, whole_model_plans
 from autopipe.planning.api import solve_problem
 from autopipe.planning.memory import gib
 from autopipe.planning.options import PlanOptions
@@ -78,8 +78,7 @@ def explain(
         others += whole_model_plans([problem])
     gap = plan.predicted.step_seconds / bound - 1 if bound else 0.0
     if score is not None:
-        most = score.most if isinstance(score, Judge) else MOST_SCORED
-        others = [dataclasses.replace(other, predicted=score(other)) for other in others[:most]]
+        others = [dataclasses.replace(other, predicted=score(other)) for other in others[: most_scored(score)]]
     others.sort(key=lambda other: other.predicted.step_seconds)
     return Explanation(_cut_reasons(problem, plan), _limit(problem, plan), bound, gap, others[0] if others else None)
 

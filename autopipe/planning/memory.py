@@ -26,17 +26,21 @@ GIB = 2**30
 _UNITS = (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")
 
 
+def _unit(num_bytes: float) -> tuple[int, str]:
+    return next((unit for unit in _UNITS if num_bytes >= unit[0]), _UNITS[-1])
+
+
 def gib(num_bytes: float, digits: int = 3) -> str:
     """Return bytes for people: GiB, small ones in MiB or KiB, to so many digits."""
     if num_bytes >= 1000 * GIB:
         return f"{num_bytes / GIB:,.0f} GiB"
-    size, unit = next((pair for pair in _UNITS if num_bytes >= pair[0]), _UNITS[-1])
+    size, unit = _unit(num_bytes)
     return f"{num_bytes / size:.{digits}g} {unit}"
 
 
 def at_least(num_bytes: float) -> str:
     """Return bytes for people, rounded up: who has so much has enough."""
-    size = next((size for size, _ in _UNITS if num_bytes >= size), _UNITS[-1][0])
+    size, _ = _unit(num_bytes)
     value = num_bytes / size
     step = 10.0 ** (math.floor(math.log10(value)) - 2) if value > 0 else 1.0
     return gib(math.ceil(value / step - 1e-9) * step * size)

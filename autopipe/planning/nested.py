@@ -117,6 +117,29 @@ def from_source(
 
 
 @compiled
+def best_to_sink(
+    V: Array, C: Array, P: Array, X: Array, S: Array, k: int, m: int, B: float, n_prev: int, ranks: int, first: bool,
+    steps: Array,
+) -> float:  # fmt: skip
+    """Return the best time of states k..end on m groups, its stages behind a cut as in S; ``first``: k is the source.
+
+    Cuts are tried as in ``from_source``, with ``steps`` as there.
+    """
+    end = len(P) - 1
+    best = first_stage(V, P, k, end, m, B, n_prev) if first else later_stage(V, P, X, k, end, m, B)
+    for used in range(1, m):
+        j = last_below(C, k + 1, end, C[k] + best * ranks * used)
+        steps[0] += 1
+        while j > k and C[end] - C[j] < best * ranks * (m - used):
+            steps[0] += 1
+            if V[k, j] < best * used and S[j, m - used] < best:
+                head = first_stage(V, P, k, j, used, B, n_prev) if first else later_stage(V, P, X, k, j, used, B)
+                best = min(best, max(head, S[j, m - used]))
+            j -= 1
+    return best
+
+
+@compiled
 def to_sink(
     V: Array, C: Array, P: Array, X: Array, M: int, B: float, n_prev: int, ranks: int, steps: Array
 ) -> Array:  # fmt: skip
@@ -129,26 +152,8 @@ def to_sink(
             continue
         S[k, 1] = later_stage(V, P, X, k, n - 1, 1, B)
         for m in range(2, M + 1):
-            best = later_stage(V, P, X, k, n - 1, m, B)
-            for used in range(1, m):
-                j = last_below(C, k + 1, n - 1, C[k] + best * ranks * used)
-                steps[0] += 1
-                while j > k and C[n - 1] - C[j] < best * ranks * (m - used):
-                    steps[0] += 1
-                    if V[k, j] < best * used and S[j, m - used] < best:
-                        best = min(best, max(later_stage(V, P, X, k, j, used, B), S[j, m - used]))
-                    j -= 1
-            S[k, m] = best
-        best = first_stage(V, P, k, n - 1, M, B, n_prev)
-        for used in range(1, M):
-            j = last_below(C, k + 1, n - 1, C[k] + best * ranks * used)
-            steps[0] += 1
-            while j > k and C[n - 1] - C[j] < best * ranks * (M - used):
-                steps[0] += 1
-                if V[k, j] < best * used and S[j, M - used] < best:
-                    best = min(best, max(first_stage(V, P, k, j, used, B, n_prev), S[j, M - used]))
-                j -= 1
-        result[k] = best
+            S[k, m] = best_to_sink(V, C, P, X, S, k, m, B, n_prev, ranks, False, steps)
+        result[k] = best_to_sink(V, C, P, X, S, k, M, B, n_prev, ranks, True, steps)
     return result
 
 

@@ -75,9 +75,9 @@ def does_not_fit(problem: Problem) -> PlanError:
         # the straight plans on some of the ranks are among those that do not fit, and what makes one fit helps
         ranks = min(problem.options.num_ranks, problem.tables.num_atoms)
         lines = [_straight(problem, ranks >> k) for k in range(ranks.bit_length())]
-        problem = min(lines, key=_overflow)
+        problem = min(lines, key=lambda line: _least_overfull(line)[0])
     stages = problem.options.num_stages
-    over, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
+    over, starts = _least_overfull(problem)
     edges = (0, *starts, problem.tables.num_atoms)
     overflow = [float(problem.overflow_table(k, stages)[edges[k], edges[k + 1]]) for k in range(stages)]
     worst = overflow.index(max(overflow))
@@ -107,16 +107,16 @@ def _straight(problem: Problem, num_ranks: int) -> Problem:
     )
 
 
-def _overflow(problem: Problem) -> float:
-    """Return by how many bytes the least overfull plan is over the limit."""
+def _least_overfull(problem: Problem) -> tuple[float, tuple[int, ...]]:
+    """Return by how many bytes the least overfull straight plan is over the limit, and where it is cut."""
     stages = problem.options.num_stages
-    return straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))[0]
+    return straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
 
 
 def fits(problem: Problem) -> bool:
     """Return whether any cuts fit the memory."""
     stages = problem.options.num_stages
-    over, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
+    over, starts = _least_overfull(problem)
     return over <= 0 and (stages == 1 or bool(starts))
 
 

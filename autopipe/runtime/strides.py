@@ -22,7 +22,7 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     count = tensor.dim()
     if tensor.is_contiguous():
         return [*range(count), *[0] * count]
-    dense = tensor.clone().stride()  # the same order without gaps
+    dense = torch.empty_like(tensor, device="meta").stride()  # the same order without gaps
     order = sorted(range(count), key=lambda d: dense[d], reverse=True)
     gaps, least = [0] * count, 1
     for place in reversed(range(count)):
@@ -47,21 +47,21 @@ def unpacked(elements: torch.Tensor, shape: Sequence[int], layout: Sequence[int]
     order, gaps = list(layout[:count]), layout[count:]
     stored = elements.view([shape[d] for d in order])
     tensor = stored.permute([order.index(d) for d in range(count)])
-    if not any(gaps):
-        return tensor
-    strides, step = [1] * count, 1
+    return _with_gaps(tensor, order, gaps) if any(gaps) else tensor
+
+
+def _with_gaps(tensor: torch.Tensor, order: Sequence[int], gaps: Sequence[int]) -> torch.Tensor:
+    strides, step = [1] * tensor.dim(), 1
     for dimension, gap in zip(reversed(order), reversed(gaps), strict=True):
         if gap:
             step = 2 if step == 1 else (step // GAP + 1) * GAP
         strides[dimension] = step
-        step *= shape[dimension]
-    spread = torch.empty_strided(tuple(shape), strides, dtype=tensor.dtype, device=tensor.device)
-    return spread.copy_(tensor)
+        step *= tensor.shape[dimension]
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that lies in memory as the tensor does, and as ``unpacked`` would lay it."""
     layout = memory_order(tensor)
-    if not any(layout[tensor.dim() :]):
-        return tensor.clone()
-    return unpacked(packed(tensor, layout), tensor.shape, layout)
+    order, gaps = layout[: tensor.dim()], layout[tensor.dim() :]
+    return _with_gaps(tensor, order, gaps) if any(gaps) else tensor.clone()

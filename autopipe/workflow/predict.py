@@ -113,19 +113,20 @@ def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) ->
     Where they are too large to be simulated at all it is the planner's formula, for all of them: figures of the one
     and of the other are not compared with each other.
     """
-    largest = max(1, *(_largest(profile, options) for options in choices))
+    stages = len(Cuts(profile.graph).legal) + 1
+    largest = max(1, *(_largest(profile, options, stages) for options in choices))
     if largest > MOST_SIMULATED_ONCE:
         return Judge(lambda plan: plan.predicted, 1)
     return Judge(scored(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
 
 
-def _largest(profile: Profile, options: PlanOptions) -> int:
+def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
     try:
         fixed = microbatch_count(options)
         count = fixed or max(candidate_counts(profile, options), default=1)
         # where ranks may stay unused, no stage has more of them than microbatches
-        most = count * (len(Cuts(profile.graph).legal) + 1)
-        return count * (options.num_ranks if options.straight else min(options.num_ranks, most))
+        most = options.num_ranks if options.straight else min(options.num_ranks, count * most_stages)
+        return count * most
     except PlanError:
         return 0  # it will be refused
 

@@ -69,10 +69,6 @@ def test_gradients_do_not_depend_on_stages_or_microbatches(sample: str, tmp_path
 
 
 LAYOUTS = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.gamma = nn.Conv2d(3, 24, 3, padding=1), nn.Parameter(torch.rand(24, 1, 1))
@@ -81,7 +77,24 @@ class Net(nn.Module):
     def forward(self, x):
         y = self.b((self.a(x) * self.gamma).permute(0, 2, 3, 1).tanh()) * self.beta
         return self.c(y.permute(0, 3, 1, 2).sigmoid().flatten(1))
+"""
 
+SLICES = """
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3 * 64, 48), nn.Linear(48, 5)
+    def forward(self, x):
+        h = self.a(x.flatten(1))
+        left, column = h[:, :13] * 1, h[:, 7]
+        part = h[:, 3:20]
+        return self.b(h.tanh()) * part.sum() + column.sum() + left.mean() + part.mean(0).pow(2).sum()
+"""
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):{body}
 def build_model():
     return Net()
 
@@ -94,38 +107,12 @@ def data(batch_size=8):
 """
 
 
-SLICES = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 48), nn.Linear(48, 3)
-    def forward(self, x):
-        h = self.a(x)
-        left, column = h[:, :13] * 1, h[:, 7]
-        part = h[:, 3:20]
-        return self.b(h.tanh()) * part.sum() + column.sum() + left.mean() + part.mean(0).pow(2).sum()
-
-def build_model():
-    return Net()
-
-loss = nn.CrossEntropyLoss()
-
-def data(batch_size=8):
-    g = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        yield torch.randn(batch_size, 5, generator=g), torch.randint(0, 3, (batch_size,), generator=g)
-"""
-
-
-@pytest.mark.parametrize("source", [LAYOUTS, SLICES], ids=["layouts", "slices"])
-def test_values_and_gradients_keep_their_layout_in_memory_across_every_cut(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize("body", [LAYOUTS, SLICES], ids=["layouts", "slices"])
+def test_values_and_gradients_keep_their_layout_in_memory_across_every_cut(tmp_path: Path, body: str) -> None:
     # a leaf's grad is laid out like the leaf; plain autograd hands the gradient on as it is, and sums round by layout,
     # those of a slice by its gaps
     path = tmp_path / "layouts.py"
-    path.write_text(source)
+    path.write_text(MODEL_FILE.format(body=body))
     made = captured_file(path)
     items = minibatches(made.workload, 2, 8)
     for num_stages in range(2, len(Cuts(made.capture.graph).legal) + 2):
