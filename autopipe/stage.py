@@ -95,7 +95,7 @@ class Stage(Container):
             stage.register_buffer(name, constants[name], persistent=False)
         modes = [(module, module.training) for path in cls.MODULES for module in model.get_submodule(path).modules()]
         stage._autopipe_modes = tuple(modes)
-        stage.training = model.training
+        stage.training = any(module.training for module in model.modules())
         return stage
 
     def take_over(self, code: type[Stage], constants: Mapping[str, torch.Tensor]) -> None:

@@ -105,21 +105,23 @@ _REMEDIES = {
 
 
 def _of_the_users_code(error: Exception) -> AutopipeError | None:
-    """Return the error for what code of the user's raised, None where none of it was running.
+    """Return the error for what code of the user's raised; None where autopipe's own code did, or called what did.
 
     What loads or runs a model says this itself; this is for what is called later, such as a hook on a parameter.
     """
     short = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
     if short or type(error).__name__ == "OutOfMemoryError":
         return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
-    from autopipe.workload.targets import is_installed  # torch is loaded where a user's code was running
+    from autopipe.workload import targets  # torch is loaded where a user's code was running
 
-    commands = Path(__file__).parent
+    own = Path(__file__).resolve().parent, Path(targets.__file__).resolve().parents[1]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if not is_installed(frame.filename) and not path.is_relative_to(commands):
+        if any(path.resolve().is_relative_to(folder) for folder in own):
+            return None  # whatever it called (a library's code) was called by autopipe
+        if not targets.is_installed(frame.filename):
             return ModelFileError(
-                f"code of yours raised {type(error).__name__}: {error}",
+                f"your code raised {type(error).__name__}: {error}",
                 where=f"{path}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}",
                 remedy="correct that line; --debug shows how it was reached",
             )

@@ -106,7 +106,8 @@ def train(
         getattr(module, n) for n in ("model", "build_model", "get_model", "create_model", "Model") if hasattr(module, n)
     )
     model = build if isinstance(build, torch.nn.Module) else build(**(arguments or {}))
-    model.train()
+    if len({module.training for module in model.modules()}) == 1:  # mixed modes are the user's choice
+        model.train()
     parameters = dict(model.named_parameters())
     make = getattr(module, "optimizer", None)
     optimizer = (

@@ -20,6 +20,7 @@ from autopipe.trace.lengths import Length, cut, found_lengths, shorter, sizes_of
 from autopipe.trace.result import Capture
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
+from autopipe.workload.modes import trains
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def _capture(
             captured = _bounded(captured, lengths, part)
     items = [item, _other(workload, batch_size)]
     exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
-    if model.training:
+    if trains(model):
         said += coupling_notes(workload, model, item, captured.graph)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
     return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))

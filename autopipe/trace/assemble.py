@@ -31,7 +31,8 @@ def assemble(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor])
         if not any(keyword.iskeyword(name) for node in graph.nodes for name in str(node.target).split(".")):
             raise TraceError(f"a call has an argument that cannot be written down: {error}") from error
         _run_without_source(module, graph)
-    module.training = model.training  # not train(): that would reach into the user's modules
+    # not train(): that would reach into the user's modules
+    module.training = any(part.training for part in model.modules())
     return module
 
 

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from autopipe.errors import TraceError
 from autopipe.trace.caches import Caches
+from autopipe.trace.containers import CONTAINERS, copied, refill
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -50,9 +51,8 @@ class Snapshot:
             attributes = vars(module)
             self._attributes.append((attributes, dict(attributes)))
             for value in attributes.values():
-                if isinstance(value, (list, dict, set)):
-                    # most are a module's dictionaries of hooks, and empty
-                    self._containers.append((value, value.copy() if value else ()))
+                if isinstance(value, CONTAINERS):
+                    self._containers.append((value, copied(value)))
         self._random = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
     def random_drawn(self) -> str:
@@ -78,7 +78,7 @@ class Snapshot:
     def returned(self) -> Iterator[None]:
         """Put the attributes back for a while; behind the block they are as they were before it."""
         lent = [(attributes, dict(attributes)) for attributes, _ in self._attributes]
-        contents = [(container, container.copy() if container else ()) for container, _ in self._containers]
+        contents = [(container, copied(container)) for container, _ in self._containers]
         self._put_back(self._containers, self._attributes)
         try:
             yield
@@ -87,12 +87,8 @@ class Snapshot:
 
     @staticmethod
     def _put_back(containers: list[tuple[Any, Any]], attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        for container, before in containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(before)
-        for now, before in attributes:
-            now.clear()
-            now.update(before)
+        for container, before in (*containers, *attributes):
+            refill(container, before)
 
     def restore(self) -> None:
         """Put everything back, in the same dictionaries and lists."""

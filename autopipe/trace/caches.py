@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from autopipe.trace.containers import copied, refill
+
 
 class Caches:
     """The caches of the model's own Python modules as they are now; ``restore`` puts them back or empties them."""
@@ -34,14 +36,12 @@ class Caches:
             if isinstance(value, functools._lru_cache_wrapper):
                 self._memoized[id(value)] = value, value.cache_info().misses
             elif containers and type(value) in (dict, list, set) and not name.startswith("__"):
-                self._containers.append((value, value.copy()))
+                self._containers.append((value, copied(value)))
 
     def restore(self) -> None:
         """Put containers back; empty the memoized functions that were called with something new."""
         for container, before in self._containers:
-            if container != before if isinstance(container, set) else not _same(container, before):
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(before)
+            refill(container, before)
         for function, misses in self._memoized.values():
             if function.cache_info().misses != misses:
                 function.cache_clear()
@@ -61,12 +61,3 @@ def _is_helper(value: Any) -> bool:
         and not callable(value)
         and not place.startswith(("torch", "builtins", "collections"))
     )
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Tell whether two containers hold the same objects; their own == would ask tensors."""
-    if len(now) != len(before):
-        return False
-    if isinstance(now, dict):
-        return all(key in now and now[key] is value for key, value in before.items())
-    return all(a is b for a, b in zip(now, before, strict=True))

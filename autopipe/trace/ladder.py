@@ -35,6 +35,7 @@ from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.result import Capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.items import shapes
+from autopipe.workload.modes import trains
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class Ladder:
 
     def _in_evaluation(self, training: Followed, **options: Any) -> tuple[dict[fx.Node, fx.Node], str]:
         """Follow the model in evaluation mode where its own code asks for the mode; torch.nn's modules know it."""
-        if not training.reads_training or not self.model.training:
+        if not training.reads_training or not trains(self.model):
             return {}, ""
         before = Snapshot(self.model)
         self.model.eval()

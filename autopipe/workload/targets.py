@@ -231,4 +231,6 @@ def is_installed(filename: str) -> bool:
     paths = sysconfig.get_paths()
     folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     path = Path(filename)
-    return not path.is_file() or any(path.is_relative_to(folder) for folder in (*folders, Path(__file__).parents[1]))
+    if not path.is_file() or {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    return any(path.is_relative_to(folder) for folder in (*folders, Path(__file__).parents[1]))

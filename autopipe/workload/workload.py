@@ -37,6 +37,7 @@ from autopipe.workload.building import Builder, find_builder, forward_names
 from autopipe.workload.empty import parameters_without_memory
 from autopipe.workload.hooks import find_hooks
 from autopipe.workload.items import Item, SyntheticInput
+from autopipe.workload.modes import for_training
 from autopipe.workload.optimizers import checked, default_optimizer, make_optimizer, named_optimizer
 from autopipe.workload.targets import Target, import_target, user_line
 
@@ -96,6 +97,7 @@ class Workload:
         inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
         self._batches = Batches(self.name, self._path, spec.seed, self._hooks, inputs, lambda: self._forward_names)
         self._losses: dict[torch.device, nn.Module] = {}
+        self.modes_note = ""
         self._optimizer = named_optimizer(spec.optimizer or "adamw")
 
     @classmethod
@@ -129,9 +131,10 @@ class Workload:
     # --- the model ----------------------------------------------------------------------------------------------------
 
     def build_model(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:
-        """Build the model once, with the initial weights of ``torch.manual_seed(seed)``, in training mode.
+        """Build the model once, with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
 
-        ``empty``: without memory for its parameters, to be read from elsewhere; it and ``shifted``: ``workload.empty``.
+        ``modes_note`` then says what the user should know of its modes, "" for nothing. ``empty``: without memory for
+        its parameters, to be read from elsewhere; it and ``shifted``: ``workload.empty``.
 
         Raises: ModelFileError when the user's code fails.
         """
@@ -139,7 +142,8 @@ class Workload:
         with _seeded(self.spec.seed), without:
             model = self._builder.build()
         self._forward_names = forward_names(model)
-        return model.train()
+        model, self.modes_note = for_training(model)
+        return model
 
     @functools.cached_property
     def _forward_names(self) -> tuple[str, ...]:

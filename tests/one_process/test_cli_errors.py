@@ -115,7 +115,7 @@ def test_what_code_of_the_users_raises_is_no_bug_of_ours(run, monkeypatch):
     monkeypatch.setattr(steps, "plan", fail(ZeroDivisionError("oops")))  # this file stands for the user's
     done = run("plan", "x.py", "--json")
     assert done.exit_code == 1
-    assert "Error: code of yours raised ZeroDivisionError: oops" in done.stderr
+    assert "Error: your code raised ZeroDivisionError: oops" in done.stderr
     assert "test_cli_errors.py" in done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads(done.stdout)["error"]["type"] == "ModelFileError"
@@ -136,3 +136,18 @@ def test_what_the_machine_refuses_is_no_bug_of_ours(run, monkeypatch, error, sho
     assert shown in done.stderr
     assert "  try: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_a_library_raises_in_a_call_of_ours_is_not_the_users_code(run, monkeypatch, tmp_path):
+    # called by autopipe's own code, from a file in an installed package's folder
+    (tmp_path / "site-packages").mkdir()
+    library = tmp_path / "site-packages" / "library.py"
+    library.write_text("def refuse(*args, **kwargs):\n    raise TypeError('cannot be updated')\n")
+    monkeypatch.syspath_prepend(str(library.parent))
+    import library as installed
+
+    monkeypatch.setattr(steps.PlanRequest, "of", installed.refuse)
+    done = run("plan", "x.py")
+    assert done.exit_code == 1
+    assert "a bug in autopipe: TypeError: cannot be updated" in done.stderr
+    assert "your code" not in done.stderr

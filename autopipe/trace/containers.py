@@ -1,0 +1,55 @@
+"""Lists, dicts and sets of the user's: copied, compared and refilled without running a method of theirs.
+
+A subclass may forbid change (the configuration of every diffusers model is such a dict) or compare by asking tensors,
+so the base classes' own methods are called, and only on a container whose content differs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+CONTAINERS = (list, dict, set)
+
+
+def copied(container: Any) -> Any:
+    """Return the content of a list, dict or set (subclasses too) as a plain list, dict or set; () where it is empty."""
+    if isinstance(container, list):
+        return list.copy(container) or ()
+    if isinstance(container, set):
+        return set.copy(container) or ()
+    return dict(_base(container).items(container)) or ()
+
+
+def same(container: Any, before: Any) -> bool:
+    """Tell whether a container holds the very objects that ``copied`` returned, a dict in the same order."""
+    if isinstance(container, set):
+        return set.__len__(container) == len(before) and all(set.__contains__(container, entry) for entry in before)
+    if isinstance(container, list):
+        return list.__len__(container) == len(before) and all(
+            a is b for a, b in zip(list.__iter__(container), before, strict=True)
+        )
+    if dict.__len__(container) != len(before):
+        return False
+    items = _base(container).items(container)
+    return all(a is b and v is w for (a, v), (b, w) in zip(items, before.items() if before else (), strict=True))
+
+
+def refill(container: Any, before: Any) -> None:
+    """Give a container the content that ``copied`` returned; one that holds it already is not touched."""
+    if same(container, before):
+        return
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), before)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, before)
+    else:
+        base = _base(container)
+        base.clear(container)
+        for key, value in before.items() if before else ():
+            base.__setitem__(container, key, value)
+
+
+def _base(container: Any) -> Any:
+    return OrderedDict if isinstance(container, OrderedDict) else dict
