@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.plan import Plan
+from autopipe.ir.plan import Plan, Tie
 
 
 def _may_carry(node: Node) -> bool:
@@ -48,6 +48,15 @@ def chains(graph: Graph, plan: Plan) -> dict[str, tuple[int, ...]]:
         if readers:
             found[boundary.value] = (boundary.producer, *readers)
     return found
+
+
+def trained_ties(graph: Graph, plan: Plan) -> tuple[Tie, ...]:
+    """Return the ties whose stages exchange gradients and values.
+
+    The copies of a frozen parameter never change, so its stages exchange nothing, and it has one value at every weight
+    version. The plan lists it all the same: its digest names what was written.
+    """
+    return tuple(tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad)
 
 
 def _reads(nodes: Sequence[Node], value: str, reached: Sequence[bool], graph: Graph) -> bool:

@@ -65,14 +65,16 @@ def find_ties(graph: Graph, stages: Sequence[Sequence[str]], exchanged_bytes: in
     """Return the parameters that several stages use; the first one owns it.
 
     ``exact`` where the parameter is no larger than what the stages exchange for a microbatch anyway
-    (``exchanged_bytes``): then its gradient may travel with every microbatch, in plain autograd's order.
+    (``exchanged_bytes``): then its gradient may travel with every microbatch, in plain autograd's order. A frozen
+    parameter is always ``exact``: it has no gradient.
     """
     sizes = graph.sizes(batch_size)
     ties = []
     for name, spec in graph.parameters.items():
         users = [index for index, parameters in enumerate(stages) if name in parameters]
         if len(users) > 1:
-            ties.append(Tie(name, users[0], tuple(users[1:]), spec.num_bytes(sizes) <= exchanged_bytes))
+            exact = not spec.requires_grad or spec.num_bytes(sizes) <= exchanged_bytes
+            ties.append(Tie(name, users[0], tuple(users[1:]), exact))
     return tuple(ties)
 
 

@@ -5,7 +5,7 @@ The cost of a microbatch at stage k on atoms i..j-1, on a device of speed s::
     t_k(i, j) = (F + B) / s + c_in + c_out            F forward, B backward; 2F with recompute
     c_in      = received / b(k-1, k) + 2 l(k-1, k)    b bandwidth, l latency of the link; nothing at the ends
     c_out     = sent / b(k, k+1) + 2 l(k, k+1)
-    c_tied    = 2 tied / (m b)                        gradient and new value of a shared parameter, once a minibatch
+    c_tied    = 2 tied / (m b)                        gradient and new value of shared trained weights, once a minibatch
 
 ``received`` and ``sent`` count a value once where it is made and once where it is read, and its gradient the same.
 """

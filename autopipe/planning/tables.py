@@ -68,8 +68,8 @@ class Tables:
     the second. ``kept_bytes``: batch tensors, values received and input-only results, which stay with recompute
     too. ``received``/``sent``: a value whose gradient comes back counts twice. ``weight_bytes`` counts buffers.
     ``stepped_bytes``: parameters that the stage itself steps (a tied one is stepped by the first stage that has
-    it). ``tied_bytes``: parameters that other stages use as well. ``edge_bytes``, shape (n + 1,): all values alive
-    across a cut.
+    it). ``tied_bytes``: trained parameters that other stages use as well. ``edge_bytes``, shape (n + 1,): all values
+    alive across a cut.
     """
 
     edges: tuple[int, ...]
@@ -298,7 +298,7 @@ class _Builder:
             if spec.requires_grad:
                 gradients.distinct(atoms, size)
                 stepped[min(atoms) + 1] += size
-            if len(atoms) > 1:
+            if len(atoms) > 1 and spec.requires_grad:
                 tied.distinct(atoms, size)
                 tied.rectangle(0, min(atoms), max(atoms) + 1, self.n, -size)
         for name, spec in self.graph.buffers.items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopipe.errors import PlanError
 from autopipe.ir.agreement import refuse_disagreement
+from autopipe.ir.gradients import trained_ties
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Stage
 from autopipe.ir.schedule import Request
@@ -27,15 +28,13 @@ class Layout:
 
     @staticmethod
     def of(plan: Plan, graph: Graph) -> Layout:
-        """Read it off the two. A frozen tied parameter exchanges nothing: its copies never change.
+        """Read it off the two.
 
         Raises: ArtifactError where they do not belong together; PlanError as ``refuse_stale_ties`` does.
         """
         refuse_disagreement(plan, graph)
-        ties = tuple(tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad)
-        plan = replace(plan, ties=ties)
         request = plan.request()
-        refuse_stale_ties(plan, request)
+        refuse_stale_ties(plan, graph, request)
         routes = Routes.of(plan, graph)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
         return Layout(plan, graph, request, routes, tuple(channels(routes, request)), groups)
@@ -55,13 +54,13 @@ class Layout:
         return len(self.graph.outputs) > 1
 
 
-def refuse_stale_ties(plan: Plan, request: Request) -> None:
-    """Refuse a schedule under which the stages of a tied parameter would read different versions of it.
+def refuse_stale_ties(plan: Plan, graph: Graph, request: Request) -> None:
+    """Refuse a schedule under which the stages of a trained tied parameter would read different versions of it.
 
     Raises: PlanError naming the parameter and the versions.
     """
     staleness = make(plan.schedule, request).staleness
-    for tie in plan.ties:
+    for tie in trained_ties(graph, plan):
         stages = (tie.owner, *tie.copies)
         found = {stage: staleness[stage] for stage in stages}
         if len(set(found.values())) > 1:

@@ -9,7 +9,7 @@ Of evaluation the first recording may already be there: ``generate`` wrote it be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +135,13 @@ class Recordings:
         folder = self.run.stages / name
         plan = artifact.load(Plan, folder / "plan.json", renew="autopipe train")
         graph = artifact.load(Graph, folder / "graph.json", renew="autopipe train")
-        recording = Recording.of(_without_frozen(plan, self.layout.plan), graph, name)
+        recording = Recording.of(plan, graph, name)
         constants = load_constants(folder)
         for index, runner in self.runners.items():
             code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             runner.stage.take_over(code, constants)
             runner.faces[name] = Face(code, recording.carries_gradient)
         return recording
-
-
-def _without_frozen(plan: Plan, own: Plan) -> Plan:
-    """Return a plan with the ties that the run has: a frozen tied parameter exchanges nothing."""
-    return replace(plan, ties=own.ties)
 
 
 class _OneBatch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.gradients import chains
+from autopipe.ir.gradients import chains, trained_ties
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Tie
 from autopipe.ir.schedule import Request, Traffic
@@ -29,6 +29,7 @@ class Routes:
     """For every edge (from stage, to stage) the values that one message holds, in order.
 
     ``forward``: boundary values. ``backward``: boundary values whose gradient it carries, then tied parameters.
+    ``ties``: those of trained parameters.
     """
 
     forward: dict[Edge, tuple[str, ...]]
@@ -51,13 +52,14 @@ class Routes:
                 forward.setdefault((boundary.producer, consumer), []).append(boundary.value)
             if boundary.value in returning:
                 chain(boundary.value, returning[boundary.value])
-        for tie in plan.ties:
+        ties = trained_ties(graph, plan)
+        for tie in ties:
             if tie.exact:
                 chain(tied(tie.parameter), (tie.owner, *tie.copies))
         return Routes(
             {edge: tuple(values) for edge, values in sorted(forward.items())},
             {edge: tuple(values) for edge, values in sorted(backward.items())},
-            plan.ties,
+            ties,
         )
 
     @property

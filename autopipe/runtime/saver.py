@@ -71,7 +71,9 @@ class Saver:
             snapshot.take(state.collect(stepper.runners[stage], owned, optimizer))
             numbers = state.scheduler_numbers(stepper.schedulers[stage])
             held = stepper.parameters(stage)
-            ties = {tie.parameter: state.bits(held[tie.parameter]) for tie in stepper.ties if tie.parameter in held}
+            ties = {
+                tie.parameter: state.bits(held[tie.parameter]) for tie in stepper.trained_ties if tie.parameter in held
+            }
             parts.append(Part(stage, snapshot, state.groups(owned, optimizer), numbers, ties))
         self.write(manifest, parts)
 

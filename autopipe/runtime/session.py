@@ -109,7 +109,7 @@ class RankSession:
             adopted = built(cls, workload, constants, weights, graph).place(device)
             ties = {
                 tie.parameter: tie.owner == stage.index
-                for tie in plan.ties
+                for tie in layout.routes.ties
                 if tie.exact and stage.index in (tie.owner, *tie.copies)
             }
             runners[stage.index] = StageRunner(

@@ -39,9 +39,10 @@ class Stepper:
     """Steps the stages of one rank.
 
     ``trainable``: names of all trainable parameters of the model, in its order, so that the norm of all gradients is
-    added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``on_gradients``: (stage, minibatch, parameters),
-    called when a stage's gradients are complete, before clipping. ``scaler``: for float16. ``losses``: of every
-    minibatch, on rank 0. ``samples``: how many each minibatch holds, set by whoever reads the data.
+    added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``ties``: of the plan, frozen parameters included.
+    ``on_gradients``: (stage, minibatch, parameters), called when a stage's gradients are complete, before clipping.
+    ``scaler``: for float16. ``losses``: of every minibatch, on rank 0. ``samples``: how many each minibatch holds, set
+    by whoever reads the data.
     ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.
     """
 
@@ -74,6 +75,11 @@ class Stepper:
     def parameters(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the parameters of a stage, by first name, as the optimizer sees them."""
         return self.runners[stage].versions.masters
+
+    @property
+    def trained_ties(self) -> list[Tie]:
+        """The ties whose stages exchange gradients and values: copies of a frozen parameter never change."""
+        return [tie for tie in self.ties if tie.parameter in self.trainable]
 
     def owned(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage steps: its own, not its copies of tied ones."""
@@ -212,7 +218,7 @@ class Stepper:
         All replicas of a copy have the same sum by now; the first of them sends it to every replica of the owner.
         """
         rank = self.transport.rank
-        for tie in self.ties:
+        for tie in self.trained_ties:
             if tie.exact:
                 continue
             if stage in tie.copies and rank == self.request.stage_ranks[stage][0]:
@@ -234,7 +240,7 @@ class Stepper:
 
     def _share_ties(self, stage: int) -> None:
         """Give every copy of a tied parameter its owner's new value, so that they stay equal to the last bit."""
-        for tie in self.ties:
+        for tie in self.trained_ties:
             if stage == tie.owner:
                 parameter = self.parameters(stage)[tie.parameter]
                 owners = self.request.stage_ranks[stage]

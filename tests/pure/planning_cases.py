@@ -162,7 +162,7 @@ def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
     byte = {name: spec.num_bytes(sizes) for name, spec in graph.parameters.items()}
     trained = [name for name in mine if graph.parameters[name].requires_grad]
     stepped = [name for name in trained if not any(name in stage_parameters[s] for s in range(k))]
-    tied = [name for name in mine if any(name in stage_parameters[s] for s in range(len(edges) - 1) if s != k)]
+    tied = [name for name in trained if any(name in stage_parameters[s] for s in range(len(edges) - 1) if s != k)]
     buffers = {name for node in nodes for name in (*node.buffers, *node.buffers_written)}
     state = versions * (sum(byte[n] for n in mine) + sum(graph.buffers[n].num_bytes(sizes) for n in buffers))
     state += sum(byte[n] for n in trained) + profile.optimizer_bytes_per_byte * sum(byte[n] for n in stepped)

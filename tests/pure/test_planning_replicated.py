@@ -101,7 +101,7 @@ class ByHand:
         mine = [name for name, users in self.users.items() if any(start <= u < stop for u in users)]
         trained = [name for name in mine if graph.parameters[name].requires_grad]
         stepped = [name for name in trained if start <= self.users[name][0] < stop]
-        tied = [name for name in mine if not all(start <= u < stop for u in self.users[name])]
+        tied = [name for name in trained if not all(start <= u < stop for u in self.users[name])]
         buffers = {b for n in nodes for b in (*n.buffers, *n.buffers_written)}
         free = [n for n in nodes if n.input_only and not n.storage]
         assert names
