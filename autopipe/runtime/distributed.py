@@ -5,6 +5,9 @@ communicator deadlock: so every channel gets a two-rank group of its own, all of
 exercised once at the start (the first operation of a group connects it, and lazy connections have hung).
 
 Between CPU ranks the layout of a tensor in memory (``strides``) travels ahead of it.
+
+Gloo's all-reduce adds each part of a tensor up in another order: the order of its ring, from wherever that part starts.
+A sum of three ranks or more on a CPU is therefore made here (``runtime.rank_order``), with as many bytes sent.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopipe.runtime.rank_order import OrderedSums
 from autopipe.runtime.strides import memory_order, packed, unpacked
 from autopipe.runtime.transport import FIGURES, Channel, Pending, TransportClosed
 
@@ -141,6 +145,7 @@ class ProcessTransport:
         ordered = sorted(set(channels))
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
         self._sums = {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
+        self._ordered: dict[tuple[int, ...], OrderedSums] = {}
         self._pairs: dict[Channel, Any] = {}
         self._departures = _Departures()
         self._flying: deque[tuple[Any, torch.Tensor]] = deque()  # over NCCL
@@ -232,11 +237,25 @@ class ProcessTransport:
 
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
         """Start to add up over the group: the backend does it in threads, or on a stream, of its own."""
+        if len(group) > 2 and not tensor.is_cuda:
+            return self._in_rank_order(tuple(group)).start(tensor)
         try:
             work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
         except RuntimeError as error:
             raise translate(error) from error
         return _Received(work, tensor, tensor.device)
+
+    def _in_rank_order(self, group: tuple[int, ...]) -> OrderedSums:
+        if group not in self._ordered:
+            of = self._sums[group]
+            self._ordered[group] = OrderedSums(
+                group,
+                self.rank,
+                lambda tensor, rank, tag: dist.irecv(tensor, rank, group=of, tag=tag),
+                lambda tensor, rank, tag: dist.isend(tensor, rank, group=of, tag=tag),
+                translate,
+            )
+        return self._ordered[group]
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -248,6 +267,8 @@ class ProcessTransport:
     def close(self) -> None:
         """Wait until everything has left, meet the others, leave the group."""
         self._departures.drain()
+        for sums in self._ordered.values():
+            sums.close()
         for work, _ in self._flying:
             work.wait()
         self.barrier()

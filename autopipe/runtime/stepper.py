@@ -178,8 +178,11 @@ class Stepper:
             for gradient in gradients:
                 gradient.mul_(self.scaler.inverse)
         if self.weighted:
-            weights = self._shares(minibatch)[1] if self._last_stage in self.runners else torch.zeros(1)
-            divisor = float(self._agree(weights.sum().reshape(1).double())) or 1.0
+            weights = torch.zeros(self.request.num_microbatches, dtype=torch.float64)
+            if self._last_stage in self.runners:
+                weights = self._shares(minibatch)[1]
+            # one by one, as a plain loop adds them up: each microbatch's weight is known to one rank alone
+            divisor = sum(self._agree(weights).tolist()) or 1.0
             if divisor != 1.0:
                 for gradient in gradients:
                     gradient.div_(divisor)

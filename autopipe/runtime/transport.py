@@ -71,7 +71,10 @@ class Transport(Protocol):
         """Post a receive."""
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
-        """Add up a tensor over the ranks of ``group``, in place; every one of them calls it, in the same order."""
+        """Add up a tensor over the ranks of ``group``, in place; every one of them calls it, in the same order.
+
+        On a CPU every element is the sum of the ranks' elements in the order of their numbers, over every transport.
+        """
 
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
         """Start the same and return at once. The tensor is left alone until ``wait`` returns it, summed."""
@@ -167,7 +170,7 @@ class _Sum:
             self.taken[number] += 1
             if self.taken[number] == len(self.group):
                 del self.parts[number], self.taken[number]
-        return torch.stack(parts).sum(0) if len(parts) > 2 else sum(parts[1:], start=parts[0])
+        return sum(parts[1:], start=parts[0])  # one after the other, as processes do
 
 
 class ThreadTransport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import psutil
+import pytest
 import torch
 from ranks import run_ranks
 
@@ -114,6 +115,31 @@ def sums(rank: int, world: int) -> list[float]:
 
 def test_a_sum_is_over_its_group_alone() -> None:
     assert run_ranks(sums, 3) == [[6.0, 4.0], [6.0, 2.0], [6.0, 4.0]]
+
+
+def numbers(rank: int, count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+
+
+def ordered_sums(rank: int, world: int) -> list[bool]:
+    transport = ProcessTransport(CHANNELS, [tuple(range(world))])
+    same = []
+    for count in (1, 2, 5, 1000, 100_003):
+        pending = [transport.start_all_reduce(range(world), numbers(rank, count) + shift) for shift in (0, 1)]
+        for shift, started in enumerate(pending):
+            expected = numbers(0, count) + shift
+            for other in range(1, world):
+                expected = expected + (numbers(other, count) + shift)
+            same.append(torch.equal(started.wait(), expected))
+    transport.close()
+    return same
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_sum_is_in_the_order_of_the_ranks_whatever_its_size(world: int) -> None:
+    # gloo's ring begins each part of a tensor at another rank: with three ranks that is another rounding
+    answers = run_ranks(ordered_sums, world)
+    assert all(len(answer) == 10 and all(answer) for answer in answers)
 
 
 def one_leaves(rank: int, world: int) -> str:

@@ -1,0 +1,106 @@
+"""Sums over CPU processes in the order of their ranks, so that a plain loop can add up in the same order.
+
+::
+
+    rank 0: [a0 a1 a2]      each rank gets one part        a0 + b0 + c0      and sends the       every rank holds
+    rank 1: [b0 b1 b2]  ->  of every rank, and adds   ->   a1 + b1 + c1  ->  sum to all      ->  all three sums
+    rank 2: [c0 c1 c2]      up in the order of ranks       a2 + b2 + c2
+
+A reduce-scatter and an all-gather, as a ring's: each rank sends 2 (r - 1) / r of the tensor, whatever r is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_SCATTER, _GATHER = 1, 2
+Transfer = Callable[[torch.Tensor, int, int], Any]
+
+
+class _Sum:
+    """One sum that has been started."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Return the sum. Raises: what the transfer failed with."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.tensor
+
+
+class OrderedSums:
+    """The sums of one group of CPU ranks, one after the other, in a thread of their own.
+
+    ``receive``, ``send``: (tensor, rank, tag) -> a work to wait for, within the group.
+    ``translate``: makes an error of torch one of the transport.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        receive: Transfer,
+        send: Transfer,
+        translate: Callable[[RuntimeError], BaseException],
+    ) -> None:
+        self.ranks, self.rank = sorted(ranks), rank
+        self._receive, self._send, self._translate = receive, send, translate
+        self._queue: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="sums", daemon=True)
+        self._thread.start()
+
+    def start(self, tensor: torch.Tensor) -> _Sum:
+        """Start to add up a tensor over the group, in place. Every rank of the group starts the same sums in order."""
+        started = _Sum(tensor)
+        self._queue.put(started)
+        return started
+
+    def close(self) -> None:
+        """Return when all sums that were started are complete."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (started := self._queue.get()) is not None:
+            try:
+                self._add_up(started.tensor)
+            except RuntimeError as error:
+                started.error = self._translate(error)
+            except BaseException as error:  # raised by the rank that waits
+                started.error = error
+            started.done.set()
+            started = None  # or the tensor would be kept while the queue is empty
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        flat = tensor.detach().view(-1)
+        parts = dict(zip(self.ranks, torch.tensor_split(flat, len(self.ranks)), strict=True))
+        own = parts[self.rank]
+        arrived = {rank: torch.empty_like(own) for rank in self.ranks if rank != self.rank}
+        self._exchange(arrived, parts, _SCATTER)
+        arrived[self.rank] = own
+        total = arrived[self.ranks[0]].clone()
+        for rank in self.ranks[1:]:
+            total += arrived[rank]
+        own.copy_(total)
+        others = {rank: part for rank, part in parts.items() if rank != self.rank}
+        self._exchange(others, dict.fromkeys(others, own), _GATHER)
+
+    def _exchange(self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], tag: int) -> None:
+        """Receive a tensor from each rank, and send one to each; a tensor without elements is not sent."""
+        works = [self._receive(t, rank, tag) for rank, t in into.items() if t.numel()]
+        place = self.ranks.index(self.rank)
+        for rank in (*self.ranks[place + 1 :], *self.ranks[:place]):  # each rank begins with another one
+            if out[rank].numel():
+                works.append(self._send(out[rank], rank, tag))
+        for work in works:
+            work.wait()
