@@ -17,6 +17,11 @@ from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 
 _MANY = 1024  # a size at which every shape must still be a number that fits
 KINDS = ("call_module", "call_function", "call_method")
+# torch's normalisations: where one updates running statistics, its result does not depend on them
+_STATISTICS = {f"{kind}{d}d" for kind in ("BatchNorm", "InstanceNorm") for d in (1, 2, 3)} | {"SyncBatchNorm"}
+_STATISTICS_FUNCTIONS = {
+    f"{place}.{name}" for place in ("torch", "torch.nn.functional") for name in ("batch_norm", "instance_norm")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,13 @@ class Node:
             raise ValueError(f"node {self.name}: unknown kind {self.kind!r}")
         if min(self.num_random, self.random_position) < 0:
             raise ValueError(f"node {self.name}: a number of random draws is negative")
+
+
+def _only_updates(node: Node) -> bool:
+    """Tell whether a node's result is independent of the buffers that it writes."""
+    if node.kind == "call_module":
+        return node.module_type in _STATISTICS
+    return node.target in _STATISTICS_FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -186,6 +198,19 @@ class Graph:
         for value in self.outputs:
             last[value] = len(self.nodes)
         return last
+
+    @functools.cached_property
+    def replayed_buffers(self) -> frozenset[str]:
+        """The buffers that a forward writes and that a result depends on: queues, power iterations, counters.
+
+        A forward that is run a second time must see them as they were at the first. Running statistics that are only
+        updated are not among them. All nodes that use one of them are in one stage (``ir.cuts``).
+        """
+        written = {name for node in self.nodes for name in node.buffers_written}
+        read = {
+            name for node in self.nodes if not _only_updates(node) for name in (*node.buffers, *node.buffers_written)
+        }
+        return frozenset(written & read)
 
     def sizes(self, batch_size: int) -> dict[str, int]:
         """Return a number for every symbol: the batch where it is the first one, else its hint."""

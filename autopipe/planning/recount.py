@@ -7,6 +7,7 @@ the node and read behind it::
     X' = max(0, max_x (w_x + g_x - A behind x))
     Y  = max(0, max_x (w_x + g_x - H up to x))               the backward is split: its first half frees nothing
     Z  = max(0, max_x (w_x + g_x + G behind x - A behind x)) a minibatch's first backward makes the weights' gradients
+    Q  = buffers that the forward writes and reads           kept with each microbatch in flight where it is recomputed
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from autopipe.planning.ownership import State
 class StageTerms:
     """The terms of the formulas for one stage, in bytes. ``stepped``: of the parameters that it steps itself.
 
-    ``workspace``: X. ``workspace_whole``, ``workspace_half``, ``workspace_first``: X', Y and Z.
+    ``workspace``: X. ``workspace_whole``, ``workspace_half``, ``workspace_first``: X', Y and Z. ``replayed``: Q, which
+    ``peak`` leaves out.
     """
 
     weights: int
@@ -40,6 +42,7 @@ class StageTerms:
     workspace_whole: int
     workspace_half: int
     workspace_first: int
+    replayed: int
 
     def peak(self, held: int, versions: int, recompute: bool, waiting: int = 0) -> int:
         """Return the peak with ``held`` microbatches in flight; ``waiting``: halves of a backward."""
@@ -69,6 +72,7 @@ def recount(
         weights = sum(map(count.parameter, parameters))
         weights += sum(graph.buffers[name].num_bytes(count.sizes) for name in buffers)
         work = [node for node in nodes if not node.input_only]
+        replayed = {name for node in nodes for name in node.buffers_written if name in graph.replayed_buffers}
         between = sum(count.costs[node.name].output_bytes for node in work if trained.keys() & set(node.parameters))
         found.append(
             StageTerms(
@@ -79,6 +83,7 @@ def recount(
                 *_saved_and_kept(count, nodes, start, stop),
                 between,
                 *_workspaces(count, work, trained, between),
+                sum(graph.buffers[name].num_bytes(count.sizes) for name in replayed),
             )
         )
     return found

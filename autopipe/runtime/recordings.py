@@ -140,7 +140,7 @@ class Recordings:
         for index, runner in self.runners.items():
             code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             runner.stage.take_over(code, constants)
-            runner.faces[name] = Face(code, recording.carries_gradient)
+            runner.faces[name] = Face(code, recording.carries_gradient, graph.replayed_buffers)
         return recording
 
 

@@ -119,6 +119,8 @@ class RankSession:
                 carries_gradient=carrying,
                 exact_ties=ties,
                 recompute=stage.recompute,
+                replayed=graph.replayed_buffers,
+                names=graph.aliases,
                 scaler=scaler,
                 deferred=DeferredStatistics.of(adopted) if job.deferred_batch_norm else None,
             )

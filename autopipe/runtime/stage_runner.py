@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from autopipe.errors import AutopipeError
 from autopipe.runtime.deferred import DeferredStatistics
@@ -25,14 +26,21 @@ from autopipe.runtime.weights import WeightVersions
 from autopipe.stage import Stage
 
 Key = tuple[int, int]
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """What a stage does for one recording. ``carries_gradient``: values received and sent through which one flows."""
+    """What a stage does for one recording.
+
+    ``carries_gradient``: values received and sent through which one flows. ``replayed``: buffers by first name, of this
+    and other stages, that a recomputed forward must see as they were (``Graph.replayed_buffers``).
+    """
 
     code: type[Stage]
     carries_gradient: frozenset[str]
+    replayed: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -40,7 +48,8 @@ class _Flight:
     """What is kept of a microbatch from its forward to its backward.
 
     ``gradients``: of what was received, as they arrive. Not the leaves' ``grad``, which autograd lays out in memory
-    like the leaf itself: kernels add up in another order over another layout.
+    like the leaf itself: kernels add up in another order over another layout. ``buffers``: for a recomputed forward,
+    where they are -> their values before the first one.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -50,6 +59,7 @@ class _Flight:
     draws: tuple[int, int, int]
     face: Face
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[Place, torch.Tensor] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -59,7 +69,8 @@ class StageRunner:
     recording, "" being the stage's own. ``weighted``: the user's loss
     returns (loss, weight). ``exact_ties``: parameters whose gradient takes part in a chain: name -> whether this stage
     owns it. ``scaler``: for float16, the scale that the loss is multiplied with.
-    ``deferred``: gathers the statistics of BatchNorm until the step.
+    ``deferred``: gathers the statistics of BatchNorm until the step. ``replayed``: as in ``Face``. ``names``: other
+    name -> the model's first name of a buffer.
     """
 
     def __init__(
@@ -73,10 +84,12 @@ class StageRunner:
         recompute: bool = False,
         scaler: LossScaler | None = None,
         deferred: DeferredStatistics | None = None,
+        replayed: frozenset[str] = frozenset(),
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.stage = stage
         self.seed = seed
-        self.faces = {"": Face(type(stage), carries_gradient)}
+        self.faces = {"": Face(type(stage), carries_gradient, replayed)}
         self.recompute = recompute
         self.scaler = scaler
         self.deferred = deferred
@@ -85,6 +98,12 @@ class StageRunner:
         self.flights: dict[Key, _Flight] = {}
         self._pending: dict[Key, PendingWeights] = {}
         self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._buffer_places: dict[str, list[Place]] = {}
+        first = names or {}
+        for path, module in stage.named_modules(remove_duplicate=False):
+            for key in module._buffers:
+                full = f"{path}.{key}" if path else key
+                self._buffer_places.setdefault(first.get(full, full), []).append((module, key))
 
     def forward(
         self,
@@ -106,6 +125,8 @@ class StageRunner:
                 tensor.requires_grad_()
                 hook = functools.partial(flight.gradients.__setitem__, value)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        if self.recompute:
+            flight.buffers = self._values_of(face.replayed)
         outputs = self._run(flight)
         sent = {value: outputs[value].detach() for value in face.code.SENDS}
         if self.stage.RETURNS:
@@ -187,7 +208,7 @@ class StageRunner:
         outputs = flight.outputs
         ties = {tied(name): self.versions.in_use[name] for name in self.exact_ties}
         if self.recompute:
-            with self._frozen_buffers():
+            with self._frozen_buffers(flight.buffers):
                 again = self._run(flight)
             outputs = self._roots(flight, again)
         roots: list[torch.Tensor] = []
@@ -221,21 +242,38 @@ class StageRunner:
             parameter.grad = None
         return gradients
 
-    @contextlib.contextmanager
-    def _frozen_buffers(self) -> Iterator[None]:
-        """Give the stage copies of its buffers: a recomputed forward must not update statistics a second time.
+    def _values_of(self, names: frozenset[str]) -> dict[Place, torch.Tensor]:
+        """Return copies of the stage's buffers of these names, by place; one that several modules hold is one copy."""
+        values: dict[Place, torch.Tensor] = {}
+        for name in names & self._buffer_places.keys():
+            places = self._buffer_places[name]
+            module, key = places[0]
+            buffer = module._buffers[key]
+            if buffer is not None:
+                values.update(dict.fromkeys(places, buffer.clone()))
+        return values
 
-        The tensors are exchanged, not written back: autograd may have saved the originals.
+    @contextlib.contextmanager
+    def _frozen_buffers(self, values: Mapping[Place, torch.Tensor]) -> Iterator[None]:
+        """Give the stage other buffers: a recomputed forward must not update them a second time.
+
+        ``values``: those that it must see as they were at the first forward; of the others it gets copies. The tensors
+        are exchanged, not written back: autograd may have saved the originals.
         """
         if self.deferred is not None:
             self.deferred.paused = True
         originals = [
             (module, name, buffer) for module in self.stage.modules() for name, buffer in module._buffers.items()
         ]
+        copies: dict[int, torch.Tensor] = {}
         try:
             for module, name, buffer in originals:
-                if buffer is not None:
-                    module._buffers[name] = buffer.clone()
+                if buffer is None:
+                    continue
+                value = values.get((module, name))
+                if value is None:
+                    value = copies.setdefault(id(buffer), buffer.clone())
+                module._buffers[name] = value
             yield
         finally:
             for module, name, buffer in originals:

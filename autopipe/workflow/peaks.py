@@ -74,7 +74,7 @@ def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
             StageBytes(
                 fixed=terms.optimizer + workspace + (terms.saved if stage.recompute else 0),
                 version=terms.weights,
-                in_flight=terms.kept + (0 if stage.recompute else terms.saved),
+                in_flight=terms.kept + (terms.replayed if stage.recompute else terms.saved),
                 between=terms.between if half else 0,
                 gradients=terms.gradients,
                 first=max(terms.workspace_first - workspace, 0),

@@ -221,7 +221,7 @@ def recompute_on_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batch_norm_updated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StageRunner, "_frozen_buffers", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(StageRunner, "_frozen_buffers", lambda self, values: contextlib.nullcontext())
 
 
 def gradients_kept_over_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
