@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopipe.ir.artifact import digest
+from autopipe.ir.batch import BatchForm
 from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 
 _MANY = 1024  # a size at which every shape must still be a number that fits
@@ -125,6 +126,7 @@ class Graph:
     aliases: dict[str, str]
     captured_by: str = ""
     exact: bool = True
+    batch: BatchForm = field(default_factory=BatchForm)
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.errors import RunError
-from autopipe.ir.graph import Graph
+from autopipe.ir.batch import BatchForm
+from autopipe.ir.graph import Graph, Input
 from autopipe.ir.plan import Plan
 from autopipe.ir.tensor import TensorSpec
 from autopipe.runtime.routes import Routes, tied
@@ -43,28 +44,33 @@ class Recording:
         """Return the sizes of a batch by symbol."""
         return {s.name: int(leaves[s.input].shape[s.dimension]) for s in self.graph.symbols if leaves[s.input].dim()}
 
-    def fits(self, leaves: Mapping[str, torch.Tensor]) -> bool:
-        """Tell whether a batch has the shapes that this stands for.
-
-        Raises: RunError where it has other tensors, naming the one and both shapes: no other recording would help.
-        """
-        _check_kinds(self.graph, leaves)
+    def fits(self, leaves: Mapping[str, torch.Tensor], form: BatchForm) -> bool:
+        """Tell whether a batch has the form and the shapes that this stands for."""
+        if not self.graph.batch.fits(form) or not _are_kinds(self.graph, leaves):
+            return False
         sizes = self.sizes(leaves)
         if not all(symbol.holds(sizes.get(symbol.name, symbol.hint)) for symbol in self.graph.symbols):
             return False
         return all(tuple(leaves[entry.name].shape) == entry.spec.concrete(sizes) for entry in self.graph.inputs)
 
 
-def _check_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> None:
-    missing = [entry.name for entry in graph.inputs if entry.name not in leaves]
-    if missing:
-        raise RunError(
-            f"the batch lacks {missing[0]!r}; it has {', '.join(leaves)}",
-            remedy="let every batch have the entries of the first one",
-        )
+def _are_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether the tensors that a graph reads are there, of the same dtypes and numbers of dimensions."""
+    return all(entry.name in leaves and _is_kind(entry, leaves[entry.name]) for entry in graph.inputs)
+
+
+def _is_kind(entry: Input, leaf: torch.Tensor) -> bool:
+    return leaf.dim() == len(entry.spec.shape) and str(leaf.dtype) == f"torch.{entry.spec.dtype}"
+
+
+def refuse_other_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a tensor of another dtype or number of dimensions than the graph was captured with.
+
+    Raises: RunError naming the tensor and both.
+    """
     for entry in graph.inputs:
-        leaf = leaves[entry.name]
-        if leaf.dim() != len(entry.spec.shape) or str(leaf.dtype) != f"torch.{entry.spec.dtype}":
+        leaf = leaves.get(entry.name)
+        if leaf is not None and not _is_kind(entry, leaf):
             raise RunError(
                 f"{entry.name} is {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}; "
                 f"the model was captured with {entry.spec}",

@@ -1,4 +1,4 @@
-"""Recordings made while a run goes on: a batch of a shape not seen before gets stage code of its own.
+"""Recordings made while a run goes on: a batch of a shape or form not seen before gets stage code of its own.
 
 All ranks meet the same batches in the same order, so all come to a new shape together, between two minibatches. Rank 0
 captures the model at that shape, compares it with the model as every capture is, cuts it as the plan is cut, and writes
@@ -9,16 +9,17 @@ Of evaluation the first recording may already be there: ``generate`` wrote it be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autopipe.draws import exclusive
-from autopipe.errors import AutopipeError, RunError, counted
+from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
 from autopipe.generate import generate, load_constants, load_stage
 from autopipe.ir import artifact
+from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.planning import recut
@@ -26,11 +27,12 @@ from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
-from autopipe.runtime.recording import Recording
+from autopipe.runtime.recording import Recording, refuse_other_kinds
 from autopipe.runtime.stage_runner import Face, StageRunner
 from autopipe.runtime.transport import Transport
 from autopipe.trace import Capture, capture, with_own_constants
 from autopipe.workload import Workload
+from autopipe.workload.forms import form_of
 from autopipe.workload.items import resized, shapes
 
 EVALUATION = "evaluation"
@@ -87,26 +89,46 @@ class Recordings:
         return found
 
     def _of(self, part: Any, *, training: bool) -> Recording:
-        leaves = self.workload.leaves(part)
+        leaves, form = self.workload.leaves(part), form_of(part)
         known = self.training if training else self.evaluation
         for recording in known:
-            if recording.fits(leaves):
+            if recording.fits(leaves, form):
                 return recording
+        refuse_other_kinds(known[0].graph, leaves)
         if self._made >= self.job.max_shapes:
-            made = counted(self._made, "shape")
-            raise RunError(
-                f"a batch of another shape ({shapes(part)}), and code was made for {made} already",
-                remedy="pad or group the batches so that there are fewer shapes, or allow more with --max-shapes",
-            )
+            raise self._too_many(part, form)
         self._made += 1
-        known.append(self._record(part, training=training))
+        known.append(self._record(part, form, training=training))
         return known[-1]
 
-    def _record(self, part: Any, *, training: bool) -> Recording:
-        """Make the recording of a new shape, together with the other ranks."""
+    def _too_many(self, part: Any, form: BatchForm) -> RunError:
+        """Return the error for a batch that would need more code than is allowed, naming what keeps changing."""
+        made = counted(self._made, "shape")
+        own = self.training[0].graph.batch
+        remedy = "pad or group the batches so that there are fewer shapes"
+        if own.difference(form):
+            remedy = "let every batch have the entries and types of the first one"
+        values = [path for path in own.varying(form) if not form.is_tensor(path)]
+        if values:
+            remedy = (
+                f"give {values[0]} as a tensor, torch.tensor(value): a Python value is a constant of the stage code"
+            )
+        return RunError(
+            f"{self._other(part, form)}, and code was made for {made} already",
+            remedy=f"{remedy}; or allow more with --max-shapes",
+        )
+
+    def _other(self, part: Any, form: BatchForm) -> str:
+        """Say in what a batch differs from the one that the plan's own code was made for."""
+        difference = self.training[0].graph.batch.difference(form)
+        return f"a batch of another form: {difference}" if difference else f"a batch of another shape ({shapes(part)})"
+
+    def _record(self, part: Any, form: BatchForm, *, training: bool) -> Recording:
+        """Make the recording of a new shape or form, together with the other ranks."""
         name = f"shape_{self._made}" if training or self.evaluation is self.training else f"{EVALUATION}_{self._made}"
         self.reporter.at(f"capturing {name}", waiting=False)
         self.transport.barrier()  # ranks may be threads: none of them may run the model while it is followed
+        other = self._other(part, form)
         if self.transport.rank == 0:
             as_trained = training or self.evaluation is self.training
             try:
@@ -116,19 +138,27 @@ class Recordings:
                         allow_data_dependent=self.job.allow_data_dependent,
                         training=as_trained,
                     )
+                    # how a batch of few samples lies in memory is not always how one of more samples does
+                    form = replace(form, reads=captured.graph.batch.reads)
+                    captured = replace(captured, graph=replace(captured.graph, batch=form))
                     write_recording(captured, self.layout.plan, self.layout.graph, self.run.stages / name)
             except AutopipeError as error:
                 raise RunError(
-                    f"a batch of another shape ({shapes(part)}) cannot be followed in these stages: {error.what}",
+                    f"{other} cannot be followed in these stages: {error.what}",
                     where=error.where,
-                    remedy=error.remedy or "pad the batches to one shape",
+                    remedy=error.remedy or "pad the batches to one shape, with the entries of the first one",
                 ) from error
-            self.reporter.event(
-                "note", text=f"stage code made for another shape, {shapes(part)} ({captured.method}): stages/{name}"
-            )
+            self.reporter.event("note", text=f"stage code made for {other} ({captured.method}): stages/{name}")
         self.reporter.at(f"waiting for {name}", waiting=True)
         self.transport.barrier()
-        return self._taken_over(name)
+        try:
+            return self._taken_over(name)
+        except ArtifactError as error:
+            raise RunError(
+                f"{other} cannot be followed in these stages: {error.what}",
+                remedy="let every batch have the entries of the first one; or let the first batch be one that uses "
+                "all of the model",
+            ) from error
 
     def _taken_over(self, name: str) -> Recording:
         """Load a recording that was written, and let this rank's stages take its code over."""

@@ -20,6 +20,7 @@ from autopipe.trace.lengths import Length, cut, found_lengths, shorter, sizes_of
 from autopipe.trace.result import Capture
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
+from autopipe.workload.layouts import laid_out
 from autopipe.workload.modes import trains
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,7 @@ def _other(workload: Workload, batch_size: int) -> Item:
     leaves = workload.leaves(both)
     count = workload.num_samples(both)
     found: dict[str, Any] = {
-        name: leaf[batch_size:] if leaf.dim() and leaf.shape[0] == count else leaf for name, leaf in leaves.items()
+        name: laid_out(leaf[batch_size:], leaf) if leaf.dim() and leaf.shape[0] == count else leaf
+        for name, leaf in leaves.items()
     }
     return workload.with_leaves(both, found)

@@ -25,6 +25,7 @@ from autopipe.trace.follow import Forward
 from autopipe.trace.patches import quiet_fakes
 from autopipe.trace.recorder import Recorder
 from autopipe.workload import Item, Workload
+from autopipe.workload.layouts import laid_out
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}
@@ -39,7 +40,7 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
 
     Raises: NotExportable where it fails, or the model has a custom ``autograd.Function``.
     """
-    leaves = {name: leaf.detach().clone() for name, leaf in workload.leaves(item).items()}
+    leaves = {name: laid_out(leaf, leaf) for name, leaf in workload.leaves(item).items()}
     count = workload.num_samples(item)
     free = {name: {0: torch.export.Dim.AUTO} if _is_batched(leaf, count) else None for name, leaf in leaves.items()}
     before, whole = Snapshot(model), _Whole(workload, model, item)

@@ -7,7 +7,7 @@ copy into the buffer, and a batch that is changed in place is cloned first, so t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from autopipe.trace.reads import FollowingShapeEnv, Reads
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.symbols import Symbols
 from autopipe.workload import Item, Workload
+from autopipe.workload.layouts import strides_like
 
 Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
 
@@ -158,11 +159,19 @@ def _fake_leaf(
         if batched:
             shape[0] = batch
         with mode:
-            return torch.empty(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
-    real = torch.empty_like(leaf, requires_grad=leaf.requires_grad)
+            return _empty(leaf, shape)
+    real = _empty(leaf, leaf.shape)
     sizes = [DimDynamic.DUCK if d == 0 and batched else DimDynamic.STATIC for d in range(leaf.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(real, source=LocalSource(name), symbolic_context=context)
+
+
+def _empty(leaf: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of another shape, which lies in memory as ``leaf`` does."""
+    strides = strides_like(leaf, shape)
+    return torch.empty_strided(
+        list(shape), strides, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
+    )
 
 
 def _coin(workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool) -> TraceError:

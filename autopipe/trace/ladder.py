@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.errors import TraceError
+from autopipe.ir.batch import STRIDES
 from autopipe.trace.align import Beside, OtherWay, aligned
 from autopipe.trace.assemble import assemble
 from autopipe.trace.borrowed import Snapshot
@@ -34,6 +35,7 @@ from autopipe.trace.naming import rename
 from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.result import Capture
 from autopipe.workload import Item, Workload
+from autopipe.workload.forms import form_of
 from autopipe.workload.items import shapes
 from autopipe.workload.modes import trains
 
@@ -198,7 +200,10 @@ class Ladder:
     ) -> Capture:
         differing, other = evaluation_arguments(in_evaluation, raw)
         rename(found.graph)
-        graph = dataclasses.replace(describe(found, self.workload.name), captured_by=method)
+        # torch.export keeps what it read of the memory to itself
+        reads = found.recorder.layout_read if self.forward is None else STRIDES
+        form = dataclasses.replace(form_of(self.item), reads=reads)
+        graph = dataclasses.replace(describe(found, self.workload.name), captured_by=method, batch=form)
         constants = dict(sorted(found.recorder.constants.items()))
         module = assemble(self.model, found.graph, constants)
         evaluation = {node.name: arguments for node, arguments in differing.items()}

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from autopipe.workload.layouts import laid_out
+
 _SHORTEST = 4  # a size below is a number of classes or coordinates rather than a length
 _MOST = 2  # source and target of an encoder-decoder
 _TABLES = 2  # of positions, say, at the end of which a longer recording is tried
@@ -88,8 +90,8 @@ def cut(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], part: int) ->
     found = dict(leaves)
     for length in lengths:
         for name, dimension in length.places:
-            found[name] = found[name].narrow(dimension, 0, shorter(length.size)[part]).contiguous()
-    return found
+            found[name] = found[name].narrow(dimension, 0, shorter(length.size)[part])
+    return {name: laid_out(leaf, leaves[name]) if leaf is not leaves[name] else leaf for name, leaf in found.items()}
 
 
 def _is_prime(number: int) -> bool:

@@ -20,6 +20,7 @@ from autopipe import draws
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import here
 from autopipe.trace.replay import context_of
+from autopipe.workload.layouts import laid_out
 
 WHERE = (0, 0)  # minibatch and microbatch of the captured batch
 
@@ -29,7 +30,7 @@ class Reads:
 
     def __init__(self, borrowed: Borrowed, leaves: Mapping[str, Tensor], seed: int) -> None:
         self.borrowed, self.seed = borrowed, seed
-        self._leaves = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        self._leaves = {name: laid_out(leaf, leaf) for name, leaf in leaves.items()}
         self._state: dict[str, Tensor] = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []
         with borrowed.returned():

@@ -41,6 +41,7 @@ from autopipe.trace.values import (
     NEVER_RECORDED,
     OF_ITSELF,
     PLAIN_PROPERTIES,
+    READS_LAYOUT,
     REFUSED,
     SILENT,
     SYMBOLIC,
@@ -70,6 +71,7 @@ class Recorder(TorchFunctionMode):
         # the user's line and modules of what runs now, where another program stands in for the model
         self.given: tuple[tuple[str, int] | None, tuple[tuple[str, str, int], ...]] | None = None
         self.reads: Reads | None = None
+        self.layout_read = ""  # what the forward reads of how tensors lie in memory, see ``ir.batch``
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._owner = threading.get_ident()
         self._paused = 0
@@ -117,9 +119,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "_opname", "") or getattr(func, "__name__", "")
-        if not self.listening or name in NEVER_RECORDED:
-            return func(*args, **kwargs)
-        if name == "__get__" and property_name(func) in PLAIN_PROPERTIES:
+        if self.listening:
+            self.layout_read = max(self.layout_read, READS_LAYOUT.get(name, ""))
+        is_plain = name == "__get__" and property_name(func) in PLAIN_PROPERTIES
+        if not self.listening or is_plain or name in NEVER_RECORDED:
             return func(*args, **kwargs)
         if name in REFUSED and isinstance(args[0], Tensor):
             raise unsupported(f"{REFUSED[name][0]} cannot be cut into stages", REFUSED[name][1])
@@ -185,10 +188,8 @@ class Recorder(TorchFunctionMode):
         """Return the running statistics that a normalisation updates: torch does not count that as a change."""
         if not kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)):
             return []
-        return [tensor for tensor in tensors_in((args, kwargs)) if self._is_buffer(tensor)]
-
-    def _is_buffer(self, tensor: Tensor) -> bool:
-        return id(tensor) in self.borrowed.state and not isinstance(tensor, nn.Parameter)
+        state = self.borrowed.state
+        return [t for t in tensors_in((args, kwargs)) if id(t) in state and not isinstance(t, nn.Parameter)]
 
     def _record(self, call: Call, changed: list[Tensor], random: tuple[int, int]) -> fx.Node:
         args = self._argument(call.args)

@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.draws import is_random
+from autopipe.ir.batch import ORDER, STRIDES
 
 NEVER_RECORDED = {"size", "dim", "__len__", "stride", "_set_grad_enabled", "numel", "is_floating_point", "__hash__"}
+READS_LAYOUT = {"is_contiguous": ORDER, "dim_order": ORDER, "stride": STRIDES, "storage_offset": STRIDES}
 PLAIN_PROPERTIES = {"shape", "dtype", "device", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 SILENT = {"batch_norm", "instance_norm"}

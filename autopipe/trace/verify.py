@@ -24,6 +24,7 @@ from autopipe.trace.explain import place_of
 from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.replay import replay
 from autopipe.workload import Item, Workload
+from autopipe.workload.layouts import laid_out
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4
@@ -90,7 +91,7 @@ def _run(
 ) -> Outcome:
     for parameter in model.parameters():
         parameter.grad = None
-    item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)  # a forward may change its batch
+    item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)  # a forward may change its batch
     bound = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

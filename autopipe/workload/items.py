@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError, with_article
+from autopipe.workload.layouts import laid_out
 
 Item: TypeAlias = "tuple[Any, Any] | dict[str, Any]"
 _INPUTS: Any = pytree.SequenceKey(0)  # the place of the inputs in (inputs, target)
@@ -39,7 +40,7 @@ def normalised(item: Any, origin: str) -> Item:
             f"{origin} gave {with_article(type(item).__name__)}{size}; wanted (inputs, target) or a dict",
             remedy="put several inputs into one tuple: ((a, b), target)",
         )
-    for path, leaf in _paths(found):
+    for path, leaf in paths(found):
         if not isinstance(leaf, Tensor):
             _check_other(leaf, path, origin)
     return found
@@ -63,7 +64,7 @@ def _check_other(leaf: Any, path: str, origin: str) -> None:
         )
 
 
-def _paths(item: Item) -> Iterator[tuple[str, Any]]:
+def paths(item: Item) -> Iterator[tuple[str, Any]]:
     """Give every leaf with the path of people: ``inputs[0]``, ``target``, ``['labels']``."""
     leaves, _ = pytree.tree_flatten_with_path(item)
     for path, leaf in leaves:
@@ -77,7 +78,7 @@ def shapes(item: Item) -> str:
     """Return the tensors of an item for people: ``inputs: float32[8, 3], target: int64[8]``."""
     return ", ".join(
         f"{path}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(size) for size in leaf.shape)}]"
-        for path, leaf in _paths(item)
+        for path, leaf in paths(item)
         if isinstance(leaf, Tensor)
     )
 
@@ -132,7 +133,10 @@ def split(item: Item, num_microbatches: int) -> list[Item]:
 
 
 def resized(item: Item, batch_size: int) -> Item:
-    """Return an item of exactly ``batch_size`` samples: the first ones, repeated from the start where too few."""
+    """Return an item of exactly ``batch_size`` samples: the first ones, repeated from the start where too few.
+
+    Its tensors lie in memory as those of ``item`` do.
+    """
     count = num_samples(item)
     if count == batch_size:
         return item
@@ -141,7 +145,9 @@ def resized(item: Item, batch_size: int) -> Item:
     index = torch.arange(batch_size) % count
 
     def choose(leaf: Any) -> Any:
-        return leaf[index.to(leaf.device)] if _is_batched(leaf, count) else leaf
+        if not _is_batched(leaf, count):
+            return leaf
+        return laid_out(leaf[index.to(leaf.device)], leaf).requires_grad_(leaf.requires_grad)
 
     found: Item = pytree.tree_map(choose, item)
     return found
