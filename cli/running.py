@@ -14,6 +14,7 @@ from autopipe.workflow.settings import (
     CheckSettings,
     EvaluateSettings,
     ExportSettings,
+    ModelSettings,
     TrainSettings,
 )
 
@@ -26,6 +27,10 @@ LOADING = {
     "hf": 'from_pretrained("{path}") of transformers, once the config.json of the model lies there too',
     "dcp": 'torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id="{path}")',
 }
+named_again = (
+    options.option("--target", metavar="TARGET", help="The model, named again: where the run is not your own."),
+    options.option("--arg", type=types.PAIR, multiple=True, help="Argument of --target, name=value. Repeatable."),
+)
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
 
 
@@ -176,19 +181,22 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 @run_argument
 @options.option("--batch-size", type=types.COUNT, metavar="B", help="Samples at a time.")
 @options.option("--eval-data", metavar="TARGET", help="Data, instead of the file's `evaluate_data`.")
+@named_again[0]
+@named_again[1]
+@options.option("--loss", metavar="TARGET", help="Loss of --target, instead of the file's `loss`.")
 @options.work_dir
 @options.output
 def eval_command(
-    terminal: Terminal, run: Path | None, batch_size: int | None, eval_data: str | None, work_dir: Path
+    terminal: Terminal, run: Path | None, batch_size: int | None, eval_data: str | None, work_dir: Path, **given: Any
 ) -> None:
     """Evaluate RUN (default: the newest) on held-out data, from its newest checkpoint.
 
-    The model file is code, and it is run.
+    The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
     """
     from autopipe.report import tables
     from autopipe.workflow import runs
 
-    result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data))
+    result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data, _named(given)))
     terminal.table(tables.evaluation(result))
     terminal.document("eval", documents.fields_of(result))
     terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
@@ -209,19 +217,36 @@ def eval_command(
     help="hf: a folder of safetensors with an index, as Hugging Face has it. [default: by the name]",
 )
 @options.option("--step", type=click.IntRange(min=0), help="Of the checkpoint. [default: the newest]")
+@named_again[0]
+@named_again[1]
 @options.work_dir
 @options.output
 def export_command(
-    terminal: Terminal, run: Path | None, output: Path, format: str | None, step: int | None, work_dir: Path
+    terminal: Terminal,
+    run: Path | None,
+    output: Path,
+    format: str | None,
+    step: int | None,
+    work_dir: Path,
+    **given: Any,
 ) -> None:
     """Write the weights of RUN (default: the newest) as one file, or as a folder.
 
-    The untouched model loads it with strict=True. The model file is code, and it is run.
+    The untouched model loads it with strict=True. The model file of the run is code, and it is run where you have named
+    it before, unchanged, or name it now.
     """
     from autopipe.report import tables
     from autopipe.workflow import runs
 
-    result = runs.export(ExportSettings(output, run, work_dir, step, format))
+    result = runs.export(ExportSettings(output, run, work_dir, step, format, _named(given)))
     terminal.table(tables.exported(result))
     terminal.document("export", documents.fields_of(result))
     terminal.next(LOADING[result.format].format(path=result.path))
+
+
+def _named(given: dict[str, Any]) -> ModelSettings:
+    """Return the model that ``--target`` names again. Raises: click.UsageError for its options without it."""
+    hooks = {name: given[name] for name in ("loss",) if given.get(name)}
+    if (given["arg"] or hooks) and not given["target"]:
+        raise click.UsageError("--arg and --loss belong to --target; name the model too")
+    return ModelSettings(given["target"] or "", dict(given["arg"]), hooks)

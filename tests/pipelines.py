@@ -20,6 +20,7 @@ from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.threads import run_in_threads
 from autopipe.trace import Capture, capture
+from autopipe.workflow.named import remember, remember_stages
 from autopipe.workload import LoadOptions, Workload, load_workload
 from autopipe.workload.items import resized
 
@@ -103,6 +104,8 @@ def build(made: Captured, plan: Plan, folder: Path | None = None, **job: Any) ->
     settings = Job(**{"steps": 0, "epochs": 1, "batch_size": plan.batch_size, "save": False, **job})
     run.write(settings, plan, made.capture.graph)
     generate(made.capture, plan, run.stages)
+    remember(plan.workload)  # as the command does for what it is given
+    remember_stages(run.stages)
     return Pipeline(made, plan, Layout.of(plan, made.capture.graph), run, settings)
 
 

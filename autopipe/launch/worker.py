@@ -128,6 +128,8 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, k
     if job.device == "cpu":
         keep_memory()
         long_turns()  # before the transport starts its threads, which inherit it
+    if spec.body == "evaluate":  # every weight comes from the checkpoint
+        job = replace(job, init_from="", trust=False)
     if spec.evaluation_data:
         plan = replace(plan, workload=plan.workload.with_hook("evaluate_data", spec.evaluation_data))
     known.plan, known.device = plan, torch.device(job.device)

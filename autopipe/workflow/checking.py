@@ -21,16 +21,13 @@ from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSet
 from autopipe.workflow.steps import Prepared, prepare
 from autopipe.workload import Workload
 from autopipe.workload.items import resized
-from autopipe.workload.targets import absolute
+from autopipe.workload.targets import in_full
 
 
 def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
     """Put everything that the ranks need into a directory of its own, which can be used from any folder."""
     run = RunDirectory(path)
-    spec = prepared.plan.workload
-    hooks = {name: absolute(text) for name, text in spec.hooks.items()}
-    spec = replace(spec, target=absolute(spec.target), hooks=hooks)
-    run.write(job, replace(prepared.plan, workload=spec), prepared.graph)
+    run.write(job, replace(prepared.plan, workload=in_full(prepared.plan.workload)), prepared.graph)
     shutil.rmtree(run.stages, ignore_errors=True)
     shutil.copytree(prepared.stages, run.stages, ignore=shutil.ignore_patterns("__pycache__"))
     return run

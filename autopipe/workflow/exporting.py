@@ -30,11 +30,10 @@ from autopipe.runtime import dcp
 from autopipe.runtime.checkpoint import Checkpoint
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.weight_files import INDEX
-from autopipe.workflow.finished import find_run
+from autopipe.workflow.finished import find_run, model_of
 from autopipe.workflow.results import ExportResult
 from autopipe.workflow.resuming import refuse_other_parameters, skeleton
-from autopipe.workflow.settings import EXPORT_FORMATS, ExportSettings
-from autopipe.workload import Workload
+from autopipe.workflow.settings import EXPORT_FORMATS, ExportSettings, ModelSettings
 
 SHARD_BYTES = 5 * 10**9
 _FOLDERS = ("hf", "dcp")
@@ -49,7 +48,7 @@ def export(settings: ExportSettings) -> ExportResult:
     _refuse_taken(settings.output, kind)
     run = RunDirectory(find_run(settings.run, settings.work_dir))
     source = _checkpoint(run, settings.step)
-    tensors = _Tensors(source, run.graph(), _model(run, source))
+    tensors = _Tensors(source, run.graph(), _model(run, source, settings.model))
     temporary = settings.output.with_name(f".{settings.output.name}.tmp")
     _remove(temporary)
     try:
@@ -111,9 +110,12 @@ def _checkpoint(run: RunDirectory, step: int | None) -> Checkpoint:
     return source
 
 
-def _model(run: RunDirectory, source: Checkpoint) -> nn.Module:
-    """Return the run's model, without memory for its parameters where all that is wanted of it is in the checkpoint."""
-    workload, graph = Workload.from_spec(run.plan().workload), run.graph()
+def _model(run: RunDirectory, source: Checkpoint, named: ModelSettings) -> nn.Module:
+    """Return the run's model, without memory for its parameters where all that is wanted of it is in the checkpoint.
+
+    Raises: RunError where it is not the model of the run, or the run names code that the user has not.
+    """
+    workload, graph = model_of(run, named, "export", hooks=()), run.graph()
     model, held = skeleton(workload), set(source.names)
     wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
     if not all(f"model.{name}" in held or name in graph.parameters for name in wanted):

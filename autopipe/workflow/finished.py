@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from autopipe.errors import RunError
+from autopipe.generate import generate
 from autopipe.launch.registry import launch
 from autopipe.launch.request import Launch
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
-from autopipe.workflow.evaluation import refuse_impossible
+from autopipe.trace import capture
+from autopipe.workflow.evaluation import record, refuse_impossible
 from autopipe.workflow.listener import Listener
+from autopipe.workflow.models import Model
+from autopipe.workflow.named import refuse_unnamed, remember, wrote_stages
 from autopipe.workflow.results import EvaluateResult
 from autopipe.workflow.resuming import refuse_other_parameters, skeleton
-from autopipe.workflow.settings import EvaluateSettings, Events
+from autopipe.workflow.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings
+from autopipe.workflow.store import Work
 from autopipe.workload import Workload
+from autopipe.workload.targets import in_full
 
 
 def find_run(given: Path | None, work_dir: Path) -> Path:
@@ -35,34 +45,69 @@ def find_run(given: Path | None, work_dir: Path) -> Path:
     return with_checkpoint[-1]
 
 
+def model_of(
+    run: RunDirectory, named: ModelSettings, command: str, *, hooks: Collection[str] | None = None
+) -> Workload:
+    """Load the model of a run: as it is named again, else as the run has it. ``hooks``: those that are wanted, or all.
+
+    Raises: RunError where the run names code that the user has not; ModelFileError as ``Workload``.
+    """
+    spec = run.plan().workload
+    if hooks is not None:
+        spec = dataclasses.replace(spec, hooks={name: text for name, text in spec.hooks.items() if name in hooks})
+    if named.said:
+        spec = dataclasses.replace(spec, target=named.target, arguments=dict(named.arguments), hooks=dict(named.hooks))
+    else:
+        spec = dataclasses.replace(spec, hooks=spec.hooks | named.hooks)
+        words = f"autopipe {command} {shlex.quote(str(run.path))}"
+        refuse_unnamed(spec, run.path / "plan.json", words, flag="--target", named=set(named.hooks))
+    workload = Workload.from_spec(spec)
+    remember(spec, None if named.said else set(named.hooks))
+    return workload
+
+
 def evaluate(settings: EvaluateSettings, events: Events | None = None) -> EvaluateResult:
     """Run the evaluation data through the stages of a run, from its newest checkpoint.
 
-    Raises: RunError where the stages cannot evaluate, with the reason; ModelFileError where the data is missing.
+    Raises: RunError where the stages cannot evaluate, with the reason, or where the run's code is not the user's;
+    ModelFileError where the data is missing.
     """
     run = RunDirectory(find_run(settings.run, settings.work_dir))
     job, plan = run.job(), run.plan()
     step = checkpoints.steps(run.checkpoints)[-1:]
     if not step:
         raise RunError(f"there is no checkpoint in {run.checkpoints}", remedy="autopipe train")
-    spec = plan.workload if settings.data is None else plan.workload.with_hook("evaluate_data", settings.data)
-    workload = Workload.from_spec(spec)
+    named = settings.model
+    if settings.data is not None:
+        named = dataclasses.replace(named, hooks={**named.hooks, "evaluate_data": settings.data})
+    workload = model_of(run, named, "eval")
     remedy = "autopipe export, and evaluate the model itself"
     refuse_impossible(workload, job.evaluation_note, settings.batch_size, remedy)
     checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0])).verify()
     refuse_other_parameters(run.graph(), skeleton(workload), run.path)
-    listener = Listener(run, events or (lambda kind, fields: None), plan.num_ranks)
-    start = time.time()
-    launch(
-        Launch(
-            run,
-            plan.num_ranks,
-            listener,
-            body="evaluate",
-            batch_size=settings.batch_size or 0,
-            evaluation_data=settings.data or "",
+    with tempfile.TemporaryDirectory(prefix="autopipe-eval-") as scratch:
+        source = run
+        if settings.model != ModelSettings():
+            source = _with_own_stages(run, workload, Path(scratch))
+        elif not wrote_stages(run.stages):
+            raise RunError(
+                "the stage files of this run are not as you have written them on this machine",
+                where=str(run.stages),
+                remedy="name the model, and they are written again: "
+                f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",
+            )
+        listener = Listener(source, events or (lambda kind, fields: None), plan.num_ranks)
+        start = time.time()
+        launch(
+            Launch(
+                source,
+                plan.num_ranks,
+                listener,
+                body="evaluate",
+                batch_size=settings.batch_size or 0,
+                evaluation_data=settings.data or "",
+            )
         )
-    )
     found = listener.evaluation
     return EvaluateResult(
         loss=found["loss"],
@@ -72,3 +117,28 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
         run_dir=str(run.path),
         step=step[0],
     )
+
+
+def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> RunDirectory:
+    """Return a copy of a run whose stage files are written from the model that the user has named.
+
+    Raises: RunError where it is not the model of the run.
+    """
+    job, plan, graph = run.job(), run.plan(), run.graph()
+    lengths = len(graph.symbols) > 1
+    captured = capture(workload, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths)
+    if captured.graph.digest != graph.digest:
+        raise RunError(
+            f"{workload.name} is not the model of this run: {captured.graph.digest}, and it was {graph.digest}",
+            where=str(run.path),
+            remedy="name the model file as it was when the run was made, with its --arg",
+        )
+    plan = dataclasses.replace(plan, workload=in_full(workload.spec))
+    settings = ProfileSettings(ModelSettings(), allow_data_dependent=job.allow_data_dependent, verify=False)
+    work = Work.begin(scratch, None)
+    generate(captured, plan, work.store.stages)
+    record(Model(workload, captured), plan, settings, work)
+    copy = RunDirectory(scratch)
+    copy.write(job, plan, graph)
+    copy.checkpoints.symlink_to(run.checkpoints.resolve())
+    return copy

@@ -10,9 +10,10 @@ from autopipe.ir import artifact
 from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.measure import measure
 from autopipe.trace import Capture, capture
+from autopipe.workflow.named import refuse_unnamed, remember
 from autopipe.workflow.settings import ModelSettings, ProfileSettings
 from autopipe.workflow.store import Work
-from autopipe.workload import LoadOptions, Workload, load_workload
+from autopipe.workload import LoadOptions, Workload
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 
@@ -70,36 +71,47 @@ def keeps_decisions(work: Work) -> bool:
 
 
 def _workload(model: ModelSettings, work: Work) -> Workload:
+    """Load the model that the command line names, else the one of the stored profile.
+
+    Raises: RunError where no model was ever named, or the profile names code that the user has not.
+    """
+    hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
     if model.said:
-        return load_workload(
-            LoadOptions(
-                model.target,
-                model.arguments,
-                {name: text for name, text in model.hooks.items() if name != "optimizer"},
-                model.inputs,
-                model.hooks.get("optimizer", ""),
-                model.learning_rate,
-                model.seed or 0,
-                model.precision or "fp32",
-            )
-        )
-    if not work.store.profile.exists():
+        spec = LoadOptions(
+            model.target,
+            model.arguments,
+            hooks,
+            model.inputs,
+            model.hooks.get("optimizer", ""),
+            model.learning_rate,
+            model.seed or 0,
+            model.precision or "fp32",
+        ).spec()
+        workload = Workload(spec)
+        remember(spec)
+        return workload
+    path = work.store.profile
+    if not path.exists():
         raise RunError(
-            f"no model was named, and {work.store.profile} does not say which",
+            f"no model was named, and there is no {path} that names one",
             remedy="give the model file: autopipe COMMAND path/to/file.py",
         )
-    spec = work.store.stored_profile().workload
-    options = LoadOptions(
-        spec.target,
-        spec.arguments | model.arguments,
-        spec.hooks | {name: text for name, text in model.hooks.items() if name != "optimizer"},
-        model.inputs or spec.inputs,
-        model.hooks.get("optimizer", spec.optimizer),
-        spec.lr if model.learning_rate is None else model.learning_rate,
-        spec.seed if model.seed is None else model.seed,
-        model.precision or spec.precision,
-    )
-    return load_workload(options)
+    stored = work.store.stored_profile().workload
+    spec = LoadOptions(
+        stored.target,
+        stored.arguments | model.arguments,
+        stored.hooks | hooks,
+        model.inputs or stored.inputs,
+        model.hooks.get("optimizer", stored.optimizer),
+        stored.lr if model.learning_rate is None else model.learning_rate,
+        stored.seed if model.seed is None else model.seed,
+        model.precision or stored.precision,
+    ).spec()
+    named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
+    refuse_unnamed(spec, path, "autopipe plan", named=named)
+    workload = Workload(spec)
+    remember(spec, named)
+    return workload
 
 
 def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:

@@ -189,20 +189,28 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateSettings:
-    """``run`` None: the newest one of the work directory. ``data``: a TARGET in place of the ``evaluate_data`` hook."""
+    """``run`` None: the newest one of the work directory. ``data``: a TARGET in place of the ``evaluate_data`` hook.
+
+    ``model``: the model, named again with its arguments and loss; an empty target is the one of the run.
+    """
 
     run: Path | None = None
     work_dir: Path = WORK_DIRECTORY
     batch_size: int | None = None
     data: str | None = None
+    model: ModelSettings = ModelSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """``format``: one of ``EXPORT_FORMATS``; None: by the name of ``output``. ``step`` None: the newest checkpoint."""
+    """``format``: one of ``EXPORT_FORMATS``; None: by the name of ``output``. ``step`` None: the newest checkpoint.
+
+    ``model``: the model, named again with its arguments; an empty target is the one of the run.
+    """
 
     output: Path
     run: Path | None = None
     work_dir: Path = WORK_DIRECTORY
     step: int | None = None
     format: str | None = None
+    model: ModelSettings = ModelSettings()

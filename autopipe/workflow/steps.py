@@ -28,6 +28,7 @@ from autopipe.workflow.contenders import compared
 from autopipe.workflow.contenders import explained as explain
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.models import ensure_profile, keeps_decisions, load_model, measure_model
+from autopipe.workflow.named import remember_stages, wrote_stages
 from autopipe.workflow.peaks import misfit, with_peaks
 from autopipe.workflow.predict import predict, schedule_of, timeline_of
 from autopipe.workflow.reordered import as_typed, reordered
@@ -138,6 +139,7 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
             )
         files = generate_stages(model.capture, made, work.store.stages)
         evaluation.record(model, made, settings, work)
+        remember_stages(work.store.stages)
         return GenerateResult(made, tuple(str(path) for path in files), tuple(work.notes))
 
 
@@ -199,6 +201,7 @@ def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepare
     else:
         generate_stages(model.capture, made, work.store.stages)
         note = evaluation.record(model, made, settings.profile, work)
+        remember_stages(work.store.stages)
         work.notes.append(f"wrote {counted(len(made.stages), 'stage file')} to {work.store.stages}")
     return Prepared(
         workload=model.workload,
@@ -225,7 +228,9 @@ def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
 
 
 def _stages_hold(store: Store, made: Plan) -> bool:
-    """Whether every stage file is there and of this model and plan."""
+    """Whether every stage file is there, of this model and plan, and as this account wrote it: to load one runs it."""
+    if not wrote_stages(store.stages):
+        return False
     try:
         for stage in made.stages:
             load_stage(store.stages, stage.index, graph_digest=made.graph_digest, plan_digest=made.digest)

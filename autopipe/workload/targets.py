@@ -20,12 +20,13 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from autopipe.errors import AutopipeError, ModelFileError
+from autopipe.ir.profile import WorkloadSpec
 
 _MARK = "__autopipe_loaded__"
 
@@ -74,6 +75,12 @@ def absolute(text: str) -> str:
         return text
     path = str(Path(target.location).resolve())
     return f"{path}:{target.attribute}" if target.attribute else path
+
+
+def in_full(spec: WorkloadSpec) -> WorkloadSpec:
+    """Return a spec that means the same from any folder."""
+    hooks = {name: absolute(text) for name, text in spec.hooks.items()}
+    return replace(spec, target=absolute(spec.target), hooks=hooks)
 
 
 def import_target(target: Target) -> ModuleType:

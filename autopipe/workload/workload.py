@@ -60,27 +60,29 @@ class LoadOptions:
     seed: int = 0
     precision: str = "fp32"
 
+    def spec(self) -> WorkloadSpec:
+        """Return the same as a spec, in which an optimizer that is a TARGET is a hook. Nothing is imported."""
+        hooks, optimizer = dict(self.hooks), self.optimizer
+        if ":" in optimizer or optimizer.endswith(".py"):
+            hooks["optimizer"], optimizer = optimizer, ""
+        return WorkloadSpec(
+            self.target,
+            dict(self.arguments),
+            hooks,
+            tuple(self.inputs),
+            self.seed,
+            optimizer,
+            self.lr,
+            self.precision,
+        )
+
 
 def load_workload(options: LoadOptions) -> Workload:
     """Import the user's file, find the model and the hooks.
 
     Raises: ModelFileError naming what was looked for, or the user's line that failed.
     """
-    hooks, optimizer = dict(options.hooks), options.optimizer
-    if ":" in optimizer or optimizer.endswith(".py"):
-        hooks["optimizer"], optimizer = optimizer, ""
-    return Workload(
-        WorkloadSpec(
-            options.target,
-            dict(options.arguments),
-            hooks,
-            tuple(options.inputs),
-            options.seed,
-            optimizer,
-            options.lr,
-            options.precision,
-        )
-    )
+    return Workload(options.spec())
 
 
 class Workload:

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from mutations import FUZZING, as_json, damaged, mutated
+from naming import name_again
 
 from autopipe.cli.main import autopipe
 from autopipe.errors import ArtifactError, AutopipeError
@@ -100,6 +101,7 @@ def test_a_truncated_artifact_is_said_to_be_damaged_and_is_not_made_anew(
 ) -> None:
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    name_again()
     path = Path(f".autopipe/{name}.json")
     path.write_bytes(path.read_bytes()[:100])
     before = path.read_bytes()
@@ -128,6 +130,7 @@ def test_the_command_that_renews_it_names_the_work_directory(planned: Path, tmp_
 def test_generate_refuses_a_plan_that_cannot_be(planned: Path, tmp_path: Path, monkeypatch, change, shown) -> None:
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    name_again()
     path = Path(".autopipe/plan.json")
     document = json.loads(path.read_text())
     change(document)

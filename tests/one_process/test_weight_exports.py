@@ -16,7 +16,7 @@ from weight_cases import MODEL, begun, pipeline
 from autopipe.errors import RunError
 from autopipe.runtime.weight_files import INDEX
 from autopipe.workflow.exporting import export
-from autopipe.workflow.settings import ExportSettings
+from autopipe.workflow.settings import ExportSettings, ModelSettings
 
 
 @pytest.fixture
@@ -95,5 +95,8 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Pipeline, tmp_path: 
 
 def test_a_model_file_that_changed_is_refused(run: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("nn.Linear(6, 6)", "nn.Linear(6, 6, bias=False)"))
-    with pytest.raises(RunError, match=r"the model has changed since this run: blocks\.0\.0\.bias is in it no more"):
+    with pytest.raises(RunError, match="its file has changed since you named it"):
         export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
+    named = ModelSettings(str(tmp_path / "net.py"))
+    with pytest.raises(RunError, match=r"the model has changed since this run: blocks\.0\.0\.bias is in it no more"):
+        export(ExportSettings(tmp_path / "x.pt", run=run.run.path, model=named))
