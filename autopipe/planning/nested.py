@@ -11,6 +11,13 @@ better of both is kept. States stand by their seconds, so that a cut is looked f
 only W_0 is needed, so of the level below only the pieces that can be part of a plan cheaper than ``known``; with two
 groups these are heads and tails, which one pass in each direction gives.
 
+With a memory limit a stage is left out where a copy of its bytes for each minibatch in flight is too much::
+
+    first(s, j, m):  ceil((M - m) / m)   (Z_j - Z_s) <= limit        Z: bytes of activations and parameters
+    later(k, j, m'): ceil((M - m) / m')  (Z_j - Z_k) <= limit        m: groups up to and with this stage
+
+at every level with that level's groups, and the last stage always fits, as in PipeDream.
+
 Source: PipeDream, ``optimizer_graph_hierarchical.py`` (``compute_partitioning``).
 """
 
@@ -60,6 +67,12 @@ def later_stage(V: Array, P: Array, X: Array, k: int, j: int, m: int, B: float) 
 
 
 @compiled
+def fits(size: float, behind: int, used: int, limit: float) -> bool:
+    """Return whether a stage of ``size`` bytes fits with ``behind`` groups behind it, itself on ``used``."""
+    return (behind + used - 1) // used * size <= limit
+
+
+@compiled
 def last_below(C: Array, first: int, stop: int, limit: float) -> int:
     """Return the last of the states first..stop-1, which stand by seconds, with fewer than ``limit``; or first - 1."""
     while first < stop:
@@ -73,8 +86,8 @@ def last_below(C: Array, first: int, stop: int, limit: float) -> int:
 
 @compiled
 def from_source(
-    V: Array, C: Array, P: Array, X: Array, s: int, M: int, B: float, n_prev: int, ranks: int, bound: float,
-    back: Array, steps: Array,
+    V: Array, C: Array, P: Array, X: Array, Z: Array, s: int, M: int, B: float, n_prev: int, ranks: int, bound: float,
+    limit: float, back: Array, steps: Array,
 ) -> Array:  # fmt: skip
     """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left at HUGE. ``back``: (k, m').
 
@@ -88,14 +101,17 @@ def from_source(
             continue
         if steps[0] > steps[1]:
             break
-        W[j, 1] = first_stage(V, P, s, j, 1, B, n_prev)
+        if fits(Z[j] - Z[s], M - 1, 1, limit):
+            W[j, 1] = first_stage(V, P, s, j, 1, B, n_prev)
         back[j, 1, 0], back[j, 1, 1] = s, 1
         for m in range(2, M + 1):
-            best, cut, last = first_stage(V, P, s, j, m, B, n_prev), s, m
+            best, cut, last = HUGE, s, m
+            if fits(Z[j] - Z[s], M - m, m, limit):
+                best = first_stage(V, P, s, j, m, B, n_prev)
             if W[j - 1, m] < HUGE and back[j - 1, m, 0] > s:
                 # where the state before was cut is near the best, and leaves little to try
                 k, used = back[j - 1, m, 0], back[j - 1, m, 1]
-                if V[k, j] < HUGE:
+                if V[k, j] < HUGE and fits(Z[j] - Z[k], M - m, used, limit):
                     total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
                     if total < best:
                         best, cut, last = total, k, used
@@ -105,7 +121,7 @@ def from_source(
                 steps[0] += 1
                 while k > s and C[j] - C[k] < roof * ranks * used:
                     steps[0] += 1
-                    if V[k, j] < roof * used and W[k, m - used] < roof:
+                    if V[k, j] < roof * used and W[k, m - used] < roof and fits(Z[j] - Z[k], M - m, used, limit):
                         total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
                         if total < best:
                             best, cut, last = total, k, used
@@ -118,8 +134,8 @@ def from_source(
 
 @compiled
 def best_to_sink(
-    V: Array, C: Array, P: Array, X: Array, S: Array, k: int, m: int, B: float, n_prev: int, ranks: int, first: bool,
-    steps: Array,
+    V: Array, C: Array, P: Array, X: Array, Z: Array, S: Array, k: int, m: int, B: float, n_prev: int, ranks: int,
+    first: bool, limit: float, steps: Array,
 ) -> float:  # fmt: skip
     """Return the best time of states k..end on m groups, its stages behind a cut as in S; ``first``: k is the source.
 
@@ -132,7 +148,7 @@ def best_to_sink(
         steps[0] += 1
         while j > k and C[end] - C[j] < best * ranks * (m - used):
             steps[0] += 1
-            if V[k, j] < best * used and S[j, m - used] < best:
+            if V[k, j] < best * used and S[j, m - used] < best and fits(Z[j] - Z[k], m - used, used, limit):
                 head = first_stage(V, P, k, j, used, B, n_prev) if first else later_stage(V, P, X, k, j, used, B)
                 best = min(best, max(head, S[j, m - used]))
             j -= 1
@@ -141,7 +157,8 @@ def best_to_sink(
 
 @compiled
 def to_sink(
-    V: Array, C: Array, P: Array, X: Array, M: int, B: float, n_prev: int, ranks: int, steps: Array
+    V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, limit: float,
+    steps: Array,
 ) -> Array:  # fmt: skip
     """Return W_s(end, M) for every s: one pass backwards, sharing the later stages S(k, m) among all s."""
     n = len(P)
@@ -152,8 +169,8 @@ def to_sink(
             continue
         S[k, 1] = later_stage(V, P, X, k, n - 1, 1, B)
         for m in range(2, M + 1):
-            S[k, m] = best_to_sink(V, C, P, X, S, k, m, B, n_prev, ranks, False, steps)
-        result[k] = best_to_sink(V, C, P, X, S, k, M, B, n_prev, ranks, True, steps)
+            S[k, m] = best_to_sink(V, C, P, X, Z, S, k, m, B, n_prev, ranks, False, limit, steps)
+        result[k] = best_to_sink(V, C, P, X, Z, S, k, M, B, n_prev, ranks, True, limit, steps)
     return result
 
 
@@ -165,8 +182,8 @@ def groups_for(seconds: float, group: float) -> int:
 
 @compiled
 def inner_values(
-    V: Array, C: Array, P: Array, X: Array, M: int, B: float, n_prev: int, ranks: int, groups: int, known: float,
-    steps: Array,
+    V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, groups: int,
+    known: float, limit: float, steps: Array,
 ) -> Array:  # fmt: skip
     """Return V of the next level. ``groups``: members of that level; ``known``: a plan's cost.
 
@@ -175,9 +192,9 @@ def inner_values(
     n = len(P)
     result = np.full((n, n), HUGE)
     back = np.zeros((n, M + 1, 2), np.int32)
-    W = from_source(V, C, P, X, 0, M, B, n_prev, ranks, HUGE if groups == 0 else known * groups, back, steps)
+    W = from_source(V, C, P, X, Z, 0, M, B, n_prev, ranks, HUGE if groups == 0 else known * groups, limit, back, steps)
     result[0, :] = W[:, M]
-    tails = to_sink(V, C, P, X, M, B, n_prev, ranks, steps)
+    tails = to_sink(V, C, P, X, Z, M, B, n_prev, ranks, limit, steps)
     result[:, n - 1] = np.minimum(result[:, n - 1], tails)
     if groups == 2:
         return result
@@ -191,7 +208,7 @@ def inner_values(
             bound = known * left
         if steps[0] > steps[1]:
             break
-        W = from_source(V, C, P, X, s, M, B, n_prev, ranks, bound, back, steps)
+        W = from_source(V, C, P, X, Z, s, M, B, n_prev, ranks, bound, limit, back, steps)
         result[s, s + 1 : n - 1] = W[s + 1 : n - 1, M]
     return result
 

@@ -239,7 +239,7 @@ class _Search:
 
     def can_nest(self, states: States) -> bool:
         """Return whether nested placement makes sense, and its tables of all pairs fit in memory."""
-        if len(self.machine.counts) == 1 or self.straight or self.machine.memory_bytes:
+        if len(self.machine.counts) == 1 or self.straight:
             return False
         return states.count <= MOST_STATES_NESTED
 
@@ -249,16 +249,17 @@ class _Search:
         # a stable order: no state comes before one that it holds, whatever rounding says of layers that take no time
         order = np.argsort(np.round(states.seconds / states.seconds[-1], 12), kind="stable")
         C, P, X = states.seconds[order], states.parameters[order], states.crossing[order]
+        Z: Floats = P + states.activations[order]
         V: Floats = dense_seconds(states.pointers, states.supersets, states.seconds)[np.ix_(order, order)]
         steps = np.array([0, MOST_NESTED_STEPS])
         below, ranks = 1, 1
         for level, (count, bandwidth) in enumerate(zip(counts[:-1], bandwidths, strict=False)):
             groups = counts[-1] if level == len(counts) - 2 and known < HUGE else 0
-            V = inner_values(V, C, P, X, count, bandwidth, below, ranks, groups, known, steps)
+            V = inner_values(V, C, P, X, Z, count, bandwidth, below, ranks, groups, known, self.limit, steps)
             ranks *= count
             below = count
         back = np.zeros((n, counts[-1] + 1, 2), np.int32)
-        W = from_source(V, C, P, X, 0, counts[-1], bandwidths[-1], below, ranks, HUGE, back, steps)
+        W = from_source(V, C, P, X, Z, 0, counts[-1], bandwidths[-1], below, ranks, HUGE, self.limit, back, steps)
         if steps[0] > steps[1]:
             return None, False
         cost = float(W[n - 1, counts[-1]])
