@@ -156,8 +156,9 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--replicas",
         type=types.one_of("replicas setting", "auto", "never"),
-        help="Stages on several ranks, each with its share of the microbatches: equal to plain training within 1e-6, "
-        "not to the last bit, and BatchNorm's running statistics are averaged. [default: never]",
+        help="Stages on several ranks, each with its share of the microbatches: gradients are added up per replica "
+        "first, in an order that check proves to the last bit, and BatchNorm's running statistics are averaged. "
+        "[default: never]",
     ),
     option("--num-microbatches", type=types.COUNT, metavar="M", help="Parts of a minibatch."),
     option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),

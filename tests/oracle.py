@@ -7,6 +7,7 @@ written out again from their definition: SplitMix64 over (seed, minibatch, micro
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import sys
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from oracle_order import Order
 from torch.utils._python_dispatch import TorchDispatchMode
 
 M64 = 2**64
@@ -97,8 +99,12 @@ def train(
     staleness: Callable[[str], int] = lambda name: 0,
     arguments: Mapping[str, Any] | None = None,
     clip_norm: float = 0.0,
+    order: Order | None = None,
 ) -> tuple[list[float], torch.nn.Module, list[dict[str, torch.Tensor]]]:
-    """Return the losses, the trained model, and the gradients of every step."""
+    """Return the losses, the trained model, and the gradients of every step.
+
+    ``order``: in which a plan adds up, where that is not one process's.
+    """
     torch.manual_seed(seed)
     module = load(path)
     torch.manual_seed(seed)
@@ -116,6 +122,8 @@ def train(
         else torch.optim.AdamW([p for p in parameters.values() if p.requires_grad])
     )
     scheduler = module.scheduler(optimizer) if hasattr(module, "scheduler") else None
+    if order:
+        order.start(model)
     versions = [{name: p.detach().clone() for name, p in parameters.items()}]
     losses, gradients = [], []
     for t, item in enumerate(items):
@@ -123,7 +131,7 @@ def train(
             p.data = versions[max(t - staleness(name), 0)][name].clone()
         total, weights, n = 0.0, 0.0, samples(item)
         for j, part in enumerate(chunks(item, num_microbatches)):
-            with Seeds(seed, t, j):
+            with Seeds(seed, t, j), order.begin(t, j) if order else contextlib.nullcontext():
                 loss = loss_of(module, model, part)
             weight = None
             if isinstance(loss, tuple):  # (mean, what the mean divides by)
@@ -132,6 +140,10 @@ def train(
             share = loss * (samples(part) / n) if weight is None else loss * weight
             share.backward()
             total += share.item()
+            if order:
+                order.end(t, j)
+        if order:
+            order.finish()
         if weights:
             total /= weights
             for p in parameters.values():

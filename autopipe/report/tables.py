@@ -186,10 +186,11 @@ def _memory(plan: Plan, cluster: Cluster) -> Table:
 def check(report: CheckReport) -> tuple[Any, ...]:
     """Return the verdict and the worst parameters."""
     if report.bitwise:
-        verdict = (
-            f"equal to plain training, to the last bit: {counted(len(report.parameters), 'tensor')}, {_losses(report)}"
-        )
-        return (verdict,)
+        what = "equal to plain training, to the last bit"
+        if report.orders:
+            what = "equal, to the last bit, to plain training that adds up in the plan's order"
+        verdict = f"{what}: {counted(len(report.parameters), 'tensor')}, {_losses(report)}"
+        return (f"{verdict}\n{_order(report)}" if report.orders else verdict,)
     word = "equal to plain training within rounding" if report.equal else "NOT equal to plain training"
     if report.nonfinite:
         word = f"NOT proven, {report.nonfinite}"
@@ -198,6 +199,14 @@ def check(report: CheckReport) -> tuple[Any, ...]:
     for entry in worst:
         table.add_row(entry.name, str(entry.owner), f"{entry.error:.3g}")
     return (f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}", table)
+
+
+def _order(report: CheckReport) -> str:
+    worst = max(report.parameters, key=lambda entry: entry.order)
+    return (
+        f"that order differs from one process's by up to {report.order_error:.1e} ({worst.name}): "
+        f"{'; '.join(report.orders)}"
+    )
 
 
 def _losses(report: CheckReport) -> str:

@@ -8,7 +8,7 @@ Source: torchgpipe, arXiv:2004.09910, section 3.2 ("deferred batch normalization
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -84,3 +84,51 @@ class DeferredStatistics:
                 running.mul_(1 - (factor or 0.0)).add_(new.to(running.dtype), alpha=factor or 0.0)
             sums.totals = torch.zeros_like(sums.totals)
             sums.count = torch.zeros_like(sums.count)
+
+
+class ReplicaStatistics:
+    """The sums of one stage's layers where each of its replicas gathers its own: added up before ``commit``.
+
+    ``written``: the buffers of the stage by first name, which say which layers of ``module`` are its own; ``first``:
+    other name -> first name.
+    """
+
+    def __init__(
+        self,
+        deferred: DeferredStatistics,
+        module: nn.Module,
+        written: Iterable[str],
+        first: Mapping[str, str],
+        replicas: int,
+    ) -> None:
+        names = frozenset(written)
+        own = set()
+        for path, layer in module.named_modules(remove_duplicate=False):
+            full = f"{path}.running_mean" if path else "running_mean"
+            if first.get(full, full) in names:
+                own.add(id(layer))
+        self._layers = [sums for sums in deferred._layers if id(sums.module) in own]
+        self._empty = [(sums.totals, sums.count) for sums in self._layers]
+        self._each = [list(self._empty) for _ in range(replicas)]
+        self._used = -1
+
+    def use(self, replica: int) -> None:
+        """Let the layers gather into a replica's sums."""
+        self._keep()
+        self._used = replica
+        for sums, (totals, count) in zip(self._layers, self._each[replica], strict=True):
+            sums.totals, sums.count = totals, count
+
+    def _keep(self) -> None:
+        if self._used >= 0:
+            self._each[self._used] = [(sums.totals, sums.count) for sums in self._layers]
+
+    def average(self) -> None:
+        """Add up what the replicas have gathered, in the order of the ranks."""
+        self._keep()
+        for index, sums in enumerate(self._layers):
+            sums.totals, sums.count = self._each[0][index]
+            for each in self._each[1:]:
+                sums.totals, sums.count = sums.totals + each[index][0], sums.count + each[index][1]
+        self._each = [list(self._empty) for _ in self._each]
+        self._used = -1

@@ -1,13 +1,14 @@
 """Plain training: one process, the user's own model, the loop anyone would write. What every plan is compared with.
 
 For schedules with staleness it keeps old weights, as the definition says: minibatch t reads version max(t - delta, 0)
-of each parameter, delta being that of the stage which owns it.
+of each parameter, delta being that of the stage which owns it. With a ``SumOrder`` it adds up as a plan does: the same
+loop, and each microbatch's gradients go to the sum that its replica and stage would add them to.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,19 +16,59 @@ import torch
 from torch import nn
 
 from autopipe.draws import Draws
-from autopipe.runtime.deferred import DeferredStatistics
+from autopipe.runtime.deferred import DeferredStatistics, ReplicaStatistics
+from autopipe.runtime.order import Key, ReplicaBuffers, SumOrder
 from autopipe.trace.patches import flat_checkpoints
 from autopipe.workload import Workload
 
 OnGradients = Callable[[int, Mapping[str, nn.Parameter]], None]
 
 
+class Subject:
+    """What is trained: the user's model in one piece. ``joined.JoinedStages`` is the other kind.
+
+    ``parameters``: what the optimizer steps. ``buffers``: those of the model, by first name.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.workload = workload
+        self.model = workload.build_model().to(device)
+        self.parameters = dict(self.model.named_parameters())
+
+    def modules(self, stage: int) -> nn.Module:
+        """Return what holds the buffers that a stage writes."""
+        return self.model
+
+    def leaves(self, name: str) -> Mapping[int, nn.Parameter]:
+        """Return the tensors that forwards read for a parameter, by stage; -1 stands for every stage."""
+        return {-1: self.parameters[name]}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers as they are now."""
+        return dict(self.model.named_buffers())
+
+    def loss(self, part: Any, draws: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a microbatch. ``draws``: its (seed, minibatch, microbatch); None where nothing is drawn.
+
+        A user-level ``checkpoint()`` keeps everything: its recompute would draw again.
+        """
+        if draws is None:
+            return self.workload.loss(self.model, part)
+        with Draws(*draws), flat_checkpoints():
+            return self.workload.loss(self.model, part)
+
+
 @dataclass(slots=True)
 class PlainRun:
-    """``model``: as it is after the last step. ``losses``: one a step."""
+    """``model``: as it is after the last step. ``losses``: one a step. ``subject``: what was trained."""
 
-    model: nn.Module
+    subject: Subject
     losses: list[float] = field(default_factory=list)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.subject.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +77,7 @@ class PlainSettings:
 
     ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping. ``reverse``: add the microbatches up
     in reverse, which is as right, and shows how much the order of a sum alone changes. ``within``: opened around every
-    forward.
+    forward. ``order``: the order in which a plan adds up; None for that of one process.
     """
 
     num_microbatches: int
@@ -47,6 +88,7 @@ class PlainSettings:
     reverse: bool = False
     deferred_batch_norm: bool = False
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    order: SumOrder | None = None
 
 
 def plain_training(
@@ -55,24 +97,29 @@ def plain_training(
     settings: PlainSettings,
     *,
     device: torch.device | None = None,
+    subject: Subject | None = None,
     on_gradients: OnGradients | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> PlainRun:
     """Train over ``items``, one optimizer step each.
 
-    ``on_gradients``: (step, parameters) when a step's gradients are complete, before clipping.
+    ``subject``: what is trained; a new model where it is None. ``on_gradients``: (step, parameters) when a step's
+    gradients are complete, before clipping.
     """
-    run = PlainRun(workload.build_model().to(device or torch.device("cpu")))
-    deferred = DeferredStatistics.of(run.model) if settings.deferred_batch_norm else None
-    parameters = dict(run.model.named_parameters())
+    run = PlainRun(subject or Subject(workload, device or torch.device("cpu")))
+    parameters = run.subject.parameters
+    sums = _Sums(run.subject, settings)
     optimizer = workload.optimizer(list(parameters.items()))
     scheduler = None if optimizer is None else workload.scheduler(optimizer)
     scaler = torch.amp.GradScaler(_kind(device)) if workload.spec.precision == "fp16" else None
     history = [_data(parameters)]
     for step, item in enumerate(items):
-        for name, parameter in parameters.items():
-            parameter.data = history[_version(step, settings.staleness.get(name, 0), len(history))][name]
-        loss, divisor = _minibatch(workload, run.model, item, step, settings, device, scaler)
+        for name in parameters:
+            version = history[_version(step, settings.staleness.get(name, 0), len(history))][name]
+            for leaf in run.subject.leaves(name).values():
+                leaf.data = version
+        loss, divisor = _minibatch(workload, sums, item, step, settings, device, scaler)
+        sums.complete()
         for name, parameter in parameters.items():
             parameter.data = history[-1][name].clone() if settings.staleness else history[-1][name]
         if scaler is not None and optimizer is not None:
@@ -87,8 +134,7 @@ def plain_training(
             torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
         if optimizer is not None:
             _step(optimizer, scheduler, scaler)
-        if deferred is not None:
-            deferred.commit()
+        sums.commit()
         history.append(_data(parameters))
         del history[: -1 - max(settings.staleness.values(), default=0)]
         run.losses.append(loss)
@@ -97,14 +143,72 @@ def plain_training(
     return run
 
 
-@contextlib.contextmanager
-def _seeded(settings: PlainSettings, step: int, index: int) -> Iterator[None]:
-    """Seed what the model draws. A user-level ``checkpoint()`` keeps everything: its recompute would draw again."""
-    if not settings.draws:
-        yield
-        return
-    with Draws(settings.seed, step, index), flat_checkpoints():
-        yield
+class _Sums:
+    """Where the gradients of a minibatch are accumulated: one tensor a parameter, or as many as a plan has."""
+
+    def __init__(self, subject: Subject, settings: PlainSettings) -> None:
+        self.subject, self.order = subject, settings.order
+        self._kept: dict[Key, torch.Tensor | None] = {}
+        self._keys: list[Key] = []
+        self._replicas: dict[int, ReplicaBuffers | ReplicaStatistics] = {}
+        self._deferred = DeferredStatistics.of(subject.model) if settings.deferred_batch_norm else None
+        if self.order is None:
+            return
+        for stage, written in self.order.written.items():
+            module = subject.modules(stage)
+            first = _first_names(module)
+            count, saved = self.order.replicas(stage), self.order.saved(stage)
+            if self._deferred is None:
+                self._replicas[stage] = ReplicaBuffers(module, written, first, count, saved)
+            else:
+                self._replicas[stage] = ReplicaStatistics(self._deferred, module, written, first, count)
+
+    def begin(self, step: int, index: int) -> None:
+        """Let what follows accumulate where this microbatch belongs."""
+        if self.order is None:
+            return
+        self.end()
+        self._keys = self.order.keys(step, index)
+        for key in self._keys:
+            self._leaf(key).grad = self._kept.get(key)
+        for stage, buffers in self._replicas.items():
+            buffers.use(self.order.replica(stage, step, index))
+
+    def end(self) -> None:
+        """Keep what the microbatch accumulated."""
+        for key in self._keys:
+            leaf = self._leaf(key)
+            self._kept[key], leaf.grad = leaf.grad, None
+        self._keys = []
+
+    def complete(self) -> None:
+        """Give every parameter the gradient of the minibatch."""
+        if self.order is None:
+            return
+        self.end()
+        for name, parameter in self.subject.parameters.items():
+            parameter.grad = self.order.total(name, self._kept)
+        self._kept.clear()
+        for buffers in self._replicas.values():
+            buffers.average()
+
+    def commit(self) -> None:
+        """Update the statistics that are deferred to the end of a minibatch."""
+        if self._deferred is not None:
+            self._deferred.commit()
+
+    def _leaf(self, key: Key) -> nn.Parameter:
+        leaves = self.subject.leaves(key[0])
+        return leaves[key[1] if key[1] in leaves else -1]
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return every name of a buffer -> its first name."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[name] = first.setdefault(id(buffer), name)
+    return found
 
 
 def _kind(device: torch.device | None) -> str:
@@ -141,7 +245,7 @@ def _version(step: int, staleness: int, held: int) -> int:
 
 def _minibatch(
     workload: Workload,
-    model: nn.Module,
+    sums: _Sums,
     item: Any,
     step: int,
     settings: PlainSettings,
@@ -157,8 +261,10 @@ def _minibatch(
         part = parts[index]
         if device is not None:
             part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
-        with _seeded(settings, step, index), settings.within(), workload.explained(part):
-            loss, weight = workload.loss(model, part)
+        sums.begin(step, index)
+        draws = (settings.seed, step, index) if settings.draws else None
+        with settings.within(), workload.explained(part):
+            loss, weight = sums.subject.loss(part, draws)
         scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
         if scaled.requires_grad:
             torch.autograd.backward(scaled if scaler is None else scaler.scale(scaled))

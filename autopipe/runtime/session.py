@@ -6,6 +6,7 @@ The same for a thread, a local process and a process that some other launcher st
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -124,13 +125,15 @@ class RankSession:
                 scaler=scaler,
                 deferred=DeferredStatistics.of(adopted) if job.deferred_batch_norm else None,
             )
+        trained = {name: spec for name, spec in graph.parameters.items() if spec.requires_grad}
+        dtypes = [getattr(torch, spec.dtype) for spec in trained.values()]
         stepper = Stepper(
             request=request,
             runners=runners,
             optimizers={},
             schedulers={},
             ties=plan.ties,
-            trainable=[name for name, spec in graph.parameters.items() if spec.requires_grad],
+            trainable=list(trained),
             transport=transport,
             reporter=reporter,
             weighted=layout.weighted,
@@ -138,6 +141,7 @@ class RankSession:
             on_gradients=on_gradients,
             scaler=scaler,
             on_nonfinite=job.on_nonfinite,
+            norm_dtype=functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32,
         )
         for stage in mine:
             used, written = layout.parameters_used(stage), layout.buffers_written(stage)

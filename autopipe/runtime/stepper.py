@@ -43,6 +43,7 @@ class Stepper:
     ``on_gradients``: (stage, minibatch, parameters), called when a stage's gradients are complete, before clipping.
     ``scaler``: for float16. ``losses``: of every minibatch, on rank 0. ``samples``: how many each minibatch holds, set
     by whoever reads the data.
+    ``norm_dtype``: of the norm of all gradients, as torch has it.
     ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.
     """
 
@@ -58,6 +59,7 @@ class Stepper:
     clip_norm: float | None = None
     on_gradients: GradientHook | None = None
     scaler: LossScaler | None = None
+    norm_dtype: torch.dtype = torch.float32
     on_nonfinite: str = "warn"
     kept_buffers: dict[int, FiniteBuffers] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
@@ -218,28 +220,37 @@ class Stepper:
     def _sum_ties(self, stage: int) -> None:
         """Bring the gradients of copies to their owner, where they have not come along with every microbatch.
 
-        All replicas of a copy have the same sum by now; the first of them sends it to every replica of the owner.
+        All replicas of a copy have the same sum by now; the first of them sends it to every replica of the owner. They
+        are added up from the last stage to the owner; a stage without a gradient says so, and adds nothing.
         """
         rank = self.transport.rank
-        for tie in self.trained_ties:
+        for tie in self.ties:
             if tie.exact:
                 continue
             if stage in tie.copies and rank == self.request.stage_ranks[stage][0]:
                 parameter = self.parameters(stage)[tie.parameter]
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = parameter.grad
+                there = torch.tensor([0 if gradient is None else 1], device=parameter.device)
                 for owner in self.request.stage_ranks[tie.owner]:
-                    if owner not in self.request.stage_ranks[stage]:  # else it is at hand there
-                        self._hand_over(Channel(TIE_GRADIENT, stage, tie.owner, rank, owner), gradient)
+                    if owner in self.request.stage_ranks[stage]:  # it is at hand there
+                        continue
+                    channel = Channel(TIE_GRADIENT, stage, tie.owner, rank, owner)
+                    self._hand_over(channel, there)
+                    if gradient is not None:
+                        self._hand_over(channel, gradient)
             elif stage == tie.owner:
                 parameter = self.parameters(stage)[tie.parameter]
+                total = None
                 for copy in reversed(tie.copies):
                     if copy in self.runners:
-                        local = self.parameters(copy)[tie.parameter].grad
-                        parameter.grad = _sum(local, parameter.grad)
-                        continue
-                    source = self.request.stage_ranks[copy][0]
-                    channel = Channel(TIE_GRADIENT, copy, stage, source, rank)
-                    parameter.grad = _sum(self._take_over(channel, parameter), parameter.grad)
+                        part = self.parameters(copy)[tie.parameter].grad
+                    else:
+                        source = self.request.stage_ranks[copy][0]
+                        channel = Channel(TIE_GRADIENT, copy, stage, source, rank)
+                        there = self._take_over(channel, torch.zeros(1, dtype=torch.int64))
+                        part = self._take_over(channel, parameter) if int(there) else None
+                    total = _sum(part, total)
+                parameter.grad = _sum(parameter.grad, total)
 
     def _share_ties(self, stage: int) -> None:
         """Give every copy of a tied parameter its owner's new value, so that they stay equal to the last bit."""
@@ -303,7 +314,7 @@ class Stepper:
                     norms[0, index[name]] = torch.linalg.vector_norm(parameter.grad).item()
                     norms[1, index[name]] = 1.0
         norms = self._agree(norms)
-        total = torch.linalg.vector_norm(norms[0][norms[1] > 0].float())
+        total = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(self.norm_dtype))
         return torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
 
     # -- the loss --------------------------------------------------------------------------------------------------

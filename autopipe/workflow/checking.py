@@ -12,7 +12,8 @@ from typing import Any
 from autopipe.errors import RunError
 from autopipe.ir.artifact import digest
 from autopipe.ir.plan import Plan
-from autopipe.runtime.check import Comparison, compare
+from autopipe.runtime.check import compare
+from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.workflow.locks import only_one
@@ -107,17 +108,19 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
 
 
 def _report(found: Comparison, prepared: Prepared) -> CheckReport:
-    parameters = tuple(ParameterError(d.name, _finite(d.error), d.owner) for d in found.differences)
+    parameters = tuple(ParameterError(d.name, _finite(d.error), d.owner, _finite(d.order)) for d in found.differences)
     return CheckReport(
         equal=found.equal,
         bitwise=found.bitwise,
         max_relative_error=_finite(found.max_relative_error),
         parameters=parameters,
-        warnings=(*prepared.warnings, *found.reasons),
+        warnings=(*prepared.warnings, *found.orders, *found.reasons),
         losses=found.losses,
         reference_losses=found.reference_losses,
         notes=prepared.notes,
         nonfinite=found.nonfinite,
+        orders=found.orders,
+        order_error=_finite(found.order_error),
     )
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from oracle import by_owner
 from oracle import train as plain
-from pipelines import ARGUMENTS, BATCH, SAMPLES, Captured, build, captured, minibatches
-from schedule_cases import Case, doubled
+from oracle_order import Order
+from pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, minibatches
+from schedule_cases import Case
 
 from autopipe.launch.registry import launch
 from autopipe.launch.request import Launch
@@ -28,6 +29,7 @@ QUICK = (
     Case("zero-bubble", "resnet", (1, 1), "2p"),
     Case("interleaved", "gpt", (1, 1), "2p", loops=2),
     Case("1f1b", "unet", (2, 1), "2p"),
+    Case("1f1b", "resnet", (3, 1), "2p"),
 )
 LONGER = (
     Case("gpipe", "seq2seq_lstm", (1, 1, 1, 1), "p"),
@@ -54,39 +56,33 @@ class Ear:
             self.losses.append(event["loss"])
 
 
-def numbers(made: Captured, model: str) -> dict[str, float]:
-    if made is not captured(model):
-        return {}  # written into the file
+def numbers(model: str) -> dict[str, float]:
     return {key: float(text) if "." in text else int(text) for key, text in ARGUMENTS[model].items()}
 
 
 def assert_exported(case: Case, folder: Path) -> None:
-    replicated = max(case.replicas) > 1
-    made = doubled(case.model) if replicated else captured(case.model)
+    made = captured(case.model)
     plan = case.plan(made)
     pipeline = build(made, plan, folder / "run", steps=STEPS, batch_size=7, save=True)
     ear = Ear([])
     launch(Launch(pipeline.run, plan.num_ranks, ear, watchdog_seconds=60))
     torch.set_num_threads(1)
+    assert all(tie.exact for tie in plan.ties)
+    order = Order([(*stage.parameters, *stage.buffers) for stage in plan.stages], case.replicas, case.m)
     losses, model, _ = plain(
         Path(made.workload.spec.target),
         minibatches(made.workload, STEPS, 7),  # seven samples never make equal microbatches
         case.m,
         staleness=by_owner([stage.parameters for stage in plan.stages], case.staleness()),
-        arguments=numbers(made, case.model),
+        arguments=numbers(case.model),
+        order=order if max(case.replicas) > 1 else None,
     )
     exported = torch.load(runs.export(ExportSettings(folder / "model.pt", run=folder / "run")).path)
-    if not replicated:
-        assert all(tie.exact for tie in plan.ties)
-        assert ear.losses == losses
-        assert exported.keys() == model.state_dict().keys()
-        assert all(torch.equal(exported[key], value) for key, value in model.state_dict().items())
-        return
-    # float64: another order of a sum is seen far behind the comma, and anything else is not
-    assert ear.losses == pytest.approx(losses, rel=1e-9)
-    for key, value in model.named_parameters():
-        expected = value.detach()
-        torch.testing.assert_close(exported[key], expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+    assert ear.losses == losses
+    assert exported.keys() == model.state_dict().keys()
+    # the mean of running statistics is taken while later microbatches are under way, where steps overlap
+    own = dict(model.named_buffers()) if max(case.replicas) > 1 and max(case.staleness()) else {}
+    assert all(torch.equal(exported[key], value) for key, value in model.state_dict().items() if key not in own)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=name)

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from autopipe.cli.main import autopipe
-from autopipe.runtime.check import Comparison, TensorDifference
+from autopipe.runtime.comparison import Comparison, TensorDifference
 
 
 def compared(*tensors: tuple[float, float], loss: float = 1.0) -> Comparison:

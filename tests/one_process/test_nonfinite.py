@@ -15,7 +15,8 @@ from pipelines import Pipeline, build, captured_file, minibatches, plan_for
 from torch import nn
 
 from autopipe.errors import RunError
-from autopipe.runtime.check import Comparison, compare
+from autopipe.runtime.check import compare
+from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.events import Silent
 from autopipe.runtime.finite import FiniteBuffers, all_finite, first_nonfinite
 from autopipe.runtime.session import RankSession

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import by_owner
 from oracle import train as plain
 from pipelines import ARGUMENTS, SAMPLES, build, captured, minibatches
-from schedule_cases import BATCH, LAST, SCHEDULES, STEPS, Case, cases, compared, doubled, hold
+from schedule_cases import BATCH, LAST, SCHEDULES, STEPS, Case, cases, compared, hold
 
 QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
@@ -39,13 +39,13 @@ def sampled(schedule: str, count: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_few_cases_of_every_schedule_are_as_equal_as_promised(schedule: str) -> None:
-    assert sampled(schedule, 9).get("bitwise", 0) >= 1
+    assert sampled(schedule, 9).get("plain", 0) >= 1
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_replicas_average_batch_norm_while_other_microbatches_are_in_flight(schedule: str, tmp_path: Path) -> None:
     # autograd has saved the running statistics: an average written into them broke the backward of the next minibatch
-    assert hold(Case(schedule, "resnet", (2, 1), "8"), tmp_path) == "close"
+    assert hold(Case(schedule, "resnet", (2, 1), "8"), tmp_path) == "reordered"
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
@@ -53,18 +53,19 @@ def test_a_large_tied_parameter_is_summed_at_every_replica_of_its_owner(
     replicas: tuple[int, ...], tmp_path: Path
 ) -> None:
     # only the owner's first replica used to hear of the copy's gradient, and the replicas went apart
-    made = doubled("gpt")
+    made = captured("gpt")
     plan = Case("1f1b", "gpt", replicas, "2p").plan(made)
     ties = tuple(replace(tie, exact=False) for tie in plan.ties)
     assert ties
     found = compared(made, replace(plan, ties=ties), tmp_path, steps=2)
-    assert found.max_relative_error < 1e-9, found.max_relative_error
+    assert found.promised and found.bitwise, found.max_relative_error
+    assert len(found.orders) == 2 and 0 < found.order_error < 1e-2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_cases_of_every_schedule_are_as_equal_as_promised(schedule: str) -> None:
-    assert sampled(schedule, 60).get("bitwise", 0) >= 10
+    assert sampled(schedule, 60).get("plain", 0) >= 10
 
 
 STALE = [

@@ -1,0 +1,155 @@
+"""``SumOrder``: in which order a plan adds gradients up, for a loop in one process that adds in the same order.
+
+::
+
+    microbatches    g0   g1   g2   g3            one process       ((g0 + g1) + g2) + g3
+    replica 0       g0        g2                 two replicas      (g0 + g2) + (g1 + g3)
+    replica 1            g1        g3
+
+Each replica accumulates its own microbatches in their order; replicas are added in the order of their ranks. Where
+stages share a parameter and each adds up its own part (``Tie.exact`` false), the sums of the stages are added from the
+last stage to the owner. Everything else is added as one process does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopipe.ir.gradients import trained_ties
+from autopipe.ir.schedule import Request
+from autopipe.runtime.layout import Layout
+
+Key = tuple[str, int, int]
+"""(parameter, stage, replica): whose gradients are accumulated in one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumOrder:
+    """``homes``: by parameter, the stages that accumulate a gradient of it, its owner first.
+
+    ``written``: by replicated stage, the buffers that its forwards write: each replica has its own until the step.
+    """
+
+    request: Request
+    homes: Mapping[str, tuple[int, ...]]
+    written: Mapping[int, frozenset[str]]
+
+    @staticmethod
+    def of(layout: Layout) -> SumOrder:
+        """Read it off a plan."""
+        homes: dict[str, tuple[int, ...]] = {}
+        for stage in layout.plan.stages:
+            for name in stage.parameters:
+                homes.setdefault(name, (stage.index,))
+        for tie in trained_ties(layout.graph, layout.plan):
+            homes[tie.parameter] = (tie.owner,) if tie.exact else (tie.owner, *tie.copies)
+        replicated = [stage for stage in layout.plan.stages if stage.replicas > 1]
+        return SumOrder(layout.request, homes, {s.index: layout.buffers_written(s) for s in replicated})
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The parameters of which several stages accumulate a part."""
+        return tuple(name for name, stages in self.homes.items() if len(stages) > 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the order of one process."""
+        return not self.shared and all(len(ranks) == 1 for ranks in self.request.stage_ranks)
+
+    def replicas(self, stage: int) -> int:
+        """Return how many replicas a stage has."""
+        return len(self.request.stage_ranks[stage])
+
+    def replica(self, stage: int, minibatch: int, microbatch: int) -> int:
+        """Return which replica of a stage runs a microbatch: its place among the stage's ranks, in their order."""
+        ranks = sorted(self.request.stage_ranks[stage])
+        return ranks.index(self.request.rank_of(stage, minibatch, microbatch))
+
+    def saved(self, stage: int) -> int:
+        """Return the replica whose buffers a checkpoint holds."""
+        ranks = self.request.stage_ranks[stage]
+        return sorted(ranks).index(ranks[0])
+
+    def keys(self, minibatch: int, microbatch: int) -> list[Key]:
+        """Return where a microbatch's gradients are accumulated."""
+        where = {s: self.replica(s, minibatch, microbatch) for s in range(self.request.num_stages)}
+        return [(name, stage, where[stage]) for name, stages in self.homes.items() for stage in stages]
+
+    def total(self, name: str, parts: Mapping[Key, torch.Tensor | None]) -> torch.Tensor | None:
+        """Add up what was accumulated of one parameter; None where nothing was."""
+        total = None
+        for stage in reversed(self.homes[name]):
+            part = self._over_replicas(name, stage, parts)
+            if part is not None:
+                total = part if total is None else part + total
+        return total
+
+    def _over_replicas(self, name: str, stage: int, parts: Mapping[Key, torch.Tensor | None]) -> torch.Tensor | None:
+        each = [parts.get((name, stage, replica)) for replica in range(self.replicas(stage))]
+        there = [part for part in each if part is not None]
+        if len(each) == 1 or not there:
+            return there[0] if there else None
+        zeros = torch.zeros(there[0].shape, dtype=there[0].dtype, device=there[0].device)
+        total, *others = (zeros if part is None else part.contiguous() for part in each)
+        for other in others:
+            total = total + other
+        return total
+
+
+class ReplicaBuffers:
+    """What the replicas of one stage write in their forwards: a value each, and the mean of them after the step.
+
+    ``written``: by first name; ``first``: other name -> first name. ``module``: holds the buffers under those names;
+    after the step those of replica ``shown``.
+    """
+
+    def __init__(
+        self, module: nn.Module, written: Iterable[str], first: Mapping[str, str], replicas: int, shown: int = 0
+    ) -> None:
+        self._shown = shown
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        names = frozenset(written)
+        for path, owner in module.named_modules(remove_duplicate=False):
+            for key, buffer in owner._buffers.items():
+                full = f"{path}.{key}" if path else key
+                name = first.get(full, full)
+                if name in names and buffer is not None:
+                    self._places.setdefault(name, []).append((owner, key))
+        self._each = [{n: t.clone() for n, t in self._current().items()} for _ in range(replicas)]
+        self._used = -1
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        current = {name: places[0][0]._buffers[places[0][1]] for name, places in self._places.items()}
+        return {name: buffer for name, buffer in current.items() if buffer is not None}
+
+    def use(self, replica: int) -> None:
+        """Give the module a replica's buffers; what it holds is kept for the replica whose they were."""
+        self.keep()
+        self._used = replica
+        for name, tensor in self._each[replica].items():
+            for owner, key in self._places[name]:
+                owner._buffers[key] = tensor
+
+    def keep(self) -> None:
+        """Take what the module holds now for the replica whose buffers it was given."""
+        if self._used >= 0:
+            self._each[self._used] = self._current()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give every replica the mean of what is written, in the order of the ranks; a count stays each one's own."""
+        self.keep()
+        for name, buffer in self._each[0].items():
+            if buffer.is_floating_point():
+                total = buffer
+                for other in self._each[1:]:
+                    total = total + other[name]
+                mean = total / len(self._each)
+                for each in self._each:
+                    each[name] = mean.clone()
+        self._used = -1
+        self.use(self._shown)
