@@ -44,6 +44,7 @@ source = "datasheet"            # or "measured"
 name = "V100-16GB"
 memory = "16GiB"
 speed = 1.0                     # relative to the device that the profile was taken on
+memory_speed = 1.0              # the same of the optimizer step; without it as speed
 [[level]]                       # innermost first
 name = "node"
 count = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # more than any machine has; tables and tuples of ranks are made of what is written here
@@ -45,14 +46,25 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
-    """One kind of device. ``speed``: relative to the device the profile was taken on. ``memory_bytes`` 0: no limit."""
+    """One kind of device. ``memory_bytes`` 0: no limit.
+
+    ``speed``: of forwards and backwards, relative to the device the profile was taken on. ``memory_speed``: the same of
+    what only moves memory, such as the step of an optimizer; 0: as ``speed``.
+    """
 
     name: str
     memory_bytes: int = 0
     speed: float = 1.0
+    memory_speed: float = 0.0
+
+    @property
+    def update_speed(self) -> float:
+        """How fast the optimizer steps, relative to the device the profile was taken on."""
+        return self.memory_speed or self.speed
 
     def __post_init__(self) -> None:
-        if not _is_rate(self.speed) or not 0 <= self.memory_bytes < 2**63:
+        rates = (self.speed, *([self.memory_speed] if self.memory_speed else []))
+        if not _is_rate(*rates) or not 0 <= self.memory_bytes < 2**63:
             raise ValueError(f"device {self.name!r}: speed > 0 and memory >= 0 are needed, none beyond measure")
 
 
@@ -135,6 +147,14 @@ class Cluster:
     def device(self, rank: int) -> ClusterDevice:
         """Return the device of a rank."""
         return self.devices[rank if len(self.devices) > 1 else 0]
+
+    def speed_of(self, ranks: Sequence[int]) -> float:
+        """Return how fast a stage on these ranks computes: as the slowest of them."""
+        return min(self.device(rank).speed for rank in ranks)
+
+    def update_speed_of(self, ranks: Sequence[int]) -> float:
+        """Return how fast the optimizer of a stage on these ranks steps: as the slowest of them."""
+        return min(self.device(rank).update_speed for rank in ranks)
 
     def memory_of(self, rank: int) -> int:
         """Return the bytes of a rank's device; 0, no limit, also for a rank that unequal devices do not reach."""

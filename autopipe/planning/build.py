@@ -67,7 +67,10 @@ def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Seque
     for choice, share in zip(choices, times, strict=True):
         for rank in choice.ranks:
             per_rank[rank] += share
-    step = problem.profile.optimizer_seconds_per_byte * max(b.stepped for b in stage_bytes)
+    step = problem.profile.optimizer_seconds_per_byte * max(
+        counted.stepped / problem.cluster.update_speed_of(choice.ranks)
+        for choice, counted in zip(choices, stage_bytes, strict=True)
+    )
     if not problem.needs.flush:
         pipeline = m * max(per_rank)
     elif options.stages_per_rank > 1:
@@ -134,7 +137,7 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, coun
     graph, costs = problem.profile.graph, problem.measurement.costs
     last = choice.stop == len(graph.nodes)
     nodes = problem.cuts.stage_nodes(choice.start, choice.stop, graph.outputs if last else ())
-    speed = problem.cluster.device(choice.ranks[0]).speed
+    speed = problem.cluster.speed_of(choice.ranks)
     return Stage(
         index=index,
         start=choice.start,

@@ -139,12 +139,22 @@ def _level(entry: Any, where: str) -> Level:
 
 
 def _device(entry: Any, where: str) -> ClusterDevice:
-    _only_keys(entry, {"name", "memory", "speed", "count"}, where)
+    _only_keys(entry, {"name", "memory", "speed", "memory_speed", "count"}, where)
     memory = parse_bytes(entry["memory"], where=f"{where}.memory") if "memory" in entry else 0
-    speed = entry.get("speed", 1.0)
+    speed = _speed(entry, "speed", where, 1.0)
+    return ClusterDevice(
+        _text(entry, "name", where, "device"), memory, speed, _speed(entry, "memory_speed", where, 0.0)
+    )
+
+
+def _speed(entry: Any, key: str, where: str, default: float) -> float:
+    """Return a speed relative to the profiled device's, or ``default`` where none is given. Raises: PlanError."""
+    speed = entry.get(key)
+    if speed is None:
+        return default
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
-        raise PlanError(f"speed is {speed!r}; a number larger than 0 is needed", where=where)
-    return ClusterDevice(_text(entry, "name", where, "device"), memory, float(speed))
+        raise PlanError(f"{key} is {speed!r}; a number larger than 0 is needed", where=where)
+    return float(speed)
 
 
 def _only_keys(entry: Any, known: set[str], where: str) -> None:

@@ -127,6 +127,11 @@ def relative_speed(profiled: str, target: str, precision: str) -> Speed:
 
 
 def device_like(profiled: str, target: str, precision: str) -> ClusterDevice:
-    """Return ``target`` as a device of a cluster, its speed relative to the profiled device. Raises: PlanError."""
-    sheet = datasheet(target)
-    return ClusterDevice(sheet.name, sheet.memory_bytes, relative_speed(profiled, target, precision).estimate)
+    """Return ``target`` as a device of a cluster, its speeds relative to the profiled device. Raises: PlanError.
+
+    The optimizer's step moves memory and hardly computes: it runs as the ratio of the bandwidths.
+    """
+    sheet, memory_speed = datasheet(target), datasheet(target).memory_bandwidth / datasheet(profiled).memory_bandwidth
+    return ClusterDevice(
+        sheet.name, sheet.memory_bytes, relative_speed(profiled, target, precision).estimate, memory_speed
+    )

@@ -95,8 +95,8 @@ def _compute(problem: Problem, plan: Plan, stage: int, start: int, stop: int) ->
     edges, tables, ranks = problem.tables.edges, problem.tables, plan.stages[stage].ranks
     i, j = edges.index(start), edges.index(stop)
     forward = float(tables.forward_seconds[i, j]) * (2 if plan.stages[stage].recompute else 1)
-    speed = min(problem.cluster.device(rank).speed for rank in ranks)
-    return (forward + float(tables.backward_seconds[i, j])) / speed / len(ranks)
+    seconds = forward + float(tables.backward_seconds[i, j])
+    return seconds / problem.cluster.speed_of(ranks) / len(ranks)
 
 
 def _cut_reasons(problem: Problem, plan: Plan) -> tuple[CutReason, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level, Links
 from autopipe.ir.profile import Device, Profile
 from autopipe.planning.datasheets import datasheet, device_like, recognized, relative_speed
@@ -39,7 +41,7 @@ def cluster_of_figures(
     if link is not None:
         level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
     if memory_bytes is not None:
-        found = ClusterDevice(found.name, memory_bytes, found.speed)
+        found = dataclasses.replace(found, memory_bytes=memory_bytes)
     return Cluster((level,), (found,), source, here.host)
 
 

@@ -47,6 +47,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         share = 2 * (stage.replicas - 1) / stage.replicas
         reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
         host, pace = cluster.host.compute_seconds, cluster.host.pace
+        update = profile.optimizer_seconds_per_byte * owned / cluster.update_speed_of(stage.ranks)
         backward = pace * (stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0))
         stages.append(
             StageCosts(
@@ -54,7 +55,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
                 backward + host,
                 backward / 2 + host,
                 backward / 2 + host,
-                step_seconds=profile.optimizer_seconds_per_byte * owned + cluster.host.step_seconds,
+                step_seconds=update + cluster.host.step_seconds,
                 reduce_seconds=reduce_seconds,
                 reduce_buckets=num_buckets(owned),
             )

@@ -201,7 +201,8 @@ def check(seed):
     owned = [
         sum(profile.graph.parameters[n].num_bytes({}) for n, k in users.items() if k == s.index) for s in plan.stages
     ]
-    step = max(owned) * profile.optimizer_seconds_per_byte
+    speeds = [min(cluster.device(rank).speed for rank in s.ranks) for s in plan.stages]
+    step = max(size / speed for size, speed in zip(owned, speeds, strict=True)) * profile.optimizer_seconds_per_byte
     if options.schedule in FLUSHES:
         return plan.predicted.step_seconds - step, expected, plan
     assert plan.predicted.step_seconds == pytest.approx(m * plan.predicted.bottleneck_seconds + step)
