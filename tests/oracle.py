@@ -100,10 +100,12 @@ def train(
     arguments: Mapping[str, Any] | None = None,
     clip_norm: float = 0.0,
     order: Order | None = None,
+    divisor: Callable[[Any], float] = samples,
 ) -> tuple[list[float], torch.nn.Module, list[dict[str, torch.Tensor]]]:
     """Return the losses, the trained model, and the gradients of every step.
 
-    ``order``: in which a plan adds up, where that is not one process's.
+    ``order``: in which a plan adds up, where that is not one process's. ``divisor``: what the loss of a batch divides
+    by; a part of it weighs its own divisor over the whole one.
     """
     torch.manual_seed(seed)
     module = load(path)
@@ -129,7 +131,7 @@ def train(
     for t, item in enumerate(items):
         for name, p in parameters.items():
             p.data = versions[max(t - staleness(name), 0)][name].clone()
-        total, weights, n = 0.0, 0.0, samples(item)
+        total, weights, n = 0.0, 0.0, divisor(item)
         for j, part in enumerate(chunks(item, num_microbatches)):
             with Seeds(seed, t, j), order.begin(t, j) if order else contextlib.nullcontext():
                 loss = loss_of(module, model, part)
@@ -137,9 +139,10 @@ def train(
             if isinstance(loss, tuple):  # (mean, what the mean divides by)
                 loss, weight = loss
                 weights += float(weight)
-            share = loss * (samples(part) / n) if weight is None else loss * weight
-            share.backward()
-            total += share.item()
+            share = loss * (divisor(part) / n) if weight is None else loss * weight
+            if divisor(part):  # else the loss is 0 / 0
+                share.backward()
+                total += share.item()
             if order:
                 order.end(t, j)
         if order:

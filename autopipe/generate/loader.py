@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from autopipe.errors import ArtifactError
 from autopipe.stage import Stage
 
 CONSTANTS_FILE = "constants.safetensors"
+DIVISOR_FILE, DIVISOR_CONSTANTS = "divisor.py", "divisor.safetensors"
 _DIGEST = re.compile(r'^    (MODEL|PLAN)_DIGEST = "([0-9a-f]+)"$', re.MULTILINE)
 _RENEW = "autopipe generate"
 
@@ -29,49 +31,61 @@ def load_stage(directory: Path, index: int, *, graph_digest: str, plan_digest: s
 
     Raises: ArtifactError for a missing, stale or broken file, naming the command that writes it anew.
     """
-    path = directory / stage_file(index)
+    return _load(directory / stage_file(index), f"stage {index}", graph_digest, plan_digest)
+
+
+def load_divisor(directory: Path, text: str, *, graph_digest: str, plan_digest: str) -> Stage | None:
+    """Return what computes the loss's divisors from a batch; None where ``text``, the graph's word for it, is empty.
+
+    Raises: ArtifactError as ``load_stage`` does.
+    """
+    if not text:
+        return None
+    cls = _load(directory / DIVISOR_FILE, "the loss's divisor", graph_digest, plan_digest)
+    return cls.adopt(nn.Module(), load_constants(directory, DIVISOR_CONSTANTS))
+
+
+def _load(path: Path, what: str, graph_digest: str, plan_digest: str) -> type[Stage]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ArtifactError(f"there is no file for stage {index}", where=str(path), remedy=_RENEW) from None
+        raise ArtifactError(f"there is no file for {what}", where=str(path), remedy=_RENEW) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(
-            f"the file of stage {index} cannot be read: {error}", where=str(path), remedy=_RENEW
-        ) from None
+        raise ArtifactError(f"the file of {what} cannot be read: {error}", where=str(path), remedy=_RENEW) from None
     found = dict(_DIGEST.findall(text))
     for kind, expected in (("MODEL", graph_digest), ("PLAN", plan_digest)):
         if found.get(kind) != expected:
             raise ArtifactError(
-                f"the file of stage {index} was written for {kind.lower()} {found.get(kind, 'unknown')}; "
+                f"the file of {what} was written for {kind.lower()} {found.get(kind, 'unknown')}; "
                 f"this is {kind.lower()} {expected}",
                 where=str(path),
                 remedy=_RENEW,
             )
     # compiled from the text just read: an import could serve the bytecode of an earlier file of the same second
-    module = types.ModuleType(f"autopipe_stage_{index}")
+    module = types.ModuleType(f"autopipe_{path.stem}")
     module.__file__ = str(path)
     linecache.checkcache(str(path))
     try:
         exec(compile(text, str(path), "exec"), module.__dict__)  # noqa: S102 - the stage file is the program
     except Exception as error:
         raise ArtifactError(
-            f"the file of stage {index} cannot be run: {type(error).__name__}: {error}", where=str(path), remedy=_RENEW
+            f"the file of {what} cannot be run: {type(error).__name__}: {error}", where=str(path), remedy=_RENEW
         ) from error
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, Stage) and value is not Stage:
             return value
-    raise ArtifactError(f"the file of stage {index} defines no stage", where=str(path), remedy=_RENEW)
+    raise ArtifactError(f"the file of {what} defines no stage", where=str(path), remedy=_RENEW)
 
 
-def load_constants(directory: Path) -> dict[str, torch.Tensor]:
+def load_constants(directory: Path, name: str = CONSTANTS_FILE) -> dict[str, torch.Tensor]:
     """Return the tensors that the model made once and keeps nowhere; none where it has none.
 
     Raises: ArtifactError for a damaged file.
     """
-    path = directory / CONSTANTS_FILE
+    path = directory / name
     if not path.exists():
         return {}
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{CONSTANTS_FILE} is damaged: {error}", where=str(path), remedy=_RENEW) from error
+        raise ArtifactError(f"{name} is damaged: {error}", where=str(path), remedy=_RENEW) from error

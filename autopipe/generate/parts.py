@@ -36,6 +36,38 @@ class Captured(Protocol):
     def evaluation_note(self) -> str:
         """Why evaluation cannot use this graph, or ""."""
 
+    @property
+    def divisor(self) -> CapturedDivisor | None:
+        """What the loss divides by, None where it is the number of samples."""
+
+
+class CapturedDivisor(Protocol):
+    """What is needed of a divisor; see ``autopipe.trace.divisor``."""
+
+    @property
+    def graph(self) -> Graph:
+        """The calls as data."""
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The same calls as ``torch.fx`` has them."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """One value for each term of the loss, "" for 1."""
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that it reads beside the batch."""
+
+    @property
+    def penalty(self) -> bool:
+        """Whether a term of the loss does not depend on the batch."""
+
+    @property
+    def text(self) -> str:
+        """What it is, for people."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -47,14 +47,14 @@ def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
         f'    MODEL_DIGEST = "{plan.graph_digest}"',
         f'    PLAN_DIGEST = "{plan.digest}"',
         f"    INDEX = {part.index}",
-        *_names("INPUTS", part.inputs),
-        *_names("RECEIVES", [boundary.value for boundary in part.receives]),
-        *_names("SENDS", [boundary.value for boundary in part.sends]),
-        *_names("RETURNS", part.returns),
-        *_names("MODULES", part.modules),
-        *_names("PARAMETERS", part.parameters),
-        *_names("BUFFERS", part.buffers),
-        *_names("CONSTANTS", part.constants),
+        *names_of("INPUTS", part.inputs),
+        *names_of("RECEIVES", [boundary.value for boundary in part.receives]),
+        *names_of("SENDS", [boundary.value for boundary in part.sends]),
+        *names_of("RETURNS", part.returns),
+        *names_of("MODULES", part.modules),
+        *names_of("PARAMETERS", part.parameters),
+        *names_of("BUFFERS", part.buffers),
+        *names_of("CONSTANTS", part.constants),
         "",
         *forward,
     ]
@@ -69,7 +69,7 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     grouped = statements([recorded[node.name] for node in part.nodes], leaving)
     device = next((node.meta["val"].device.type for node in recorded.values() if node.op == "placeholder"), "cpu")
     writer = Writer(imports, capture.constants, capture.evaluation, device)
-    variables = Variables(base_names(capture.module.graph), _last_use(grouped, leaving), reserved)
+    variables = Variables(base_names(capture.module.graph), last_use(grouped, leaving), reserved)
     arriving = [*part.inputs, *(boundary.value for boundary in part.receives)]
     for value in arriving:
         writer.names[value] = Expression((variables.name(value, -1),))
@@ -85,7 +85,7 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     return lines + wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)
 
 
-def _last_use(grouped: Sequence[Statement], leaving: Sequence[str]) -> dict[str, int]:
+def last_use(grouped: Sequence[Statement], leaving: Sequence[str]) -> dict[str, int]:
     """Return value -> number of the last statement that reads it."""
     last = {}
     for number, statement in enumerate(grouped):
@@ -131,7 +131,8 @@ def shape_text(graph: Graph, spec: TensorSpec) -> str:
     return text
 
 
-def _names(key: str, values: Sequence[str]) -> list[str]:
+def names_of(key: str, values: Sequence[str]) -> list[str]:
+    """Return the lines of a class attribute that is a tuple of texts; none where it is empty."""
     if not values:
         return []
     items: tuple[Doc, ...] = tuple((quoted(value),) for value in values)

@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from autopipe.errors import ArtifactError
+from autopipe.generate.divisor import write_divisor
 from autopipe.generate.loader import CONSTANTS_FILE, stage_file
 from autopipe.generate.parts import Captured, Part, divide
 from autopipe.generate.source import stage_text
@@ -20,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
-    """Write ``stage_0.py``, ``stage_1.py``, ... and the constants; remove what an earlier plan left.
+    """Write ``stage_0.py``, ``stage_1.py``, ..., the constants and the divisor; remove what an earlier plan left.
 
     Raises: ArtifactError where plan and capture are of different models, or the plan is damaged; TraceError for a value
     without source text.
@@ -42,6 +43,7 @@ def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
             old.unlink()
             _LOG.info("removed %s, which this plan has no use for", old)
     _write_constants(capture, parts, directory)
+    write_divisor(capture.divisor, plan, directory)
     return paths
 
 

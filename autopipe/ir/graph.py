@@ -110,8 +110,9 @@ class Graph:
     ``outputs``: the loss, and the weight of the loss where the user's loss returns one.
     ``parameters``/``buffers``: every one of the model under its first name, used or not; ``aliases``: other name ->
     first name. ``requires_grad`` of a parameter's spec is False where it is frozen. ``captured_by``: how it was found,
-    for people. ``exact``: False where the model, run plainly, was seen to round otherwise than its calls do: a library
-    that may take another way with the same numbers, as transformers does for a mask of ones.
+    for people. ``divisor``: what the loss divides by, for people, where that is not the number of samples;
+    ``stages/divisor.py`` computes it. ``exact``: False where the model, run plainly, was seen to round otherwise than
+    its calls do: a library that may take another way with the same numbers, as transformers does for a mask of ones.
 
     Raises: ValueError when a node reads a value that is not made before it, or state that the model does not have.
     """
@@ -127,6 +128,7 @@ class Graph:
     captured_by: str = ""
     exact: bool = True
     batch: BatchForm = field(default_factory=BatchForm)
+    divisor: str = ""
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,8 +154,9 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
+        trained, shares = _in_stages(loop)  # first: the rule for a batch of another shape is found while they run
+        loop = replace(loop, settings=replace(settings, shares=shares))
         plain = loop.train()
-        trained = _in_stages(loop)
         orders: dict[str, float] = {}
         reference = plain
         if not order.plain:
@@ -203,8 +204,8 @@ def compare(
     )
 
 
-def _in_stages(loop: _Plain) -> _Trained:
-    """Train through the plan, with ranks as threads."""
+def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], Sequence[float]]]:
+    """Train through the plan, with ranks as threads. Return what the parts of a minibatch weigh too."""
     trained = _Trained()
     sessions = run_in_threads(
         loop.run,
@@ -216,7 +217,8 @@ def _in_stages(loop: _Plain) -> _Trained:
     )
     tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
     losses = sessions[0].executor.stepper.losses
-    return trained.finish(tensors, tensors, [losses[step] for step in sorted(losses)])
+    trained.finish(tensors, tensors, [losses[step] for step in sorted(losses)])
+    return trained, lambda item, parts: sessions[0].shares(item, parts).factors
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

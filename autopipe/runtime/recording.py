@@ -17,23 +17,28 @@ from autopipe.ir.graph import Graph, Input
 from autopipe.ir.plan import Plan
 from autopipe.ir.tensor import TensorSpec
 from autopipe.runtime.routes import Routes, tied
+from autopipe.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """``name``: of its folder beside the stage files, "" for the plan's own. ``specs``: of every value that crosses."""
+    """``name``: of its folder beside the stage files, "" for the plan's own. ``specs``: of every value that crosses.
+
+    ``divisor``: computes what the loss divides by; None where that is the number of samples.
+    """
 
     name: str
     graph: Graph
     routes: Routes
     specs: Mapping[str, TensorSpec]
+    divisor: Stage | None = None
 
     @staticmethod
-    def of(plan: Plan, graph: Graph, name: str = "") -> Recording:
+    def of(plan: Plan, graph: Graph, name: str = "", divisor: Stage | None = None) -> Recording:
         """Read it off a plan for this graph."""
         specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
         specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
-        return Recording(name, graph, Routes.of(plan, graph), specs)
+        return Recording(name, graph, Routes.of(plan, graph), specs, divisor)
 
     @property
     def carries_gradient(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ Of evaluation the first recording may already be there: ``generate`` wrote it be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,22 @@ import torch
 
 from autopipe.draws import exclusive
 from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
-from autopipe.generate import generate, load_constants, load_stage
+from autopipe.generate import generate, load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
+from autopipe.ir.shares import Shares
 from autopipe.planning import recut
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.recording import Recording, refuse_other_kinds
+from autopipe.runtime.shares import shares_of
 from autopipe.runtime.stage_runner import Face, StageRunner
 from autopipe.runtime.transport import Transport
+from autopipe.stage import Stage
 from autopipe.trace import Capture, capture, with_own_constants
 from autopipe.workload import Workload
 from autopipe.workload.forms import form_of
@@ -52,7 +56,10 @@ def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -
 
 @dataclass(slots=True)
 class Recordings:
-    """The recordings of one rank. ``training``, ``evaluation``: those that a batch may follow, the plan's own first."""
+    """The recordings of one rank. ``training``, ``evaluation``: those that a batch may follow, the plan's own first.
+
+    ``weight``: what the minibatch that was cut last weighs beside others, in an evaluation.
+    """
 
     run: RunDirectory
     job: Job
@@ -63,30 +70,47 @@ class Recordings:
     runners: dict[int, StageRunner]
     training: list[Recording] = field(default_factory=list)
     evaluation: list[Recording] = field(default_factory=list)
+    weight: float = 0.0
     _made: int = 0
+    _disagreement: float = 0.0
 
     def __post_init__(self) -> None:
-        own = Recording.of(self.layout.plan, self.layout.graph)
+        plan, graph = self.layout.plan, self.layout.graph
+        own = Recording.of(plan, graph, divisor=_divisor(self.run.stages, plan, graph))
         self.training = [own]
         self.evaluation = self.training
         if (self.run.stages / EVALUATION / "plan.json").is_file():
             self.evaluation = [self._taken_over(EVALUATION)]
 
     def microbatches(self, item: Any, device: torch.device, *, training: bool = True) -> list[Microbatch]:
-        """Cut a minibatch. The factor n_j / n is each part's share of the samples.
+        """Cut a minibatch. The factor of each part is its share of the loss: see ``runtime.shares``.
 
         Raises: RunError where a part has other tensors than the captured batch, or more shapes come than are allowed.
         """
         parts = self.workload.split(item, self.layout.plan.num_microbatches)
-        total = sum(self.workload.num_samples(part) for part in parts)
+        followed = [self._of(part, training=training) for part in parts]
+        shares = self.shares(item, parts, followed[0])
         found = []
-        for part in parts:
+        for part, recording, factor in zip(parts, followed, shares.factors, strict=True):
             leaves = self.workload.leaves(part)
-            recording = self._of(part, training=training)
             on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
-            factor = self.workload.num_samples(part) / total
             found.append(Microbatch(on_device, factor, recording.sizes(leaves), recording))
+        self.weight = shares.total
         return found
+
+    def shares(self, item: Any, parts: Sequence[Any], recording: Recording | None = None) -> Shares:
+        """Return what the parts of a minibatch weigh. ``recording``: that of the first part, found where it is None.
+
+        The first minibatch whose loss has terms that ask for different shares is reported.
+        """
+        recording = recording or self._of(parts[0], training=True)
+        leaves, samples = self.workload.leaves, [self.workload.num_samples(part) for part in parts]
+        shares = shares_of(recording.divisor, leaves(item), [leaves(part) for part in parts], samples)
+        if shares.disagreement and not self._disagreement:
+            self._disagreement = shares.disagreement
+            if self.transport.rank == 0:
+                self.reporter.event("note", text=_disagreement(recording.graph.divisor, shares.disagreement))
+        return shares
 
     def _of(self, part: Any, *, training: bool) -> Recording:
         leaves, form = self.workload.leaves(part), form_of(part)
@@ -165,13 +189,25 @@ class Recordings:
         folder = self.run.stages / name
         plan = artifact.load(Plan, folder / "plan.json", renew="autopipe train")
         graph = artifact.load(Graph, folder / "graph.json", renew="autopipe train")
-        recording = Recording.of(plan, graph, name)
+        recording = Recording.of(plan, graph, name, _divisor(folder, plan, graph))
         constants = load_constants(folder)
         for index, runner in self.runners.items():
             code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             runner.stage.take_over(code, constants)
             runner.faces[name] = Face(code, recording.carries_gradient, graph.replayed_buffers)
         return recording
+
+
+def _divisor(folder: Path, plan: Plan, graph: Graph) -> Stage | None:
+    return load_divisor(folder, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+
+
+def _disagreement(divisor: str, amount: float) -> str:
+    return (
+        f"warning: the terms of the loss divide by different numbers ({divisor}): the shares of a microbatch that they "
+        f"ask for differ by up to {amount:.2g}. Each microbatch counts by its samples, which is not quite the whole "
+        "batch; return (loss, weight) from the loss, or train with one microbatch"
+    )
 
 
 class _OneBatch:

@@ -8,7 +8,7 @@ loop, and each microbatch's gradients go to the sum that its replica and stage w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,8 @@ class PlainSettings:
 
     ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping. ``reverse``: add the microbatches up
     in reverse, which is as right, and shows how much the order of a sum alone changes. ``within``: opened around every
-    forward. ``order``: the order in which a plan adds up; None for that of one process.
+    forward. ``order``: the order in which a plan adds up; None for that of one process. ``shares``: of a minibatch and
+    its parts, what each part counts; None for its share of the samples.
     """
 
     num_microbatches: int
@@ -89,6 +90,7 @@ class PlainSettings:
     deferred_batch_norm: bool = False
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     order: SumOrder | None = None
+    shares: Callable[[Any, Sequence[Any]], Sequence[float]] | None = None
 
 
 def plain_training(
@@ -254,7 +256,11 @@ def _minibatch(
 ) -> tuple[float, float]:
     """Run forward and backward of a minibatch; return its loss, and what the gradients are to be divided by."""
     parts = workload.split(item, settings.num_microbatches)
-    total = sum(workload.num_samples(part) for part in parts)
+    if settings.shares is None:
+        total = sum(workload.num_samples(part) for part in parts)
+        factors: Sequence[float] = [workload.num_samples(part) / total for part in parts]
+    else:
+        factors = settings.shares(item, parts)
     shares: list[float] = []
     weights: list[float] = []
     for index in reversed(range(len(parts))) if settings.reverse else range(len(parts)):
@@ -265,7 +271,9 @@ def _minibatch(
         draws = (settings.seed, step, index) if settings.draws else None
         with settings.within(), workload.explained(part):
             loss, weight = sums.subject.loss(part, draws)
-        scaled = loss * (workload.num_samples(part) / total) if weight is None else loss * weight.detach()
+        scaled = loss * factors[index] if weight is None else loss * weight.detach()
+        if weight is None and not factors[index]:
+            scaled = torch.zeros_like(scaled, requires_grad=False)  # its loss may be 0 / 0
         if scaled.requires_grad:
             torch.autograd.backward(scaled if scaler is None else scaler.scale(scaled))
         shares.append(float(scaled.detach()))

@@ -19,6 +19,7 @@ from autopipe.errors import PlanError, RunError
 from autopipe.generate import load_constants, load_stage
 from autopipe.ir.artifact import encode
 from autopipe.ir.schedule import Instruction, Traffic
+from autopipe.ir.shares import Shares
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import state
 from autopipe.runtime.deferred import DeferredStatistics
@@ -212,6 +213,10 @@ class RankSession:
             self._rows[first, count] = lower(schedule, self.layout.routes.traffic).rows[self.transport.rank]
         return self._rows[first, count]
 
+    def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
+        """Return what the parts of a minibatch weigh in its loss."""
+        return self._recordings.shares(item, parts)
+
     # -- state -----------------------------------------------------------------------------------------------------
 
     def _resume(self) -> tuple[int, int, int]:
@@ -283,7 +288,8 @@ class RankSession:
         Statistics, randomness and schedule state stay as they were: eval mode, no gradients, nothing is stepped.
         """
         row = self._forward_row()
-        total = samples = 0.0
+        total = weights = 0.0
+        samples = 0
         with self._eval_mode():
             items = self.workload.evaluation_items(batch_size, otherwise=self.job.batch_size or None)
             count = 0
@@ -296,13 +302,14 @@ class RankSession:
                 self.executor.run(row, {count: parts}, offset=count, training=False)
                 loss = self.executor.stepper.collect_loss(count)
                 if loss is not None:
-                    weight = self.workload.num_samples(item)
-                    total, samples = total + loss * weight, samples + weight
+                    weight = self._recordings.weight
+                    total, weights = total + (loss * weight if weight else 0.0), weights + weight
+                    samples += self.workload.num_samples(item)
                 count += 1
         if count == 0:
             raise RunError(f"the evaluation data of {self.workload.name} is empty")
         if self.transport.rank == 0:
-            self.reporter.event("evaluation", step=step, loss=total / samples, batches=count, samples=int(samples))
+            self.reporter.event("evaluation", step=step, loss=total / weights, batches=count, samples=samples)
 
     def _forward_row(self) -> tuple[Instruction, ...]:
         schedule = make("gpipe", replace(self.layout.request, options={}))

@@ -115,8 +115,9 @@ class StageRunner:
     ) -> dict[str, torch.Tensor]:
         """Run microbatch ``key`` = (minibatch, microbatch) and return what later stages read, detached.
 
-        ``factor``: the microbatch's share of the minibatch loss (n_j / n), applied here, on the last stage, and nowhere
-        else; where the loss brings its own weight, that weight takes its place. ``recording``: which it follows.
+        ``factor``: the microbatch's share of the minibatch loss, applied here, on the last stage, and nowhere else.
+        With 0 the microbatch counts nothing, even where its loss is not a number. Where the loss brings its own weight,
+        that weight takes its place. ``recording``: which it follows.
         """
         face = self.faces[recording]
         flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key), face)
@@ -149,7 +150,7 @@ class StageRunner:
         loss = outputs[self.stage.RETURNS[0]]
         if len(self.stage.RETURNS) > 1:
             return loss * outputs[self.stage.RETURNS[1]].detach()
-        return loss * factor
+        return loss * factor if factor else torch.zeros_like(loss, requires_grad=False)
 
     def _roots(self, flight: _Flight, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Keep the outputs that backward starts from; "" is the loss."""

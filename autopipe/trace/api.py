@@ -15,6 +15,7 @@ from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.coupling import coupling_notes
+from autopipe.trace.divisor import find_divisor
 from autopipe.trace.ladder import Ladder
 from autopipe.trace.lengths import Length, cut, found_lengths, shorter, sizes_of
 from autopipe.trace.result import Capture
@@ -67,6 +68,8 @@ def _capture(
     lengths = found_lengths(model, workload.leaves(item), batch_size) if free else ()
     with _nothing_collected():
         captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
+    other = _other(workload, batch_size)
+    captured = _with_divisor(workload, captured, item, other)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
@@ -75,14 +78,29 @@ def _capture(
         part = _verified_at(workload, model, item, captured, lengths)
         if part is None:
             captured = ladder.climb((), allow_data_dependent=allow_data_dependent)
+            captured = _with_divisor(workload, captured, item, other)
         else:
             captured = _bounded(captured, lengths, part)
-    items = [item, _other(workload, batch_size)]
+    items = [item, other]
     exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
     if trains(model):
-        said += coupling_notes(workload, model, item, captured.graph)
+        said += coupling_notes(workload, model, item, captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
     return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))
+
+
+def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Capture:
+    """Add what the loss divides by. One that cannot be computed on real batches is left out."""
+    divisor = find_divisor(captured.graph, captured.module)
+    try:
+        for item in items:
+            if divisor is not None:
+                divisor.values(workload.leaves(item))
+    except Exception as error:
+        logger.info("the divisor of the loss cannot be computed: %s", error)
+        return captured
+    text = "" if divisor is None else divisor.text
+    return dataclasses.replace(captured, divisor=divisor, graph=dataclasses.replace(captured.graph, divisor=text))
 
 
 @contextlib.contextmanager

@@ -2,57 +2,71 @@
 
 from __future__ import annotations
 
-import torch
+import logging
+
 from torch import nn
 
-from autopipe.draws import Draws
 from autopipe.ir.graph import Graph
-from autopipe.trace.borrowed import Snapshot
-from autopipe.trace.patches import flat_checkpoints
+from autopipe.ir.shares import Shares
+from autopipe.trace.divisor import Divisor
+from autopipe.trace.steady import difference, gradients_of, precision_of, steady
 from autopipe.workload import Item, Workload
 
-COUPLED = 1e-3  # relative difference of the losses from which on it is said
+logger = logging.getLogger(__name__)
+
+COUPLED = 1e-3  # relative difference of the gradients from which on it is said
+_COARSE = 8.0  # in a coarse type, such as bfloat16, that many of its steps
 
 
-def coupling_notes(workload: Workload, model: nn.Module, item: Item, graph: Graph) -> list[str]:
-    """Return what people should know: the loss of a batch against that of its halves, and batch statistics.
+def coupling_notes(
+    workload: Workload, model: nn.Module, item: Item, graph: Graph, divisor: Divisor | None
+) -> list[str]:
+    """Return what users should know: the gradient of a batch against that of its halves, and batch statistics.
 
-    The losses are taken in evaluation mode, where neither dropout nor batch norm makes a difference of its own. Of a
-    model that draws random numbers even there nothing is said.
+    The gradients are taken a little away from the initial weights, with the same random numbers for every sample and
+    with the whole batch's statistics in layers such as batch norm: see ``trace.steady``.
     """
     notes = []
-    writers = [node for node in graph.nodes if node.buffers_written and "Norm" in node.module_type]
-    normalised = list(dict.fromkeys(node.module_path for node in writers))
+    normalised = normalised_layers(graph)
     if normalised:
         others = f" and {len(normalised) - 1} more" if len(normalised) > 1 else ""
         notes.append(
             f"batch statistics ({normalised[0]}{others}) are taken over each microbatch, as in a plain accumulation "
             "loop, not over the minibatch"
         )
-    whole, halves, draws_made = _losses(workload, model, item)
-    if not draws_made and abs(whole - halves) > COUPLED * max(abs(whole), 1e-6):
+    parts = workload.split(item, 2)
+    if len(parts) < 2:
+        return notes
+    shares = _shares(workload, divisor, item, parts)
+    try:
+        with steady(workload, model, item):
+            whole = gradients_of(workload, model, [item], [1.0])
+            halves = gradients_of(workload, model, parts, shares.factors)
+    except Exception as error:
+        logger.info("a batch was not compared with its microbatches: %s", error)
+        return notes
+    apart = difference(whole, halves)
+    if apart is not None and apart > max(COUPLED, _COARSE * precision_of(workload, model)):
+        count = workload.num_samples(item)
+        cause = "the loss couples the samples of a batch"
+        if shares.disagreement and divisor is not None:
+            cause = f"the terms of the loss divide by different numbers ({divisor.text})"
         notes.append(
-            f"the loss couples the samples of a batch: {whole:.6g} over {workload.num_samples(item)} samples, "
-            f"{halves:.6g} as the mean of two microbatches; training then depends on the microbatch size"
+            f"{cause}: the gradient of {count} samples and that of two microbatches of them differ by {apart:.2g} of "
+            "its size; training then depends on the microbatch size"
         )
     return notes
 
 
-def _losses(workload: Workload, model: nn.Module, item: Item) -> tuple[float, float, int]:
-    before = Snapshot(model)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.eval()
-    try:
-        with torch.no_grad(), flat_checkpoints(), Draws(workload.spec.seed, 0, 0) as seeds:
-            whole = float(workload.loss(model, item)[0])
-            total = weights = 0.0
-            for part in workload.split(item, 2):
-                loss, weight = workload.loss(model, part)
-                share = workload.num_samples(part) if weight is None else float(weight)
-                total += share * float(loss)
-                weights += share
-            for buffer, value in buffers:
-                buffer.copy_(value)
-    finally:
-        before.restore()
-    return whole, total / weights, seeds.position
+def normalised_layers(graph: Graph) -> list[str]:
+    """Return the paths of the layers that take statistics of the batch."""
+    writers = [node for node in graph.nodes if node.buffers_written and "Norm" in node.module_type]
+    return list(dict.fromkeys(node.module_path for node in writers))
+
+
+def _shares(workload: Workload, divisor: Divisor | None, item: Item, parts: list[Item]) -> Shares:
+    samples = [workload.num_samples(part) for part in parts]
+    if divisor is None:
+        return Shares.of_samples(samples)
+    each = [divisor.values(workload.leaves(part)) for part in parts]
+    return Shares.of(divisor.values(workload.leaves(item)), each, samples, penalty=divisor.penalty)

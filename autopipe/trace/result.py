@@ -7,6 +7,7 @@ import dataclasses
 from torch import Tensor, fx
 
 from autopipe.ir.graph import Graph
+from autopipe.trace.divisor import Divisor
 from autopipe.trace.evaluation import Arguments
 
 
@@ -18,7 +19,8 @@ class Capture:
     under their original paths. ``constants``: tensors that are neither parameter nor buffer, by attribute name.
     ``method``: how it was captured, for people. ``evaluation``: node -> its (args, kwargs) in evaluation mode, where
     they differ; ``evaluation_note``: why evaluation cannot use this graph, or "". ``notes``: what people should know.
-    ``exact``: every bit was as in the model where it was verified; None where it was not.
+    ``exact``: every bit was as in the model where it was verified; None where it was not. ``divisor``: what the loss
+    divides by; None where that is the number of samples.
     """
 
     graph: Graph
@@ -29,6 +31,7 @@ class Capture:
     evaluation_note: str
     notes: tuple[str, ...]
     exact: bool | None = None
+    divisor: Divisor | None = None
 
 
 def with_own_constants(capture: Capture, suffix: str) -> Capture:

@@ -149,7 +149,8 @@ def wrote_stages(folder: Path) -> bool:
 
 def _digest_of_stages(folder: Path) -> str:
     """Name the text of the stage files of a folder, those of evaluation included."""
-    files = sorted([*folder.glob("stage_*.py"), *folder.glob("evaluation/stage_*.py")])
+    folders = (folder, folder / "evaluation")
+    files = sorted(path for place in folders for kind in ("stage_*.py", "divisor.py") for path in place.glob(kind))
     return _digest([[str(path.relative_to(folder)), _sha256(path)] for path in files])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autopipe.errors import ArtifactError, counted
 from autopipe.generate import generate as generate_stages
-from autopipe.generate import load_constants, load_stage
+from autopipe.generate import load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster
@@ -195,7 +195,7 @@ def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepare
     made, record = ensure_plan(model.workload, found, settings, work)
     # a seed or a learning rate of this command alone changes what is trained, not how it is cut
     made = dataclasses.replace(made, workload=model.workload.spec)
-    if _stages_hold(work.store, made):
+    if _stages_hold(work.store, made, model.capture.graph.divisor):
         work.notes.append("stage files taken from before")
         note = evaluation.note_of(model, work)
     else:
@@ -227,14 +227,18 @@ def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
     return ()
 
 
-def _stages_hold(store: Store, made: Plan) -> bool:
-    """Whether every stage file is there, of this model and plan, and as this account wrote it: to load one runs it."""
+def _stages_hold(store: Store, made: Plan, divisor: str) -> bool:
+    """Whether every stage file is there, of this model and plan, and as this account wrote it: to load one runs it.
+
+    ``divisor``: that of the model's loss.
+    """
     if not wrote_stages(store.stages):
         return False
     try:
         for stage in made.stages:
             load_stage(store.stages, stage.index, graph_digest=made.graph_digest, plan_digest=made.digest)
         load_constants(store.stages)
+        load_divisor(store.stages, divisor, graph_digest=made.graph_digest, plan_digest=made.digest)
     except ArtifactError:
         return False
     return True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import load
+from oracle import load, samples
 from oracle import train as plain
 from pipelines import Pipeline, build, captured_file, plan_for
 
@@ -19,6 +19,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = Path(__file__).resolve().parents[1] / "shape_models"
 # how many further shapes need stage code of their own: a length needs none, where the model leaves it free
 FURTHER = {"gpt": 0, "lstm": 0, "hf_gpt2": 0, "conv": 2}
+
+
+def tokens(batch: dict[str, torch.Tensor]) -> int:
+    """Count the targets of a language model: the labels moved by one, without the padding."""
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 class Notes(Silent):
@@ -41,7 +46,7 @@ def trained_like_a_plain_loop(name: str, pipeline: Pipeline) -> list[str]:
     items = list(pipeline.captured.workload.items(6))
     reporters = [Notes() for _ in pipeline.plan.stages]
     sessions = pipeline.train(items, reporters=reporters)
-    losses, model, _ = plain(MODELS / f"{name}.py", items, 3)
+    losses, model, _ = plain(MODELS / f"{name}.py", items, 3, divisor=tokens if name == "hf_gpt2" else samples)
     stepper, ours = sessions[0].executor.stepper, pipeline.weights(sessions)
     assert [stepper.losses[step] for step in range(len(items))] == losses
     for key, value in (*model.named_parameters(), *model.named_buffers()):
@@ -120,5 +125,7 @@ def test_evaluation_meets_other_shapes_too(tmp_path: Path) -> None:
     with torch.no_grad():
         parts = [[(ids[i : i + 2], ids[i : i + 2]) for i in (0, 2, 4)] for ids, _ in items]
         losses = [sum(float(module.loss(model(x), y)) for x, y in item) / 3 for item in parts]
-    assert events == [pytest.approx(sum(losses) / len(losses), rel=1e-6)]
+    lengths = [ids.shape[1] - 1 for ids, _ in items]  # the mean over all targets: a longer batch has more of them
+    mean = sum(loss * length for loss, length in zip(losses, lengths, strict=True)) / sum(lengths)
+    assert events == [pytest.approx(mean, rel=1e-6)]
     assert all(runner.stage.training for session in sessions for runner in session.executor.runners.values())

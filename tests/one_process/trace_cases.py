@@ -16,7 +16,7 @@ class Toy:
     name = "toy.py:Model"
 
     def __init__(self, build, batch, loss=None):
-        self.spec = SimpleNamespace(seed=0)
+        self.spec = SimpleNamespace(seed=0, precision="fp32")
         self._build, self._batch, self._loss = build, batch, loss
 
     def build_model(self):
