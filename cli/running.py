@@ -85,7 +85,7 @@ class Resuming(click.Command):
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="Compare one step of a new plan with plain training first.",
+    help="Compare the first steps of a new plan with plain training, and probe its optimizer.",
 )
 @options.option("--deferred-batch-norm", is_flag=True, help="Update running statistics once a minibatch.")
 @options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")

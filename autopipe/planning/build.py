@@ -160,7 +160,7 @@ def _check_memory(problem: Problem, stages: Sequence[Stage]) -> None:
         if limit and needed > limit + 1:  # the search adds in floating point, the recount in whole bytes
             raise PlanError(
                 f"the recount gives {gib(needed)} on rank {rank}; its device has {gib(limit)}",
-                remedy="please report this: the search and the recount must agree",
+                remedy="give a memory limit some bytes lower (--gpu-memory): the search rounded the other way",
             )
 
 

@@ -198,7 +198,10 @@ def check(report: CheckReport) -> tuple[Any, ...]:
     table = _table("largest differences", "parameter", "stage", "relative error")
     for entry in worst:
         table.add_row(entry.name, str(entry.owner), f"{entry.error:.3g}")
-    return (f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}", table)
+    verdict = f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}"
+    if report.max_relative_error == 0:  # the optimizer's own probe found what these steps do not show
+        return (f"{word}\n{report.cause}",)
+    return (verdict, table, *([report.cause] if report.cause else []))
 
 
 def _order(report: CheckReport) -> str:

@@ -162,7 +162,8 @@ def _refuse_unequal_ties(files: Sequence[StageFile]) -> None:
             if first != bits:
                 raise AutopipeError(
                     f"{name} is tied, and its copies are no longer equal: {where} and {stage.file} hold others",
-                    remedy="go on from an earlier checkpoint, and report the model and the plan",
+                    remedy="go on from an earlier checkpoint (--resume STEP); a forward, hook or callback that writes "
+                    "this parameter in one stage alone parts the copies: leave it out",
                 )
 
 

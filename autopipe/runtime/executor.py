@@ -162,7 +162,8 @@ class Executor:
                 raise AutopipeError(
                     f"{value} should be {spec.dtype}{list(expected)} here, and is {tensor.dtype}{list(tensor.shape)}",
                     where=f"stage {instruction.stage}, before it is sent to stage {instruction.peer}",
-                    remedy="the model's shapes depend on more than the batch; report the model",
+                    remedy="the shape depends on more than the shapes of the batch: let it follow from them alone, or "
+                    "train in one stage (--gpus 1)",
                 )
             self.transport.send(channel, tensor)
 

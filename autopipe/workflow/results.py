@@ -128,7 +128,7 @@ class CheckReport:
     """``bitwise``: not one bit differs from a plain loop. ``equal``: that, or as close as can be promised.
 
     The plain loop adds up in the plan's order. ``orders``: why that is not one process's, empty where it is;
-    ``order_error``: by how much the two differ.
+    ``order_error``: by how much the two differ. ``cause``: why it is not equal, where, and what to do about it.
     ``nonfinite``: what is no finite number, and so proves nothing; "" where all is.
     """
 
@@ -143,6 +143,7 @@ class CheckReport:
     nonfinite: str = ""
     orders: tuple[str, ...] = ()
     order_error: float = 0.0
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

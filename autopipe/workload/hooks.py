@@ -51,6 +51,16 @@ class Hook:
         """The hook for people: ``data of gpt.py``."""
         return f"{self.name} of {self.origin}"
 
+    @property
+    def place(self) -> str:
+        """Where it is defined: ``file:line in name``, or its file."""
+        try:
+            function = inspect.unwrap(self.function)
+            path, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
+        except (TypeError, OSError):
+            return self.path
+        return f"{path}:{line} in {getattr(function, '__name__', self.name)}"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it; what it raises becomes a ModelFileError with the user's line."""
         with users_code(self.label, self.path):

@@ -323,6 +323,17 @@ class Workload:
             return default_optimizer(self._optimizer, trained, self.spec.lr)
         return make_optimizer(hook, trained, self.spec.lr)
 
+    @property
+    def optimizer_place(self) -> str:
+        """Where the optimizer is made: ``file:line`` of the hook, or the name of torch's optimizer."""
+        hook = self._hooks.get("optimizer")
+        return f"torch.optim.{self._optimizer.__name__}" if hook is None or self.spec.optimizer else hook.place
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that the model and its hooks come from."""
+        return tuple(sorted({path for path in (self._path, *(hook.path for hook in self._hooks.values())) if path}))
+
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the learning-rate scheduler of an optimizer, None without a hook.
 

@@ -51,7 +51,7 @@ def await_moment(scene: Scene, process: subprocess.Popen[str], number: int) -> N
     if case.kind == "exception":
         return
     if case.moment == "check":
-        until(lambda: "comparing one step" in scene.said(number)[1])
+        until(lambda: "comparing 2 steps" in scene.said(number)[1])
     elif case.moment == "restart":
         until(lambda: scene.lines('"loss"') >= case.step)
         _rank(scene, process, case.first).kill()

@@ -180,7 +180,9 @@ def test_a_plan_that_is_not_plain_training_is_not_started(tmp_path: Path, monkey
     monkeypatch.setattr(StageRunner, "_scaled", halved)
     with pytest.raises(RunError, match="one step in stages is not one step of plain training") as caught:
         train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=1)
-    assert "--no-check" in caught.value.remedy
+    assert "--no-check" not in str(caught.value) and "report" not in caught.value.remedy
+    assert "the loss of the first step is" in caught.value.what
+    assert "resnet.py:" in caught.value.where
     assert not (tmp_path / "work" / "checked").exists()
 
 

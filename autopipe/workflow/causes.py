@@ -1,0 +1,128 @@
+"""Why a plan is not plain training: the cause, where it is, and what to do about it."""
+
+from __future__ import annotations
+
+from autopipe.errors import RunError
+from autopipe.ir.graph import Graph, Node
+from autopipe.runtime.comparison import Comparison
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.optimizer_probe import Finding, probe
+from autopipe.workflow.steps import Prepared
+from autopipe.workload.overlap import overlapping
+
+_ONE_STAGE = "or train in one stage (--gpus 1)"
+
+
+def optimizer_cause(prepared: Prepared) -> RunError | None:
+    """Return the error for an optimizer that does not step each parameter by itself; None where it does.
+
+    Raises: ModelFileError as the optimizer hook does.
+    """
+    copies = {(tie.parameter, stage) for tie in prepared.plan.ties for stage in tie.copies}
+    stages = [
+        [name for name in stage.parameters if (name, stage.index) not in copies] for stage in prepared.plan.stages
+    ]
+    found = probe(prepared.workload, stages)
+    return None if found is None else looks_beyond(found, prepared)
+
+
+def looks_beyond(found: Finding, prepared: Prepared) -> RunError:
+    """Return the error for a finding of the probe."""
+    where = prepared.workload.optimizer_place
+    seen = (
+        f"with the same gradients it steps {found.parameter} otherwise in stage {found.stage} than over the whole "
+        f"model (by {found.error:.1e} of its largest value, in step {found.step} of the probe)"
+    )
+    if found.draws:
+        return RunError(
+            f"the optimizer draws random numbers in its steps, and each stage would draw its own: {seen}",
+            where=where,
+            remedy=f"leave the draws out, or add the noise to the loss or in a layer; {_ONE_STAGE}",
+        )
+    return RunError(
+        f"the optimizer looks beyond its stage: {seen}. Each stage has an optimizer for its own parameters, so a norm, "
+        "a scale or a position taken over all of them is another one there",
+        where=where,
+        remedy="for a norm over all gradients give --clip-grad-norm X and leave it out of the optimizer; decide "
+        f"learning rates and groups by a parameter's name, not by its place or by how many there are; {_ONE_STAGE}",
+    )
+
+
+def unequal(found: Comparison, prepared: Prepared) -> RunError:
+    """Return the error for a comparison that is not equal: what differs first, in which stage, and why."""
+    graph, plan = prepared.graph, prepared.plan
+    worst = max(found.differences, key=lambda d: d.error)
+    if found.first_gradients and not found.first_weights:
+        return RunError(
+            "the optimizer steps otherwise in stages: the gradients of the first step are those of plain training to "
+            f"the last bit, and the weights after it are not ({worst.name} differs by {worst.error:.1e} in stage "
+            f"{worst.owner})",
+            where=prepared.workload.optimizer_place,
+            remedy="let the optimizer step each parameter by its own gradient and state alone: no norm or count over "
+            "all parameters (--clip-grad-norm X clips over all stages), no place in the list, no random numbers, no "
+            f"parameters that it was not given; {_ONE_STAGE}",
+        )
+    written = _changes_input(graph)
+    if written is not None:
+        node, name = written
+        return RunError(
+            f"the forward changes its input {name} in place, and another stage reads it unchanged: {_by(found)}",
+            where=node.source,
+            remedy=f"work on a copy ({name} = {name}.clone()) before that line",
+        )
+    shared = overlapping(prepared.workload.build_model())
+    if shared:
+        one, other = shared
+        return RunError(
+            f"parameters {one} and {other} are two parameters over the same memory, so a step of one changes the "
+            f"other; stages have no memory in common: {_by(found)}",
+            where=prepared.workload.name,
+            remedy="tie them by using one nn.Parameter in both places, which is found and kept equal",
+        )
+    name, stage, node_ = _first_wrong(found, graph, Layout.of(plan, graph))
+    where = f"{node_.source} (node {node_.name}, stage {stage})" if node_ is not None else f"stage {stage}"
+    if found.first_gradients:
+        what = "the first step is plain training to the last bit, and a later one is not"
+        cause = "something outside of parameters, buffers and the batch changes from step to step"
+    elif found.losses[:1] != found.reference_losses[:1]:
+        what = f"the loss of the first step is {found.losses[0]!r} in stages and {found.reference_losses[0]!r} plainly"
+        cause = "the forward takes another way, or reads what is neither parameter, buffer nor batch"
+    else:
+        what = "the loss of the first step is that of plain training, and its gradients are not"
+        cause = "a backward of the model's own (an autograd.Function, a hook) reads more than what it saved"
+    return RunError(
+        f"one step in stages is not one step of plain training: {what}; nearest to the loss {name} is off, and most of "
+        f"all {worst.name}, by {worst.error:.1e} (stage {worst.owner})",
+        where=where,
+        remedy=f"look at that line: {cause}. autopipe check lists every parameter; {_ONE_STAGE}",
+    )
+
+
+def _by(found: Comparison) -> str:
+    worst = max(found.differences, key=lambda d: d.error)
+    return f"{worst.name} differs by {worst.error:.1e} (stage {worst.owner})"
+
+
+def _changes_input(graph: Graph) -> tuple[Node, str] | None:
+    names = {entry.name for entry in graph.inputs}
+    for node in graph.nodes:
+        for value in node.mutates:
+            if value in names:
+                return node, value
+    return None
+
+
+def _first_wrong(found: Comparison, graph: Graph, layout: Layout) -> tuple[str, int, Node | None]:
+    """Return the parameter nearest to the loss whose gradient is unequal, its stage, and the call that reads it.
+
+    Backward runs from the loss to the first stage: what is wrong began where the call is latest.
+    """
+    readers = {name: index for index, node in enumerate(graph.nodes) for name in node.parameters}
+    names = found.unequal_gradients or tuple(d.name for d in found.differences if not d.bitwise)
+    if not names:
+        return "the loss", len(layout.plan.stages) - 1, None
+    name = max(names, key=lambda n: readers.get(n, -1))
+    index = readers.get(name, -1)
+    stages = layout.plan.stages
+    stage = next((s.index for s in stages if s.start <= index < s.stop), stages[0].index)
+    return name, stage, graph.nodes[index] if index >= 0 else None
