@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from autopipe.workflow.settings import (
+    DATA_READERS,
     EXPORT_FORMATS,
     CheckSettings,
     EvaluateSettings,
@@ -114,6 +115,16 @@ class Resuming(click.Command):
     "reads its own part. Left alone by --resume.",
 )
 @options.option("--trust", is_flag=True, help="Read --init-from also where its format can run code (torch DCP).")
+@options.option(
+    "--data-reader",
+    type=types.one_of("reader", *DATA_READERS),
+    default="auto",
+    show_default=True,
+    help="Who reads the data: each rank for itself, or one (rank 0) for all; auto: each, where the data repeats.",
+)
+@options.option(
+    "--allow-other-data", is_flag=True, help="Let --resume go on although the data is not what the run had read."
+)
 @launching.launching
 @options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is kept.")
 @options.option("--timeline", is_flag=True, help="Record what each rank did when.")
@@ -147,6 +158,8 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         init_from=given["init_from"],
         trust=given["trust"],
         measure_memory=given["measure_memory"],
+        data_reader=given["data_reader"],
+        same_data=not given["allow_other_data"],
     )
     if settings.launch.name in submitting.STARTERS:
         return submitting.start(terminal, settings, dict(given["slurm_option"]))

@@ -101,6 +101,11 @@ def divide(graph: Graph, plan: Plan) -> list[Part]:
     return [_part(graph, plan, index, nodes[index], tuple(buffers[index])) for index in range(last + 1)]
 
 
+def inputs_of_stages(graph: Graph, plan: Plan) -> list[tuple[str, ...]]:
+    """Return, by stage, the names of the tensors of a batch that it reads: ``INPUTS`` of its stage file."""
+    return [part.inputs for part in divide(graph, plan)]
+
+
 def _part(graph: Graph, plan: Plan, index: int, nodes: tuple[Node, ...], buffers: tuple[str, ...]) -> Part:
     returns = graph.outputs if index == len(plan.stages) - 1 else ()
     read = {value for node in nodes for value in node.inputs} | set(returns)

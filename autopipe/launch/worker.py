@@ -139,7 +139,7 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, k
     session = known.session = RankSession.start(run, job, layout, transport, reporter)
     if spec.body == "evaluate":
         step = session.restore_latest()
-        session.evaluate(spec.batch_size or None, step)
+        session.evaluate(spec.batch_size or None, step, reader="one")  # nothing else reads: one process is enough
     else:
         reporter.event("ready", pid=os.getpid())
         session.train()

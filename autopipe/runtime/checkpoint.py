@@ -51,7 +51,8 @@ class StageFile:
 class Manifest:
     """``step``: optimizer steps done. ``epoch``/``position``: where the data goes on.
 
-    ``scale``/``good_steps``: of the loss in float16, 0 elsewhere.
+    ``scale``/``good_steps``: of the loss in float16, 0 elsewhere. ``data``: digest of the ``position`` minibatches that
+    were read of the epoch, "" in a checkpoint that was written without one.
     """
 
     step: int
@@ -63,6 +64,7 @@ class Manifest:
     files: tuple[StageFile, ...]
     scale: float = 0.0
     good_steps: int = 0
+    data: str = ""
 
     def __post_init__(self) -> None:
         if min(self.step, self.epoch, self.position, self.good_steps, self.scale) < 0:

@@ -144,7 +144,8 @@ class ProcessTransport:
         self.use_nccl = use_nccl
         ordered = sorted(set(channels))
         self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
-        self._sums = {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
+        self._sums: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): None}  # the default group
+        self._sums |= {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
         self._ordered: dict[tuple[int, ...], OrderedSums] = {}
         self._pairs: dict[Channel, Any] = {}
         self._departures = _Departures()
@@ -237,7 +238,7 @@ class ProcessTransport:
 
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
         """Start to add up over the group: the backend does it in threads, or on a stream, of its own."""
-        if len(group) > 2 and not tensor.is_cuda:
+        if len(group) > 2 and not tensor.is_cuda and (tensor.is_floating_point() or tensor.is_complex()):
             return self._in_rank_order(tuple(group)).start(tensor)
         try:
             work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)

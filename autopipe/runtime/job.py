@@ -23,6 +23,8 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 
 NONFINITE = ("stop", "warn", "skip")
+DATA_READERS = ("each", "one")
+REPLAYS = ("first", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class Job:
     ``max_shapes``: for how many further shapes of the batch code may be made; ``allow_data_dependent``: how.
     ``on_nonfinite``: one of ``NONFINITE``, what a loss that is not finite leads to. ``init_from``: weights to start
     from, "" for the model's own; ``trust``: they may be in a format that can run code. ``measure_memory``: see
-    ``runtime.footprint``.
+    ``runtime.footprint``. ``data_reader``: one of ``DATA_READERS``, every rank for itself or rank 0 for all.
+    ``same_data``: on going on from a checkpoint, the data must be what was read before it. ``replay``: one of
+    ``REPLAYS``, what is read again of each earlier epoch then: its first minibatch, or all of it.
     """
 
     steps: int
@@ -59,6 +63,9 @@ class Job:
     max_shapes: int = 16
     allow_data_dependent: bool = False
     measure_memory: bool = False
+    data_reader: str = "each"
+    same_data: bool = True
+    replay: str = "first"
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every
@@ -72,6 +79,10 @@ class Job:
             raise ValueError(f"unknown device {self.device!r}; known: cpu, cuda")
         if self.on_nonfinite not in NONFINITE:
             raise ValueError(unknown_choice("policy", self.on_nonfinite, NONFINITE))
+        if self.data_reader not in DATA_READERS:
+            raise ValueError(unknown_choice("data reader", self.data_reader, DATA_READERS))
+        if self.replay not in REPLAYS:
+            raise ValueError(unknown_choice("replay", self.replay, REPLAYS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Recording:
     """
 
     name: str
+    plan: Plan
     graph: Graph
     routes: Routes
     specs: Mapping[str, TensorSpec]
@@ -38,7 +39,7 @@ class Recording:
         """Read it off a plan for this graph."""
         specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
         specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
-        return Recording(name, graph, Routes.of(plan, graph), specs, divisor)
+        return Recording(name, plan, graph, Routes.of(plan, graph), specs, divisor)
 
     @property
     def carries_gradient(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ Of evaluation the first recording may already be there: ``generate`` wrote it be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,9 @@ class Recordings:
     """The recordings of one rank. ``training``, ``evaluation``: those that a batch may follow, the plan's own first.
 
     ``weight``: what the minibatch that was cut last weighs beside others, in an evaluation.
+    ``before_recording``: called when a batch fits no recording, before this rank refuses it, or waits for the others
+    to record it.
+    ``announce``: (name, training), called then where this rank alone sees the batches: the others call ``follow``.
     """
 
     run: RunDirectory
@@ -71,6 +74,8 @@ class Recordings:
     training: list[Recording] = field(default_factory=list)
     evaluation: list[Recording] = field(default_factory=list)
     weight: float = 0.0
+    before_recording: Callable[[], None] | None = None
+    announce: Callable[[str, bool], None] | None = None
     _made: int = 0
     _disagreement: float = 0.0
 
@@ -112,12 +117,26 @@ class Recordings:
                 self.reporter.event("note", text=_disagreement(recording.graph.divisor, shares.disagreement))
         return shares
 
+    def known(self, *, training: bool) -> list[Recording]:
+        """Return the recordings that batches of training, or of evaluation, may follow."""
+        return self.training if training else self.evaluation
+
+    def follow(self, name: str, *, training: bool) -> None:
+        """Take part in a recording that rank 0 makes of a batch which this rank does not see."""
+        self._made += 1
+        self.reporter.at(f"waiting for {name}", waiting=True)
+        self.transport.barrier()
+        self.transport.barrier()
+        self.known(training=training).append(self._taken_over(name))
+
     def _of(self, part: Any, *, training: bool) -> Recording:
         leaves, form = self.workload.leaves(part), form_of(part)
-        known = self.training if training else self.evaluation
+        known = self.known(training=training)
         for recording in known:
             if recording.fits(leaves, form):
                 return recording
+        if self.before_recording is not None:
+            self.before_recording()
         refuse_other_kinds(known[0].graph, leaves)
         if self._made >= self.job.max_shapes:
             raise self._too_many(part, form)
@@ -150,6 +169,8 @@ class Recordings:
     def _record(self, part: Any, form: BatchForm, *, training: bool) -> Recording:
         """Make the recording of a new shape or form, together with the other ranks."""
         name = f"shape_{self._made}" if training or self.evaluation is self.training else f"{EVALUATION}_{self._made}"
+        if self.announce is not None:
+            self.announce(name, training)
         self.reporter.at(f"capturing {name}", waiting=False)
         self.transport.barrier()  # ranks may be threads: none of them may run the model while it is followed
         other = self._other(part, form)

@@ -14,7 +14,7 @@ from autopipe.ir.gradients import chains, trained_ties
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Tie
 from autopipe.ir.schedule import Request, Traffic
-from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.runtime.transport import ACTIVATION, BATCH, CONTROL, GRADIENT, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
 
 Edge = tuple[int, int]
 
@@ -73,6 +73,11 @@ def loss_channel(request: Request, rank: int) -> Channel:
     return Channel(LOSS, request.num_stages - 1, 0, rank, 0)
 
 
+def batch_channel(rank: int) -> Channel:
+    """Return where rank 0 sends another rank its part of the minibatches, where one rank reads them for all."""
+    return Channel(BATCH, 0, 0, 0, rank)
+
+
 def channels(routes: Routes, request: Request) -> list[Channel]:
     """Return every channel that a run can use, sorted: the same list on every rank."""
     ranks = request.stage_ranks
@@ -93,5 +98,6 @@ def channels(routes: Routes, request: Request) -> list[Channel]:
     for rank in range(1, request.num_ranks):
         found.add(Channel(CONTROL, 0, 0, 0, rank))
         found.add(Channel(CONTROL, 0, 0, rank, 0))
+        found.add(batch_channel(rank))
     found.update(loss_channel(request, rank) for rank in ranks[-1])
     return sorted(c for c in found if c.from_rank != c.to_rank)

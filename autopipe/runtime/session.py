@@ -24,21 +24,24 @@ from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import state
 from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.events import Reporter
+from autopipe.runtime.exchange import DigestExchange
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.finite import FiniteBuffers
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.initial import built, weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
+from autopipe.runtime.readers import EachReads, OneReads, Reader
 from autopipe.runtime.recording import Recording
 from autopipe.runtime.recordings import Recordings
 from autopipe.runtime.saver import Saver
 from autopipe.runtime.scaler import LossScaler
+from autopipe.runtime.source import Place, Source
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.stepper import GradientHook, Stepper
 from autopipe.runtime.transport import Transport, TransportClosed
 from autopipe.runtime.weights import WeightVersions
-from autopipe.runtime.windows import Windows
+from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY, lower, make, validate
 from autopipe.workload import Workload
 
@@ -164,21 +167,24 @@ class RankSession:
 
         Raises: RunError where the data ends before the steps do.
         """
-        step, epoch, position = self._resume()
+        step, place = self._resume()
         saved = step if self.job.start_step >= 0 else -1
-        windows = Windows(self.job, self.layout.plan, self.workload, self.reporter, self.items)
+        reader = self._reader(self.items or self._epoch, self.job.data_reader, epochs=self.job.epochs)
+        windows = Windows(self.job, self.layout.plan, reader, self.reporter)
+        self.executor.stepper.before_step = reader.settle
         try:
-            for window in windows.walk(step, epoch, position):
-                self._run_window(window.first, window.items)
-                step, epoch, position = window.first + len(window.items), window.epoch, window.position
+            for window in windows.walk(step, place):
+                self._run_window(window)
+                reader.settle()
+                step, place = window.first + len(window.minibatches), window.place
                 self._report_saved()
                 if _due(step, self.job.checkpoint_every):
-                    self.save(step, epoch, position)
+                    self.save(step, place)
                     saved = step
                 if _due(step, self.job.evaluate_every):
                     self.evaluate(None, step)
             if self.job.save and saved != step:
-                self.save(step, epoch, position)
+                self.save(step, place)
             self.reporter.at("saving", waiting=True)
             self._saver.wait()
             self._report_saved()
@@ -190,18 +196,30 @@ class RankSession:
         if windows.stopped and self.transport.rank == 0:
             self.reporter.event("stopped", step=step)
 
-    def _run_window(self, first: int, items: Sequence[Any]) -> None:
-        plan = self.layout.plan
-        minibatches = {
-            first + index: self._recordings.microbatches(item, self.device) for index, item in enumerate(items)
-        }
-        for index, item in enumerate(items):
-            self.executor.stepper.samples[first + index] = self.workload.num_samples(item)
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        return self.workload.items(self.job.batch_size or None, epoch=epoch)
+
+    def _reader(
+        self, opened: Callable[[int], Iterator[Any]], who: str, *, epochs: int, training: bool = True
+    ) -> Reader:
+        """Return what gives this rank its minibatches. ``opened``: epoch -> minibatches; ``who``: of DATA_READERS."""
+        name, steps = self.workload.name, self.job.steps if training else 0
+        source = Source(opened, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay)
+        if who == "one":
+            return OneReads(source, self._recordings, self.transport, self.reporter, self.device, training)
+        exchange = DigestExchange(self.transport, evaluating=not training)
+        return EachReads(source, self._recordings, exchange, self.device, training)
+
+    def _run_window(self, window: Window) -> None:
+        plan, first = self.layout.plan, window.first
+        minibatches = {first + index: minibatch.parts for index, minibatch in enumerate(window.minibatches)}
+        for index, minibatch in enumerate(window.minibatches):
+            self.executor.stepper.samples[first + index] = minibatch.samples
         base = first
         if REGISTRY[plan.schedule].synchronous:
             # which replica runs a microbatch repeats with this period, and nothing else depends on the minibatch
             base = first % math.lcm(*(stage.replicas for stage in plan.stages))
-        self.executor.run(self._row(base, len(items)), minibatches, offset=first - base)
+        self.executor.run(self._row(base, len(minibatches)), minibatches, offset=first - base)
 
     def _row(self, first: int, count: int) -> tuple[Instruction, ...]:
         if (first, count) not in self._rows:
@@ -219,9 +237,9 @@ class RankSession:
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def _resume(self) -> tuple[int, int, int]:
+    def _resume(self) -> tuple[int, Place]:
         if self.job.start_step < 0:
-            return 0, 0, 0
+            return 0, Place()
         source = checkpoints.Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step))
         if source.manifest.graph_digest != self.layout.graph.digest:
             raise RunError(
@@ -233,7 +251,10 @@ class RankSession:
         scaler, manifest = self.executor.stepper.scaler, source.manifest
         if scaler is not None and manifest.scale:
             scaler.scale, scaler.good_steps = manifest.scale, manifest.good_steps
-        return manifest.step, manifest.epoch, manifest.position
+        if manifest.position and not manifest.data and self.transport.rank == 0:
+            text = "the checkpoint has no digest of its data: whether the run goes on where it stopped is not verified"
+            self.reporter.event("note", text=text)
+        return manifest.step, Place(manifest.epoch, manifest.position, manifest.data)
 
     def _scale(self) -> tuple[float, int]:
         scaler = self.executor.stepper.scaler
@@ -259,7 +280,7 @@ class RankSession:
                 stepper.schedulers[index],
             )
 
-    def save(self, step: int, epoch: int, position: int) -> None:
+    def save(self, step: int, place: Place) -> None:
         """Copy what this rank holds and begin to write it; rank 0 makes it the latest once all have written.
 
         Raises: what writing the checkpoint before has failed with.
@@ -267,7 +288,15 @@ class RankSession:
         self.reporter.at("saving", waiting=False)
         plan = self.layout.plan
         manifest = checkpoints.Manifest(
-            step, epoch, position, plan.workload.seed, self.layout.graph.digest, plan.digest, (), *self._scale()
+            step,
+            place.epoch,
+            place.position,
+            plan.workload.seed,
+            self.layout.graph.digest,
+            plan.digest,
+            (),
+            *self._scale(),
+            data=place.digest,
         )
         written = [i for i in self.executor.runners if plan.stages[i].ranks[0] == self.transport.rank]
         self._saver.save(manifest, self.executor.stepper, written, pinned=self.device.type == "cuda")
@@ -280,10 +309,11 @@ class RankSession:
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch_size: int | None, step: int) -> None:
+    def evaluate(self, batch_size: int | None, step: int, reader: str = "") -> None:
         """Run the evaluation data through the stages, forward only, and report the mean loss after ``step`` steps.
 
-        ``batch_size``: what was asked for; None for that of training, where the evaluation data takes one.
+        ``batch_size``: what was asked for; None for that of training, where the evaluation data takes one. ``reader``:
+        of DATA_READERS, "" for that of training: what the two read may share state.
 
         Statistics, randomness and schedule state stay as they were: eval mode, no gradients, nothing is stepped.
         """
@@ -291,20 +321,21 @@ class RankSession:
         total = weights = 0.0
         samples = 0
         with self._eval_mode():
-            items = self.workload.evaluation_items(batch_size, otherwise=self.job.batch_size or None)
+            batches = self._reader(
+                lambda epoch: self.workload.evaluation_items(batch_size, otherwise=self.job.batch_size or None),
+                reader or self.job.data_reader,
+                epochs=1,
+                training=False,
+            )
             count = 0
-            while True:
-                with exclusive():
-                    item = next(items, None)
-                if item is None:
-                    break
-                parts = self._recordings.microbatches(item, self.device, training=False)
-                self.executor.run(row, {count: parts}, offset=count, training=False)
-                loss = self.executor.stepper.collect_loss(count)
+            while minibatches := batches.read(0, 1):
+                self.executor.run(row, {0: minibatches[0].parts}, training=False)
+                batches.settle()
+                loss = self.executor.stepper.collect_loss(0)
                 if loss is not None:
-                    weight = self._recordings.weight
+                    weight = minibatches[0].weight
                     total, weights = total + (loss * weight if weight else 0.0), weights + weight
-                    samples += self.workload.num_samples(item)
+                    samples += minibatches[0].samples
                 count += 1
         if count == 0:
             raise RunError(f"the evaluation data of {self.workload.name} is empty")

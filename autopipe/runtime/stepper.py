@@ -44,6 +44,7 @@ class Stepper:
     ``scaler``: for float16. ``losses``: of every minibatch, on rank 0. ``samples``: how many each minibatch holds, set
     by whoever reads the data.
     ``norm_dtype``: of the norm of all gradients, as torch has it.
+    ``before_step``: called before the first stage of a minibatch is stepped; raises where it must not be.
     ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.
     """
 
@@ -64,6 +65,7 @@ class Stepper:
     kept_buffers: dict[int, FiniteBuffers] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
+    before_step: Callable[[], None] | None = None
     sums: dict[int, GradientSum] = field(default_factory=dict)
     means: dict[int, BufferMean] = field(default_factory=dict)
     _sent_losses: set[int] = field(default_factory=set)
@@ -165,6 +167,8 @@ class Stepper:
 
     def _complete(self, minibatch: int) -> None:
         """Bring all gradients of the rank to what the optimizer takes: ties summed, unscaled, averaged, clipped."""
+        if self.before_step is not None:
+            self.before_step()
         for stage in self.runners:
             self._finish_reduction(stage, minibatch)
         for stage in self.runners:

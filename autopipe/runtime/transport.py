@@ -20,16 +20,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopipe.errors import AutopipeError
 from autopipe.runtime.strides import copied
 
-ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL, LOSS = (
+ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL, LOSS, BATCH = (
     "activation",
     "gradient",
     "tie-gradient",
     "tie-value",
     "control",
     "loss",
+    "batch",
 )
-# small figures that stay on the CPU, whatever device the rank computes on
-FIGURES = (CONTROL, LOSS)
+# what stays on the CPU, whatever device the rank computes on, and is contiguous
+FIGURES = (CONTROL, LOSS, BATCH)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,6 +75,7 @@ class Transport(Protocol):
         """Add up a tensor over the ranks of ``group``, in place; every one of them calls it, in the same order.
 
         On a CPU every element is the sum of the ranks' elements in the order of their numbers, over every transport.
+        Groups are those of the replicas; of all ranks together only tensors on the CPU can be added up.
         """
 
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopipe.errors import PlanError, WorkerError
+from autopipe.errors import PlanError, RunError, WorkerError, counted
 from autopipe.ir import artifact
 from autopipe.launch.hosts import assign, total_slots
 from autopipe.launch.registry import STOPPABLE, launch
@@ -28,6 +28,7 @@ from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.workflow.checking import write_run
 from autopipe.workflow.listener import Listener
+from autopipe.workflow.repeating import Repeats
 from autopipe.workflow.results import Restart
 from autopipe.workflow.resuming import lacking_version, newest_intact
 from autopipe.workflow.settings import Events, PlanSettings, TrainSettings
@@ -40,7 +41,10 @@ MakeJob = Callable[[TrainSettings, Prepared, int], Job]
 
 @dataclass(slots=True)
 class Attempts:
-    """A run that is under way. ``make_job``: what the ranks are told, from settings, plan and the step to start at."""
+    """A run that is under way. ``make_job``: what the ranks are told, from settings, plan and the step to start at.
+
+    ``repeats``: tries whether the data repeats.
+    """
 
     settings: TrainSettings
     prepared: Prepared
@@ -48,6 +52,7 @@ class Attempts:
     listener: Listener
     events: Events
     make_job: MakeJob
+    repeats: Callable[[], Repeats]
     restarts: list[Restart] = field(default_factory=list)
 
     def follow(self, start: int) -> None:
@@ -68,6 +73,8 @@ class Attempts:
                     advise(error, self.prepared)
                     if (nonfinite := self.listener.nonfinite()) is not None:
                         raise nonfinite from None
+                    if not stop.asked and self._reads_otherwise(start):
+                        continue
                     if stop.asked or not self._goes_on(error):
                         raise
                     start = self._restart(error)
@@ -90,6 +97,35 @@ class Attempts:
         if later:
             steps = ", ".join(map(str, later))
             self.events("note", {"text": f"set aside as abandoned: the checkpoints of later steps ({steps})"})
+
+    def _reads_otherwise(self, start: int) -> bool:
+        """Make the next attempt ready where the ranks did not find the data that was read before the checkpoint.
+
+        Raises: RunError where nothing else can be tried.
+        """
+        event = self.listener.other_data
+        if event is None:
+            return False
+        count, epoch = counted(event["position"], "minibatch"), event["epoch"]
+        if self.settings.replay == "first" and epoch:
+            earlier = counted(epoch, "earlier epoch")
+            self.events("note", {"text": f"the data has state over epochs: reading {earlier} again, in full"})
+            self.settings = dataclasses.replace(self.settings, replay="all")
+        else:
+            repeats = self.repeats()
+            if repeats.answer is not False:
+                replayed = ", also after all earlier epochs were replayed" if epoch else ""
+                raise RunError(
+                    f"the data is not that of the interrupted run: the first {count} of epoch {epoch} are others than "
+                    f"those that it had read{replayed}",
+                    where=str(checkpoints.directory_of(self.run.checkpoints, start)),
+                    remedy="bring back the files, the seed and the batch size that the data was read with; or let it "
+                    "go on with other data: --allow-other-data",
+                ) from None
+            self.events("note", {"text": f"warning: {repeats.why}: the run goes on with other minibatches than before"})
+            self.settings = dataclasses.replace(self.settings, same_data=False)
+        self.run.write_job(self.make_job(self.settings, self.prepared, start))
+        return True
 
     def _goes_on(self, error: WorkerError) -> bool:
         """Whether a failure is worth another attempt."""

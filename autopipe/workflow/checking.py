@@ -11,7 +11,6 @@ from typing import Any
 
 from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.artifact import digest
-from autopipe.ir.plan import Plan
 from autopipe.runtime.check import compare
 from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.job import Job, RunDirectory
@@ -20,8 +19,7 @@ from autopipe.workflow.causes import optimizer_cause, unequal
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
-from autopipe.workflow.steps import Prepared, prepare
-from autopipe.workload import Workload
+from autopipe.workflow.steps import Prepared, batch_size_of, prepare
 from autopipe.workload.items import resized
 from autopipe.workload.targets import in_full
 
@@ -36,11 +34,6 @@ def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
     shutil.rmtree(run.stages, ignore_errors=True)
     shutil.copytree(prepared.stages, run.stages, ignore=shutil.ignore_patterns("__pycache__"))
     return run
-
-
-def batch_size_of(workload: Workload, plan: Plan) -> int | None:
-    """Return the batch size to ask the data for: None where the data decides for itself."""
-    return plan.batch_size if workload.takes_batch_size else None
 
 
 def check(settings: CheckSettings, progress: Progress | None = None) -> CheckReport:

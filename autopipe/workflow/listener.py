@@ -16,6 +16,7 @@ from autopipe.ir.schedule import Instruction
 from autopipe.ir.timeline import Span
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.source import OTHER_DATA
 from autopipe.workflow.results import Restart, StagePeak
 from autopipe.workflow.settings import Events
 
@@ -25,6 +26,7 @@ class Listener:
     """The events of a run. ``started``: when all ranks were ready to train, 0 where nothing is trained.
 
     ``losses``: by step; of a step that was done again, the last. ``reached``: the steps done in the latest attempt.
+    ``other_data``: what a rank said that did not find the data which the run had read before, in the latest attempt.
     ``devices``: by rank, the GPU that it uses in the latest attempt, and how many others it could have used.
     """
 
@@ -45,11 +47,13 @@ class Listener:
     spans: list[Span] = field(default_factory=list)
     peaks: list[StagePeak] = field(default_factory=list)
     devices: dict[int, tuple[int, int]] = field(default_factory=dict)
+    other_data: Mapping[str, Any] | None = None
 
     def begin(self, world_size: int) -> None:
         """Begin an attempt."""
         self.world_size, self.ready, self.reached = world_size, 0, 0
         self.devices.clear()
+        self.other_data = None
 
     def restarted(self, restart: Restart) -> None:
         """Forget the steps that are done again, and note it in the metrics."""
@@ -82,6 +86,8 @@ class Listener:
             self.events("note", {"text": event["text"]})
         elif kind == "nonfinite":
             self._nonfinite(event)
+        elif kind == OTHER_DATA:
+            self.other_data = event
         elif kind == "stopping":
             self.events("stopping", {"signal": event["signal"]})
         elif kind == "stopped":

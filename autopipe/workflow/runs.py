@@ -15,16 +15,17 @@ from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.initial import weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.workflow.attempts import Attempts
-from autopipe.workflow.checking import batch_size_of, check, check_first, write_run
+from autopipe.workflow.checking import check, check_first, write_run
 from autopipe.workflow.evaluation import refuse_impossible
 from autopipe.workflow.exporting import export
 from autopipe.workflow.finished import evaluate, find_run
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.locks import only_one
+from autopipe.workflow.repeating import Repeating, begin, explain, repeats_now
 from autopipe.workflow.results import TrainResult
 from autopipe.workflow.resuming import chosen, refuse_lacking_version, refuse_other_model
 from autopipe.workflow.settings import Events, TrainSettings
-from autopipe.workflow.steps import Prepared, prepare
+from autopipe.workflow.steps import Prepared, batch_size_of, prepare
 
 
 def train(settings: TrainSettings, events: Events) -> TrainResult:
@@ -42,7 +43,9 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             remedy="leave it out and give --max-restarts; or restart the job on fewer ranks with --resume",
         )
     with contextlib.ExitStack() as held:
-        with only_one(settings.plan.work_dir, "prepares a run"):
+        with only_one(settings.plan.work_dir, "prepares a run"), Repeating() as repeating:
+            if settings.data_reader == "auto" and settings.plan.gpus != 1:
+                repeating.start()
             prepared = prepare(settings.plan, progress)
             for note in prepared.notes:
                 events("note", {"text": note})
@@ -55,12 +58,28 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             path, start = _existing(settings, held, prepared) if settings.resume else (None, -1)
             if settings.init_from is not None and not settings.resume:
                 _look_at_weights(settings.init_from, prepared, settings.trust, events)
+            if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
+                begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
             if settings.check_first:
                 check_first(settings, prepared, events)
+            settings = _with_reader(settings, repeating, events)
             if path is None:
                 path = _new(settings, held)
             run = write_run(path, _job(settings, prepared, start), prepared)
         return _launch(settings, prepared, run, start, events)
+
+
+def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) -> TrainSettings:
+    """Return the settings with who reads the data, where that was tried."""
+    if not repeating.begun:
+        return settings
+    events("progress", {"what": "reading data in two processes, to see whether it repeats", "fraction": 0.0})
+    repeats = repeating.finish()
+    if repeats.answer is not True:
+        events("note", {"text": explain(repeats)})
+    if repeats.answer is False:
+        return replace(settings, data_reader="one", same_data=False)
+    return replace(settings, data_reader="each")
 
 
 def _look_at_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
@@ -95,13 +114,16 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         evaluation_note=prepared.evaluation_note,
         max_shapes=prepared.max_shapes,
         allow_data_dependent=prepared.allow_data_dependent,
+        data_reader="each" if settings.data_reader == "auto" else settings.data_reader,
+        same_data=settings.same_data,
+        replay=settings.replay,
     )
 
 
 def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, start: int, events: Events) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
-    attempts = Attempts(settings, prepared, run, listener, events, _job)
+    attempts = Attempts(settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared))
     attempts.follow(start)
     plan = attempts.prepared.plan
     _write_timeline(run, listener, plan.num_ranks)

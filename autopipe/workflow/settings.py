@@ -17,6 +17,7 @@ WORK_DIRECTORY = Path(".autopipe")
 MAX_SHAPES = 16
 ELASTIC_RESTARTS = 3
 EXPORT_FORMATS = ("safetensors", "pt", "hf", "dcp")
+DATA_READERS = ("auto", "each", "one")
 HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "evaluate_data")
 
 Progress = Callable[[str, float], None]
@@ -154,7 +155,9 @@ class TrainSettings:
     ``elastic`` (go on with the ranks that are left) ``ELASTIC_RESTARTS``. ``excluded_devices``: GPUs that no rank
     uses. ``on_nonfinite``: what a loss or gradient that is not finite leads to: the end (``stop``), a message
     (``warn``), or a step that all ranks leave out (``skip``). ``init_from``: weights to start from, which are left
-    alone where a run is resumed; ``trust``: they may be in a format that can run code.
+    alone where a run is resumed; ``trust``: they may be in a format that can run code. ``data_reader``: one of
+    ``DATA_READERS``; "auto" lets every rank read where the data repeats, else rank 0 for all. ``same_data``,
+    ``replay``: as in ``runtime.job.Job``.
     """
 
     plan: PlanSettings
@@ -178,6 +181,9 @@ class TrainSettings:
     init_from: Path | None = None
     trust: bool = False
     measure_memory: bool = False
+    data_reader: str = "auto"
+    same_data: bool = True
+    replay: str = "first"
 
     @property
     def restarts(self) -> int:

@@ -218,6 +218,11 @@ def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepare
     )
 
 
+def batch_size_of(workload: Workload, plan: Plan) -> int | None:
+    """Return the batch size to ask the data for: None where the data decides for itself."""
+    return plan.batch_size if workload.takes_batch_size else None
+
+
 def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
     """Return the microbatch sizes that the settings speak of, so that they are measured and not extrapolated."""
     if settings.microbatch_size is not None:

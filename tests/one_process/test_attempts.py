@@ -31,7 +31,11 @@ def attempts(tmp_path: Path, hosts: str, ranks: int) -> Attempts:
     listener = Listener(run, ignore, ranks)
     listener.begin(ranks)
     prepared: Any = SimpleNamespace(plan=SimpleNamespace(num_ranks=ranks))
-    return Attempts(settings, prepared, run, listener, ignore, lambda *told: pytest.fail("no job is wanted"))
+    return Attempts(settings, prepared, run, listener, ignore, lambda *told: pytest.fail("no job is wanted"), no_probe)
+
+
+def no_probe() -> Any:
+    pytest.fail("nothing asks whether the data repeats")
 
 
 def left(run: Attempts, rank: int, host: str) -> int:

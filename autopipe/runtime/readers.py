@@ -1,0 +1,236 @@
+"""Who reads the minibatches: each rank for itself, or rank 0 for all of them.
+
+::
+
+    EachReads   every rank: Source -> Recordings -> microbatches; digests are compared (``exchange``)
+    OneReads    rank 0:     Source -> Recordings -> microbatches; sends
+                the others: a header (JSON: recording, factor and sizes of each part), then the leaves that their
+                stages read, whole and in the memory layout that they have on rank 0; cut there as rank 0 cuts them
+
+All of them give the same ``Minibatch``. Whether a source can be read by each rank is found out before the ranks start
+(``workflow.repeating``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from autopipe.errors import AutopipeError
+from autopipe.generate import inputs_of_stages
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.exchange import DigestExchange
+from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.recording import Recording
+from autopipe.runtime.recordings import Recordings
+from autopipe.runtime.routes import batch_channel
+from autopipe.runtime.source import Place, Source, Taken
+from autopipe.runtime.strides import memory_order, packed, unpacked
+from autopipe.runtime.transport import Transport
+
+# of a microbatch: what is not a number or text, and travels in another way
+_NOT_IN_HEADER = ("leaves", "recording")
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """A minibatch that is ready to run. ``place``: where the data goes on behind it.
+
+    ``weight``: what it weighs beside others, in an evaluation.
+    """
+
+    parts: list[Microbatch]
+    samples: int
+    weight: float
+    place: Place
+
+
+class Reader(Protocol):
+    """Gives a rank its minibatches."""
+
+    def seek(self, place: Place, *, compare: bool) -> None:
+        """Go to where a run was interrupted. Raises: RunError as ``Source.seek`` does."""
+
+    def read(self, first: int, length: int) -> list[Minibatch]:
+        """Return the minibatches of the steps from ``first`` on: fewer than ``length`` where the data ends.
+
+        Every rank calls it with the same numbers, and gets as many.
+        """
+
+    def settle(self) -> None:
+        """Return once no rank can have read anything else: before a step is made with what ``read`` returned last.
+
+        Raises: RunError, TransportClosed as ``DigestExchange.settle`` does.
+        """
+
+
+@dataclass(slots=True)
+class EachReads:
+    """Every rank reads for itself."""
+
+    source: Source
+    recordings: Recordings
+    exchange: DigestExchange
+    device: torch.device
+    training: bool = True
+
+    def seek(self, place: Place, *, compare: bool) -> None:
+        """Go to where a run was interrupted."""
+        self.source.seek(place, compare=compare)
+
+    def read(self, first: int, length: int) -> list[Minibatch]:
+        """Read, and start to compare."""
+        taken = self.source.read(first, length)
+        self.exchange.start(first, taken, length)
+        # a rank must not meet a new structure, and wait for the others to capture it, alone
+        self.recordings.before_recording, self.recordings.announce = self.settle, None
+        if len(taken) < length:
+            self.settle()
+        return [_cut(minibatch, self.recordings, self.device, training=self.training) for minibatch in taken]
+
+    def settle(self) -> None:
+        """Wait for the comparison."""
+        self.exchange.settle()
+
+
+def _cut(minibatch: Taken, recordings: Recordings, device: torch.device, *, training: bool) -> Minibatch:
+    parts = recordings.microbatches(minibatch.item, device, training=training)
+    samples = recordings.workload.num_samples(minibatch.item)
+    return Minibatch(parts, samples, recordings.weight, minibatch.place)
+
+
+@dataclass(slots=True)
+class OneReads:
+    """Rank 0 reads for all. ``source``: on the other ranks it is never opened."""
+
+    source: Source
+    recordings: Recordings
+    transport: Transport
+    reporter: Reporter
+    device: torch.device
+    training: bool = True
+    _inputs: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+
+    def seek(self, place: Place, *, compare: bool) -> None:
+        """Go to where a run was interrupted."""
+        if self.transport.rank == 0:
+            self.source.seek(place, compare=compare)
+
+    def read(self, first: int, length: int) -> list[Minibatch]:
+        """Read and send, or receive."""
+        if self.transport.rank != 0:
+            return self._receive_all(length)
+        taken = self.source.read(first, length)
+        self.recordings.before_recording, self.recordings.announce = None, self._announce
+        found = []
+        for index, minibatch in enumerate(taken):
+            found.append(_cut(minibatch, self.recordings, self.device, training=self.training))
+            self._send(first + index, minibatch.item, found[-1])
+        if len(taken) < length:
+            self._tell_all({"kind": "end"})
+        return found
+
+    def settle(self) -> None:
+        """Nothing can differ."""
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def _read_by(self, recording: Recording, stage: int) -> tuple[str, ...]:
+        """Return the leaves that a stage reads."""
+        if recording.name not in self._inputs:
+            self._inputs[recording.name] = inputs_of_stages(recording.graph, recording.plan)
+        return self._inputs[recording.name][stage]
+
+    def _announce(self, name: str, training: bool) -> None:
+        self._tell_all({"kind": "recording", "name": name, "training": training})
+
+    def _tell_all(self, header: Mapping[str, Any]) -> None:
+        for rank in range(1, self.transport.world_size):
+            self._tell(rank, header)
+
+    def _tell(self, rank: int, header: Mapping[str, Any]) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        self.transport.send(batch_channel(rank), torch.tensor([text.numel()]))
+        self.transport.send(batch_channel(rank), text)
+
+    def _send(self, step: int, item: Any, minibatch: Minibatch) -> None:
+        workload, layout = self.recordings.workload, self.recordings.layout
+        whole = workload.leaves(item)
+        count, parts = workload.num_samples(item), minibatch.parts
+        fields = [field.name for field in dataclasses.fields(Microbatch) if field.name not in _NOT_IN_HEADER]
+        described = [
+            {"recording": part.recording.name, **{name: getattr(part, name) for name in fields}} for part in parts
+        ]
+        place = dataclasses.asdict(minibatch.place)
+        for rank in range(1, self.transport.world_size):
+            names = {
+                name
+                for stage in layout.plan.stages
+                if rank in stage.ranks
+                for j, part in enumerate(parts)
+                if layout.request.rank_of(stage.index, step, j) == rank
+                for name in self._read_by(part.recording, stage.index)
+            }
+            leaves = {name: (leaf.cpu(), memory_order(leaf)) for name, leaf in whole.items() if name in names}
+            told = {
+                name: {
+                    "dtype": str(leaf.dtype).removeprefix("torch."),
+                    "shape": list(leaf.shape),
+                    "order": order,
+                    "cut": leaf.dim() > 0 and leaf.shape[0] == count,
+                }
+                for name, (leaf, order) in leaves.items()
+            }
+            header = {"kind": "minibatch", "parts": described, "samples": count, "place": place, "leaves": told}
+            header["weight"] = minibatch.weight
+            self._tell(rank, header)
+            for leaf, order in leaves.values():
+                # the user may fill the same memory with the next minibatch
+                self.transport.send(batch_channel(rank), packed(leaf, order).clone())
+
+    # -- the other ranks -----------------------------------------------------------------------------------------------
+
+    def _receive_all(self, length: int) -> list[Minibatch]:
+        found: list[Minibatch] = []
+        while len(found) < length:
+            self.reporter.at("waiting for data from rank 0", waiting=True)
+            header = self._hear()
+            if header["kind"] == "end":
+                break
+            if header["kind"] == "recording":
+                self.recordings.follow(header["name"], training=header["training"])
+            else:
+                found.append(self._minibatch(header))
+        return found
+
+    def _hear(self) -> dict[str, Any]:
+        channel = batch_channel(self.transport.rank)
+        size = int(self.transport.receive(channel, (1,), torch.int64).wait())
+        text = self.transport.receive(channel, (size,), torch.uint8).wait()
+        header: dict[str, Any] = json.loads(text.numpy().tobytes())
+        return header
+
+    def _minibatch(self, header: Mapping[str, Any]) -> Minibatch:
+        described: Sequence[dict[str, Any]] = header["parts"]
+        parts = len(described)
+        cut: dict[str, Sequence[torch.Tensor]] = {}
+        for name, told in header["leaves"].items():
+            shape, order = told["shape"], told["order"]
+            stored = [shape[d] for d in order[: len(shape)]]
+            elements = self.transport.receive(batch_channel(self.transport.rank), stored, getattr(torch, told["dtype"]))
+            leaf = unpacked(elements.wait(), shape, order)
+            cut[name] = leaf.tensor_split(parts) if told["cut"] else (leaf,) * parts
+        known = {recording.name: recording for recording in self.recordings.known(training=self.training)}
+        found = []
+        for j, fields in enumerate(described):
+            name = fields.pop("recording")
+            if name not in known:
+                raise AutopipeError(f"rank 0 follows a recording that this rank does not have: {name!r}")
+            leaves = {leaf: pieces[j].to(self.device, non_blocking=True) for leaf, pieces in cut.items()}
+            found.append(Microbatch(leaves=leaves, recording=known[name], **fields))
+        return Minibatch(found, header["samples"], header["weight"], Place(**header["place"]))
