@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import traceback
@@ -23,7 +24,7 @@ import click
 
 from autopipe.errors import AutopipeError, ModelFileError, RunError, ScheduleError, WorkerError
 
-from .terminal import Terminal
+from .terminal import Terminal, tell
 
 USAGE = 2
 STOPPED = 75
@@ -43,7 +44,7 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         _document(terminal, {"type": type(error).__name__, "what": error.format_message()})
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped by Ctrl-C", err=True)
+        tell("stopped by Ctrl-C")
         _document(terminal, {"type": "Interrupted", "what": "stopped by Ctrl-C"})
         sys.exit(INTERRUPTED)
     except AutopipeError as error:
@@ -61,7 +62,7 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
             sys.exit(users.exit_code)
         # our own bug: the traceback is the report
         traceback.print_exc()
-        click.echo(f"Error: a bug in autopipe: {type(error).__name__}: {error}", err=True)
+        tell(f"Error: a bug in autopipe: {type(error).__name__}: {error}")
         _document(terminal, {"type": "Bug", "what": f"{type(error).__name__}: {error}"})
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
@@ -70,11 +71,11 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
 def _show(error: AutopipeError, terminal: Terminal) -> None:
     if terminal.debug:
         traceback.print_exc()
-    click.echo(f"Error: {error}", err=True)
+    tell(f"Error: {error}")
     fields: dict[str, Any] = {"type": type(error).__name__, "what": error.what, "at": error.where, "try": error.remedy}
     if isinstance(error, WorkerError):
         if error.remote_traceback and terminal.debug:
-            click.echo(f"\n{error.remote_traceback.rstrip()}", err=True)
+            tell(f"\n{error.remote_traceback.rstrip()}")
         fields |= {"rank": error.rank, "host": error.host, "stage": error.stage, "instruction": error.instruction}
     if isinstance(error, ScheduleError):
         fields |= {"rule": error.rule, "grid": error.grid}
@@ -129,4 +130,5 @@ def _of_the_users_code(error: Exception) -> AutopipeError | None:
 
 
 def _document(terminal: Terminal, fields: dict[str, Any]) -> None:
-    terminal.document(terminal.command, {"error": fields})
+    with contextlib.suppress(RunError):  # standard output may be what failed
+        terminal.document(terminal.command, {"error": fields})

@@ -112,11 +112,26 @@ def autopipe() -> None:
 
 def main() -> None:
     """Run the console script."""
+    open_streams()
     try:
         autopipe(prog_name="autopipe")
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else int(end.code is not None))
     leave(0)
+
+
+def open_streams() -> None:
+    """Open what the caller has closed of standard input, output and error: onto nothing.
+
+    Else the next file or socket would take its number, and get what is printed.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", closefd=False))
 
 
 def leave(code: int) -> NoReturn:

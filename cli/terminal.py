@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autopipe.errors import RunError
 from autopipe.workflow.settings import WORK_DIRECTORY
 
 if TYPE_CHECKING:
@@ -24,6 +25,34 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 WIDTH = 120
+
+
+def tell(text: str) -> None:
+    """Write a line to stderr. One that cannot take it (its disk is full) ends nothing.
+
+    Raises: BrokenPipeError where the reader has gone.
+    """
+    try:
+        click.echo(text, err=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[None]:
+    """Say that it is standard output that cannot be written. Raises: RunError; BrokenPipeError as it is."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RunError(
+            f"standard output cannot be written: {error.strerror}; the work itself is done",
+            remedy="send it to a file on a disk with space; run directory and artifacts are where they should be",
+        ) from None
 
 
 @dataclass(slots=True)
@@ -58,26 +87,28 @@ class Terminal:
         """Print for people on stdout; nothing with ``--json``."""
         if not self.json:
             console = self.console(stderr=False)
-            for renderable in renderables:
-                console.print(renderable, soft_wrap=isinstance(renderable, str))
+            with _standard_output():
+                for renderable in renderables:
+                    console.print(renderable, soft_wrap=isinstance(renderable, str))
 
     def document(self, command: str, fields: Mapping[str, Any]) -> None:
         """Print the one JSON document, where it was asked for."""
         if self.json:
             document = {"schema_version": SCHEMA_VERSION, "command": command, **fields}
-            click.echo(json.dumps(plain(document), indent=1))
+            with _standard_output():
+                click.echo(json.dumps(plain(document), indent=1))
 
     def say(self, text: str) -> None:
         """Say something on stderr, unless quiet."""
         if self.verbosity >= 0:
-            click.echo(text, err=True)
+            tell(text)
 
     def notes(self, notes: tuple[str, ...], warnings: tuple[str, ...] = ()) -> None:
         """Say what was done, and what is to know. Warnings are said even when quiet."""
         for note in notes:
             self.say(f"  {note}")
         for warning in warnings:
-            click.echo(f"warning: {warning}", err=True)
+            tell(f"warning: {warning}")
 
     def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY) -> None:
         """Say what to run next; a work directory that is not the usual one is part of it."""

@@ -89,9 +89,12 @@ def decode(kind: Any, value: Any, path: str) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text can be written to a file and be part of a path: half a surrogate pair and NUL cannot."""
+    """Whether a text can be part of a path: half a surrogate pair and NUL cannot.
+
+    A byte of a path that is no text under the locale can: Python has it as one of U+DC80 to U+DCFF (PEP 383).
+    """
     try:
-        return b"\0" not in value.encode("utf-8")
+        return b"\0" not in value.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return False
 
@@ -165,7 +168,8 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        # a path in a comment may hold bytes that are no text
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

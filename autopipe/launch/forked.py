@@ -5,13 +5,16 @@ The local launcher and the agent on a remote host both start theirs here.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from autopipe.errors import WorkerError
+from autopipe.errors import RunError, WorkerError
 from autopipe.ir import artifact
 from autopipe.launch.heartbeat import Beat, Heartbeats
 from autopipe.launch.request import WorkerSpec
@@ -31,6 +34,8 @@ from autopipe.launch.signals import held_back
 
 PRELOAD = ["autopipe.launch.preloaded"]
 END_SECONDS = 5.0
+# the path of a socket holds 107 bytes, of which multiprocessing's own names take up to 40
+_LONGEST_FOLDER = 60
 _STARTS = 20
 _START_PAUSE_SECONDS = 0.05
 # at a time from one rank: one that says more than can be taken in must not hide the end of another
@@ -170,11 +175,32 @@ def preload() -> None:
 
     It is deaf to what asks a run to end, which is this process's to handle.
     """
+    _name_sockets_in_short()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with held_back():  # the tracker that the fork server starts: born deaf, it lets through what it ignores itself
         resource_tracker.ensure_running()
     with held_back():
         forkserver.ensure_running()
+
+
+def _name_sockets_in_short() -> None:
+    """Let multiprocessing name its sockets in a folder with a short path, where that of TMPDIR is too long for them.
+
+    Raises: RunError where there is no such folder.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # no public way
+    if config.get("tempdir") is not None or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER:
+        return
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108  # mkdtemp makes a private one in it
+        with contextlib.suppress(OSError):
+            config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
+            atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
+            return
+    raise RunError(
+        f"the folder for temporary files has too long a path for a socket ({_LONGEST_FOLDER} bytes at most)",
+        where=f"TMPDIR={tempfile.gettempdir()}",
+        remedy="set TMPDIR to a folder with a shorter path",
+    )
 
 
 def _signal(process: ForkServerProcess, number: signal.Signals) -> None:

@@ -35,6 +35,12 @@ def only_one(directory: Path, doing: str) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
+        if directory.is_symlink() and not directory.exists():
+            raise RunError(
+                f"{directory} is a link to {directory.readlink()}, which is not there",
+                where=str(directory),
+                remedy="make that folder, remove the link, or choose another directory (--run-dir, --work-dir)",
+            ) from None
         raise RunError(
             f"{directory} cannot be written: {error.strerror}",
             where=str(path),

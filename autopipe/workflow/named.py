@@ -170,7 +170,8 @@ def _entries(folder: Path) -> Iterable[Path]:
 
 
 def _note(key: str, content: str) -> None:
-    for place in (_home(), _temporary()):
+    for find in (_home, _temporary):
+        place = find()
         if place is None:
             continue
         try:
