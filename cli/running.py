@@ -79,7 +79,7 @@ class Resuming(click.Command):
 @options.shapes
 @options.option("--steps", type=types.COUNT, metavar="K", help="Optimizer steps.")
 @options.option("--epochs", type=types.COUNT, metavar="E", help="Passes over the data. [default: 1]")
-@options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest norm.")
+@options.option("--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest norm. [default: no clipping]")
 @options.option("--checkpoint-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: at the end.")
 @options.option("--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: never.")
 @options.option(
@@ -91,7 +91,10 @@ class Resuming(click.Command):
 @options.option("--deferred-batch-norm", is_flag=True, help="Update running statistics once a minibatch.")
 @options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")
 @options.option(
-    "--resume", type=types.RESUME, metavar="[STEP]", help="Go on from a checkpoint; without STEP from the newest."
+    "--resume",
+    type=types.RESUME,
+    metavar="[STEP]",
+    help="Go on from a checkpoint; without STEP from the newest. Options that are left out are as the run had them.",
 )
 @options.option(
     "--max-restarts",

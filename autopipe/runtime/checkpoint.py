@@ -31,20 +31,51 @@ _HALF = re.compile(r"step-\d{8,}(\.\w+)?\.(tmp|old)|\.latest\.\d+\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
-class StageFile:
-    """What one stage wrote. ``tensors``: names in the file, such as ``model.wte.weight``.
+class StageState:
+    """``owned``: the parameters that the stage steps. ``state``: its optimizer and scheduler, in typed JSON.
 
-    ``groups``: per parameter, the numbers of its optimizer group. ``scheduler``: its state. ``ties``: of every tied
-    parameter that the stage holds, as owner or as copy, a sum of its bits: copies must be equal to the last one.
+    ``initial``: the same as the user's hooks built it, without tensors, so that an edited hook is noticed. Both are
+    None for a stage that trains nothing. See ``runtime.training_state``.
+    """
+
+    owned: tuple[str, ...] = ()
+    state: Any = None
+    initial: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageFile:
+    """What one stage wrote. ``tensors``: names in the file, such as ``model.wte.weight``. ``training``: beside them.
+
+    ``ties``: of every tied parameter that the stage holds, as owner or as copy, a sum of its bits: copies must be equal
+    to the last one. ``groups``, ``scheduler``: what an earlier format kept of the optimizer; nothing reads them.
     """
 
     file: str
     sha256: str
     bytes: int
     tensors: tuple[str, ...]
-    groups: dict[str, dict[str, float]]
-    scheduler: dict[str, float]
+    training: StageState = StageState()
     ties: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """The options that decide what is trained, as the run had them when it wrote a checkpoint.
+
+    ``optimizer``: "" for the file's own. ``lr``: None for the optimizer's own. ``batch_size`` 0: the data decides.
+    """
+
+    optimizer: str = ""
+    lr: float | None = None
+    precision: str = "fp32"
+    batch_size: int = 0
+    num_microbatches: int = 1
+    clip_grad_norm: float = 0.0
+    deferred_batch_norm: bool = False
+    schedule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +83,8 @@ class Manifest:
     """``step``: optimizer steps done. ``epoch``/``position``: where the data goes on.
 
     ``scale``/``good_steps``: of the loss in float16, 0 elsewhere. ``data``: digest of the ``position`` minibatches that
-    were read of the epoch, "" in a checkpoint that was written without one.
+    were read of the epoch, "" in a checkpoint that was written without one. ``options``: None in a
+    checkpoint of the earlier format, which does not hold the whole state of optimizers either.
     """
 
     step: int
@@ -65,6 +97,7 @@ class Manifest:
     scale: float = 0.0
     good_steps: int = 0
     data: str = ""
+    options: TrainingOptions | None = None
 
     def __post_init__(self) -> None:
         if min(self.step, self.epoch, self.position, self.good_steps, self.scale) < 0:
@@ -102,8 +135,7 @@ def write_stage(
     index: int,
     num_stages: int,
     snapshot: Snapshot,
-    groups: dict[str, dict[str, float]],
-    scheduler: dict[str, float],
+    training: StageState,
     ties: dict[str, int] | None = None,
 ) -> None:
     """Write one stage's file and its description into the directory that is being made.
@@ -121,9 +153,7 @@ def write_stage(
             where=str(path),
             remedy="make room on the disk; --keep-checkpoints says how many stay",
         ) from error
-    artifact.save(
-        StageFile(name, sha256, size, snapshot.names, groups, scheduler, ties or {}), description(temporary, index)
-    )
+    artifact.save(StageFile(name, sha256, size, snapshot.names, training, ties or {}), description(temporary, index))
 
 
 def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manifest, keep: int) -> Path:
@@ -240,16 +270,12 @@ class Checkpoint:
             Manifest, directory / "manifest.json", renew="an earlier checkpoint (--resume STEP)"
         )
         self._file_of: dict[str, str] = {}
-        self.groups: dict[str, dict[str, float]] = {}
-        self.scheduler: dict[str, float] = {}
         for stage in self.manifest.files:
             if not _FILE.fullmatch(stage.file):
                 raise ArtifactError(
                     f"{stage.file!r} is no name for a stage's file", where=str(directory / "manifest.json")
                 )
             self._file_of.update(dict.fromkeys(stage.tensors, stage.file))
-            self.groups.update(stage.groups)
-            self.scheduler = self.scheduler or stage.scheduler
         self._verified: set[str] = set()
 
     def verify(self) -> None:
@@ -273,6 +299,11 @@ class Checkpoint:
         """Return the newest complete checkpoint, None where there is none."""
         found = steps(checkpoints)
         return Checkpoint(directory_of(checkpoints, found[-1])) if found else None
+
+    @property
+    def stages(self) -> tuple[StageState, ...]:
+        """What each stage stored beside its tensors."""
+        return tuple(stage.training for stage in self.manifest.files)
 
     @property
     def names(self) -> tuple[str, ...]:

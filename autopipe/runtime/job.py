@@ -40,6 +40,7 @@ class Job:
     ``runtime.footprint``. ``data_reader``: one of ``DATA_READERS``, every rank for itself or rank 0 for all.
     ``same_data``: on going on from a checkpoint, the data must be what was read before it. ``replay``: one of
     ``REPLAYS``, what is read again of each earlier epoch then: its first minibatch, or all of it.
+    ``learning_rate``: in place of that of the checkpoint that the run goes on from.
     """
 
     steps: int
@@ -66,6 +67,7 @@ class Job:
     data_reader: str = "each"
     same_data: bool = True
     replay: str = "first"
+    learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every

@@ -136,6 +136,7 @@ def plain_training(
             torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
         if optimizer is not None:
             _step(optimizer, scheduler, scaler)
+        run.model.zero_grad(set_to_none=True)  # of parameters that the optimizer leaves out too
         sums.commit()
         history.append(_data(parameters))
         del history[: -1 - max(settings.staleness.values(), default=0)]
@@ -231,7 +232,6 @@ def _step(
         scaler.step(optimizer)
         scaler.update()
         stepped = scaler.get_scale() >= before
-    optimizer.zero_grad(set_to_none=True)
     if scheduler is not None and stepped:
         scheduler.step()
 

@@ -16,6 +16,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from autopipe.errors import ArtifactError
 from autopipe.runtime import checkpoint as checkpoints
@@ -29,12 +32,11 @@ LINGER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one stage puts into a checkpoint. ``snapshot``: its tensors, copied. ``ties``: as in ``StageFile``."""
+    """What one stage puts into a checkpoint. ``snapshot``: its tensors, copied. The rest: as in ``StageFile``."""
 
     stage: int
     snapshot: Snapshot
-    groups: dict[str, dict[str, float]]
-    scheduler: dict[str, float]
+    training: checkpoints.StageState
     ties: dict[str, int] = field(default_factory=dict)
 
 
@@ -55,26 +57,48 @@ class Saver:
         self._finished: list[tuple[int, Path]] = []
         self._abandoned = threading.Event()
         self._snapshots: dict[int, Snapshot] = {}
+        self._initial: dict[int, dict[str, Any]] = {}
+        self._stored: set[int] = set()
+
+    def watch(self, stepper: Stepper) -> None:
+        """Note what the hooks have built, before anything is stepped or restored, and look at each stage's first step.
+
+        Raises: RunError where a checkpoint cannot hold the state of an optimizer or a scheduler: now, or at that step.
+        """
+        for stage in stepper.runners:
+            training = stepper.training(stage)
+            if training is not None:
+                self._initial[stage] = training.initial()
+
+        def look(stage: int) -> None:
+            training = stepper.training(stage)
+            if training is not None and stage not in self._stored:
+                self._stored.add(stage)
+                training.state(stage, self._initial[stage])
+
+        stepper.after_step = look
 
     def save(
         self, manifest: checkpoints.Manifest, stepper: Stepper, stages: Sequence[int], *, pinned: bool = False
     ) -> None:
         """Copy what ``stages`` hold, over the copies of the checkpoint before, and begin to write it.
 
-        Raises: what writing the one before has failed with.
+        Raises: what writing the one before has failed with; RunError for a state that a checkpoint cannot hold.
         """
         self.wait()
         parts = []
         for stage in stages:
-            owned, optimizer = stepper.owned(stage), stepper.optimizers[stage]
+            owned = stepper.owned(stage)
+            stored, tensors = checkpoints.StageState(tuple(owned)), dict[str, torch.Tensor]()
+            if (training := stepper.training(stage)) is not None:
+                stored, tensors = training.state(stage, self._initial[stage])
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
-            snapshot.take(state.collect(stepper.runners[stage], owned, optimizer))
-            numbers = state.scheduler_numbers(stepper.schedulers[stage])
+            snapshot.take({**state.collect(stepper.runners[stage], owned), **tensors})
             held = stepper.parameters(stage)
             ties = {
                 tie.parameter: state.bits(held[tie.parameter]) for tie in stepper.trained_ties if tie.parameter in held
             }
-            parts.append(Part(stage, snapshot, state.groups(owned, optimizer), numbers, ties))
+            parts.append(Part(stage, snapshot, stored, ties))
         self.write(manifest, parts)
 
     def write(self, manifest: checkpoints.Manifest, parts: Sequence[Part]) -> None:
@@ -122,9 +146,7 @@ class Saver:
         try:
             temporary = checkpoints.unfinished(self.directory, manifest.step, manifest.plan_digest)
             for part in parts:
-                checkpoints.write_stage(
-                    temporary, part.stage, self.num_stages, part.snapshot, part.groups, part.scheduler, part.ties
-                )
+                checkpoints.write_stage(temporary, part.stage, self.num_stages, part.snapshot, part.training, part.ties)
             if self.leads and self._all_written(temporary):
                 path = checkpoints.finish(self.directory, temporary, self.num_stages, manifest, self.keep)
                 self._finished.append((manifest.step, path))

@@ -74,6 +74,8 @@ class RankSession:
     def __post_init__(self) -> None:
         stages, leads = len(self.layout.plan.stages), self.transport.rank == 0
         self._saver = Saver(self.run.checkpoints, stages, keep=self.job.keep_checkpoints, leads=leads)
+        if self.job.save or self.job.checkpoint_every:
+            self._saver.watch(self.executor.stepper)
         run, workload, runners = self.run, self.workload, self.executor.runners
         self._recordings = Recordings(run, self.job, self.layout, workload, self.transport, self.reporter, runners)
 
@@ -261,11 +263,16 @@ class RankSession:
         return (0.0, 0) if scaler is None else (scaler.scale, scaler.good_steps)
 
     def restore_latest(self) -> int:
-        """Bring every stage to the newest checkpoint and return its step. Raises: RunError where there is none."""
+        """Bring the weights of every stage to the newest checkpoint's, to evaluate them, and return its step.
+
+        Raises: RunError where there is none.
+        """
         source = checkpoints.Checkpoint.latest(self.run.checkpoints)
         if source is None:
             raise RunError(f"there is no checkpoint in {self.run.checkpoints}", remedy="autopipe train")
-        self.restore(source)
+        for runner in self.executor.runners.values():
+            state.restore_weights(source, runner)
+            runner.versions.start_at(source.manifest.step)
         return source.manifest.step
 
     def restore(self, source: checkpoints.Checkpoint) -> None:
@@ -278,6 +285,7 @@ class RankSession:
                 stepper.owned(index),
                 stepper.optimizers[index],
                 stepper.schedulers[index],
+                self.job.learning_rate,
             )
 
     def save(self, step: int, place: Place) -> None:
@@ -297,6 +305,7 @@ class RankSession:
             (),
             *self._scale(),
             data=place.digest,
+            options=state.options_of(plan, self.job),
         )
         written = [i for i in self.executor.runners if plan.stages[i].ranks[0] == self.transport.rank]
         self._saver.save(manifest, self.executor.stepper, written, pinned=self.device.type == "cuda")

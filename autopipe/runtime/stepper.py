@@ -29,6 +29,7 @@ from autopipe.runtime.reduction import BufferMean, GradientSum
 from autopipe.runtime.routes import loss_channel
 from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.training_state.stage import Training
 from autopipe.runtime.transport import CONTROL, TIE_GRADIENT, TIE_VALUE, Channel, Transport
 
 GradientHook = Callable[[int, int, Mapping[str, nn.Parameter]], None]
@@ -46,6 +47,7 @@ class Stepper:
     ``norm_dtype``: of the norm of all gradients, as torch has it.
     ``before_step``: called before the first stage of a minibatch is stepped; raises where it must not be.
     ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.
+    ``after_step``: called for a stage that has stepped.
     """
 
     request: Request
@@ -63,6 +65,7 @@ class Stepper:
     norm_dtype: torch.dtype = torch.float32
     on_nonfinite: str = "warn"
     kept_buffers: dict[int, FiniteBuffers] = field(default_factory=dict)
+    after_step: Callable[[int], None] | None = None
     losses: dict[int, float] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     before_step: Callable[[], None] | None = None
@@ -89,6 +92,11 @@ class Stepper:
         """Return the parameters that this stage steps: its own, not its copies of tied ones."""
         copies = {tie.parameter for tie in self.ties if stage in tie.copies}
         return {name: p for name, p in self.parameters(stage).items() if name not in copies}
+
+    def training(self, stage: int) -> Training | None:
+        """Return what steps a stage, None where it trains nothing."""
+        optimizer = self.optimizers[stage]
+        return None if optimizer is None else Training(self.owned(stage), optimizer, self.schedulers[stage])
 
     def bring_together(self, stage: int, used: Sequence[str], written: Iterable[str], first: Mapping[str, str]) -> None:
         """Say that a stage is replicated. ``used``: its parameters in the order of their use.
@@ -158,6 +166,8 @@ class Stepper:
         versions.end_step()
         if scheduler is not None and not self._skip:
             scheduler.step()
+        if self.after_step is not None and not self._skip:
+            self.after_step(stage)
         self._stepped.append(stage)
         if len(self._stepped) == len(self.runners):
             self._stepped = []

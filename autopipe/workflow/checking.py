@@ -83,7 +83,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     Raises: RunError where they are not equal, naming the cause.
     """
     marker = settings.plan.work_dir / "checked"
-    options = {"clip_grad_norm": settings.clip_grad_norm, "deferred_batch_norm": settings.deferred_batch_norm}
+    options = {"clip_grad_norm": settings.clip_grad_norm or 0.0, "deferred_batch_norm": settings.deferred_batch_norm}
     known = _mark(prepared, tuple(options.values()))
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return

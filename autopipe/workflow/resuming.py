@@ -77,7 +77,7 @@ def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
     held = {name.removeprefix(_PREFIX): shape for name, shape in source.shapes().items() if name.startswith(_PREFIX)}
     # what else is held are buffers, and those of the two need not be the same
     wanted = _shapes(graph)
-    gone = [name for name in source.groups if name not in wanted]
+    gone = [name for stage in source.stages for name in stage.owned if name not in wanted]
     what = _difference(wanted, held) or (f"{gone[0]} is in it no more" if gone else "")
     what = what or f"the same parameters, another computation ({source.manifest.graph_digest} -> {graph.digest})"
     raise RunError(

@@ -14,6 +14,7 @@ from autopipe.ir.timeline import Timeline
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.initial import weights_of
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.training_state.trial import prove_restorable
 from autopipe.workflow.attempts import Attempts
 from autopipe.workflow.checking import check, check_first, write_run
 from autopipe.workflow.evaluation import refuse_impossible
@@ -23,6 +24,7 @@ from autopipe.workflow.listener import Listener
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.repeating import Repeating, begin, explain, repeats_now
 from autopipe.workflow.results import TrainResult
+from autopipe.workflow.resume_options import as_recorded, refuse_other_training
 from autopipe.workflow.resuming import chosen, refuse_lacking_version, refuse_other_model
 from autopipe.workflow.settings import Events, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
@@ -44,6 +46,9 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
         )
     with contextlib.ExitStack() as held:
         with only_one(settings.plan.work_dir, "prepares a run"), Repeating() as repeating:
+            path, source = _existing(settings, held) if settings.resume else (None, None)
+            if source is not None:
+                settings = as_recorded(settings, source)
             if settings.data_reader == "auto" and settings.plan.gpus != 1:
                 repeating.start()
             prepared = prepare(settings.plan, progress)
@@ -55,7 +60,13 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             if settings.evaluate_every:
                 remedy = "leave --eval-every out; afterwards autopipe export, and evaluate the model itself"
                 refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)
-            path, start = _existing(settings, held, prepared) if settings.resume else (None, -1)
+            if source is not None:
+                refuse_other_model(source, prepared.graph)
+                refuse_lacking_version(source, prepared.plan, prepared.graph)
+                for note in refuse_other_training(settings, prepared, source):
+                    events("note", {"text": note})
+            if note := prove_restorable(prepared.workload):
+                events("note", {"text": note})
             if settings.init_from is not None and not settings.resume:
                 _look_at_weights(settings.init_from, prepared, settings.trust, events)
             if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
@@ -65,6 +76,7 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             settings = _with_reader(settings, repeating, events)
             if path is None:
                 path = _new(settings, held)
+            start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start), prepared)
         return _launch(settings, prepared, run, start, events)
 
@@ -99,7 +111,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         batch_size=batch_size_of(prepared.workload, prepared.plan) or 0,
         device=prepared.profile.device.kind,
         threads=prepared.profile.device.threads,
-        clip_grad_norm=settings.clip_grad_norm,
+        clip_grad_norm=settings.clip_grad_norm or 0.0,
         checkpoint_every=settings.checkpoint_every,
         evaluate_every=settings.evaluate_every,
         deferred_batch_norm=settings.deferred_batch_norm,
@@ -117,6 +129,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         data_reader="each" if settings.data_reader == "auto" else settings.data_reader,
         same_data=settings.same_data,
         replay=settings.replay,
+        learning_rate=settings.new_rate,
     )
 
 
@@ -161,14 +174,11 @@ def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
         artifact.save(Timeline("measured", world, spans), run.path / "timeline.json")
 
 
-def _existing(settings: TrainSettings, held: contextlib.ExitStack, prepared: Prepared) -> tuple[Path, int]:
-    """Return the run that goes on, held, and the step it goes on from. Raises: RunError, ArtifactError."""
+def _existing(settings: TrainSettings, held: contextlib.ExitStack) -> tuple[Path, checkpoints.Checkpoint]:
+    """Return the run that goes on, held, and the checkpoint it goes on from. Raises: RunError, ArtifactError."""
     path = settings.run_dir or find_run(None, settings.plan.work_dir)
     held.enter_context(only_one(path, "trains"))
-    source = chosen(RunDirectory(path), settings.resume_step)
-    refuse_other_model(source, prepared.graph)
-    refuse_lacking_version(source, prepared.plan, prepared.graph)
-    return path, source.manifest.step
+    return path, chosen(RunDirectory(path), settings.resume_step)
 
 
 def _new(settings: TrainSettings, held: contextlib.ExitStack) -> Path:

@@ -148,7 +148,8 @@ class CheckSettings:
 class TrainSettings:
     """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
 
-    ``clip_grad_norm`` 0: none. ``checkpoint_every`` 0: at the end only. ``evaluate_every`` 0: never while training.
+    ``clip_grad_norm`` 0: none; None: not given, which is none, or that of the run that goes on. ``checkpoint_every`` 0:
+    at the end only. ``evaluate_every`` 0: never while training.
     ``check_first``: compare with plain training before the first step of a new plan. ``deferred_batch_norm``: running
     statistics once a minibatch. ``resume``: go on from ``resume_step``, None being the newest checkpoint. ``run_dir``
     None: a new one in the work directory. ``max_restarts``: new attempts after a rank failed; None is none, and with
@@ -157,13 +158,14 @@ class TrainSettings:
     (``warn``), or a step that all ranks leave out (``skip``). ``init_from``: weights to start from, which are left
     alone where a run is resumed; ``trust``: they may be in a format that can run code. ``data_reader``: one of
     ``DATA_READERS``; "auto" lets every rank read where the data repeats, else rank 0 for all. ``same_data``,
-    ``replay``: as in ``runtime.job.Job``.
+    ``replay``: as in ``runtime.job.Job``. ``new_rate``: the learning rate that takes the place of
+    the checkpoint's.
     """
 
     plan: PlanSettings
     steps: int | None = None
     epochs: int | None = None
-    clip_grad_norm: float = 0.0
+    clip_grad_norm: float | None = None
     checkpoint_every: int = 0
     evaluate_every: int = 0
     check_first: bool = True
@@ -184,6 +186,7 @@ class TrainSettings:
     data_reader: str = "auto"
     same_data: bool = True
     replay: str = "first"
+    new_rate: float | None = None
 
     @property
     def restarts(self) -> int:

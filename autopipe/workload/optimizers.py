@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopipe.errors import ModelFileError, unknown_choice, with_article
 from autopipe.workload.hooks import Hook, takes
@@ -102,6 +103,38 @@ def checked(hook: Hook, made: object, kind: type[T]) -> T:
             remedy=f"return the {kind.__name__} from it",
         )
     return made
+
+
+def make_scheduler(hook: Hook, optimizer: Optimizer) -> LRScheduler:
+    """Call the user's scheduler hook.
+
+    Raises: ModelFileError when it fails, gives something else, or a scheduler whose ``step`` needs an argument.
+    """
+    scheduler = checked(hook, hook(optimizer), LRScheduler)
+    for inner in _with_inner(scheduler):
+        # ReduceLROnPlateau must be asked by name: inside of another one it is called with an epoch for a metric
+        if not takes(inner.step, 0) or isinstance(inner, ReduceLROnPlateau):
+            name = type(inner).__name__
+            raise ModelFileError(
+                f"{hook.label} gave {with_article(name)}, whose step needs an argument, such as a metric; "
+                "a pipeline calls scheduler.step() after every optimizer step, without one",
+                where=hook.path,
+                remedy="choose one that goes by the number of steps, such as CosineAnnealingLR or LambdaLR; to lower "
+                "the rate by hand, go on from a checkpoint with --resume --lr",
+            )
+        if inner.optimizer is not optimizer:
+            raise ModelFileError(
+                f"{hook.label} gave {with_article(type(inner).__name__)} of another optimizer than it was given",
+                where=hook.path,
+                remedy="make the scheduler for the optimizer that is the argument of the hook",
+            )
+    return scheduler
+
+
+def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Return a scheduler and those that it calls (SequentialLR, ChainedScheduler)."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(found for one in inner if isinstance(one, LRScheduler) for found in _with_inner(one))]
 
 
 def default_optimizer(kind: type[Optimizer], named: Named, lr: float | None) -> Optimizer:

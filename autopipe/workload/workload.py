@@ -38,7 +38,8 @@ from autopipe.workload.empty import parameters_without_memory
 from autopipe.workload.hooks import find_hooks
 from autopipe.workload.items import Item, SyntheticInput
 from autopipe.workload.modes import for_training
-from autopipe.workload.optimizers import checked, default_optimizer, make_optimizer, named_optimizer
+from autopipe.workload.optimizer_hook import OptimizerHook, trained_parameters
+from autopipe.workload.optimizers import default_optimizer, make_scheduler, named_optimizer
 from autopipe.workload.targets import Target, import_target, user_line
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -101,6 +102,8 @@ class Workload:
         self._losses: dict[torch.device, nn.Module] = {}
         self.modes_note = ""
         self._optimizer = named_optimizer(spec.optimizer or "adamw")
+        hook = None if spec.optimizer else self._hooks.get("optimizer")
+        self._stepping = None if hook is None else OptimizerHook(hook, spec.lr, self.build_model)
 
     @classmethod
     def from_spec(cls, spec: WorkloadSpec) -> Workload:
@@ -313,15 +316,34 @@ class Workload:
     def optimizer(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Optimizer | None:
         """Return the optimizer of some of the parameters; None where none of them is trained.
 
-        Raises: ModelFileError when the user's hook fails or gives something else.
+        Raises: ModelFileError when the user's hook fails, gives something else, or steps other parameters than it
+        steps when it is given the whole model.
         """
         trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         if not trained:
             return None
-        hook = self._hooks.get("optimizer")
-        if hook is None or self.spec.optimizer:
+        if self._stepping is None:
             return default_optimizer(self._optimizer, trained, self.spec.lr)
-        return make_optimizer(hook, trained, self.spec.lr)
+        return self._stepping.optimizer(trained)
+
+    @property
+    def has_own_stepping(self) -> bool:
+        """Whether the user's file decides how parameters are stepped: by an optimizer or a scheduler hook."""
+        return self._stepping is not None or self.has_scheduler
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether there is a ``scheduler`` hook."""
+        return "scheduler" in self._hooks
+
+    def stepped_parameters(self) -> dict[str, Parameter]:
+        """Return the parameters of the model that the optimizer steps; on ``meta`` where they can be built so.
+
+        Raises: ModelFileError where the optimizer hook fails on them.
+        """
+        if self._stepping is not None:
+            return self._stepping.chosen()
+        return trained_parameters(self.build_model)
 
     @property
     def optimizer_place(self) -> str:
@@ -337,12 +359,10 @@ class Workload:
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the learning-rate scheduler of an optimizer, None without a hook.
 
-        Raises: ModelFileError when the user's hook fails or gives something else.
+        Raises: ModelFileError when the user's hook fails or gives something that is not stepped without arguments.
         """
         hook = self._hooks.get("scheduler")
-        if hook is None:
-            return None
-        return checked(hook, hook(optimizer), LRScheduler)
+        return None if hook is None else make_scheduler(hook, optimizer)
 
 
 def _carried(output: Any) -> Any:

@@ -14,6 +14,7 @@ from autopipe.errors import ArtifactError
 from autopipe.runtime.checkpoint import (
     Checkpoint,
     Manifest,
+    StageState,
     clear_unfinished,
     directory_of,
     finish,
@@ -33,7 +34,7 @@ def save(folder: Path, step: int, keep: int = 0) -> Path:
             f"model.w{stage}": torch.full((3,), float(step + stage)),
             f"optimizer.w{stage}.step": torch.tensor(step),
         }
-        write_stage(temporary, stage, 2, Snapshot.of(tensors), {f"w{stage}": {"lr": 0.1}}, {"last_epoch": float(step)})
+        write_stage(temporary, stage, 2, Snapshot.of(tensors), StageState((f"w{stage}",)))
     return finish(folder, temporary, 2, Manifest(step, 0, step, 0, "g", "p", ()), keep)
 
 
@@ -51,7 +52,7 @@ def test_what_was_saved_by_two_stages_is_read_by_name(tmp_path: Path) -> None:
     assert found is not None
     assert found.manifest.step == 4
     assert found.read(["model.w1"])["model.w1"].tolist() == [5.0] * 3
-    assert found.groups == {"w0": {"lr": 0.1}, "w1": {"lr": 0.1}}
+    assert [stage.owned for stage in found.stages] == [("w0",), ("w1",)]
     assert (tmp_path / "latest").read_text() == "step-00000004\n"
 
 
@@ -63,7 +64,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_a_save_that_was_cut_off_is_not_seen(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    write_stage(unfinished(tmp_path, 2, "p"), 0, 2, Snapshot.of({"model.w0": torch.zeros(1)}), {}, {})
+    write_stage(unfinished(tmp_path, 2, "p"), 0, 2, Snapshot.of({"model.w0": torch.zeros(1)}), StageState())
     assert steps(tmp_path) == [1]
     save(tmp_path, 2)
     assert steps(tmp_path) == [1, 2]
@@ -106,7 +107,7 @@ def test_a_disk_that_does_not_take_it_is_reported(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ArtifactError, match="the checkpoint of stage 0 cannot be written"):
-        write_stage(blocked / "step", 0, 1, Snapshot.of({"model.w": torch.zeros(1)}), {}, {})
+        write_stage(blocked / "step", 0, 1, Snapshot.of({"model.w": torch.zeros(1)}), StageState())
 
 
 def test_the_steps_that_are_whole_are_known(tmp_path: Path) -> None:

@@ -190,8 +190,8 @@ def saved(tmp_path_factory) -> Path:
     temporary = folder / "step-00000002.tmp"
     for index in range(2):
         tensors = {f"model.w{index}": torch.ones(3), f"optimizer.w{index}.step": torch.tensor(2.0)}
-        groups = {f"w{index}": {"lr": 0.1}}
-        checkpoints.write_stage(temporary, index, 2, Snapshot.of(tensors), groups, {"last_epoch": 2.0})
+        state = checkpoints.StageState((f"w{index}",), {"optimizer": {"is": "dict", "class": "dict", "items": []}})
+        checkpoints.write_stage(temporary, index, 2, Snapshot.of(tensors), state)
     return checkpoints.finish(folder, temporary, 2, checkpoints.Manifest(2, 0, 2, 0, "0" * 16, "1" * 16, ()), 3)
 
 

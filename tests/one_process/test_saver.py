@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.runtime import checkpoint as checkpoints
-from autopipe.runtime.checkpoint import Checkpoint, Manifest, unfinished, write_stage
+from autopipe.runtime.checkpoint import Checkpoint, Manifest, StageState, unfinished, write_stage
 from autopipe.runtime.saver import Part, Saver
 from autopipe.runtime.snapshot import Snapshot
 from autopipe.runtime.state import bits
@@ -30,7 +30,7 @@ def manifest(step: int) -> Manifest:
 
 
 def part(stage: int, **tensors: torch.Tensor) -> Part:
-    return Part(stage, Snapshot.of(tensors), {}, {})
+    return Part(stage, Snapshot.of(tensors), StageState())
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -168,8 +168,8 @@ def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: P
 
     def save(step: int, copy: torch.Tensor) -> Saver:
         saver = Saver(tmp_path, 2, keep=0, leads=True)
-        parts = [Part(0, Snapshot.of({"w": weight}), {}, {}, {"w": bits(weight)})]
-        parts.append(Part(1, Snapshot.of({"b": weight}), {}, {}, {"w": bits(copy)}))
+        parts = [Part(0, Snapshot.of({"w": weight}), StageState(), {"w": bits(weight)})]
+        parts.append(Part(1, Snapshot.of({"b": weight}), StageState(), {"w": bits(copy)}))
         saver.write(manifest(step), parts)
         return saver
 

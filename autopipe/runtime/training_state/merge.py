@@ -1,0 +1,305 @@
+"""The states of several stages -> one state for a stage that owns other parameters than any of them.
+
+Per parameter and per group there is one answer: that of the stage which owned the parameter. What belongs to an
+optimizer as a whole (a step count, a generator) is restored where all stages agree on it, and refused where they do
+not: then it is the state of one cut, and only that cut can go on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopipe.runtime.training_state.nodes import LIVE, Node, children, kind_of
+from autopipe.runtime.training_state.restore import MisfitError
+
+SameTensor = Callable[[str, str], bool]
+_PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One stage of the checkpoint. ``groups``: the names of each group of its optimizer; ``initial``: before step 1."""
+
+    tree: Mapping[str, Node]
+    initial: Mapping[str, Node]
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The parameters of each group of the optimizer."""
+        return groups_of(self.tree["optimizer"])
+
+
+def groups_of(node: Node) -> list[list[str]]:
+    """Return the parameters of each group of a described optimizer, or of the first one inside of it."""
+    if kind_of(node) == "groups":
+        return [group["params"] for group in node["groups"]]
+    return next((found for child in children(node) if (found := groups_of(child))), [])
+
+
+def merge(
+    sources: Sequence[Source], live: Mapping[str, Node], names: Sequence[str], same_tensor: SameTensor
+) -> dict[str, Node]:
+    """Return the description for a stage that owns ``names``. ``live``: what its hooks have just built, described.
+
+    Raises: MisfitError where the stages differ in what belongs to all parameters.
+    """
+    merger = _Merger(sources, live, set(names), same_tensor)
+    return {
+        root: merger.node([s.tree[root] for s in sources], [s.initial.get(root) for s in sources], live.get(root), root)
+        for root in sources[0].tree
+        if all(root in source.tree for source in sources)
+    }
+
+
+class _Merger:
+    def __init__(
+        self, sources: Sequence[Source], live: Mapping[str, Node], names: set[str], same_tensor: SameTensor
+    ) -> None:
+        self.names, self.same_tensor = names, same_tensor
+        self.membership = [source.groups for source in sources]
+        self.groups = groups_of(live["optimizer"])
+        self.place = {
+            name: (stage, index)
+            for stage, groups in enumerate(self.membership)
+            for index, group in enumerate(groups)
+            for name in group
+        }
+        self.owned = {name for groups in self.membership for group in groups for name in group}
+        self.paths: list[dict[str, Node]] = []
+        for source in sources:
+            known: dict[str, Node] = {}
+            for root, node in source.tree.items():
+                _index(node, root, known)
+            self.paths.append(known)
+
+    def node(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        """Return what the nodes of all stages say together."""
+        if all(node == initial for node, initial in zip(nodes, initials, strict=True)):
+            return LIVE  # tensors and generators have names: no initial description is equal to theirs
+        nodes = [self.resolved(stage, node) for stage, node in enumerate(nodes)]
+        kinds = {kind_of(node) for node in nodes}
+        if kinds <= {"by_parameter", "dict"} and "by_parameter" in kinds:
+            return self.by_parameter(nodes, path)
+        if len(kinds) > 1:
+            raise self.differs(path)
+        kind = kinds.pop()
+        method = getattr(self, f"_{kind}", None)
+        if method is not None:
+            return method(nodes, initials, live, path)
+        if kind in ("tensor", "array", "generator"):
+            return self.one(nodes, path, tensor=True)
+        return self.one(nodes, path)
+
+    def resolved(self, stage: int, node: Node) -> Node:
+        """Return what an alias stands for, where the path that it names is another in another cut."""
+        if kind_of(node) == "same" and "[" in node["as"]:
+            return self.paths[stage].get(node["as"], node)
+        return node
+
+    def one(self, nodes: Sequence[Node], path: str, *, tensor: bool = False) -> Node:
+        first = nodes[0]
+        for other in nodes[1:]:
+            if tensor:
+                alike = kind_of(other) == kind_of(first) and {**other, "name": ""} == {**first, "name": ""}
+                if not alike or not self.same_tensor(first["name"], other["name"]):
+                    raise self.differs(path)
+            elif other != first:
+                raise self.differs(path)
+        return first
+
+    def differs(self, path: str) -> MisfitError:
+        return MisfitError(
+            path, "is not the same in all stages of the checkpoint, so only the same stages can go on with it"
+        )
+
+    # -- per parameter and per group -------------------------------------------------------------------------------
+
+    def by_parameter(self, nodes: Sequence[Node], path: str) -> Node:
+        items = []
+        for node in nodes:
+            if kind_of(node) == "dict" and node["items"]:
+                raise self.differs(path)
+            items += [pair for pair in node["items"] if pair[0] in self.names]
+        first = next(node for node in nodes if kind_of(node) == "by_parameter")
+        return {**first, "items": items}
+
+    def _groups(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        groups: list[Node] = []
+        for index, group in enumerate(live["groups"] if kind_of(live) == "groups" else []):
+            found = [self.of_group(nodes, name, path) for name in group["params"]]
+            empty = [n["groups"][index]["values"] for n in nodes if index < len(n["groups"])]
+            if not found:
+                values = empty[0] if empty and all(e == empty[0] for e in empty) else group["values"]
+                groups.append({"params": [], "values": dict.fromkeys(values, LIVE) if not empty else values})
+                continue
+            for name, other in zip(group["params"], found, strict=True):
+                self.alike(found[0], other, f"{path}[{index}]", f"{group['params'][0]} and {name}")
+            groups.append({"params": group["params"], "values": found[0]})
+        return {"is": "groups", "groups": groups}
+
+    def of_group(self, nodes: Sequence[Node], name: str, path: str) -> dict[str, Node]:
+        for stage, node in enumerate(nodes):
+            for group in node["groups"]:
+                if name in group["params"]:
+                    return {key: self.resolved(stage, value) for key, value in group["values"].items()}
+        raise MisfitError(path, f"has no group with {name} in the checkpoint")
+
+    def alike(self, first: Mapping[str, Node], other: Mapping[str, Node], path: str, who: str) -> None:
+        if first is other or first == other:
+            return
+        keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        for key in keys:
+            one, two = first.get(key), other.get(key)
+            tensors = kind_of(one) == "tensor" == kind_of(two)
+            if not (tensors and one and two and self.same_tensor(one["name"], two["name"])):
+                raise MisfitError(f"{path}[{key!r}]", f"is one value for {who} now, and was two in the checkpoint")
+
+    def per_group(self, items: Sequence[Sequence[Node]], live: int | None, path: str) -> list[Node] | None:
+        """Return a list's entries by the groups of the new stage, None where it is no list with one entry a group."""
+        counts = [len(groups) for groups in self.membership]
+        if not self.groups or [len(entries) for entries in items] != counts:
+            return None
+        if live is not None and live != len(self.groups):
+            return None
+        varies = len({*counts, len(self.groups)}) > 1
+        if not varies and path.rpartition(".")[2] not in _PER_GROUP:
+            return None
+        entries = []
+        for index, group in enumerate(self.groups):
+            stages = {self.place[name] for name in group if name in self.place} or {(0, min(index, counts[0] - 1))}
+            candidates = [items[stage][place] for stage, place in sorted(stages)]
+            entries.append(self.one(candidates, f"{path}[{index}]", tensor=kind_of(candidates[0]) == "tensor"))
+        return entries
+
+    # -- structures ------------------------------------------------------------------------------------------------
+
+    def _list(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        items = [[self.resolved(stage, item) for item in node["items"]] for stage, node in enumerate(nodes)]
+        length = len(live["items"]) if kind_of(live) == kind_of(nodes[0]) else None
+        mapped = self.per_group(items, length, path)
+        if mapped is not None:
+            return {**nodes[0], "items": mapped}
+        if any(kind_of(item) == "parameter" for entries in items for item in entries):
+            raise self.differs(path)
+        if len({len(entries) for entries in items}) > 1:
+            raise self.differs(path)
+        return {**nodes[0], "items": self.zipped(items, initials, live, path)}
+
+    def zipped(self, items: Sequence[Sequence[Node]], initials: Sequence[Node], live: Node, path: str) -> list[Node]:
+        merged = []
+        for index in range(len(items[0])):
+            before = [_at(initial, index) for initial in initials]
+            merged.append(self.node([e[index] for e in items], before, _at(live, index), f"{path}[{index}]"))
+        return merged
+
+    _tuple = _list
+    _deque = _list
+
+    def _dict(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        keys = [[_text(key) for key, _ in node["items"]] for node in nodes]
+        if any(set(k) != set(keys[0]) for k in keys):
+            if all(key in self.owned for k in keys for key in k):  # keyed by the names of parameters
+                return {**nodes[0], "items": [pair for n in nodes for pair in n["items"] if pair[0] in self.names]}
+            raise self.differs(path)
+        return {**nodes[0], "items": self.pairs("items", nodes, initials, live, path, "[{}]")}
+
+    def _object(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        if len({node["class"] for node in nodes}) > 1:
+            raise self.differs(path)
+        keys = [{_text(key) for key, _ in node["attributes"]} for node in nodes]
+        if any(k != keys[0] for k in keys):
+            raise self.differs(path)
+        return {**nodes[0], "attributes": self.pairs("attributes", nodes, initials, live, path, ".{}")}
+
+    def pairs(
+        self, field: str, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str, shape: str
+    ) -> list[Any]:
+        by_key = [{_text(key): value for key, value in node[field]} for node in nodes]
+        before = [_pairs(initial, field) for initial in initials]
+        now = _pairs(live, field)
+        merged = []
+        for key, _ in nodes[0][field]:
+            text = _text(key)
+            place = path + shape.format(key if shape.startswith(".") else repr(key))
+            entries = [entry[text] for entry in by_key]
+            merged.append([key, self.node(entries, [b.get(text) for b in before], now.get(text), place)])
+        return merged
+
+    def _function(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        merged = dict(nodes[0])
+        for field in ("cells", "attributes"):
+            if any(node[field].keys() != nodes[0][field].keys() for node in nodes):
+                raise self.differs(path)
+            merged[field] = {
+                key: self.node(
+                    [node[field][key] for node in nodes],
+                    [_inner(initial, field, key) for initial in initials],
+                    _inner(live, field, key),
+                    f"{path}.{key}",
+                )
+                for key in nodes[0][field]
+            }
+        for field in ("defaults", "keywords"):
+            before = [_inner(initial, field) for initial in initials]
+            merged[field] = self.node([node[field] for node in nodes], before, _inner(live, field), f"{path}.{field}")
+        return merged
+
+    def _fields(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        merged = dict(nodes[0])
+        for field in ("self", "function", "arguments", "keywords", "state"):
+            if field in merged:
+                before = [_inner(initial, field) for initial in initials]
+                merged[field] = self.node([n[field] for n in nodes], before, _inner(live, field), f"{path}.{field}")
+        return merged
+
+    _method = _fields
+    _partial = _fields
+    _random = _fields
+
+    def _hooks(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
+        if len({len(node["items"]) for node in nodes}) > 1:
+            raise self.differs(path)
+        return {"is": "hooks", "items": self.zipped([n["items"] for n in nodes], initials, live, path)}
+
+
+def _text(key: Node) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
+def _at(node: Node, index: int) -> Node:
+    items = node.get("items", ()) if isinstance(node, dict) else ()
+    return items[index] if index < len(items) else None
+
+
+def _pairs(node: Node, field: str) -> dict[str, Node]:
+    pairs = node.get(field, ()) if isinstance(node, dict) else ()
+    return {_text(key): value for key, value in pairs} if isinstance(pairs, list) else {}
+
+
+def _inner(node: Node, *keys: str) -> Node:
+    for key in keys:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def _index(node: Node, path: str, known: dict[str, Node]) -> None:
+    """Note what lies at every path, as ``describe`` names it."""
+    if not isinstance(node, dict):
+        return
+    known[path] = node
+    kind = node["is"]
+    if kind == "groups":
+        for index, group in enumerate(node["groups"]):
+            for key, value in group["values"].items():
+                _index(value, f"{path}[{index}][{key!r}]", known)
+    elif kind in ("dict", "by_parameter"):
+        for key, value in node["items"]:
+            _index(value, f"{path}[{key}]" if kind == "by_parameter" else f"{path}[{key!r}]", known)
+    elif kind in ("list", "tuple", "deque", "hooks"):
+        for index, item in enumerate(node["items"]):
+            _index(item, f"{path}[{index}]", known)
+    elif kind == "object":
+        for key, value in node["attributes"]:
+            _index(value, f"{path}.{key}", known)

@@ -1,0 +1,91 @@
+"""The typed JSON of a state. Plain values stand for themselves; the rest is an object whose ``is`` names its kind.
+
+==================  ================================================================================================
+kind                further keys
+==================  ================================================================================================
+float, complex      ``value``: the text of a number that JSON does not know
+bytes               ``hex``
+list, tuple, set,   ``items``; deque also ``maxlen``; ``class`` where it is a subclass, or for a named tuple
+frozenset, deque
+dict                ``items``: pairs; ``class``: dict, OrderedDict, defaultdict, Counter or a subclass; ``factory``
+by_parameter        a dict whose keys are parameters. ``items``: pairs of the parameter's name and a node; ``class``
+parameter           ``name``
+groups              ``param_groups``: ``groups``, each with ``params`` (names) and ``values`` (name -> node)
+hooks               ``items``: the hooks of an optimizer, in order
+tensor              ``name`` in the file, ``dtype``, ``shape``, ``strides``, ``host``: it lies on the CPU although its
+                    parameter does not
+array, scalar       numpy's: ``dtype``, ``shape``, and ``name`` of a tensor of bytes, or ``hex``
+generator           ``device`` and ``name``, the tensor of its state
+random              ``random.Random`` and numpy's generators: ``class``, ``state``
+object              ``class``, ``attributes``: pairs
+function            ``name``, ``cells``, ``defaults``, ``keywords``, ``attributes``
+method              ``name``, ``self``
+partial             ``function``, ``arguments``, ``keywords``
+enum                ``class``, ``name``
+same                ``as``: the path of an object that was described before
+code                ``name``: what holds no state, such as a class or a module
+live                what the hook builds is right as it is; only ``merge`` writes it
+==================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Node = Any
+"""A plain JSON value, or a dict with the key ``is``."""
+
+LIVE: Node = {"is": "live"}
+
+
+class UnstorableError(Exception):
+    """What a checkpoint cannot hold. ``path``: where it is, such as ``optimizer.log``; ``why``: the rest of a sentence.
+
+    ``remedy``: what the user can do about this kind, "" for the usual advice.
+    """
+
+    def __init__(self, path: str, why: str, remedy: str = "") -> None:
+        super().__init__(f"{path} {why}")
+        self.path, self.why, self.remedy = path, why, remedy
+
+
+def kind_of(node: Node) -> str:
+    """Return the kind of a node, "plain" for a value that stands for itself."""
+    return str(node["is"]) if isinstance(node, dict) else "plain"
+
+
+def name_of(thing: Any) -> str:
+    """Return the full name of a class or function."""
+    return f"{getattr(thing, '__module__', None) or 'builtins'}.{getattr(thing, '__qualname__', repr(thing))}"
+
+
+def children(node: Node) -> Iterator[Node]:
+    """Iterate the nodes inside a node."""
+    if not isinstance(node, dict):
+        return
+    kind = node["is"]
+    if kind in ("list", "tuple", "set", "frozenset", "deque", "hooks"):
+        yield from node["items"]
+    elif kind in ("dict", "by_parameter"):
+        yield from (value for _, value in node["items"])
+    elif kind == "groups":
+        for group in node["groups"]:
+            yield from group["values"].values()
+    elif kind == "object":
+        yield from (value for _, value in node["attributes"])
+    elif kind == "function":
+        yield from node["cells"].values()
+        yield from (node["defaults"], node["keywords"], *node["attributes"].values())
+    elif kind == "method":
+        yield node["self"]
+    elif kind == "partial":
+        yield from (node["function"], node["arguments"], node["keywords"])
+    elif kind == "random":
+        yield node["state"]
+
+
+def tensor_names(node: Node) -> list[str]:
+    """Return the names of the tensors that a node needs from the file."""
+    own = [node["name"]] if kind_of(node) in ("tensor", "array", "generator") and node.get("name") else []
+    return own + [name for child in children(node) for name in tensor_names(child)]

@@ -1,0 +1,215 @@
+"""The optimizer and scheduler of one stage: what a checkpoint stores of them, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopipe.errors import RunError
+from autopipe.runtime.checkpoint import Checkpoint, StageState
+from autopipe.runtime.training_state.describe import Description, describe
+from autopipe.runtime.training_state.merge import Source, groups_of, merge
+from autopipe.runtime.training_state.nodes import LIVE, Node, UnstorableError, kind_of, tensor_names
+from autopipe.runtime.training_state.restore import MisfitError, restore
+
+_HOLDS = (
+    "keep it as numbers, text, tensors, lists, dicts or generators, in optimizer.state, in param_groups or in "
+    "attributes; a handle that is not part of the training, such as a log file, belongs into a global of the file"
+)
+_RATES = ("lr", "initial_lr")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What steps the parameters of a stage. ``owned``: the parameters, under the model's own names."""
+
+    owned: Mapping[str, nn.Parameter]
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+    @property
+    def roots(self) -> dict[str, object]:
+        """What is described and restored."""
+        return {"optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def initial(self) -> dict[str, Node]:
+        """Describe what the hooks have built, before the first step. Raises: RunError as ``described`` does."""
+        return _described(self, "", values=False).tree
+
+    def state(self, stage: int, initial: Mapping[str, Node]) -> tuple[StageState, dict[str, torch.Tensor]]:
+        """Return what a checkpoint stores, and the tensors that it names.
+
+        Raises: RunError naming the first value that a checkpoint cannot hold.
+        """
+        described = _described(self, f"@{stage}", values=True)
+        return StageState(tuple(self.owned), described.tree, dict(initial)), described.tensors
+
+
+def _described(training: Training, suffix: str, *, values: bool) -> Description:
+    try:
+        return describe(training.roots, training.owned, suffix, values=values)
+    except UnstorableError as error:
+        raise unstorable(error) from None
+
+
+def unstorable(error: UnstorableError) -> RunError:
+    """Return the refusal of a state that a checkpoint cannot hold."""
+    return RunError(
+        f"a checkpoint cannot hold the whole state of the training: {error.path} {error.why}",
+        where=error.path,
+        remedy=error.remedy or _HOLDS,
+    )
+
+
+def restore_training(checkpoint: Checkpoint, training: Training) -> None:
+    """Give the optimizer and scheduler of a stage the state of a checkpoint.
+
+    Raises: RunError where it has no place in what the hooks build now; ArtifactError for a damaged checkpoint.
+    """
+    tree = tree_for(checkpoint, training)
+    names = [name for node in tree.values() for name in tensor_names(node)]
+    try:
+        restore(tree, training.roots, training.owned, checkpoint.read(names))
+    except MisfitError as error:
+        raise _misfit(error, checkpoint) from None
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give every group of an optimizer one learning rate; one that is a tensor stays one."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def tree_for(checkpoint: Checkpoint, training: Training) -> dict[str, Node]:
+    """Return the description that a stage takes over: of the stage with the same parameters, else of all together.
+
+    Raises: RunError where the stages of the checkpoint do not agree on what has no parameter.
+    """
+    refuse_partial(checkpoint)
+    live = training.initial()
+    stored = [stage for stage in checkpoint.stages if stage.state is not None]
+    groups = groups_of(live["optimizer"])
+    for stage in stored:
+        if groups_of(stage.state["optimizer"]) == groups:
+            return dict(stage.state)
+
+    def same(first: str, second: str) -> bool:
+        read = checkpoint.read([first, second])
+        return torch.equal(read[first], read[second])
+
+    if not stored:
+        raise _misfit(MisfitError("the optimizer", "is not in the checkpoint: it trained nothing"), checkpoint)
+    try:
+        sources = [Source(stage.state, stage.initial) for stage in stored]
+        return merge(sources, live, list(training.owned), same)
+    except MisfitError as error:
+        raise _misfit(error, checkpoint) from None
+
+
+def refuse_partial(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that holds a part of the optimizer's state only. Raises: RunError."""
+    if checkpoint.manifest.options is None:
+        raise RunError(
+            "the checkpoint was written by an earlier version, which did not store the whole state of optimizers and "
+            "schedulers: going on from it would not be the same training",
+            where=str(checkpoint.directory),
+            remedy=f"start a new run from its weights: autopipe train TARGET --init-from {checkpoint.directory}",
+        )
+
+
+def _misfit(error: MisfitError, checkpoint: Checkpoint) -> RunError:
+    return RunError(
+        f"the state of the training cannot be restored: {error.path} {error.why}",
+        where=str(checkpoint.directory),
+        remedy="bring optimizer, scheduler and stages back as they were when the checkpoint was written, or start a "
+        "new run from its weights with --init-from",
+    )
+
+
+# -- what the hooks build now, beside what they built then -------------------------------------------------------------
+
+
+def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[str, str]:
+    """Return what the hooks build otherwise than when the run began: path -> "was 0.1 and is 0.3".
+
+    ``rates``: learning rates count too; not so where a new one was given.
+    """
+    stored = [stage for stage in checkpoint.stages if stage.initial is not None]
+    found: dict[str, str] = {}
+    live = training.initial()
+    groups = groups_of(live["optimizer"])
+    same = [stage for stage in stored if groups_of(stage.initial["optimizer"]) == groups]
+    for root in ("optimizer", "scheduler"):
+        before = [stage.initial[root] for stage in same or stored if root in stage.initial]
+        if bool(before) != (root in live) and stored:
+            found[f"the {root}"] = "was there and is not" if before else "was not there and is"
+        elif before:
+            _compare(live[root], before, root, found)
+    return {path: text for path, text in found.items() if rates or not path.endswith(tuple(f"[{r!r}]" for r in _RATES))}
+
+
+def _compare(now: Node, before: list[Node], path: str, found: dict[str, str]) -> None:
+    """Note where ``now`` is like none of ``before``, which are those of several stages."""
+    if any(now == other for other in before) or now == LIVE:
+        return
+    alike = [other for other in before if kind_of(other) == kind_of(now) and _class_of(other) == _class_of(now)]
+    if not alike or not isinstance(now, dict):
+        found[path] = f"was {_shown(before[0])} and is {_shown(now)}"
+        return
+    kind = kind_of(now)
+    if kind == "groups":
+        for index, group in enumerate(now["groups"]):
+            for name in group["params"][:1]:
+                values = [g["values"] for other in alike for g in other["groups"] if name in g["params"]]
+                _entries(group["values"], values, f"{path}[{index}]", "[{!r}]", found)
+    elif kind in ("dict", "object"):
+        field, shape = ("items", "[{!r}]") if kind == "dict" else ("attributes", ".{}")
+        entries = [{str(key): value for key, value in other[field]} for other in alike]
+        _entries({str(key): value for key, value in now[field]}, entries, path, shape, found)
+    elif kind in ("list", "tuple", "deque", "hooks"):
+        same = [other for other in alike if len(other["items"]) == len(now["items"])]
+        for index, item in enumerate(now["items"]):
+            if same:
+                _compare(item, [other["items"][index] for other in same], f"{path}[{index}]", found)
+    elif kind == "function":
+        _entries(now["cells"], [other["cells"] for other in alike], path, ".{}", found)
+    elif kind in ("partial", "method"):
+        fields = ("function", "arguments", "keywords") if kind == "partial" else ("self",)
+        for field in fields:
+            _compare(now[field], [other[field] for other in alike], f"{path}.{field}", found)
+    elif kind not in ("same", "parameter", "by_parameter"):
+        found[path] = f"was {_shown(before[0])} and is {_shown(now)}"
+
+
+def _entries(
+    now: Mapping[str, Node], before: list[dict[str, Node]], path: str, shape: str, found: dict[str, str]
+) -> None:
+    for key in {**now, **(before[0] if before else {})}:
+        others = [other[key] for other in before if key in other]
+        place = path + shape.format(key)
+        if not before:
+            continue
+        if key not in now or not others:
+            found[place] = "is new" if key in now else "is gone"
+        else:
+            _compare(now[key], others, place, found)
+
+
+def _class_of(node: Node) -> Any:
+    return (node.get("class"), node.get("name") if node["is"] == "function" else "") if isinstance(node, dict) else ""
+
+
+def _shown(node: Node) -> str:
+    if not isinstance(node, dict):
+        return repr(node)
+    named = node.get("class") or node.get("name") or node.get("value") or node["is"]
+    return str(named).rpartition(".")[2] if node["is"] in ("object", "function") else str(named)

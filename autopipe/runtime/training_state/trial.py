@@ -1,0 +1,300 @@
+"""Proof on a sample that a checkpoint holds all that an optimizer and its scheduler go by.
+
+::
+
+    file, loaded once    hooks -> steps -> description ----------> more steps --+
+                                               |                                +-- equal, bit for bit?
+    file, loaded again   hooks -------------> restored, described -> more steps --+
+
+The two loads stand for the process that was interrupted and the one that goes on: a global, an attribute of a class or
+a counter elsewhere is as it was at the start in the second one. The gradients are random numbers, the parameters are
+copies of a few of the model's, by shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopipe.draws import exclusive
+from autopipe.errors import ModelFileError, RunError
+from autopipe.runtime.training_state.describe import Description, describe
+from autopipe.runtime.training_state.nodes import UnstorableError
+from autopipe.runtime.training_state.restore import MisfitError, restore
+from autopipe.runtime.training_state.stage import Training, unstorable
+from autopipe.workload import Workload
+from autopipe.workload.targets import is_installed
+
+FIRST_STEPS, FURTHER_STEPS = 3, 4
+_MOST_NUMBERS = 1 << 20
+_LARGEST = 1 << 24
+_OF_A_KIND = 12
+_KEEP = "keep it in optimizer.state, in param_groups, or in an attribute of the optimizer or scheduler"
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One load of the file. ``modules``: where the code is from; ``before``: their globals before the first step."""
+
+    training: Training
+    modules: Sequence[types.ModuleType]
+    before: dict[str, Any]
+
+
+def prove_restorable(workload: Workload) -> str:
+    """Step the hooks' optimizer on a sample, restore it into a new one, and compare both. Returns a note, or "".
+
+    Nothing is tried where optimizer and scheduler are torch's own.
+
+    Raises: RunError naming what a checkpoint cannot hold, or cannot bring back.
+    """
+    if not workload.has_own_stepping:
+        return ""
+    with exclusive(), torch.random.fork_rng(), _same_modules(), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            sample, of = _sample(workload)
+            first = _side(workload, sample)
+            second = _side(workload, sample)
+        except ModelFileError:
+            return "the state of the optimizer was not tried out: its hook does not take a part of the parameters"
+        if first is None or second is None:
+            return ""
+        _compare(first, second)
+    if len(sample) < of:
+        return f"the optimizer's state was stored and restored in a trial, with {len(sample)} of {of} parameters"
+    return ""
+
+
+def _sample(workload: Workload) -> tuple[dict[str, torch.Tensor], int]:
+    """Return values for a few parameters of every number of dimensions, and of how many they were chosen."""
+    shapes = {name: (p.shape, p.dtype) for name, p in workload.stepped_parameters().items()}
+    chosen: set[str] = set()
+    numbers = 0
+    for dims in sorted({len(shape) for shape, _ in shapes.values()}):
+        alike = sorted((shape.numel(), name) for name, (shape, _) in shapes.items() if len(shape) == dims)
+        for index, (size, name) in enumerate(alike[:_OF_A_KIND]):
+            if (index == 0 and size <= _LARGEST) or numbers + size <= _MOST_NUMBERS:
+                chosen.add(name)
+                numbers += size
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in shapes.items()
+        if name in chosen
+    }
+    return values, len(shapes)
+
+
+def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> _Side | None:
+    again = Workload.from_spec(workload.spec)
+    owned = {name: nn.Parameter(value.clone()) for name, value in sample.items()}
+    optimizer = again.optimizer(list(owned.items())) if owned else None
+    if optimizer is None:
+        return None
+    training = Training(owned, optimizer, again.scheduler(optimizer))
+    modules = _modules(training)
+    return _Side(training, modules, _outside(modules))
+
+
+def _compare(first: _Side, second: _Side) -> None:
+    draws = torch.Generator().manual_seed(1)
+    _steps(first, FIRST_STEPS, draws)
+    _refuse_written_outside(first)
+    ours = _described(first.training)
+    tree = json.loads(json.dumps(ours.tree))
+    tensors = {name: tensor.clone() for name, tensor in ours.tensors.items()}
+    with torch.no_grad():
+        for name, parameter in second.training.owned.items():
+            parameter.copy_(first.training.owned[name])
+    try:
+        restore(tree, second.training.roots, second.training.owned, tensors)
+    except MisfitError as error:
+        raise RunError(
+            f"a run could not go on from its own checkpoint: {error.path} {error.why}",
+            where=error.path,
+            remedy="let the hook build it, or keep numbers, tensors, lists and dicts alone in it",
+        ) from None
+    _refuse_unequal(ours, _described(second.training))
+    state = draws.get_state()
+    _steps(first, FURTHER_STEPS, draws)
+    draws.set_state(state)
+    _steps(second, FURTHER_STEPS, draws)
+    theirs = second.training.owned
+    for name, parameter in first.training.owned.items():
+        if not torch.equal(parameter, theirs[name]) and not (parameter.isnan().any() and theirs[name].isnan().any()):
+            raise RunError(
+                "a run could not go on from its own checkpoint: after its state was stored and restored, the optimizer "
+                f"steps {name} to another value. It uses something outside of the optimizer and the scheduler",
+                where=_class(first.training.optimizer),
+                remedy=_KEEP,
+            )
+
+
+def _described(training: Training) -> Description:
+    try:
+        return describe(training.roots, training.owned)
+    except UnstorableError as error:
+        raise unstorable(error) from None
+
+
+def _refuse_unequal(ours: Description, theirs: Description) -> None:
+    """Refuse where a restored state, described again, is another. Raises: RunError."""
+    path = _difference(ours.tree, theirs.tree, "")
+    if not path:
+        different = [n for n, t in ours.tensors.items() if not _bits_equal(t, theirs.tensors[n])]
+        path = different[0] if different else ""
+    if path:
+        raise RunError(
+            f"a run could not go on from its own checkpoint: {path} is another after it was stored and restored",
+            where=path,
+            remedy=_KEEP,
+        )
+
+
+def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _difference(one: Any, other: Any, path: str) -> str:
+    """Return where two descriptions differ first, "" where they do not."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        pairs = [(f"{path}.{key}", one[key], other[key]) for key in one]
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        return "" if one == other and type(one) is type(other) else (path.lstrip(".") or "the state")
+    return next((found for place, a, b in pairs if (found := _difference(a, b, place))), "")
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _steps(side: _Side, count: int, draws: torch.Generator) -> None:
+    """Step a few times. Raises: RunError where that draws from a global generator."""
+    training = side.training
+    for _ in range(count):
+        for parameter in training.owned.values():
+            parameter.grad = 0.1 * torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
+        before = _generators()
+        training.optimizer.step()
+        for parameter in training.owned.values():
+            parameter.grad = None
+        if training.scheduler is not None:
+            training.scheduler.step()
+        drawn = [name for name, state in _generators().items() if state != before[name]]
+        if drawn:
+            raise RunError(
+                f"a step of {_class(training.optimizer)} draws from {drawn[0]}, whose state is not in a checkpoint",
+                where=_class(training.optimizer),
+                remedy="draw from a generator that is an attribute of the optimizer, such as self.generator = "
+                "torch.Generator().manual_seed(0)",
+            )
+
+
+def _generators() -> dict[str, Any]:
+    numpy = np.random.get_state(legacy=False)
+    return {
+        "torch's global generator": torch.get_rng_state().numpy().tobytes(),
+        "numpy's global generator": json.dumps(numpy, default=lambda array: array.tolist()),
+        "Python's global generator (random)": random.getstate(),
+    }
+
+
+def _class(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+# -- what lies outside of optimizer and scheduler ----------------------------------------------------------------------
+
+
+def _refuse_written_outside(side: _Side) -> None:
+    """Refuse steps that write a global or an attribute of a class. A list that only grew is taken for a log.
+
+    Raises: RunError naming it.
+    """
+    for name, now in _outside(side.modules).items():
+        before = side.before.get(name, now)
+        if before != now and not _grew(before, now):
+            raise RunError(
+                f"a step of {_class(side.training.optimizer)} changes {name}, which is no part of the optimizer or the "
+                "scheduler: no checkpoint holds it",
+                where=name,
+                remedy=_KEEP,
+            )
+
+
+def _grew(before: Any, now: Any) -> bool:
+    if not (isinstance(before, dict) and isinstance(now, dict) and before.get("is") == now.get("is") == "list"):
+        return False
+    earlier: list[Any] = before["items"]
+    return len(now["items"]) > len(earlier) and now["items"][: len(earlier)] == earlier
+
+
+def _outside(modules: Sequence[types.ModuleType]) -> dict[str, Any]:
+    """Describe the globals, and the attributes of classes, of modules."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if name.startswith("__") or isinstance(value, types.ModuleType):
+                continue
+            if isinstance(value, type):
+                if value.__module__ == module.__name__:
+                    held = {
+                        k: v for k, v in vars(value).items() if not k.startswith("__") or isinstance(v, (int, list))
+                    }
+                    found.update({f"{name}.{k}": _plain(v) for k, v in held.items()})
+            else:
+                found[f"{module.__name__}.{name}"] = _plain(value)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value's description with its tensors' contents, None where it has none, or is large."""
+    try:
+        described = describe({"value": value}, {})
+    except (UnstorableError, RecursionError):
+        return None
+    if sum(tensor.numel() for tensor in described.tensors.values()) > _MOST_NUMBERS:
+        return None
+    node = json.loads(json.dumps(described.tree.get("value")))
+    contents = [tensor.tolist() for tensor in described.tensors.values()]
+    return {"is": "with tensors", "node": node, "contents": contents} if contents else node
+
+
+def _modules(training: Training) -> Sequence[types.ModuleType]:
+    """Return the modules of the user's own files that optimizer and scheduler are from."""
+    objects = [training.optimizer, training.scheduler, *vars(training.optimizer).values()]
+    if training.scheduler is not None:
+        objects += vars(training.scheduler).values()
+    names = [getattr(thing if callable(thing) else type(thing), "__module__", "") for thing in objects]
+    names += [base.__module__ for thing in objects for base in type(thing).__mro__]
+    for thing in objects:
+        if isinstance(thing, (list, tuple)):
+            names += [getattr(item, "__module__", "") for item in thing]
+    modules = [sys.modules[name] for name in dict.fromkeys(names) if name in sys.modules]
+    return [module for module in modules if not is_installed(getattr(module, "__file__", None) or "")]
+
+
+@contextlib.contextmanager
+def _same_modules() -> Iterator[None]:
+    """Put back the modules that loading the file again has replaced, and the global generators of Python and numpy."""
+    before, state, numpy = dict(sys.modules), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy)
+        for name, module in before.items():
+            if sys.modules.get(name) is not module:
+                sys.modules[name] = module

@@ -1,0 +1,160 @@
+"""``--resume`` beside other options: each is applied or refused. What is left out is as the run had it.
+
+==================================  ================================================================================
+option                              with ``--resume``
+==================================  ================================================================================
+--lr                                applied from here on; refused where a scheduler sets the rate
+--optimizer, an edited hook         refused where they build something else than the run began with
+--seed, --batch-size                another value is refused: the data's place and the random numbers go by them
+--num-microbatches, --precision,    applied from here on, and said
+--clip-grad-norm,
+--deferred-batch-norm
+==================================  ================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+from autopipe.errors import AutopipeError, RunError, counted
+from autopipe.ir.plan import Plan
+from autopipe.runtime.checkpoint import Checkpoint, TrainingOptions
+from autopipe.runtime.training_state.stage import Training, edits, refuse_partial, tree_for
+from autopipe.schedules import REGISTRY
+from autopipe.workflow.settings import TrainSettings
+from autopipe.workflow.steps import Prepared
+from autopipe.workload import Workload
+
+_FROM_WEIGHTS = "start a new run from its weights (autopipe export, then --init-from)"
+
+
+def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
+    """Return the settings with every option that was left out as the checkpoint has it.
+
+    Raises: RunError for an option that contradicts it.
+    """
+    refuse_partial(source)
+    recorded = source.manifest.options
+    assert recorded is not None
+    plan = settings.plan
+    model = plan.profile.model
+    if model.seed is not None and model.seed != source.manifest.seed:
+        raise RunError(
+            f"--seed {model.seed}: the run has seed {source.manifest.seed}, which the order of its data and all of its "
+            "random numbers go by",
+            where=str(source.directory),
+            remedy=f"leave --seed out; for another seed {_FROM_WEIGHTS}",
+        )
+    if recorded.batch_size and plan.batch_size not in (None, recorded.batch_size):
+        raise RunError(
+            f"--batch-size {plan.batch_size}: the run has minibatches of {recorded.batch_size}, and the place of its "
+            "data is counted in minibatches",
+            where=str(source.directory),
+            remedy=f"leave --batch-size out; for another size {_FROM_WEIGHTS}",
+        )
+    rate = recorded.lr if model.learning_rate is None else model.learning_rate
+    hooks = dict(model.hooks)
+    if recorded.optimizer:
+        hooks.setdefault("optimizer", recorded.optimizer)
+    model = replace(
+        model,
+        seed=source.manifest.seed,
+        learning_rate=rate,
+        hooks=hooks,
+        precision=model.precision or recorded.precision,
+    )
+    plan = replace(
+        plan,
+        profile=replace(plan.profile, model=model),
+        batch_size=plan.batch_size or recorded.batch_size or None,
+    )
+    if (plan.num_microbatches, plan.microbatch_size) == (None, None) and recorded.schedule != "custom":
+        plan = replace(plan, num_microbatches=recorded.num_microbatches)
+    kind = REGISTRY.get(recorded.schedule)
+    if plan.schedule is None and kind is not None and not kind.synchronous:
+        plan = replace(plan, schedule=recorded.schedule)
+    return replace(
+        settings,
+        plan=plan,
+        clip_grad_norm=recorded.clip_grad_norm if settings.clip_grad_norm is None else settings.clip_grad_norm,
+        deferred_batch_norm=settings.deferred_batch_norm or recorded.deferred_batch_norm,
+        new_rate=None if rate == recorded.lr else rate,
+    )
+
+
+def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> tuple[str, ...]:
+    """Compare what the options and hooks give now with what the run has; return what goes on otherwise, as notes.
+
+    Raises: RunError where they would silently be overwritten by the checkpoint, or cannot take over its state.
+    """
+    recorded = source.manifest.options
+    assert recorded is not None
+    if settings.new_rate is not None and prepared.workload.has_scheduler:
+        raise RunError(
+            f"--lr {settings.new_rate:g}: a scheduler sets the learning rate of this run, step by step, from "
+            "rates that are part of its state",
+            where=str(source.directory),
+            remedy=f"leave --lr out; to train on with other rates {_FROM_WEIGHTS}",
+        )
+    first, second = (_edits(settings, prepared, source) for _ in range(2))
+    # what differs from build to build, such as a time, is no edit
+    found = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
+    if found:
+        more = f", and {counted(len(found) - 1, 'more difference')}" if len(found) > 1 else ""
+        raise RunError(
+            f"the optimizer or its scheduler is built otherwise than when the run began: {found[0]}{more}",
+            where=str(source.directory),
+            remedy=f"bring it back as it was (--lr alone may change); or {_FROM_WEIGHTS}",
+        )
+    now = _options(settings, prepared.plan)
+    return tuple(
+        f"goes on with {text} {getattr(now, field)} (before: {getattr(recorded, field)})"
+        for field, text in {
+            "num_microbatches": "num-microbatches",
+            "precision": "precision",
+            "clip_grad_norm": "clip-grad-norm",
+            "deferred_batch_norm": "deferred-batch-norm",
+            "lr": "a learning rate of",
+        }.items()
+        if getattr(now, field) != getattr(recorded, field)
+    )
+
+
+def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
+    spec = plan.workload
+    recorded = TrainingOptions(spec.optimizer, spec.lr, spec.precision, 0, plan.num_microbatches)
+    return dataclasses.replace(
+        recorded, clip_grad_norm=settings.clip_grad_norm or 0.0, deferred_batch_norm=settings.deferred_batch_norm
+    )
+
+
+def _edits(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> dict[str, str]:
+    """Build every stage's optimizer and compare it with the checkpoint. Raises: RunError where it has no place."""
+    found: dict[str, str] = {}
+    for training in _trainings(prepared.workload, prepared.plan):
+        now = edits(source, training, rates=settings.new_rate is None)
+        found.update(now)
+        if not now:
+            tree_for(source, training)
+    return found
+
+
+def _trainings(workload: Workload, plan: Plan) -> list[Training]:
+    """Return the optimizers and schedulers of a plan's stages, over parameters without memory where possible."""
+    try:
+        return _of_stages(workload, plan, empty=True)
+    except AutopipeError:
+        return _of_stages(workload, plan, empty=False)
+
+
+def _of_stages(workload: Workload, plan: Plan, *, empty: bool) -> list[Training]:
+    named = dict(workload.build_model(empty=empty).named_parameters())
+    found = []
+    for stage in plan.stages:
+        copies = {tie.parameter for tie in plan.ties if stage.index in tie.copies}
+        owned = {name: p for name, p in named.items() if name in stage.parameters and name not in copies}
+        optimizer = workload.optimizer(list(owned.items()))
+        if optimizer is not None:
+            found.append(Training(owned, optimizer, workload.scheduler(optimizer)))
+    return found

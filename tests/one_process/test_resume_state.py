@@ -1,0 +1,97 @@
+"""Resume loses nothing: every setting of optimizer and scheduler, stopped at a step, under the same plan and others."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pipelines import Captured, Pipeline, build, captured_file, minibatches, plan_for
+from resume_cases import CASES, FILE, REFUSED, SAME_STAGES
+
+from autopipe.errors import RunError
+from autopipe.runtime.threads import run_in_threads
+from autopipe.runtime.training_state.trial import prove_restorable
+from autopipe.workload import LoadOptions, load_workload
+
+STEPS, STAGES = 8, 3
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    path = tmp_path_factory.mktemp("net") / "net.py"
+    path.write_text(FILE)
+    return captured_file(path, (), 8)
+
+
+def with_hooks(network: Captured, text: str, folder: Path) -> Captured:
+    """Return the same network with other hooks: what is captured does not depend on them."""
+    path = folder / "net.py"
+    path.write_text(FILE + text)
+    workload = load_workload(LoadOptions(str(path)))
+    return Captured(workload, network.capture, replace(network.profile, workload=workload.spec))
+
+
+def train(pipeline: Pipeline, items: list[object], steps: int) -> dict[str, torch.Tensor]:
+    job = replace(pipeline.job, steps=steps)
+    sessions = run_in_threads(
+        pipeline.run, job, pipeline.layout, lambda session: session.train(), items=lambda epoch: iter(items)
+    )
+    return pipeline.weights(sessions)
+
+
+def stopped_and_resumed(captured: Captured, folder: Path, step: int, stages: int) -> dict[str, torch.Tensor]:
+    """Train to ``step``, save, and go on in a new run with so many stages."""
+    items = minibatches(captured.workload, STEPS, 8)
+    if not (folder / "run").exists():
+        train(build(captured, plan_for(captured, STAGES, "1f1b", 2, 8), folder / "run", save=True), items, step)
+    shutil.copytree(folder / "run", folder / str(stages))
+    plan = plan_for(captured, stages, "1f1b", 2, 8)
+    return train(build(captured, plan, folder / str(stages), save=True, start_step=step), items, STEPS)
+
+
+def uninterrupted(captured: Captured, folder: Path) -> dict[str, torch.Tensor]:
+    plan = plan_for(captured, STAGES, "1f1b", 2, 8)
+    return train(build(captured, plan, folder / "whole"), minibatches(captured.workload, STEPS, 8), STEPS)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_was_stopped_ends_with_the_same_weights(name: str, network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, CASES[name], tmp_path)
+    draw = random.Random(name)
+    step, others = draw.randint(1, STEPS - 1), draw.choice((1, 2, 4))
+    expected = uninterrupted(captured, tmp_path)
+    for stages in (STAGES, others):
+        assert_equal(stopped_and_resumed(captured, tmp_path, step, stages), expected)
+
+
+@pytest.mark.parametrize("name", SAME_STAGES)
+def test_what_belongs_to_a_stage_goes_on_with_the_same_stages(name: str, network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, SAME_STAGES[name], tmp_path)
+    assert_equal(stopped_and_resumed(captured, tmp_path, 5, STAGES), uninterrupted(captured, tmp_path))
+    with pytest.raises(RunError, match="is not the same in all stages of the checkpoint"):
+        stopped_and_resumed(captured, tmp_path, 5, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("name", [*CASES, *SAME_STAGES])
+def test_the_trial_before_a_run_passes_what_can_be_restored(name: str, network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, {**CASES, **SAME_STAGES}[name], tmp_path)
+    assert prove_restorable(captured.workload) == ""
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_checkpoint_can_hold_is_refused_before_training(name: str, network: Captured, tmp_path: Path) -> None:
+    text, words = REFUSED[name]
+    with pytest.raises(RunError, match=words) as caught:
+        prove_restorable(with_hooks(network, text, tmp_path).workload)
+    assert caught.value.remedy
