@@ -16,7 +16,14 @@ from autopipe.report.text import in_bytes, in_ranges, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.workflow.doctor import Examination
-    from autopipe.workflow.results import CheckReport, EvaluateResult, ExportResult, SimulateResult, TrainResult
+    from autopipe.workflow.results import (
+        CheckReport,
+        EvaluateResult,
+        ExportResult,
+        FullBatchReport,
+        SimulateResult,
+        TrainResult,
+    )
 
 WORST_PARAMETERS = 8
 
@@ -184,7 +191,42 @@ def _memory(plan: Plan, cluster: Cluster) -> Table:
 
 
 def check(report: CheckReport) -> tuple[Any, ...]:
-    """Return the verdict and the worst parameters."""
+    """Return the verdict, the worst parameters, and what was compared."""
+    found = _verdict(report)
+    if report.full_batch is None:
+        return found
+    return (*found, compared_with(report.full_batch), *_full_batch(report.full_batch))
+
+
+def compared_with(full: FullBatchReport) -> str:
+    """Return which plain loop it was, and how far a whole batch is from it."""
+    sizes = str(max(full.samples)) if len(set(full.samples)) == 1 else f"{min(full.samples)} to {max(full.samples)}"
+    if full.microbatches == 1:
+        return f"compared with plain training over whole batches of {sizes}"
+    text = f"compared with plain accumulation over {full.microbatches} microbatches of {sizes}"
+    weighted = "" if full.divisor == "the samples" else f", weighted by {full.divisor}"
+    error = "has no finite gradient" if full.error is None else f"differs by {full.error:.0e}"
+    if full.reason:
+        error = f"was not compared ({full.reason})"
+    said = f"{text}{weighted}; the full batch {error}"
+    if not full.statistics:
+        return said
+    layers = counted(len(full.statistics), "layer")
+    taken = "with" if full.parameters else "but for"
+    return f"{said}, {taken} the batch statistics of {layers}, which every microbatch takes for itself"
+
+
+def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
+    if not full.parameters:
+        return ()
+    table = _table("one step of the full batch", "parameter", "gradient", "weight after the step")
+    for entry in full.parameters:
+        errors = (entry.gradient_error, entry.weight_error)
+        table.add_row(entry.name, *("not a number" if error is None else f"{error:.3g}" for error in errors))
+    return (table,)
+
+
+def _verdict(report: CheckReport) -> tuple[Any, ...]:
     if report.bitwise:
         what = "equal to plain training, to the last bit"
         if report.orders:

@@ -80,6 +80,7 @@ class _Writer:
         for entry in walk.module.graph.nodes:
             if entry.op == "placeholder":
                 self.copies[entry] = self.graph.node_copy(entry)
+                self.copies[entry].name = entry.name  # as the batch names it; torch.fx renames a name such as "input"
         needed = {
             node
             for product in products

@@ -74,15 +74,19 @@ def _level(tensor: Tensor, name: str) -> None:
 
 
 @contextlib.contextmanager
-def steady(workload: Workload, model: nn.Module, item: Item) -> Iterator[None]:
-    """Make a model such that the gradient of a batch is comparable with that of its parts."""
+def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool = False) -> Iterator[None]:
+    """Make a model such that the gradient of a batch is comparable with that of its parts.
+
+    ``as_it_is``: leave weights and batch statistics as they are; what is changed is put back all the same.
+    """
     snapshot = Snapshot(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     data = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
-        _move(model)
-        _fix_statistics(workload, model, item)
+        if not as_it_is:
+            _move(model)
+            _fix_statistics(workload, model, item)
         yield
     finally:
         for parameter, before in data:

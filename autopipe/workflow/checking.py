@@ -20,6 +20,7 @@ from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
+from autopipe.workflow.whole import compared_with_the_whole
 from autopipe.workload.items import resized
 from autopipe.workload.targets import in_full
 
@@ -46,9 +47,9 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         prepared = prepare(settings.plan, progress)
         beyond = optimizer_cause(prepared)
         found = _compare(prepared, settings.steps)
-        return _report(
-            found, prepared, beyond or (None if found.equal or found.nonfinite else unequal(found, prepared))
-        )
+        cause = beyond or (None if found.equal or found.nonfinite else unequal(found, prepared))
+        full = compared_with_the_whole(prepared, step=settings.full_batch)
+        return replace(_report(found, prepared, cause), full_batch=full)
 
 
 def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
@@ -113,7 +114,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
 def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
     """Return what stands for a comparison in the file of those that were made: all that decides its result."""
     plan = prepared.plan
-    stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("stage_*.py")))
+    stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("*.py")))
     files = [Path(path).read_bytes().hex() for path in prepared.workload.files if Path(path).is_file()]
     return " ".join(map(str, (digest((stages, files, plan.workload)), plan.digest, plan.num_microbatches, *options)))
 

@@ -124,12 +124,40 @@ class ParameterError:
 
 
 @dataclass(frozen=True, slots=True)
+class FullBatchParameter:
+    """How far microbatches are from the whole batch: the gradient, and the weight after a step. None: not a number."""
+
+    name: str
+    gradient_error: float | None
+    weight_error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FullBatchReport:
+    """The plain loop that a plan is compared with, beside the step of one whole batch.
+
+    ``samples``: in each microbatch. ``error``: of the gradient, relative to its size; None where it is not a number.
+    ``divisor``: what microbatches are weighted by. ``statistics``: layers that take statistics of each microbatch.
+    ``parameters``: where they were asked for (``--full-batch``). ``reason``: why nothing was compared, else "".
+    """
+
+    microbatches: int
+    samples: tuple[int, ...]
+    error: float | None
+    divisor: str
+    statistics: tuple[str, ...] = ()
+    parameters: tuple[FullBatchParameter, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckReport:
     """``bitwise``: not one bit differs from a plain loop. ``equal``: that, or as close as can be promised.
 
     The plain loop adds up in the plan's order. ``orders``: why that is not one process's, empty where it is;
     ``order_error``: by how much the two differ. ``cause``: why it is not equal, where, and what to do about it.
-    ``nonfinite``: what is no finite number, and so proves nothing; "" where all is.
+    ``nonfinite``: what is no finite number, and so proves nothing; "" where all is. ``full_batch``: what the loop is
+    beside the step of one whole batch.
     """
 
     equal: bool
@@ -144,6 +172,7 @@ class CheckReport:
     orders: tuple[str, ...] = ()
     order_error: float = 0.0
     cause: str = ""
+    full_batch: FullBatchReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,10 +138,13 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
-    """``steps``: optimizer steps that are compared with plain training."""
+    """``steps``: optimizer steps that are compared with plain training. ``full_batch``: every parameter of one step of
+    a whole batch as well.
+    """
 
     plan: PlanSettings
     steps: int = 2
+    full_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pipelines import Captured, build, captured_file, minibatches, plan_for
 
 from autopipe.generate import load_divisor
 from autopipe.ir.shares import Shares
+from autopipe.runtime.full_batch import full_batch
 from autopipe.runtime.shares import shares_of
 
 
@@ -104,3 +105,23 @@ def plain(path: Path, items: list[Batch], count: int, divisor: Callable[[Batch],
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return model
+
+
+def test_the_full_batch_differs_by_rounding_where_microbatches_are_weighted_right(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    errors = {}
+    for name in ("ignore_index", "sum", "contrastive"):
+        made = captured(next(case for case in CASES if case.name == name), folder)
+        item = next(made.workload.items(7))
+        plan = plan_for(made, 2, "gpipe", 7, 7)
+        run = build(made, plan).run
+        parts = made.workload.split(item, 7)
+        factors = of_minibatch(made, item, parts, plan, run.stages).factors
+        errors[name] = full_batch(made.workload, item, parts, factors, cpu).error
+        stepped = full_batch(made.workload, item, parts, factors, cpu, step=True)
+        assert len(stepped.parameters) >= 4
+        worst = max(pair.gradient or 0.0 for pair in stepped.parameters)
+        assert (worst < 1e-9) == (name != "contrastive")
+        assert (max(pair.weight or 0.0 for pair in stepped.parameters) > 1e-4) == (name == "contrastive")
+    assert errors["ignore_index"] < 1e-12 > errors["sum"]
+    assert errors["contrastive"] > 0.1

@@ -1,0 +1,48 @@
+"""``check``: what the plain loop is, beside the step of one whole batch."""
+
+from __future__ import annotations
+
+import torch
+
+from autopipe.generate import load_divisor
+from autopipe.runtime.full_batch import FullBatch, full_batch
+from autopipe.runtime.shares import shares_of
+from autopipe.trace.coupling import normalised_layers
+from autopipe.workflow.results import FullBatchParameter, FullBatchReport
+from autopipe.workflow.steps import Prepared
+from autopipe.workload.items import resized
+
+_MOST_SAMPLES = 64
+
+
+def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchReport:
+    """Compare the first minibatch with its microbatches, without stages. ``step``: every parameter, after a step.
+
+    Of a large minibatch only the first samples are compared, unless ``step``: it may not fit as a whole.
+    """
+    plan, graph, workload = prepared.plan, prepared.graph, prepared.workload
+    item = next(workload.items(plan.batch_size if workload.takes_batch_size else None))
+    whole = workload.split(item, plan.num_microbatches)
+    if not step:
+        item = resized(item, min(workload.num_samples(item), _MOST_SAMPLES))
+    parts = workload.split(item, plan.num_microbatches)
+    samples = [workload.num_samples(part) for part in parts]
+    divisor = load_divisor(prepared.stages, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+    leaves = workload.leaves
+    shares = shares_of(divisor, leaves(item), [leaves(part) for part in parts], samples)
+    device = torch.device(prepared.profile.device.kind)
+    reason = ""
+    try:
+        found = full_batch(workload, item, parts, shares.factors, device, step=step)
+    except (RuntimeError, MemoryError) as error:  # as a rule it does not fit
+        found = FullBatch(None)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return FullBatchReport(
+        microbatches=len(whole),
+        samples=tuple(workload.num_samples(part) for part in whole),
+        error=found.error,
+        reason=reason,
+        divisor=graph.divisor or "the samples",
+        statistics=tuple(normalised_layers(graph)),
+        parameters=tuple(FullBatchParameter(pair.name, pair.gradient, pair.weight) for pair in found.parameters),
+    )
