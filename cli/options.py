@@ -167,6 +167,12 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
         type=types.one_of("recompute setting", "auto", "always", "never"),
         help="Run forwards twice to save memory. [default: auto, where it does not fit without]",
     ),
+    option(
+        "--exact-ties",
+        type=types.one_of("setting of exact ties", "auto", "always"),
+        help="always: the gradient of a tied parameter travels with every microbatch, in one process's order of sums, "
+        "however large it is. [default: auto, where it is small; else the stages' sums are added once a step]",
+    ),
 )
 
 
@@ -255,6 +261,7 @@ def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
         given["replicas"],
         order_settings(given),
         given.get("max_shapes", MAX_SHAPES),
+        given["exact_ties"],
     )
 
 

@@ -121,7 +121,9 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         num_ranks=num_used,
         stages=stages,
         boundaries=boundaries,
-        ties=find_ties(graph, [names for names, _ in state], exchanged, problem.microbatch_size),
+        ties=find_ties(
+            graph, [names for names, _ in state], exchanged, problem.microbatch_size, problem.options.exact_ties
+        ),
         schedule=problem.needs.name,
         schedule_options=options,
         schedule_text=problem.options.schedule_text,

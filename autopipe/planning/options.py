@@ -10,6 +10,7 @@ from types import MappingProxyType
 from autopipe.errors import PlanError, unknown_choice
 
 RECOMPUTE = ("auto", "always", "never")
+EXACT_TIES = ("auto", "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class PlanOptions:
     without), "always", "never". ``straight``: one rank a stage, ``num_ranks`` stages.
     ``schedule_options``: what else the schedule is told, and ``schedule_text`` its text; the plan takes both over.
     ``stage_ranks``: the rank of each stage, where a schedule's text says it; else stages are dealt out in turn.
+    ``exact_ties``: "always" adds up the gradients of tied parameters in plain autograd's order whatever their size,
+    "auto" those of small ones.
     ``offered``: the ranks that there are, where ``num_ranks`` of them are to be used; 0: no others.
     ``replica_choices``: "any", or "powers" of two (a faster search). ``tolerance``: how far from the best a flush plan
     may stay, 0 for exact.
@@ -110,6 +113,7 @@ class PlanOptions:
     schedule_text: str = ""
     stage_ranks: tuple[int, ...] = ()
     offered: int = 0
+    exact_ties: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "batch_size", "stages_per_rank"):
@@ -121,6 +125,8 @@ class PlanOptions:
                 raise PlanError(f"{name} is {value}; at least 1 is needed")
         if self.recompute not in RECOMPUTE:
             raise PlanError(unknown_choice("recompute setting", self.recompute, RECOMPUTE))
+        if self.exact_ties not in EXACT_TIES:
+            raise PlanError(unknown_choice("setting of exact ties", self.exact_ties, EXACT_TIES))
         if self.stages_per_rank > 1 and not self.straight:
             raise PlanError(
                 "several stages a rank and replicated stages do not go together",

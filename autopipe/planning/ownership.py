@@ -61,19 +61,22 @@ def state_of_stages(graph: Graph, cuts: Cuts, positions: Sequence[int]) -> list[
     return stages
 
 
-def find_ties(graph: Graph, stages: Sequence[Sequence[str]], exchanged_bytes: int, batch_size: int) -> tuple[Tie, ...]:
+def find_ties(
+    graph: Graph, stages: Sequence[Sequence[str]], exchanged_bytes: int, batch_size: int, exact_ties: str = "auto"
+) -> tuple[Tie, ...]:
     """Return the parameters that several stages use; the first one owns it.
 
     ``exact`` where the parameter is no larger than what the stages exchange for a microbatch anyway
-    (``exchanged_bytes``): then its gradient may travel with every microbatch, in plain autograd's order. A frozen
-    parameter is always ``exact``: it has no gradient.
+    (``exchanged_bytes``): then its gradient may travel with every microbatch, in plain autograd's order. With
+    ``exact_ties`` "always" it does whatever its size. A frozen parameter is always ``exact``: it has no gradient.
     """
     sizes = graph.sizes(batch_size)
     ties = []
     for name, spec in graph.parameters.items():
         users = [index for index, parameters in enumerate(stages) if name in parameters]
         if len(users) > 1:
-            exact = not spec.requires_grad or spec.num_bytes(sizes) <= exchanged_bytes
+            small = spec.num_bytes(sizes) <= exchanged_bytes
+            exact = exact_ties == "always" or not spec.requires_grad or small
             ties.append(Tie(name, users[0], tuple(users[1:]), exact))
     return tuple(ties)
 

@@ -19,6 +19,7 @@ _OPTIONS = {
     "num_microbatches": "--num-microbatches",
     "microbatch_size": "--microbatch-size",
     "recompute": "--recompute",
+    "exact_ties": "--exact-ties",
     "cluster": "--cluster",
     "gpu_memory_bytes": "--gpu-memory",
     "link": "--link",
@@ -36,6 +37,7 @@ _OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
 _CHOICES = {
     "schedule": ("auto", *REGISTRY),
     "recompute": ("auto", "always", "never"),
+    "exact_ties": ("auto", "always"),
     "replicas": ("auto", "never"),
 }
 
@@ -59,6 +61,7 @@ class PlanRequest:
     stages_per_rank: int | None = None
     warmup_depth: int | None = None
     grid: str | None = None
+    exact_ties: str | None = None
 
     def __post_init__(self) -> None:
         counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"
@@ -112,6 +115,7 @@ class PlanRequest:
             order.stages_per_rank,
             order.warmup_depth,
             grid,
+            settings.exact_ties,
         )
 
     def overlaid(self, said: PlanRequest) -> PlanRequest:

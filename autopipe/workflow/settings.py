@@ -115,7 +115,7 @@ class PlanSettings:
     """What a plan is for. ``schedule``: a name or "auto"; ``gpus``: ranks, where None is those of the stored plan.
 
     ``replicas``: "auto" (stages may run on several ranks) or "never". ``max_shapes``: for how many further shapes of
-    the batch code is made while ranks run.
+    the batch code is made while ranks run. ``exact_ties``: "always" or "auto", of tied parameters.
     """
 
     profile: ProfileSettings
@@ -129,6 +129,7 @@ class PlanSettings:
     replicas: str | None = None
     order: OrderSettings = OrderSettings()
     max_shapes: int = MAX_SHAPES
+    exact_ties: str | None = None
 
     @property
     def work_dir(self) -> Path:

@@ -106,6 +106,7 @@ def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: in
         schedule=schedule,
         needs=None if needs is NEEDS[schedule] else needs,
         recompute=request.recompute or "auto",
+        exact_ties=request.exact_ties or "auto",
         schedule_options=tuple(request.schedule_options.items()),
     )
 
@@ -166,6 +167,7 @@ def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptio
         microbatch_size=request.microbatch_size,
         schedule="custom",
         recompute=request.recompute or "auto",
+        exact_ties=request.exact_ties or "auto",
         schedule_text=request.grid,
         stage_ranks=tuple(ranks[0] for ranks in stage_ranks),
     )
