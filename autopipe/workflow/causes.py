@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopipe.errors import RunError
 from autopipe.ir.graph import Graph, Node
+from autopipe.runtime.check import staleness
 from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.optimizer_probe import Finding, probe
@@ -13,17 +14,39 @@ from autopipe.workload.overlap import overlapping
 _ONE_STAGE = "or train in one stage (--gpus 1)"
 
 
-def optimizer_cause(prepared: Prepared) -> RunError | None:
-    """Return the error for an optimizer that does not step each parameter by itself; None where it does.
+def seen_beforehand(prepared: Prepared) -> RunError | None:
+    """Return the error for what no few steps show for certain; None where there is nothing of the kind.
+
+    It is an optimizer that does not step each parameter by itself, and parameters of several stages in one memory.
 
     Raises: ModelFileError as the optimizer hook does.
     """
+    if len(prepared.plan.stages) == 1:
+        return None
+    overlap = _overlap(prepared)
+    if overlap is not None:
+        return overlap
     copies = {(tie.parameter, stage) for tie in prepared.plan.ties for stage in tie.copies}
     stages = [
         [name for name in stage.parameters if (name, stage.index) not in copies] for stage in prepared.plan.stages
     ]
     found = probe(prepared.workload, stages)
     return None if found is None else looks_beyond(found, prepared)
+
+
+def _overlap(prepared: Prepared) -> RunError | None:
+    found = overlapping(prepared.workload.build_model())
+    if found is None:
+        return None
+    one, other = ({stage.index for stage in prepared.plan.stages if name in stage.parameters} for name in found)
+    if one == other and not staleness(Layout.of(prepared.plan, prepared.graph)):
+        return None
+    return RunError(
+        f"parameters {found[0]} (stages {sorted(one)}) and {found[1]} (stages {sorted(other)}) are two parameters over "
+        "the same memory, so a step of one changes the other; stages, and weight versions, have no memory in common",
+        where=prepared.workload.name,
+        remedy=f"tie them by using one nn.Parameter in both places, which is found and kept equal; {_ONE_STAGE}",
+    )
 
 
 def looks_beyond(found: Finding, prepared: Prepared) -> RunError:
@@ -52,6 +75,14 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
     """Return the error for a comparison that is not equal: what differs first, in which stage, and why."""
     graph, plan = prepared.graph, prepared.plan
     worst = max(found.differences, key=lambda d: d.error)
+    written = _changes_input(graph)
+    if written is not None and not found.first_gradients:
+        node, name = written
+        return RunError(
+            f"the forward changes its input {name} in place, and another stage reads it unchanged: {_by(found)}",
+            where=node.source,
+            remedy=f"work on a copy ({name} = {name}.clone()) before that line",
+        )
     if found.first_gradients and not found.first_weights:
         return RunError(
             "the optimizer steps otherwise in stages: the gradients of the first step are those of plain training to "
@@ -61,23 +92,6 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
             remedy="let the optimizer step each parameter by its own gradient and state alone: no norm or count over "
             "all parameters (--clip-grad-norm X clips over all stages), no place in the list, no random numbers, no "
             f"parameters that it was not given; {_ONE_STAGE}",
-        )
-    written = _changes_input(graph)
-    if written is not None:
-        node, name = written
-        return RunError(
-            f"the forward changes its input {name} in place, and another stage reads it unchanged: {_by(found)}",
-            where=node.source,
-            remedy=f"work on a copy ({name} = {name}.clone()) before that line",
-        )
-    shared = overlapping(prepared.workload.build_model())
-    if shared:
-        one, other = shared
-        return RunError(
-            f"parameters {one} and {other} are two parameters over the same memory, so a step of one changes the "
-            f"other; stages have no memory in common: {_by(found)}",
-            where=prepared.workload.name,
-            remedy="tie them by using one nn.Parameter in both places, which is found and kept equal",
         )
     name, stage, node_ = _first_wrong(found, graph, Layout.of(plan, graph))
     where = f"{node_.source} (node {node_.name}, stage {stage})" if node_ is not None else f"stage {stage}"

@@ -15,7 +15,7 @@ from autopipe.runtime.check import compare
 from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
-from autopipe.workflow.causes import optimizer_cause, unequal
+from autopipe.workflow.causes import seen_beforehand, unequal
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
@@ -45,7 +45,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
     """
     with only_one(settings.plan.work_dir, "compares a plan with plain training"):
         prepared = prepare(settings.plan, progress)
-        beyond = optimizer_cause(prepared)
+        beyond = seen_beforehand(prepared)
         found = _compare(prepared, settings.steps)
         cause = beyond or (None if found.equal or found.nonfinite else unequal(found, prepared))
         full = compared_with_the_whole(prepared, step=settings.full_batch)
@@ -89,7 +89,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return
     events("progress", {"what": f"comparing {_FIRST_STEPS} steps with plain training", "fraction": 0.0})
-    beyond = optimizer_cause(prepared)
+    beyond = seen_beforehand(prepared)
     if beyond is not None:
         raise beyond
     found = _compare(prepared, _FIRST_STEPS, **options)
