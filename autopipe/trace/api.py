@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from autopipe.trace.divisor import find_divisor
 from autopipe.trace.ladder import Ladder
 from autopipe.trace.lengths import Length, cut, found_lengths, shorter, sizes_of
 from autopipe.trace.result import Capture
+from autopipe.trace.state.check import refuse_changing_state
+from autopipe.trace.state.observe import Ran, observed
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.layouts import laid_out
@@ -60,17 +63,20 @@ def capture(
 def _capture(
     workload: Workload, model: nn.Module, batch_size: int, allow_data_dependent: bool, verify: bool, free: bool
 ) -> Capture:
-    item = workload.example_item(batch_size)
+    made: dict[types.CodeType, Ran] = {}
+    item = observed(lambda: workload.example_item(batch_size), made)
     distinct = _distinct(model, workload.leaves(item).values(), batch_size)
     if distinct != batch_size:
         batch_size, item = distinct, workload.example_item(distinct)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
     ladder = Ladder(workload, model, item, batch_size)
     lengths = found_lengths(model, workload.leaves(item), batch_size) if free else ()
     with _nothing_collected():
         captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
+    if trains(model) and not on_meta:
+        refuse_changing_state(workload, model, item, made)
     other = _other(workload, batch_size)
     captured = _with_divisor(workload, captured, item, other)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
         return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -20,7 +21,7 @@ from autopipe import draws
 from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.borrowed import Snapshot
-from autopipe.trace.explain import place_of
+from autopipe.trace.explain import place_of, short_path
 from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.replay import replay
 from autopipe.workload import Item, Workload
@@ -29,6 +30,7 @@ from autopipe.workload.layouts import laid_out
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4
 BUFFER_TOLERANCE = 1e-4
+_SHOWN = 4  # hooks that an error names
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,23 @@ def verify(
                     raise TraceError(stopped.what, where=stopped.where, remedy=stopped.remedy) from stopped
                 notes.append(f"{told}: {stopped.what} ({stopped.where})")
                 continue
-            exact &= _compare(left, right, told, graph)
+            try:
+                exact &= _compare(left, right, told, graph)
+            except TraceError as error:
+                raise _with_hooks(error, model) from error
     return exact, notes
+
+
+def _with_hooks(error: TraceError, model: nn.Module) -> TraceError:
+    """Name the backward hooks where a gradient differs: of a module that is cut open, stages run none."""
+    hooks = hooks_of(model)
+    if not hooks or "gradient" not in error.what:
+        return error
+    return TraceError(
+        f"{error.what}; the model has hooks that may change gradients: {', '.join(hooks[:_SHOWN])}",
+        where=error.where,
+        remedy="leave the hook out, or change the gradient in a torch.autograd.Function in the forward",
+    )
 
 
 def _run(
@@ -146,6 +163,26 @@ def _compare(wanted: Outcome, found: Outcome, told: str, graph: Graph) -> bool:
         other = found.values.get(name)
         exact &= _compare_one(name, value, other, told, _first_user(graph, name))
     return exact
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """Name the hooks that may change gradients: of modules and of parameters, each with its function and line."""
+    found = []
+    for path, module in model.named_modules():
+        hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+        found += [f"{_function(hook)} on {path or 'the model'}" for hook in hooks]
+    for path, parameter in model.named_parameters():
+        of_parameter = getattr(parameter, "_backward_hooks", None) or {}
+        found += [f"{_function(hook)} on {path}" for hook in of_parameter.values()]
+    return found
+
+
+def _function(hook: Any) -> str:
+    """Return a function's name with its file and line."""
+    hook = getattr(hook, "func", hook)
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
+    return f"{name} ({short_path(code.co_filename)}:{code.co_firstlineno})" if code is not None else name
 
 
 def _first_user(graph: Graph, name: str) -> str:

@@ -133,6 +133,10 @@ class Workload:
         """Whether somebody may say how large a minibatch is: only a ``data`` hook without ``batch_size`` decides."""
         return not self.has_data or self._hooks["data"].takes_batch_size
 
+    def functions(self) -> dict[str, Any]:
+        """Return what the hooks call or iterate, by name of the hook."""
+        return {name: hook.function for name, hook in self._hooks.items()}
+
     # --- the model ----------------------------------------------------------------------------------------------------
 
     def build_model(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:

@@ -241,8 +241,8 @@ def test_a_graph_that_is_not_the_model_is_an_error_with_both_numbers():
             self.steps = 0
 
         def forward(self, x):
-            self.steps += 1
-            return (self.a(x) * self.steps).pow(2).mean()
+            vars(self)["steps"] = vars(self)["steps"] + 1  # out of sight of what reads its source
+            return (self.a(x) * vars(self)["steps"]).pow(2).mean()
 
     with pytest.raises(TraceError) as caught:
         capture(Toy(Counting, vectors))

@@ -1,0 +1,275 @@
+"""Refuse a model whose forward, loss or data hook changes Python state that a forward or loss reads."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopipe import draws
+from autopipe.errors import TraceError
+from autopipe.trace.borrowed import Snapshot as ModelSnapshot
+from autopipe.trace.caches import users_namespaces
+from autopipe.trace.patches import flat_checkpoints
+from autopipe.trace.state.observe import Ran, is_package, is_users_file, observed
+from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot, is_users_module
+from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key
+from autopipe.workload import Item, Workload
+from autopipe.workload.layouts import laid_out
+
+_MOST_FUNCTIONS = 2000
+_ENOUGH = 5  # samples, of which a half and its half are two batches of several samples
+_MOST_PLACES = 64  # changed ones that are looked for in the source
+_FORWARD, _DATA = "the forward or the loss", "the data hook"
+_KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"
+_INPUT = "give it as a tensor of the batch"
+_DRAW = "draw with torch's functions, without generator=, and apply the result as a factor"
+_FREEZE = "freeze and switch parts where the model is built; another set of trained parameters is another run"
+
+
+def refuse_changing_state(
+    workload: Workload, model: nn.Module, item: Item, data: dict[types.CodeType, Ran] | None = None
+) -> None:
+    """Run forward and loss a few times, and refuse state that they change and read. The model is left as it was.
+
+    ``data``: the functions that ran when the batch was made.
+
+    Raises: TraceError naming the state, the line that writes it and the line that reads it.
+    """
+    hooks = workload.functions() if hasattr(workload, "functions") else {}
+    half = workload.split(item, 2)[0] if workload.num_samples(item) >= _ENOUGH else item
+    look = _Look(workload, model, half, hooks)
+    model_before, buffers = ModelSnapshot(model), [(b, b.detach().clone()) for b in model.buffers()]
+    before = look.snapshot()
+    try:
+        try:
+            after = look.run_thrice()
+        except Exception:  # what fails by itself is explained where it is followed
+            return
+        look.refuse_changes(after)
+        look.refuse_data(after[-1], data or {})
+    finally:
+        before.restore()
+        model_before.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+@dataclass
+class _Look:
+    """One look at a model. ``ran``: the functions of the user's that run in forward and loss."""
+
+    workload: Workload
+    model: nn.Module
+    item: Item
+    hooks: dict[str, Any]
+    ran: dict[types.CodeType, Ran] = field(default_factory=dict)
+    _accesses: list[tuple[Reader, Access]] | None = None
+
+    def snapshot(self) -> Snapshot:
+        """Take a snapshot of what model, loss and the user's modules can reach."""
+        return Snapshot.of(self._roots())
+
+    def _roots(self) -> Iterator[tuple[str, Any]]:
+        yield "model", self.model
+        if "loss" in self.hooks:
+            yield "loss", self.hooks["loss"]
+        names = {module.__name__ for module in users_namespaces(self.model)}
+        names |= {ran.globals.get("__name__", "") for ran in self.ran.values()}
+        names |= {getattr(hook, "__module__", None) or "" for hook in self.hooks.values()}
+        for name in sorted(names):
+            module = sys.modules.get(name)
+            if module is not None and is_users_module(name):
+                yield name, module
+
+    def run_thrice(self) -> tuple[Snapshot, Snapshot, Snapshot]:
+        """Run the batch, a smaller one, and the batch again; return the snapshots behind each."""
+        part = self.workload.split(self.item, 2)[0]
+        observed(lambda: self.run(self.item), self.ran)
+        first = self.snapshot()
+        self.run(part)
+        second = self.snapshot()
+        self.run(self.item)
+        return first, second, self.snapshot()
+
+    def run(self, item: Item) -> Tensor:
+        """Return the loss of a batch."""
+        item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)
+        with flat_checkpoints(), draws.Draws(self.workload.spec.seed, 0, 0), torch.enable_grad():
+            return self.workload.loss(self.model, item)[0].detach()
+
+    # --- forward and loss ---------------------------------------------------------------------------------------------
+
+    def refuse_changes(self, after: tuple[Snapshot, Snapshot, Snapshot]) -> None:
+        """Refuse what changed with every run, and is read. A cache for the shape of the batch is back as it was."""
+        first, second, last = after
+        changed = last.changed_since(first, second)
+        for place in changed:
+            if place[1] == DRAWN:
+                uses = self._uses(last.owners[place[0]], last)
+                self._refuse(_FORWARD, f"the generator {last.names[place]}", uses, [], _DRAW)
+        if not changed or len(changed) > _MOST_PLACES * 100:
+            return
+        for place in changed[:_MOST_PLACES]:
+            self._refuse_place(place, last)
+
+    def _refuse_place(self, place: Place, last: Snapshot) -> None:
+        key = owner_key(last.owners[place[0]]), place[1]
+        is_tensor = isinstance(_value(last.owners[place[0]], place[1]), Tensor)
+        writes = [access for _, access in self._all(last) if access.kind != "read" and _meets(access, key)]
+        read = self._really_read(key, last, set())
+        if read is None or (is_tensor and not writes):
+            return  # a tensor that is changed in place is seen where the model is followed
+        if not any(access.kind == "update" for access in writes) and not self._carried(place, last):
+            return  # every run writes it before it reads it
+        self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
+
+    def _really_read(self, key: Key, last: Snapshot, seen: set[Key]) -> Access | None:
+        """Return a read of a place that goes anywhere but into state that nothing reads."""
+        if key in seen:
+            return None
+        seen.add(key)
+        for reader, access in self._all(last):
+            if access.kind != "read" or not _meets(access, key) or _is_helper(reader):
+                continue
+            if access.feeds is None or any(self._really_read(p, last, seen) for p in access.feeds if p != key):
+                return access
+        return None
+
+    def _carried(self, place: Place, last: Snapshot) -> bool:
+        """Tell whether a run reads what the run before it wrote: with a value there that nobody can use it fails."""
+        owner = last.owners[place[0]]
+        namespace = owner if isinstance(owner, (dict, list)) else getattr(owner, "__dict__", None)
+        if isinstance(owner, type) or namespace is None or (isinstance(owner, nn.Module) and place[1] not in namespace):
+            return False
+        try:
+            wanted = self.run(self.item)
+            namespace[place[1]] = _Unusable()
+            found = self.run(self.item)
+        except Exception:
+            return True
+        finally:
+            last.restore()
+        return not torch.equal(wanted, found)
+
+    def _uses(self, generator: Any, last: Snapshot) -> list[Access]:
+        """Return where forward and loss have a generator of their own in hand."""
+        places = (Reader(ran, last).place_of(generator) for ran in self.ran.values())
+        return [Access("read", frozenset(), where) for where in places if where]
+
+    def _all(self, last: Snapshot) -> list[tuple[Reader, Access]]:
+        """Return every access of the functions that ran, and of those that they call in branches not taken."""
+        if self._accesses is None:
+            readers = list(_readers(self.ran, last))
+            self._accesses = [(reader, access) for reader in readers for access in reader.accesses()]
+        return self._accesses
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def refuse_data(self, last: Snapshot, data: dict[types.CodeType, Ran]) -> None:
+        """Refuse a data hook that changes the model, or state that a forward or loss reads."""
+        ran = dict(data)
+        for name in ("data", "evaluate_data"):
+            function = self.hooks.get(name)
+            if isinstance(function, types.FunctionType):
+                ran.setdefault(function.__code__, Ran(function.__code__, function.__globals__))
+        ran = {code: one for code, one in ran.items() if not is_package(code.co_filename)}
+        for reader in _readers(ran, last):
+            for access in reader.accesses():
+                if access.kind == "read" or (access.kind == "write" and not access.repeated):
+                    continue  # what is set once for each call of data() is the same each time
+                if access.changes_model and _is_torchs(access.owner):
+                    self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
+                for key in access.places:
+                    read = self._really_read(key, last, set())
+                    if read is not None:
+                        self._refuse(_DATA, self._name(key, last), [access], [read], _INPUT)
+                if access.changes_model.endswith("()"):
+                    self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
+
+    @staticmethod
+    def _name(key: Key, last: Snapshot) -> str:
+        owned = {place[1]: name for place, name in last.names.items() if owner_key(last.owners[place[0]]) == key[0]}
+        return owned.get(key[1]) or owned.get(WHOLE) or str(key[1])
+
+    def _refuse(self, who: str, name: str, writes: list[Access], reads: list[Access], remedy: str) -> NoReturn:
+        where = next((access.where for access in (*writes, *reads)), "")
+        read = f"it is read at {_short(reads[0].where)}; " if writes and reads else ""
+        also = ", and the model reads it" if reads else ""
+        raise TraceError(
+            f"{who} changes {name}{also}: the model is not one fixed graph", where=where, remedy=f"{read}{remedy}"
+        )
+
+
+class _Unusable:
+    """Stands for a value that a run should not read. It can be printed, and nothing else."""
+
+    def __repr__(self) -> str:
+        return "a value of the run before"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __bool__(self) -> bool:
+        raise ValueError("the value of the run before is read")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the value of the run before is read")
+
+    __hash__ = None  # type: ignore[assignment]  # a value that cannot be looked up
+
+
+def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Reader]:
+    """Give a reader for each function, and for those of the user's own files that they call anywhere."""
+    pending, seen = list(ran.values()), set(ran)
+    while pending and len(seen) < _MOST_FUNCTIONS:
+        reader = Reader(pending.pop(0), snapshot)
+        yield reader
+        if is_package(reader.filename):
+            continue
+        for function in reader.called():
+            code = function.__code__
+            if code not in seen and is_users_file(code.co_filename) and not is_package(code.co_filename):
+                seen.add(code)
+                snapshot.functions.setdefault(code, function)
+                pending.append(Ran(code, function.__globals__))
+
+
+def _meets(access: Access, key: Key) -> bool:
+    return any(
+        owner == key[0] and (name == key[1] or ANY in (name, key[1]) or (key[1] == WHOLE and name == ANY))
+        for owner, name in access.places
+    )
+
+
+def _is_helper(reader: Reader) -> bool:
+    """Tell whether a function belongs to a helper of an installed package: a progress bar reads its own counters."""
+    owners = reader.ran.names.get("self", [])
+    return is_package(reader.filename) and bool(owners) and not any(isinstance(owner, nn.Module) for owner in owners)
+
+
+def _is_torchs(owner: Any) -> bool:
+    return type(owner).__module__.startswith("torch.")
+
+
+def _value(owner: Any, key: Any) -> Any:
+    """Return what is at a place now, None where that cannot be said."""
+    if isinstance(owner, dict):
+        return dict.get(owner, key)
+    return getattr(owner, "__dict__", {}).get(key)
+
+
+def _short(where: str) -> str:
+    path, colon, rest = where.partition(":")
+    return f"{Path(path).name}{colon}{rest}"
+
+
+__all__ = ["refuse_changing_state"]

@@ -1,0 +1,255 @@
+"""What Python state there is: every attribute, global, closure cell and container that a model and its loss can reach.
+
+A *place* is an owner and a key: (object, attribute), (list, index), (dict, key), (closure cell, ""). ``Snapshot`` keeps
+a fingerprint of the value at each, so that two snapshots tell which places changed, and puts all of it back.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import operator
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopipe.trace.containers import CONTAINERS, copied, refill
+
+Place = tuple[int, Any]
+WHOLE = "(its content)"  # the key of a container's length, order and keys
+DRAWN = "(its state)"  # the key of a generator's state
+_DEEPEST = 6
+_MOST_PLACES = 200_000
+_MOST_ENTRIES = 256  # of one container, beyond which only its length and first entries are looked at
+_LARGEST = 65_536  # elements of a tensor whose content is compared
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_ITERATORS: tuple[type, ...] = (
+    itertools.count,
+    itertools.cycle,
+    types.GeneratorType,
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+@dataclass
+class Snapshot:
+    """The state below some roots. ``values``: place -> fingerprint. ``names``: place -> its path for people.
+
+    ``owners``: id of an owner -> the owner, which also keeps it alive. ``functions``: by code, those that were met.
+    """
+
+    values: dict[Place, tuple[Any, ...]] = field(default_factory=dict)
+    names: dict[Place, str] = field(default_factory=dict)
+    owners: dict[int, Any] = field(default_factory=dict)
+    functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)
+    _kept: list[tuple[Any, Any]] = field(default_factory=list)
+    _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+    _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, roots: Iterable[tuple[str, Any]]) -> Snapshot:
+        """Take a snapshot. ``roots``: (path for people, object); a module object's globals are its attributes."""
+        found = cls()
+        pending = deque((path, value, 0) for path, value in roots)
+        while pending and len(found.values) < _MOST_PLACES:
+            path, value, depth = pending.popleft()
+            if id(value) in found.owners or depth > _DEEPEST:
+                continue
+            pending.extend((p, v, depth + 1) for p, v in found._visit(path, value))
+        return found
+
+    def changed_since(self, *others: Snapshot) -> list[Place]:
+        """Return the places whose value differs from that in each of the other snapshots."""
+        return [
+            place
+            for place, value in self.values.items()
+            if all(not same_value(value, other.values.get(place, ())) for other in others)
+        ]
+
+    def restore(self) -> None:
+        """Put containers, attributes and closure cells back. Generators of the user's own are left as they are."""
+        for container, before in self._kept:
+            if isinstance(container, deque):
+                container.clear()
+                container.extend(before)
+            else:
+                refill(container, before)
+        for cell, before in self._cells:
+            cell.cell_contents = before
+        for parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
+
+    # --- the walk -----------------------------------------------------------------------------------------------------
+
+    def _put(self, owner: Any, key: Any, value: Any, path: str) -> None:
+        place = (id(owner), key)
+        self.values[place] = fingerprint(value)
+        self.names[place] = path
+
+    def _visit(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, Tensor):
+            if isinstance(value, nn.Parameter):
+                self.owners[id(value)] = value
+                self._put(value, "requires_grad", value.requires_grad, f"{path}.requires_grad")
+                self._trained.append((value, value.requires_grad))
+        elif isinstance(value, _GENERATORS) or type(value) in _ITERATORS:
+            self.owners[id(value)] = value
+            self.values[id(value), DRAWN] = ("==", _drawn(value))
+            self.names[id(value), DRAWN] = path
+        elif isinstance(value, (*CONTAINERS, tuple, deque)):
+            yield from self._container(path, value)
+        elif isinstance(value, types.FunctionType):
+            yield from self._function(path, value)
+        elif isinstance(value, types.MethodType):
+            yield from ((path, value.__func__), (path, value.__self__))
+        elif isinstance(value, functools.partial):
+            yield from ((path, value.func), (path, value.args), (path, value.keywords))
+        elif isinstance(value, (nn.Module, type, types.ModuleType)) or is_users_object(value):
+            yield from self._object(path, value)
+
+    def _container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        self.owners[id(value)] = value
+        if isinstance(value, set):
+            self._kept.append((value, copied(value)))
+            self.values[id(value), WHOLE] = ("==", frozenset(e if type(e) in _PLAIN else id(e) for e in value))
+            self.names[id(value), WHOLE] = path
+            return
+        if not isinstance(value, tuple):
+            self._kept.append((value, list(value) if isinstance(value, deque) else copied(value)))
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        first = list(itertools.islice(pairs, _MOST_ENTRIES))
+        self.values[id(value), WHOLE] = (
+            "==",
+            (len(value), *((k for k, _ in first) if isinstance(value, dict) else ())),
+        )
+        self.names[id(value), WHOLE] = path
+        for key, entry in first:
+            if type(key) in _PLAIN:
+                self._put(value, key, entry, f"{path}[{key!r}]")
+            yield f"{path}[{key!r}]", entry
+
+    def _function(self, path: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        self.owners[id(value)] = value
+        self.functions.setdefault(value.__code__, value)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                continue  # not bound yet
+            self.owners[id(cell)] = cell
+            self._cells.append((cell, content))
+            self._put(cell, "", content, f"{name} of {value.__name__}")
+            yield f"{name} of {value.__name__}", content
+        for name, content in vars(value).items():
+            self._put(value, name, content, f"{path}.{name}")
+            yield f"{path}.{name}", content
+        self._kept.append((vars(value), dict(vars(value))))
+        for content in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            yield f"a default argument of {value.__name__}", content
+
+    def _object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        self.owners[id(value)] = value
+        is_torch = isinstance(value, nn.Module) and type(value).__module__.startswith("torch.")
+        if not isinstance(value, (type, types.ModuleType)):
+            self._kept.append((vars(value), dict(vars(value))))
+            if not is_torch:
+                yield type(value).__name__, type(value)
+        if isinstance(value, nn.Module):
+            yield from self._registered(path, value)
+            if is_torch:
+                return
+        for name, entry in list(vars(value).items()):
+            if name.startswith("__") or name in ("_parameters", "_buffers", "_modules", "_abc_impl"):
+                continue
+            if name.endswith("_hooks") and isinstance(value, nn.Module):
+                continue
+            within = isinstance(value, (type, types.ModuleType))
+            if within and isinstance(
+                entry, (types.FunctionType, types.ModuleType, property, classmethod, staticmethod)
+            ):
+                continue
+            if within and isinstance(entry, type) and entry.__module__ != getattr(value, "__name__", ""):
+                continue
+            below = name if isinstance(value, types.ModuleType) else f"{path}.{name}"
+            self._put(value, name, entry, below)
+            yield below, entry
+
+    def _registered(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        self._put(module, "training", module.training, f"{path}.training")
+        self._kept.append((module._modules, dict(module._modules)))
+        for name, child in module._modules.items():
+            self._put(module, name, child, f"{path}.{name}")
+            yield f"{path}.{name}", child
+        for name, parameter in module._parameters.items():
+            yield f"{path}.{name}", parameter
+        for kind in _HOOKS:
+            for hook in getattr(module, kind).values():
+                yield f"a hook of {path}", hook
+
+
+def fingerprint(value: Any) -> tuple[Any, ...]:
+    """Return what tells one value from another: the content of what is plain, the identity of what is not."""
+    if type(value) in _PLAIN:
+        return "==", (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        if value.layout == torch.strided and value.numel() <= _LARGEST and not value.is_meta:
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
+            return "==", (value.dtype, value.shape, hashlib.sha256(content.detach().numpy().tobytes()).digest())
+        return "is", value
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject and value.size <= _LARGEST:
+        return "==", (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, (tuple, torch.Size)) and all(type(entry) in _PLAIN for entry in value):
+        return "==", (type(value), repr(tuple(value)))
+    return "is", value
+
+
+def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Compare two fingerprints."""
+    if len(one) != len(other) or not one or one[0] != other[0]:
+        return not one and not other
+    return one[1] is other[1] if one[0] == "is" else bool(one == other)
+
+
+def is_users_object(value: Any) -> bool:
+    """Tell whether an object is of a class of the user's or a model library's, with attributes of its own."""
+    return hasattr(value, "__dict__") and is_users_module(type(value).__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_module(name: str) -> bool:
+    """Tell whether a module is neither torch's, numpy's, ours nor the standard library's."""
+    top = name.partition(".")[0]
+    return top not in {"torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names} or name == "__main__"
+
+
+def _drawn(value: Any) -> Any:
+    """Return the state of a generator of random numbers, or how far an iterator has come."""
+    if isinstance(value, random.Random):
+        return value.getstate() if type(value) is not random.SystemRandom else None
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False)["state"])
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().numpy().tobytes())
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return (
+            None
+            if frame is None
+            else (frame.f_lasti, repr({k: v for k, v in frame.f_locals.items() if type(v) in _PLAIN}))
+        )
+    return repr(value) if isinstance(value, itertools.count) else operator.length_hint(value, -1)

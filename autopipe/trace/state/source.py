@@ -1,0 +1,305 @@
+"""Where a function's source writes and reads state: its syntax tree, with names resolved to the objects they stand for.
+
+Branches that were not taken are read like those that were. Only what resolves to an object for certain counts: an
+access through a name whose object is not known is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopipe.trace.state.observe import Ran
+from autopipe.trace.state.snapshot import WHOLE, Snapshot
+from autopipe.trace.state.syntax import (
+    MOST_OBJECTS,
+    asks_for_nothing,
+    attribute,
+    chains,
+    elements,
+    function_node,
+    has_items,
+    holder_of,
+    is_model,
+    item,
+    links,
+    module_of,
+    walk,
+)
+
+ANY = "(any entry)"
+_MUTATORS = {
+    *("append", "extend", "add", "update", "insert", "pop", "popleft", "appendleft", "remove", "discard", "clear"),
+    *("setdefault", "reverse", "sort", "rotate"),
+}
+_MODEL_CHANGES = {
+    *("requires_grad_", "train", "eval", "half", "float", "double", "bfloat16", "load_state_dict", "add_module"),
+    *("register_module", "register_buffer", "register_parameter", "append", "insert", "extend", "apply"),
+}
+_TALKERS = frozenset(
+    ("print", "warn", "log", "debug", "info", "warning", "error", "write", "add_scalar", "set_postfix")
+)
+_TALKING = frozenset(("logging", "logger", "log", "wandb", "writer", "tqdm", "warnings", "LOGGER", "_logger"))
+_DEEPEST = 8
+
+Key = tuple[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One access. ``kind``: "write", "update" (the new value depends on the old one) or "read".
+
+    ``feeds``: of a read that goes into other state only, the places of that state; None where it goes elsewhere.
+    ``repeated``: of a write, whether it stands in a loop, or depends on a condition.
+    """
+
+    kind: str
+    places: frozenset[Key]
+    where: str
+    owner: Any = None
+    feeds: frozenset[Key] | None = None
+    repeated: bool = False
+    changes_model: str = ""
+
+
+def owner_key(owner: Any) -> Any:
+    """Return what names an owner: its identity; of a module its class, since a model may be built more than once."""
+    return type(owner) if isinstance(owner, nn.Module) else id(owner)
+
+
+class Reader:
+    """Reads one function that ran, or that others may call."""
+
+    def __init__(self, ran: Ran, snapshot: Snapshot) -> None:
+        self.ran, self.snapshot = ran, snapshot
+        self.filename = ran.code.co_filename
+        self.tree = function_node(self.filename, ran.code)
+        self._assigned: dict[str, list[ast.expr]] = {}
+        self._globals: set[str] = set()
+        function = snapshot.functions.get(ran.code)
+        closure = function.__closure__ if function is not None else None
+        self._cells = dict(zip(ran.code.co_freevars, closure, strict=True)) if closure else {}
+        if self.tree is not None:
+            for node in walk(self.tree):
+                self._note(node)
+
+    def _note(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Global):
+            self._globals.update(node.names)
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    self._assigned.setdefault(target.id, []).append(node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            for name in ast.walk(node.target):
+                if isinstance(name, ast.Name):
+                    self._assigned.setdefault(name.id, []).append(ast.Starred(node.iter, ast.Load()))
+
+    # --- names -> objects ---------------------------------------------------------------------------------------------
+
+    def objects(self, node: ast.AST, depth: int = 0) -> list[Any]:
+        """Return the objects that an expression may stand for, [] where that is not known."""
+        if depth > _DEEPEST:
+            return []
+        if isinstance(node, ast.Name):
+            return self._named(node.id, depth)
+        if isinstance(node, ast.Starred):
+            return [entry for value in self.objects(node.value, depth + 1) for entry in elements(value)][:MOST_OBJECTS]
+        if isinstance(node, ast.Attribute):
+            values = self.objects(node.value, depth + 1)
+            if node.attr == "__class__":
+                return [type(value) for value in values]
+            return [found for value in values for found in attribute(value, node.attr)][:MOST_OBJECTS]
+        if isinstance(node, ast.Subscript):
+            return [f for v in self.objects(node.value, depth + 1) for f in item(v, node.slice)][:MOST_OBJECTS]
+        if isinstance(node, ast.Call):
+            return self._called(node, depth)
+        return []
+
+    def _named(self, name: str, depth: int) -> list[Any]:
+        found = list(self.ran.names.get(name, ()))
+        for value in self._assigned.get(name, ()):
+            found += self.objects(value, depth + 1)
+        if found or name in self._assigned:
+            return found[:MOST_OBJECTS]
+        if name in self._cells:
+            try:
+                return [self._cells[name].cell_contents]
+            except ValueError:
+                return []
+        if name in self.ran.code.co_varnames and name not in self._globals:
+            return []
+        return [self.ran.globals[name]] if name in self.ran.globals else []
+
+    def _called(self, node: ast.Call, depth: int) -> list[Any]:
+        name = node.func
+        if isinstance(name, ast.Name) and name.id == "type" and len(node.args) == 1:
+            return [type(value) for value in self.objects(node.args[0], depth + 1)]
+        if isinstance(name, ast.Name) and name.id in ("enumerate", "reversed", "list", "tuple", "zip"):
+            return [value for argument in node.args for value in self.objects(argument, depth + 1)]
+        if isinstance(name, ast.Attribute) and name.attr in ("modules", "children", "parameters", "values", "items"):
+            found: list[Any] = []
+            for value in self.objects(name.value, depth + 1):
+                if isinstance(value, nn.Module) and name.attr in ("modules", "children", "parameters"):
+                    found.append(list(getattr(value, name.attr)())[:MOST_OBJECTS])
+                elif isinstance(value, dict):
+                    found.append(list(dict.values(value))[:MOST_OBJECTS])
+            return found
+        return []
+
+    # --- accesses -----------------------------------------------------------------------------------------------------
+
+    def accesses(self) -> Iterator[Access]:
+        """Give every access to state in this function."""
+        if self.tree is None:
+            return
+        for node, above in chains(self.tree):
+            yield from self._access(node, above)
+
+    def called(self) -> Iterator[types.FunctionType]:
+        """Give the functions that this one calls somewhere, as far as they are known."""
+        if self.tree is None:
+            return
+        for node in walk(self.tree):
+            if isinstance(node, ast.Call):
+                for value in self.objects(node.func):
+                    function = getattr(value, "__func__", value)
+                    if isinstance(function, types.FunctionType):
+                        yield function
+
+    def place_of(self, value: Any) -> str:
+        """Return the first line that has an object in hand, "" where none is known to."""
+        for node, _ in chains(self.tree) if self.tree is not None else ():
+            if any(found is value for link in links(node) for found in self.objects(link)):
+                return self._where(node)
+        return ""
+
+    def places(self, node: ast.AST) -> dict[Key, Any]:
+        """Return the places that an attribute, an entry or a global name stands for, each with its owner."""
+        if isinstance(node, ast.Attribute):
+            return {(owner_key(o), node.attr): o for o in map(holder_of(node.attr), self.objects(node.value))}
+        if isinstance(node, ast.Subscript):
+            key = node.slice.value if isinstance(node.slice, ast.Constant) else ANY
+            return {
+                (owner_key(o), key): o for o in self.objects(node.value) if isinstance(o, (list, dict)) or has_items(o)
+            }
+        if isinstance(node, ast.Name):
+            if node.id in self._cells and node.id not in self.ran.names.keys() - set(self.ran.code.co_freevars):
+                return {(id(self._cells[node.id]), ""): self._cells[node.id]}
+            if self._is_global(node.id):
+                module = module_of(self.ran.globals)
+                return {(id(module), node.id): module} if module is not None else {}
+        return {}
+
+    def _is_global(self, name: str) -> bool:
+        local = {*self.ran.code.co_varnames, *self.ran.code.co_cellvars, *self.ran.code.co_freevars}
+        return name in self._globals or (name in self.ran.globals and name not in local)
+
+    def _access(self, node: ast.expr, above: tuple[ast.AST, ...]) -> Iterator[Access]:
+        chain = links(node)
+        statement = next((a for a in reversed(above) if isinstance(a, ast.stmt)), None)
+        if statement is None:
+            return
+        where = self._where(node)
+        repeated = any(isinstance(a, (ast.For, ast.While, ast.If, ast.AsyncFor)) for a in above)
+        call = above[-1] if isinstance(above[-1], ast.Call) and above[-1].func is node else None
+        if not isinstance(getattr(node, "ctx", None), ast.Load):
+            found = self.places(node)
+            kind = "update" if isinstance(statement, ast.AugAssign) else "write"
+            if kind == "write" and isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+                again = {p for n, _ in chains(statement.value) for link in links(n) for p in self.places(link)}
+                kind = "update" if again & set(found) else "write"
+            if found:
+                repeated = repeated and not self._fills(above, found)
+                owner = next(iter(found.values()))
+                told = f".{node.attr} =" if isinstance(node, ast.Attribute) and is_model(owner) else ""
+                yield Access(kind, frozenset(found), where, owner, None, repeated, told)
+            chain = chain[1:]
+        elif call is not None and isinstance(node, ast.Attribute):
+            bases = self.objects(node.value)
+            containers = [base for base in bases if has_items(base)]
+            if node.attr in _MODEL_CHANGES and any(is_model(base) for base in bases):
+                yield Access("write", frozenset(), where, bases[0], None, repeated, f".{node.attr}()")
+            if node.attr in _MUTATORS and containers:
+                content = {(id(base), ANY): base for base in containers}
+                kind = "write" if self._fills(above, content) else "update"
+                repeated = repeated and kind == "update"
+                yield Access(kind, frozenset(content), where, containers[0], None, repeated)
+                if isinstance(statement, ast.Expr) and statement.value is call:
+                    chain = chain[2:]  # the container is not read otherwise
+        feeds = self._feeds(node, statement, above)
+        if feeds is not None and not feeds:
+            return  # it is only printed
+        for index, link in enumerate(chain):
+            read = self.places(link)
+            # what ends the chain, or is asked for an attribute, is read as a whole where it is a container
+            if index == 0 or isinstance(chain[index - 1], ast.Attribute):
+                read |= {(id(o), ANY): o for o in self.objects(link) if has_items(o)}
+            if read:
+                yield Access("read", frozenset(read), where, None, feeds)
+
+    def _fills(self, above: tuple[ast.AST, ...], found: dict[Key, Any]) -> bool:
+        """Tell whether a write stands behind a question whether there is something yet: a cache, filled once."""
+        owners = {owner for owner, _ in found} | {id(value) for value in found.values()}
+        for branch in above:
+            if not isinstance(branch, ast.If) or not asks_for_nothing(branch.test):
+                continue
+            for node, _ in chains(branch.test):
+                places = {owner for link in links(node) for owner, _ in self.places(link)}
+                if owners & (places | {id(value) for value in self.objects(node)}):
+                    return True
+        return False
+
+    def _feeds(self, node: ast.AST, statement: ast.stmt, above: tuple[ast.AST, ...]) -> frozenset[Key] | None:
+        """Return the state that a read goes into where it goes nowhere else; empty where it is only printed."""
+        if isinstance(statement, (ast.If, ast.While)):  # the test of a branch
+            return self._quiet_all([*statement.body, *statement.orelse])
+        return self._quiet(statement)
+
+    def _quiet(self, statement: ast.stmt) -> frozenset[Key] | None:
+        """Return the state that a statement writes where it does nothing else; None where it does."""
+        if isinstance(statement, (ast.Pass, ast.Assert, ast.Global, ast.Nonlocal)):
+            return frozenset()
+        if isinstance(statement, (ast.Assign, ast.AugAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            found = [self.places(target) for target in targets]
+            return frozenset(place for places in found for place in places) if all(found) else None
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            function = statement.value.func
+            first = links(function)[-1] if isinstance(function, (ast.Attribute, ast.Name)) else function
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if (isinstance(first, ast.Name) and first.id in _TALKING) or name in _TALKERS:
+                return frozenset()
+            if isinstance(function, ast.Attribute) and name in _MUTATORS:
+                bases = [base for base in self.objects(function.value) if has_items(base)]
+                return frozenset((id(base), ANY) for base in bases) if bases else None
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            return frozenset()
+        if isinstance(statement, ast.If):
+            return self._quiet_all([*statement.body, *statement.orelse])
+        if isinstance(statement, ast.Delete):
+            return frozenset(place for target in statement.targets for place in self.places(target))
+        return None
+
+    def _quiet_all(self, statements: list[ast.stmt]) -> frozenset[Key] | None:
+        found: set[Key] = set()
+        for statement in statements:
+            places = self._quiet(statement)
+            if places is None:
+                return None
+            found |= places
+        return frozenset(found)
+
+    def _where(self, node: ast.AST) -> str:
+        line = getattr(node, "lineno", 0)
+        text = linecache.getline(self.filename, line).strip()
+        return f"{self.filename}:{line}" + (f": {text}" if text else "")
+
+
+__all__ = ["ANY", "WHOLE", "Access", "Key", "Reader", "owner_key"]

@@ -1,0 +1,156 @@
+"""A function's syntax tree, and the objects that attributes and entries of an object stand for."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+MOST_OBJECTS = 64
+
+# --- syntax -----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def functions(filename: str) -> dict[int, list[ast.AST]]:
+    """Return the functions of a file by their first line."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[int, list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]
+            found.setdefault(min(lines), []).append(node)
+    return found
+
+
+def function_node(filename: str, code: types.CodeType) -> ast.AST | None:
+    """Return the function of a code object; None where its source is not there, or two lambdas share the line."""
+    nodes = functions(filename).get(code.co_firstlineno, [])
+    named = [node for node in nodes if getattr(node, "name", "<lambda>") == code.co_name]
+    return named[0] if len(named) == 1 else None
+
+
+def asks_for_nothing(test: ast.expr) -> bool:
+    """Tell whether a condition asks that something is not there: ``not x``, ``x is None``, ``key not in x``."""
+    if isinstance(test, ast.BoolOp):
+        return any(asks_for_nothing(value) for value in test.values)
+    if isinstance(test, ast.Compare):
+        absent = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value in (None, 0)
+        return isinstance(test.ops[0], ast.NotIn) or (isinstance(test.ops[0], (ast.Is, ast.Eq)) and absent)
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Give every node of a function, but for those of functions and classes defined in it."""
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child
+            yield from walk(child)
+
+
+def chains(tree: ast.AST, above: tuple[ast.AST, ...] = ()) -> Iterator[tuple[ast.expr, tuple[ast.AST, ...]]]:
+    """Give the longest chains of attributes and entries (``a.b[0].c``), with the nodes above each, innermost last."""
+    if isinstance(tree, (ast.Attribute, ast.Subscript, ast.Name)):
+        yield tree, above
+        for link in links(tree):
+            if isinstance(link, ast.Subscript):
+                yield from chains(link.slice, (*above, link))
+            if not isinstance(link, (ast.Attribute, ast.Subscript, ast.Name)):
+                yield from chains(link, above)
+        return
+    for child in ast.iter_child_nodes(tree):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield from chains(child, (*above, tree))
+
+
+def links(node: ast.AST) -> list[Any]:
+    """Return a chain's expressions, the whole first and its root last."""
+    found = [node]
+    while isinstance(found[-1], (ast.Attribute, ast.Subscript)):
+        found.append(found[-1].value)
+    return found
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+
+def attribute(value: Any, name: str) -> list[Any]:
+    """Return what an attribute of an object is, without running a property or a method; [] where it is not known."""
+    if isinstance(value, nn.Module):
+        for registry in (value._modules, value._parameters, value._buffers):
+            if name in registry:
+                return [registry[name]]
+    if hasattr(value, "__dict__") and name in vars(value):
+        return [vars(value)[name]]
+    try:
+        found = inspect.getattr_static(type(value) if not isinstance(value, type) else value, name)
+    except AttributeError:
+        return []
+    if isinstance(found, (classmethod, staticmethod)):
+        return [found.__func__]
+    return [] if isinstance(found, property) or not hasattr(value, "__dict__") else [found]
+
+
+def item(value: Any, index: ast.expr) -> list[Any]:
+    """Return what an entry of a container is: all of them where the index is no constant."""
+    if isinstance(value, (nn.ModuleList, nn.Sequential)):
+        value = list(value)
+    if isinstance(value, nn.ModuleDict):
+        value = dict(value.items())
+    if isinstance(value, (list, tuple, dict)) and isinstance(index, ast.Constant):
+        key: Any = index.value
+        try:
+            return [value[key]]
+        except (LookupError, TypeError):
+            return []
+    return elements(value)
+
+
+def elements(value: Any) -> list[Any]:
+    """Return the entries of a container, the values of a dict."""
+    if isinstance(value, (nn.ModuleList, nn.Sequential)):
+        return list(value)[:MOST_OBJECTS]
+    if isinstance(value, dict):
+        return list(dict.values(value))[:MOST_OBJECTS]
+    return list(value)[:MOST_OBJECTS] if isinstance(value, (list, tuple)) else []
+
+
+def has_items(value: Any) -> bool:
+    """Tell whether a value is a container that can be changed in place."""
+    return isinstance(value, (list, dict, set)) or type(value).__name__ == "deque"
+
+
+def is_model(value: Any) -> bool:
+    """Tell whether a value is a part of a model, or a list of such parts."""
+    return isinstance(value, (nn.Module, nn.Parameter)) or (
+        isinstance(value, list) and bool(value) and all(isinstance(entry, (nn.Module, nn.Parameter)) for entry in value)
+    )
+
+
+def holder_of(name: str) -> Any:
+    """Return a function that finds who holds an attribute: the object itself, or the class that it comes from."""
+
+    def holder(value: Any) -> Any:
+        if not hasattr(value, "__dict__") or name in vars(value) or isinstance(value, (type, types.ModuleType)):
+            return value
+        if isinstance(value, nn.Module) and (name in value._modules or name in value._parameters):
+            return value
+        return next((kind for kind in type(value).__mro__ if name in vars(kind)), value)
+
+    return holder
+
+
+def module_of(namespace: dict[str, Any]) -> types.ModuleType | None:
+    """Return the module whose globals these are."""
+    module = sys.modules.get(namespace.get("__name__", ""))
+    return module if module is not None and vars(module) is namespace else None
