@@ -11,6 +11,7 @@
     ├── ArtifactError     a file that a step wrote is damaged, or of another model
     │   └── VersionError  it is whole, and of another format version
     ├── RunError          a run cannot start or go on (directory, data, checkpoint)
+    │   └── AuditError    a step of the run is not the step of plain training; carries the step
     └── WorkerError       exit code 3; a rank failed: rank, stage, instruction and its own traceback
 
 An error is checked when it is built: one without a message is our own bug.
@@ -85,6 +86,14 @@ class VersionError(ArtifactError):
 
 class RunError(AutopipeError):
     """A run cannot start or go on: its directory, its data or its checkpoint is the cause."""
+
+
+class AuditError(RunError):
+    """A step of a run is not the step of plain training from the same state. ``step``: of the minibatch, from 0."""
+
+    def __init__(self, what: str, *, step: int = 0, where: str = "", remedy: str = "") -> None:
+        super().__init__(what, where=where, remedy=remedy)
+        self.step = step
 
 
 class WorkerError(AutopipeError):

@@ -88,10 +88,19 @@ def nonfinite_line(fields: Mapping[str, Any]) -> str:
     return f"warning: step {fields['step'] + 1} is not finite ({fields['what']}); {after}"
 
 
+def audit_line(fields: Mapping[str, Any]) -> str:
+    """Say what an audit has found."""
+    if not fields["equal"]:
+        return f"audit of step {fields['step'] + 1}: not the step of plain training"
+    how = "bit for bit" if fields["bitwise"] else f"within {fields['max_relative_error']:.1e}"
+    return f"audit of step {fields['step'] + 1}: equal to plain training, {how}"
+
+
 SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "stopping": stopping_line,
     "restart": restart_line,
     "nonfinite": nonfinite_line,
+    "audit": audit_line,
 }
 
 

@@ -85,6 +85,15 @@ class Resuming(click.Command):
 @options.option("--checkpoint-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: at the end.")
 @options.option("--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: never.")
 @options.option(
+    "--audit-every",
+    type=types.AUDITS,
+    default="auto",
+    show_default=True,
+    metavar="K|auto|0",
+    help="Compare a step with plain training from the run's own weights every K steps, in another process; auto: as "
+    "often as costs at most 0.5 % of the time; 0: never.",
+)
+@options.option(
     "--check/--no-check",
     default=True,
     show_default=True,
@@ -165,6 +174,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         measure_memory=given["measure_memory"],
         data_reader=given["data_reader"],
         same_data=not given["allow_other_data"],
+        audit_every=given["audit_every"],
     )
     if settings.launch.name in submitting.STARTERS:
         return submitting.start(terminal, settings, dict(given["slurm_option"]))

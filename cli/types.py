@@ -137,6 +137,14 @@ NEWEST = -1
 RESUME = Parsed("step", _resume)
 
 
+def _audits(text: str) -> int | None:
+    if text.lower() == "auto":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is neither a number of steps nor auto")
+    return int(text)
+
+
 def _hosts(text: str) -> tuple[Any, ...]:
     from autopipe.launch.hosts import parse_hosts
 
@@ -156,6 +164,7 @@ def _slurm_option(text: str) -> tuple[str, str]:
 
 
 SLURM_OPTION = Parsed("key=value", _slurm_option)
+AUDITS = Parsed("steps", _audits)
 HOSTS = Parsed("hosts", _hosts)
 HOSTFILE = Parsed("file", _hostfile)
 SCHEDULE = Names("schedule", _schedules)

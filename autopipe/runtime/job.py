@@ -33,6 +33,7 @@ class Job:
 
     ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
     ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
+    ``audit_every`` 0: no minibatch is audited; see ``runtime.audit``.
     ``deferred_batch_norm``: see ``runtime.deferred``. ``excluded_devices``: GPUs that no rank uses.
     ``max_shapes``: for how many further shapes of the batch code may be made; ``allow_data_dependent``: how.
     ``on_nonfinite``: one of ``NONFINITE``, what a loss that is not finite leads to. ``init_from``: weights to start
@@ -51,6 +52,7 @@ class Job:
     clip_grad_norm: float = 0.0
     checkpoint_every: int = 0
     evaluate_every: int = 0
+    audit_every: int = 0
     keep_checkpoints: int = 3
     start_step: int = -1
     record_timeline: bool = False
@@ -70,7 +72,7 @@ class Job:
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:
-        counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every
+        counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every, self.audit_every
         if (
             min(*counts, self.keep_checkpoints, self.max_shapes, self.clip_grad_norm) < 0
             or self.threads < 1

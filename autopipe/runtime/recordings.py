@@ -62,6 +62,7 @@ class Recordings:
     ``before_recording``: called when a batch fits no recording, before this rank refuses it, or waits for the others
     to record it.
     ``announce``: (name, training), called then where this rank alone sees the batches: the others call ``follow``.
+    ``latest``: the minibatch of training that was cut last.
     """
 
     run: RunDirectory
@@ -76,6 +77,7 @@ class Recordings:
     weight: float = 0.0
     before_recording: Callable[[], None] | None = None
     announce: Callable[[str, bool], None] | None = None
+    latest: Any = None
     _made: int = 0
     _disagreement: float = 0.0
 
@@ -92,6 +94,8 @@ class Recordings:
 
         Raises: RunError where a part has other tensors than the captured batch, or more shapes come than are allowed.
         """
+        if training:
+            self.latest = item
         parts = self.workload.split(item, self.layout.plan.num_microbatches)
         followed = [self._of(part, training=training) for part in parts]
         shares = self.shares(item, parts, followed[0])

@@ -93,6 +93,21 @@ class PlainSettings:
     shares: Callable[[Any, Sequence[Any]], Sequence[float]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where training goes on. ``step``: of the first minibatch.
+
+    ``restore``: called once with the subject, optimizer, scheduler and scaler, gives them the state before that step
+    and returns the older weight versions that are still read, by name, oldest first.
+    """
+
+    step: int
+    restore: Callable[
+        [Subject, torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None, Any],
+        list[dict[str, torch.Tensor]],
+    ]
+
+
 def plain_training(
     workload: Workload,
     items: Iterable[Any],
@@ -102,20 +117,22 @@ def plain_training(
     subject: Subject | None = None,
     on_gradients: OnGradients | None = None,
     on_step: Callable[[int, float], None] | None = None,
+    resumed: Resumed | None = None,
 ) -> PlainRun:
-    """Train over ``items``, one optimizer step each.
+    """Train over ``items``, one optimizer step each, from the start or where ``resumed`` goes on.
 
     ``subject``: what is trained; a new model where it is None. ``on_gradients``: (step, parameters) when a step's
     gradients are complete, before clipping.
     """
     run = PlainRun(subject or Subject(workload, device or torch.device("cpu")))
     parameters = run.subject.parameters
-    sums = _Sums(run.subject, settings)
     optimizer = workload.optimizer(list(parameters.items()))
     scheduler = None if optimizer is None else workload.scheduler(optimizer)
     scaler = torch.amp.GradScaler(_kind(device)) if workload.spec.precision == "fp16" else None
-    history = [_data(parameters)]
-    for step, item in enumerate(items):
+    older = [] if resumed is None else resumed.restore(run.subject, optimizer, scheduler, scaler)
+    sums = _Sums(run.subject, settings)
+    history = [*older, _data(parameters)]
+    for step, item in enumerate(items, 0 if resumed is None else resumed.step):
         for name in parameters:
             version = history[_version(step, settings.staleness.get(name, 0), len(history))][name]
             for leaf in run.subject.leaves(name).values():

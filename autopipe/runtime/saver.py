@@ -78,6 +78,12 @@ class Saver:
 
         stepper.after_step = look
 
+    def beside(self, directory: Path) -> Saver:
+        """Return a saver into another directory, of what this one watches; it keeps all that it writes."""
+        saver = Saver(directory, self.num_stages, keep=0, leads=self.leads, patience_seconds=self.patience_seconds)
+        saver._initial = self._initial
+        return saver
+
     def save(
         self, manifest: checkpoints.Manifest, stepper: Stepper, stages: Sequence[int], *, pinned: bool = False
     ) -> None:

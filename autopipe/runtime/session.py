@@ -15,32 +15,25 @@ from typing import Any
 import torch
 
 from autopipe.draws import exclusive
-from autopipe.errors import PlanError, RunError
-from autopipe.generate import load_constants, load_stage
+from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
 from autopipe.ir.schedule import Instruction, Traffic
 from autopipe.ir.shares import Shares
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import state
-from autopipe.runtime.deferred import DeferredStatistics
+from autopipe.runtime.assembly import assembled
+from autopipe.runtime.audit.writer import AuditWriter
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.exchange import DigestExchange
 from autopipe.runtime.executor import Executor
-from autopipe.runtime.finite import FiniteBuffers
-from autopipe.runtime.footprint import Footprint
-from autopipe.runtime.initial import built, weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.readers import EachReads, OneReads, Reader
-from autopipe.runtime.recording import Recording
 from autopipe.runtime.recordings import Recordings
 from autopipe.runtime.saver import Saver
-from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.source import Place, Source
-from autopipe.runtime.stage_runner import StageRunner
-from autopipe.runtime.stepper import GradientHook, Stepper
+from autopipe.runtime.stepper import GradientHook
 from autopipe.runtime.transport import Transport, TransportClosed
-from autopipe.runtime.weights import WeightVersions
 from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY, lower, make, validate
 from autopipe.workload import Workload
@@ -70,13 +63,16 @@ class RankSession:
     _rows: dict[tuple[int, int], tuple[Instruction, ...]] = field(default_factory=dict)
     _saver: Saver = field(init=False)
     _recordings: Recordings = field(init=False)
+    _audits: AuditWriter = field(init=False)
 
     def __post_init__(self) -> None:
         stages, leads = len(self.layout.plan.stages), self.transport.rank == 0
         self._saver = Saver(self.run.checkpoints, stages, keep=self.job.keep_checkpoints, leads=leads)
-        if self.job.save or self.job.checkpoint_every:
+        if self.job.save or self.job.checkpoint_every or self.job.audit_every:
             self._saver.watch(self.executor.stepper)
         run, workload, runners = self.run, self.workload, self.executor.runners
+        every, pinned = self.job.audit_every, self.device.type == "cuda"
+        self._audits = AuditWriter(run.path, every, self._written, self._saver, self.reporter, pinned)
         self._recordings = Recordings(run, self.job, self.layout, workload, self.transport, self.reporter, runners)
 
     @staticmethod
@@ -93,73 +89,10 @@ class RankSession:
 
         Where training starts from weights that are read, only that part is ever there.
         """
-        plan, graph, request = layout.plan, layout.graph, layout.request
-        device = torch.device(job.device)
         with exclusive():
-            workload = Workload.from_spec(plan.workload)
-        schedule = make(plan.schedule, replace(request, num_minibatches=1))
-        runners: dict[int, StageRunner] = {}
-        carrying = Recording.of(plan, graph).carries_gradient
-        scaler = LossScaler() if plan.workload.precision == "fp16" else None
-        if scaler is not None and any(schedule.staleness):
-            raise PlanError(
-                f"{plan.schedule} cannot be scaled for float16: minibatches begin before the last scale is known",
-                remedy="train with --precision bf16, or choose 1f1b",
-            )
-        mine = [stage for stage in plan.stages if transport.rank in stage.ranks]
-        constants = load_constants(run.stages)
-        fresh = job.init_from and job.start_step < 0
-        weights = weights_of(job.init_from, graph, trust=job.trust) if fresh else None
-        for stage in mine:
-            reporter.at(f"building stage {stage.index}", waiting=False)
-            cls = load_stage(run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
-            adopted = built(cls, workload, constants, weights, graph).place(device)
-            ties = {
-                tie.parameter: tie.owner == stage.index
-                for tie in layout.routes.ties
-                if tie.exact and stage.index in (tie.owner, *tie.copies)
-            }
-            runners[stage.index] = StageRunner(
-                adopted,
-                WeightVersions(adopted, schedule.staleness[stage.index], graph.aliases),
-                seed=plan.workload.seed,
-                carries_gradient=carrying,
-                exact_ties=ties,
-                recompute=stage.recompute,
-                replayed=graph.replayed_buffers,
-                names=graph.aliases,
-                scaler=scaler,
-                deferred=DeferredStatistics.of(adopted) if job.deferred_batch_norm else None,
-            )
-        trained = {name: spec for name, spec in graph.parameters.items() if spec.requires_grad}
-        dtypes = [getattr(torch, spec.dtype) for spec in trained.values()]
-        stepper = Stepper(
-            request=request,
-            runners=runners,
-            optimizers={},
-            schedulers={},
-            ties=plan.ties,
-            trainable=list(trained),
-            transport=transport,
-            reporter=reporter,
-            weighted=layout.weighted,
-            clip_norm=job.clip_grad_norm or None,
-            on_gradients=on_gradients,
-            scaler=scaler,
-            on_nonfinite=job.on_nonfinite,
-            norm_dtype=functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32,
-        )
-        for stage in mine:
-            used, written = layout.parameters_used(stage), layout.buffers_written(stage)
-            if job.on_nonfinite == "skip":
-                stepper.kept_buffers[stage.index] = FiniteBuffers(runners[stage.index].stage, written)
-            if stage.replicas > 1:
-                stepper.bring_together(stage.index, used, written, graph.aliases)
-        optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
-        stepper.optimizers = optimizers
-        stepper.schedulers = {i: None if o is None else workload.scheduler(o) for i, o in optimizers.items()}
-        footprint = Footprint(runners, device) if job.measure_memory else None
-        executor = Executor(plan, request, runners, stepper, transport, reporter, job.record_timeline, footprint)
+            workload = Workload.from_spec(layout.plan.workload)
+        executor = assembled(run, job, layout, workload, transport, reporter, on_gradients)
+        device = torch.device(job.device)
         return RankSession(job, layout, workload, run, executor, transport, reporter, device)
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -189,11 +122,13 @@ class RankSession:
                 self.save(step, place)
             self.reporter.at("saving", waiting=True)
             self._saver.wait()
+            self._audits.wait()
             self._report_saved()
         except BaseException as error:
             if not isinstance(error, TransportClosed):
                 self._saver.linger()
             self._saver.abandon()
+            self._audits.abandon()
             raise
         if windows.stopped and self.transport.rank == 0:
             self.reporter.event("stopped", step=step)
@@ -221,7 +156,10 @@ class RankSession:
         if REGISTRY[plan.schedule].synchronous:
             # which replica runs a microbatch repeats with this period, and nothing else depends on the minibatch
             base = first % math.lcm(*(stage.replicas for stage in plan.stages))
+        save = functools.partial(self.save, first, Place())
+        self._audits.begin(first, self._recordings.latest, minibatches[first], save)
         self.executor.run(self._row(base, len(minibatches)), minibatches, offset=first - base)
+        self._audits.end(self.executor.stepper)
 
     def _row(self, first: int, count: int) -> tuple[Instruction, ...]:
         if (first, count) not in self._rows:
@@ -288,8 +226,16 @@ class RankSession:
                 self.job.learning_rate,
             )
 
-    def save(self, step: int, place: Place) -> None:
+    @property
+    def _written(self) -> list[int]:
+        """The stages whose state this rank writes."""
+        stages = self.layout.plan.stages
+        return [index for index in self.executor.runners if stages[index].ranks[0] == self.transport.rank]
+
+    def save(self, step: int, place: Place, saver: Saver | None = None) -> None:
         """Copy what this rank holds and begin to write it; rank 0 makes it the latest once all have written.
+
+        ``saver``: None for that of the run's checkpoints.
 
         Raises: what writing the checkpoint before has failed with.
         """
@@ -307,14 +253,15 @@ class RankSession:
             data=place.digest,
             options=state.options_of(plan, self.job),
         )
-        written = [i for i in self.executor.runners if plan.stages[i].ranks[0] == self.transport.rank]
-        self._saver.save(manifest, self.executor.stepper, written, pinned=self.device.type == "cuda")
+        saver = saver or self._saver
+        saver.save(manifest, self.executor.stepper, self._written, pinned=self.device.type == "cuda")
 
     def _report_saved(self) -> None:
         """Report the checkpoints that were finished. Raises: what writing one has failed with."""
         self._saver.look()
         for step, path in self._saver.finished():
             self.reporter.event("checkpoint", step=step, path=str(path))
+        self._audits.look(self.executor.stepper.losses)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,9 @@ class Windows:
 
     def _length(self, step: int) -> int:
         length = 1 if REGISTRY[self.plan.schedule].synchronous else self._full()
-        for every in (self.job.checkpoint_every, self.job.evaluate_every):
+        if self.job.audit_every and step and step % self.job.audit_every == 0:
+            return 1  # an audit compares the state on both sides of one minibatch
+        for every in (self.job.checkpoint_every, self.job.evaluate_every, self.job.audit_every):
             if every:
                 length = min(length, every - step % every)
         return min(length, self.job.steps - step) if self.job.steps else length

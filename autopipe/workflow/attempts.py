@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopipe.errors import PlanError, RunError, WorkerError, counted
+from autopipe.errors import AuditError, PlanError, RunError, WorkerError, counted
 from autopipe.ir import artifact
 from autopipe.launch.hosts import assign, total_slots
 from autopipe.launch.registry import STOPPABLE, launch
@@ -58,7 +58,8 @@ class Attempts:
     def follow(self, start: int) -> None:
         """Launch until the run is done, or was asked to stop. ``start``: the step it goes on from, -1 for none.
 
-        Raises: WorkerError for the first failing rank of the last attempt; RunError for a step that is not finite.
+        Raises: WorkerError for the first failing rank of the last attempt; RunError for a step that is not finite;
+        AuditError for one that is not the step of plain training, with the checkpoints behind it set aside.
         """
         stop = StopRequest()
         stoppable = self.settings.launch.name in STOPPABLE
@@ -68,7 +69,12 @@ class Attempts:
                 self._clear(start)
                 try:
                     self._launch(stop if stoppable else None)
+                    if self.listener.auditor is not None and not self.listener.stopped:
+                        self.listener.auditor.finish(lambda: bool(stop.asked))
                     return
+                except AuditError as error:
+                    self._clear(error.step)
+                    raise
                 except WorkerError as error:
                     advise(error, self.prepared)
                     if (nonfinite := self.listener.nonfinite()) is not None:
@@ -79,6 +85,8 @@ class Attempts:
                         raise
                     start = self._restart(error)
                 finally:
+                    if self.listener.auditor is not None:
+                        self.listener.auditor.end()
                     checkpoints.clear_unfinished(self.run.checkpoints)
 
     def _begin(self, start: int) -> None:
@@ -89,6 +97,8 @@ class Attempts:
     def _launch(self, stop: StopRequest | None) -> None:
         plan, settings = self.prepared.plan, self.settings.launch
         self.listener.begin(plan.num_ranks)
+        if self.listener.auditor is not None:
+            self.listener.auditor.begin()
         watchdog = watchdog_of(plan.predicted.step_seconds, settings.watchdog_seconds)
         launch(Launch(self.run, plan.num_ranks, self.listener, settings, watchdog, stop=stop))
 

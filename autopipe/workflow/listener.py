@@ -15,9 +15,11 @@ from autopipe.ir import artifact
 from autopipe.ir.schedule import Instruction
 from autopipe.ir.timeline import Span
 from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime.audit.files import AuditResult
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.source import OTHER_DATA
-from autopipe.workflow.results import Restart, StagePeak
+from autopipe.workflow.auditing import Auditor, fields_of, report_of
+from autopipe.workflow.results import AuditReport, Restart, StagePeak
 from autopipe.workflow.settings import Events
 
 
@@ -48,6 +50,8 @@ class Listener:
     peaks: list[StagePeak] = field(default_factory=list)
     devices: dict[int, tuple[int, int]] = field(default_factory=dict)
     other_data: Mapping[str, Any] | None = None
+    auditor: Auditor | None = None
+    audits: list[AuditReport] = field(default_factory=list)
 
     def begin(self, world_size: int) -> None:
         """Begin an attempt."""
@@ -66,6 +70,8 @@ class Listener:
         if kind == "tick":
             states = [f"waits in {doing}" if waiting else doing for doing, waiting in event["ranks"]]
             self.events("ranks", {"states": states})
+            if self.auditor is not None:
+                self.auditor.poll()
         elif kind == "ready":
             self.ready += 1
             if self.ready == self.world_size and not self.started:
@@ -82,6 +88,10 @@ class Listener:
             if self.started:  # in the middle of training; an evaluation by itself leaves the run's files alone
                 self._write({"step": event["step"], "evaluation_loss": event["loss"], "samples": event["samples"]})
             self.events("evaluation", {key: event[key] for key in ("step", "loss", "samples")})
+        elif kind == "audit" and self.auditor is not None:
+            self.auditor.add(event["step"], event["loss"])
+        elif kind == "audit-left-out" and self.auditor is not None:
+            self.auditor.left_out(event["reason"])
         elif kind == "note":
             self.events("note", {"text": event["text"]})
         elif kind == "nonfinite":
@@ -102,6 +112,13 @@ class Listener:
                 Span(event["rank"], artifact.decode(Instruction, instruction, "span"), start, end)
                 for instruction, start, end in event["spans"]
             )
+
+    def audited(self, result: AuditResult) -> None:
+        """Take the result of an audit."""
+        self.audits.append(report_of(result))
+        fields = fields_of(result)
+        self._write({"audit": fields["step"], **{key: value for key, value in fields.items() if key != "step"}})
+        self.events("audit", fields)
 
     def nonfinite(self) -> RunError | None:
         """Return why the run ended, where that is a step that was not finite: where it began, of all that ranks saw."""

@@ -210,11 +210,26 @@ class StagePeak:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Minibatch ``step`` (from 0) computed again by the plain loop, from the run's own weights.
+
+    ``bitwise``: not one bit differs. ``max_relative_error``: of any tensor behind the step. ``seconds``: of CPU time.
+    """
+
+    step: int
+    equal: bool
+    bitwise: bool
+    max_relative_error: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """``losses``: one an optimizer step. ``stopped``: it was asked to stop and wrote a checkpoint (exit code 75).
 
     ``ranks``, ``schedule``, ``stages``: of the last attempt. ``step``: optimizer steps of the whole run so far.
     ``skipped``: the steps that were left out because they were not finite. ``peaks``: where memory was measured.
+    ``audits``: in the order of their ends.
     """
 
     losses: tuple[float, ...]
@@ -232,6 +247,7 @@ class TrainResult:
     step: int = 0
     skipped: tuple[int, ...] = ()
     peaks: tuple[StagePeak, ...] = ()
+    audits: tuple[AuditReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

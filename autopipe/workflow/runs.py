@@ -15,6 +15,7 @@ from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime.initial import weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.training_state.trial import prove_restorable
+from autopipe.workflow import auditing
 from autopipe.workflow.attempts import Attempts
 from autopipe.workflow.checking import check, check_first, write_run
 from autopipe.workflow.evaluation import refuse_impossible
@@ -67,6 +68,9 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                     events("note", {"text": note})
             if note := prove_restorable(prepared.workload):
                 events("note", {"text": note})
+            if auditing.interval(settings, prepared) and (misfit := auditing.misfit(prepared)):
+                events("note", {"text": misfit})
+                settings = replace(settings, audit_every=0)
             if settings.init_from is not None and not settings.resume:
                 _look_at_weights(settings.init_from, prepared, settings.trust, events)
             if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
@@ -114,6 +118,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         clip_grad_norm=settings.clip_grad_norm or 0.0,
         checkpoint_every=settings.checkpoint_every,
         evaluate_every=settings.evaluate_every,
+        audit_every=auditing.interval(settings, prepared),
         deferred_batch_norm=settings.deferred_batch_norm,
         keep_checkpoints=settings.keep_checkpoints,
         start_step=start,
@@ -136,6 +141,8 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
 def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, start: int, events: Events) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
+    elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round otherwise"
+    listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
     attempts = Attempts(settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared))
     attempts.follow(start)
     plan = attempts.prepared.plan
@@ -157,6 +164,7 @@ def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, star
         step=max(listener.losses, default=max(start, 0) - 1) + 1,
         skipped=tuple(listener.skipped),
         peaks=tuple(sorted(listener.peaks, key=lambda peak: (peak.stage, peak.rank))),
+        audits=tuple(listener.audits),
     )
 
 

@@ -37,6 +37,7 @@ ranks        ``states``: one text a rank, such as "2F7" or "waits for 1RF3<0"
 step         ``step``, ``loss``, ``seconds`` (since the start), ``samples_per_second``
 checkpoint   ``step``, ``path``
 evaluation   ``loss``, ``samples``
+audit        ``step``, ``equal``, ``bitwise``, ``max_relative_error``: a minibatch compared with plain training
 peak         the fields of ``StagePeak``, where memory is measured; at the end
 stopping     ``signal``: the run was asked to stop, and does after the minibatch that is under way
 nonfinite    ``step``, ``what``, ``skipped``: the loss or a gradient is not finite, and the run goes on
@@ -154,6 +155,7 @@ class TrainSettings:
 
     ``clip_grad_norm`` 0: none; None: not given, which is none, or that of the run that goes on. ``checkpoint_every`` 0:
     at the end only. ``evaluate_every`` 0: never while training.
+    ``audit_every``: steps, 0 for never, None for as often as costs little.
     ``check_first``: compare with plain training before the first step of a new plan. ``deferred_batch_norm``: running
     statistics once a minibatch. ``resume``: go on from ``resume_step``, None being the newest checkpoint. ``run_dir``
     None: a new one in the work directory. ``max_restarts``: new attempts after a rank failed; None is none, and with
@@ -191,6 +193,7 @@ class TrainSettings:
     same_data: bool = True
     replay: str = "first"
     new_rate: float | None = None
+    audit_every: int | None = None
 
     @property
     def restarts(self) -> int:

@@ -18,7 +18,7 @@ from schedule_cases import Case, compared
 
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Request, Schedule
-from autopipe.runtime import session
+from autopipe.runtime import assembly, session
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.recordings import Recordings
 from autopipe.runtime.reduction import GradientSum
@@ -119,7 +119,8 @@ def vertical_sync_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         staleness = [right.staleness[0], *(delta - 1 for delta in right.staleness[1:])]
         return unflushed(name, right.request, warmup, staleness, [count + 1 for count in warmup])
 
-    monkeypatch.setattr(session, "make", make)
+    for part in (session, assembly):
+        monkeypatch.setattr(part, "make", make)
 
 
 def tied_copy_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""A minibatch as files, so that another process computes with the very values, structure and memory layout.
+
+Tensors go into a safetensors file, everything else into JSON. A tensor is stored in its order in memory: kernels add up
+in another order over other strides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from autopipe.errors import ArtifactError
+from autopipe.ir.artifact import write_text
+from autopipe.runtime.snapshot import Snapshot
+from autopipe.runtime.strides import memory_order, packed, unpacked
+
+_PLAIN = (bool, int, float, str, type(None))
+_JSON, _TENSORS = "batch.json", "batch.safetensors"
+
+
+class UnstorableBatchError(ValueError):
+    """A minibatch holds something that is neither a tensor nor a plain value; the message names its type."""
+
+
+def store(item: Any, factors: Sequence[float], folder: Path) -> None:
+    """Write a minibatch into a folder, with what each of its microbatches counts in the loss.
+
+    Raises: UnstorableBatchError naming the first type that has no place in a file; OSError.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _encoded(item, tensors)
+    try:
+        snapshot = Snapshot.of(tensors)
+    except ArtifactError as error:
+        raise UnstorableBatchError(error.what) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    snapshot.write(folder / _TENSORS)
+    write_text(folder / _JSON, json.dumps({"minibatch": tree, "factors": list(factors)}))
+
+
+def load(folder: Path) -> tuple[Any, list[float]]:
+    """Read a minibatch that ``store`` wrote, and its factors.
+
+    Raises: ArtifactError where the files are not what it writes.
+    """
+    try:
+        document = json.loads((folder / _JSON).read_text(encoding="utf-8"))
+        item = _decoded(document["minibatch"], load_file(folder / _TENSORS))
+        return item, [float(factor) for factor in document["factors"]]
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ArtifactError(f"the minibatch of an audit cannot be read: {error}", where=str(folder)) from error
+
+
+def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return {"value": value}
+    if kind is torch.Tensor and value.layout is torch.strided:
+        name, order = str(len(tensors)), memory_order(value)
+        tensors[name] = packed(value.detach().cpu(), order)
+        return {"tensor": name, "shape": list(value.shape), "order": order}
+    if kind in (list, tuple):
+        return {kind.__name__: [_encoded(entry, tensors) for entry in value]}
+    if kind is dict and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, _encoded(entry, tensors)] for key, entry in value.items()]}
+    raise UnstorableBatchError(f"it holds a {kind.__module__}.{kind.__qualname__}")
+
+
+def _decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if "tensor" in tree:
+        return unpacked(tensors[tree["tensor"]].clone(), tree["shape"], tree["order"])
+    if "value" in tree:
+        return tree["value"]
+    if "dict" in tree:
+        return {key: _decoded(entry, tensors) for key, entry in tree["dict"]}
+    sequence = [_decoded(entry, tensors) for entry in tree.get("list", tree.get("tuple"))]
+    return tuple(sequence) if "tuple" in tree else sequence

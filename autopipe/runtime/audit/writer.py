@@ -1,0 +1,148 @@
+"""``AuditWriter``: a rank's part of an audit, written while training goes on.
+
+::
+
+    training thread   ... | copy state, store batch | minibatch N | copy weights | minibatch N + 1 ...
+    writing threads                        write the state ...         | write the weights | rank 0: event
+
+An audit never ends a run by itself: what cannot be written is left out, and rank 0 reports why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopipe.errors import AutopipeError
+from autopipe.runtime import state
+from autopipe.runtime.audit import batch
+from autopipe.runtime.audit.files import AuditFiles
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.saver import LOOK_SECONDS, Saver
+from autopipe.runtime.snapshot import Snapshot
+from autopipe.runtime.stepper import Stepper
+
+# audits that wait for their comparison: with more of them ranks wait, so that the disk does not fill
+MOST_WAITING = 4
+_PATIENCE_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class AuditWriter:
+    """One rank's. ``every``: steps, 0 for none. ``stages``: those that this rank writes.
+
+    ``checkpoints``: what writes the checkpoints of this rank. ``pinned``: as in ``Snapshot``.
+    """
+
+    run: Path
+    every: int
+    stages: Sequence[int]
+    checkpoints: Saver
+    reporter: Reporter
+    pinned: bool = False
+    _files: AuditFiles | None = None
+    _saver: Saver | None = None
+    _thread: threading.Thread | None = None
+    _written: list[AuditFiles] = field(default_factory=list)
+    _left_out: list[str] = field(default_factory=list)
+    _abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, step: int, item: Any, parts: Sequence[Microbatch], save: Callable[[Saver], None]) -> None:
+        """Keep the state before minibatch ``step`` and the minibatch, where it is one that is audited.
+
+        ``item``, ``parts``: of the minibatch, on rank 0. ``save``: gives a saver all that a checkpoint of this rank
+        holds.
+        """
+        if not self.every or not step or step % self.every:
+            return
+        self.wait()
+        files = self._files = AuditFiles(self.run, step)
+        self._await_room()
+        try:
+            if self.checkpoints.leads:
+                batch.store(item, [part.factor for part in parts], files.batch)
+        except (batch.UnstorableBatchError, OSError) as error:
+            self._left_out.append(f"its minibatch cannot be stored: {error}")
+        self._saver = self.checkpoints.beside(files.folder)
+        save(self._saver)
+
+    def end(self, stepper: Stepper) -> None:
+        """Keep the tensors behind the step of the minibatch, where its audit was begun."""
+        files, self._files = self._files, None
+        if files is None:
+            return
+        snapshots = {}
+        for stage in self.stages:
+            tensors = {name: parameter.data for name, parameter in stepper.owned(stage).items()}
+            tensors.update(state.buffers(stepper.runners[stage]))
+            snapshots[stage] = Snapshot(pinned=self.pinned)
+            snapshots[stage].take(tensors)
+        self._thread = threading.Thread(target=self._write, args=(files, snapshots), name="audit", daemon=True)
+        self._thread.start()
+
+    def look(self, losses: dict[int, float]) -> None:
+        """Report the audits that are written, and what was left out; of rank 0 only. ``losses``: by minibatch."""
+        while self._written:
+            files = self._written.pop(0)
+            self.reporter.event("audit", step=files.step, loss=losses[files.step])
+        while self._left_out:
+            reason = self._left_out.pop(0)
+            if self.checkpoints.leads:
+                self.reporter.event("audit-left-out", reason=reason)
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def abandon(self) -> None:
+        """Wait for no other rank any more: this one has failed."""
+        self._abandoned.set()
+        if self._saver is not None:
+            self._saver.abandon()
+
+    def _await_room(self) -> None:
+        """Let rank 0 wait while as many audits wait for their comparison as there may be; the others wait for it."""
+        folder = AuditFiles(self.run, 0).folder
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while self.checkpoints.leads and len(list(folder.glob("*.after"))) >= MOST_WAITING and time.monotonic() < end:
+            self.reporter.at("waiting for an audit", waiting=False)
+            time.sleep(LOOK_SECONDS)
+
+    def _write(self, files: AuditFiles, snapshots: dict[int, Snapshot]) -> None:
+        saver, self._saver = self._saver, None
+        try:
+            files.after.mkdir(parents=True, exist_ok=True)
+            for stage, snapshot in snapshots.items():
+                path = files.after_stage(stage)
+                snapshot.write(path.with_suffix(".tmp"))
+                path.with_suffix(".tmp").replace(path)
+            if saver is not None:
+                saver.wait()
+            if self.checkpoints.leads and not files.batch.is_dir():
+                self._all_written(files)
+                files.clear()
+            elif self.checkpoints.leads and self._all_written(files):
+                self._written.append(files)
+        except (OSError, AutopipeError) as error:
+            text = error.what if isinstance(error, AutopipeError) else str(error.strerror or error)
+            self._left_out.append(f"it cannot be written: {text}")
+            with contextlib.suppress(OSError):
+                files.clear()
+
+    def _all_written(self, files: AuditFiles) -> bool:
+        """Wait for the other stages. Returns False where this rank gives up."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while not files.before.is_dir() or not all(
+            files.after_stage(s).is_file() for s in range(self.checkpoints.num_stages)
+        ):
+            if self._abandoned.wait(LOOK_SECONDS) or time.monotonic() > end:
+                return False
+        return True
