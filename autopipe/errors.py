@@ -20,7 +20,10 @@ An error is checked when it is built: one without a message is our own bug.
 from __future__ import annotations
 
 import difflib
+import errno
+import shutil
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 
 class AutopipeError(Exception):
@@ -131,6 +134,19 @@ class WorkerError(AutopipeError):
         self.instruction = instruction
         self.remote_traceback = remote_traceback
         self.shortage = dict(shortage or {})
+
+
+def disk_is_full(error: BaseException, folder: Path) -> bool:
+    """Whether an error is that of a full disk or quota: by its number, else by the room that is left in ``folder``."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if "No space left on device" in str(error):
+        return True
+    try:
+        room = shutil.disk_usage(folder)
+    except OSError:
+        return False
+    return room.total > 0 and room.free == 0
 
 
 def unknown_choice(kind: str, given: str, known: Iterable[str]) -> str:

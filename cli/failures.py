@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any
 
 import click
 
-from autopipe.errors import AutopipeError, ModelFileError, RunError, ScheduleError, WorkerError
+from autopipe.errors import AutopipeError, ModelFileError, RunError, ScheduleError, WorkerError, disk_is_full
 
 from .terminal import Terminal, tell
 
@@ -83,14 +84,18 @@ def _show(error: AutopipeError, terminal: Terminal) -> None:
 
 
 def _environment(error: OSError) -> AutopipeError:
-    """Return the error for what the machine refused: a folder, its space, its number of open files."""
+    """Return the error for what the operating system refused: a folder, its space, its number of open files."""
     reason = error.strerror or str(error) or type(error).__name__
     path = "" if error.filename is None else str(error.filename)
-    return RunError(
-        f"cannot use {path}: {reason}" if path else f"the machine refused something: {reason}",
-        where=path,
-        remedy=_REMEDIES.get(error.errno or 0, "--debug shows where; see the path, its owner and its disk"),
-    )
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+        _, path, reason = error.args[0][0]  # of a folder that was copied, the first file
+    full = disk_is_full(error, Path(path).parent) if path else error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full:
+        what = f"the disk of {path} is full" if path else f"a disk is full: {reason}"
+    else:
+        what = f"cannot use {path}: {reason}" if path else f"operating system error: {reason}"
+    remedy = _REMEDIES[errno.ENOSPC] if full else _REMEDIES.get(error.errno or 0)
+    return RunError(what, where=path, remedy=remedy or "--debug shows where; see the path, its owner and its disk")
 
 
 _REMEDIES = {

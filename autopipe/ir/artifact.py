@@ -20,7 +20,7 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopipe.errors import ArtifactError, AutopipeError, VersionError, with_article
+from autopipe.errors import ArtifactError, AutopipeError, VersionError, disk_is_full, with_article
 
 SCHEMA_VERSION = 1
 LARGEST = 2**63
@@ -177,8 +177,9 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        full = disk_is_full(error, path.parent)
         raise ArtifactError(
-            f"cannot write {path.name}: {error.strerror}",
+            f"the disk of {path} is full" if full else f"cannot write {path.name}: {error.strerror}",
             where=str(path),
             remedy="choose a folder that can be written to, with space left (--work-dir, --run-dir)",
         ) from error

@@ -14,16 +14,19 @@ What is written appears whole or not at all, and never in the place of something
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from autopipe.errors import RunError, unknown_choice
+from autopipe.errors import RunError, disk_is_full, unknown_choice
 from autopipe.ir.graph import Graph
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import dcp
@@ -54,13 +57,13 @@ def export(settings: ExportSettings) -> ExportResult:
     try:
         settings.output.parent.mkdir(parents=True, exist_ok=True)
         _WRITE[kind](temporary, tensors)
+        _share(temporary)
         _remove(settings.output)
         temporary.replace(settings.output)
-    except OSError as error:
-        _remove(temporary)
-        raise RunError(
-            f"{settings.output} cannot be written: {error.strerror or error}", remedy="choose another -o"
-        ) from None
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save has RuntimeErrors of its own
+        with contextlib.suppress(OSError):
+            _remove(temporary)
+        raise _unwritten(settings.output, error) from None
     return ExportResult(
         path=str(settings.output),
         tensors=len(tensors.keys),
@@ -194,6 +197,21 @@ def _write_dcp(path: Path, tensors: _Tensors) -> None:
 
 
 _WRITE = {"safetensors": _write_safetensors, "pt": _write_pt, "hf": _write_hf, "dcp": _write_dcp}
+
+
+def _share(path: Path) -> None:
+    """Give an export the mode that any new file has: safetensors writes files that only their owner can read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
+
+
+def _unwritten(output: Path, error: OSError | SafetensorError | RuntimeError) -> RunError:
+    if disk_is_full(error, output.parent):
+        return RunError(f"the disk of {output} is full", remedy="make room on it, or choose another -o")
+    reason = error.strerror or str(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+    return RunError(f"{output} cannot be written: {reason}", remedy="choose another -o")
 
 
 def _remove(path: Path) -> None:

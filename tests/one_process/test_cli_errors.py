@@ -1,6 +1,7 @@
 """What the command line does about failures: messages, exit codes, tracebacks."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,7 +126,13 @@ def test_what_code_of_the_users_raises_is_no_bug_of_ours(run, monkeypatch):
     ("error", "shown"),
     [
         (PermissionError(13, "Permission denied", "/x/plan.json"), "cannot use /x/plan.json: Permission denied"),
-        (OSError(28, "No space left on device"), "the machine refused something: No space left on device"),
+        (OSError(28, "No space left on device"), "a disk is full: No space left on device"),
+        (OSError(28, "No space left on device", "/x/plan.json"), "the disk of /x/plan.json is full"),
+        (
+            shutil.Error([("a.py", "/x/a.py", "[Errno 28] No space left on device: '/x/a.py'"), ("b", "c", "d")]),
+            "Error: the disk of /x/a.py is full\n",
+        ),
+        (OSError("AF_UNIX path too long"), "operating system error: AF_UNIX path too long"),
         (MemoryError(), "out of memory"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from pipelines import Pipeline, minibatches
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from weight_cases import MODEL, begun, pipeline
 
 from autopipe.errors import RunError
 from autopipe.runtime.weight_files import INDEX
+from autopipe.workflow import exporting
 from autopipe.workflow.exporting import export
-from autopipe.workflow.settings import ExportSettings, ModelSettings
+from autopipe.workflow.settings import EXPORT_FORMATS, ExportSettings, ModelSettings
 
 
 @pytest.fixture
@@ -100,3 +103,32 @@ def test_a_model_file_that_changed_is_refused(run: Pipeline, tmp_path: Path) -> 
     named = ModelSettings(str(tmp_path / "net.py"))
     with pytest.raises(RunError, match=r"the model has changed since this run: blocks\.0\.0\.bias is in it no more"):
         export(ExportSettings(tmp_path / "x.pt", run=run.run.path, model=named))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_an_export_has_the_mode_of_any_new_file(run: Pipeline, tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        for kind in EXPORT_FORMATS:
+            export(ExportSettings(tmp_path / kind, run=run.run.path, format=kind))
+            files = [path for path in (tmp_path / kind, *(tmp_path / kind).rglob("*")) if path.is_file()]
+            assert files
+            assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_an_export_that_cannot_be_written_is_an_error(run: Pipeline, tmp_path: Path, name: str) -> None:
+    with pytest.raises(RunError, match=f"/proc/{name} cannot be written: "):
+        export(ExportSettings(Path("/proc", name), run=run.run.path))
+
+
+def test_a_full_disk_under_an_export_is_named(run: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **more: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(exporting, "save_file", full)
+    with pytest.raises(RunError, match=r"the disk of .*x\.safetensors is full"):
+        export(ExportSettings(tmp_path / "x.safetensors", run=run.run.path))
+    assert not list(tmp_path.glob(".*.tmp"))
