@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 from .terminal import Subjects, Terminal
 
 LINE_EVERY_SECONDS = 1.0
+# later a line each time that the run has become longer by this part: a day makes some hundreds of them
+LINE_EVERY_PART = 0.02
 
 
 @dataclass(slots=True)
 class Lines:
-    """Prints a line for what happens; steps at most once a second, so that a log stays readable."""
+    """Prints a line for what happens; steps once a second, later less often, so that a log stays short."""
 
     terminal: Terminal
     clock: Callable[[], float] = time.monotonic
-    steps: int = 0
+    start: Mapping[str, Any] = field(default_factory=dict)
     printed: float = float("-inf")
     progress: Subjects = field(init=False)
 
@@ -40,7 +42,7 @@ class Lines:
         elif kind == "note":
             say(f"  {fields['text']}")
         elif kind == "start":
-            self.steps = fields["steps"]
+            self.start = fields
             say(f"training on {fields['ranks']} ranks, run directory {fields['run_dir']}")
         elif kind == "step":
             self._step(fields)
@@ -53,18 +55,24 @@ class Lines:
 
     def _step(self, fields: Mapping[str, Any]) -> None:
         now = self.clock()
-        if now - self.printed < LINE_EVERY_SECONDS and fields["step"] + 1 != self.steps:
+        wait = max(LINE_EVERY_SECONDS, LINE_EVERY_PART * fields["seconds"])
+        if now - self.printed < wait and fields["step"] + 1 != self.start.get("steps"):
             return
         self.printed = now
-        self.terminal.say(step_line(fields, self.steps))
+        self.terminal.say(step_line(fields, self.start))
 
 
-def step_line(fields: Mapping[str, Any], steps: int) -> str:
-    """Return a step for people; steps count from 1 there."""
-    of = f"/{steps}" if steps else ""
+def step_line(fields: Mapping[str, Any], start: Mapping[str, Any]) -> str:
+    """Return a step for people; steps count from 1 there. ``start``: the event that came first, {} without it."""
+    from autopipe.report.tables import seconds_left
+    from autopipe.report.text import in_minutes
+
+    of = f"/{start['steps']}" if start.get("steps") else ""
+    left = seconds_left(start, fields)
+    more = f", {in_minutes(left)} left" if left else ""
     return (
         f"  step {fields['step'] + 1}{of}  loss {fields['loss']:.6f}  {fields['samples_per_second']:.1f} samples/s"
-        f"  {fields['seconds']:.1f} s"
+        f"  {fields['seconds']:.1f} s{more}"
     )
 
 
@@ -152,6 +160,6 @@ def watching(terminal: Terminal) -> Iterator[Events]:
         table = Table(terminal, terminal.console(stderr=True))
         with table.live:
             yield table
-            last, steps = table.step, table.start.get("steps", 0)
+            last, start = table.step, table.start
         if last:
-            terminal.say(step_line(last, steps))
+            terminal.say(step_line(last, start))

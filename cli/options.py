@@ -96,7 +96,9 @@ model_options: tuple[Callable[[Any], Any], ...] = (
     option("--data", metavar="TARGET", help="Training data, instead of the file's `data`."),
     option("--eval-data", metavar="TARGET", help="Held-out data, instead of the file's `evaluate_data`."),
     option("--optimizer", metavar="NAME|TARGET", help="Such as adamw, or a function of the named parameters."),
-    option("--lr", type=types.NUMBER, metavar="RATE", help="Learning rate."),
+    option(
+        "--lr", type=types.NUMBER, metavar="RATE", help="Learning rate. [default: the optimizer's own; 1e-3 for AdamW]"
+    ),
     option(
         "--precision",
         type=types.one_of("precision", "fp32", "bf16", "fp16"),

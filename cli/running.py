@@ -82,7 +82,12 @@ class Resuming(click.Command):
 @options.option("--steps", type=types.COUNT, metavar="K", help="Optimizer steps.")
 @options.option("--epochs", type=types.COUNT, metavar="E", help="Passes over the data. [default: 1]")
 @options.option("--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest norm. [default: no clipping]")
-@options.option("--checkpoint-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: at the end.")
+@options.option(
+    "--checkpoint-every",
+    type=click.IntRange(min=0),
+    metavar="K",
+    help="Steps; 0: at the end only. [default: about every 10 minutes, as the plan predicts]",
+)
 @options.option("--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: never.")
 @options.option(
     "--audit-every",

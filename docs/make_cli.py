@@ -36,6 +36,9 @@ else the only `nn.Module` subclass that the file defines. Optional names in the 
 | `scheduler` | `(optimizer) -> LRScheduler` | none |
 | `evaluate_data` | as `data` | none |
 
+`data` is called again for each epoch, and what it gives is iterated from its start. Stages work on copies: where a
+forward changes its batch in place, what `data` keeps stays as it is, while a plain loop would change it.
+
 ## The cluster file
 
 ```toml

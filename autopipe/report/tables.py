@@ -12,7 +12,7 @@ from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.report.text import in_bytes, in_ranges, in_seconds
+from autopipe.report.text import in_bytes, in_minutes, in_ranges, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.workflow.doctor import Examination
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     )
 
 WORST_PARAMETERS = 8
+# before what is left of a run is said, so many steps and seconds
+LEAST_STEPS, LEAST_SECONDS = 2, 3.0
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
@@ -266,9 +268,15 @@ def training(result: TrainResult) -> str:
         f"{counted(result.steps, 'step')} in {in_seconds(result.seconds)} on {counted(result.ranks, 'rank')} "
         f"({counted(result.stages, 'stage')}, "
         f"{result.schedule}): loss {result.losses[0]:.6f} -> {result.losses[-1]:.6f}, "
-        f"{result.samples_per_second:.1f} samples/s\n"
+        f"{result.samples_per_second:.1f} samples/s{_of_predicted(result)}\n"
         f"checkpoint: {result.checkpoint or 'none'}"
     )
+
+
+def _of_predicted(result: TrainResult) -> str:
+    """Return what the plan said of a run, behind what was measured."""
+    predicted = result.predicted_samples_per_second
+    return f" (predicted: {predicted:.1f})" if predicted else ""
 
 
 def peaks(result: TrainResult) -> tuple[Table, ...]:
@@ -308,6 +316,16 @@ def findings(result: Examination) -> Table:
     return table
 
 
+def seconds_left(start: Mapping[str, Any], step: Mapping[str, Any]) -> float | None:
+    """Return what the steps that are left should take, as those so far did; None where that is not known yet."""
+    if not start.get("steps") or step["seconds"] < LEAST_SECONDS:
+        return None
+    done = step["step"] + 1 - start["start_step"]
+    if done < LEAST_STEPS:
+        return None
+    return float(step["seconds"] / done * max(start["steps"] - step["step"] - 1, 0))
+
+
 def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str], doing: str) -> Table:
     """Return the table that is shown while a run runs."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
@@ -322,6 +340,9 @@ def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str
         table.add_row("loss", f"{step['loss']:.6f}")
         table.add_row("samples/s", f"{step['samples_per_second']:.1f}")
         table.add_row("seconds", f"{step['seconds']:.1f}")
+        left = seconds_left(start, step)
+        if left is not None:
+            table.add_row("left", in_minutes(left))
     for rank, state in enumerate(states):
         table.add_row(f"rank {rank}", state)
     return table

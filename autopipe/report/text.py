@@ -24,6 +24,13 @@ def in_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds * 1e9:.0f} ns"
 
 
+def in_minutes(seconds: float) -> str:
+    """Return a time to wait: ``45 s``, ``12 min``, ``3.4 h``."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
+
+
 def _three(value: float) -> str:
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:.{digits}f}"

@@ -60,6 +60,8 @@ class Windows:
             minibatches = self.reader.read(step, length)
             if not minibatches:
                 return
+            if self.job.steps and minibatches[-1].place.epoch > place.epoch:
+                self.reporter.event("round", epoch=minibatches[-1].place.epoch, minibatches=step)
             yield Window(step, minibatches)
             step, place = step + len(minibatches), minibatches[-1].place
 

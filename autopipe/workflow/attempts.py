@@ -91,7 +91,8 @@ class Attempts:
 
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan
-        told = {"ranks": plan.num_ranks, "steps": self.settings.steps or 0, "start_step": max(start, 0)}
+        steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.epoch_length
+        told = {"ranks": plan.num_ranks, "steps": steps, "start_step": max(start, 0)}
         self.events("start", {**told, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
 
     def _launch(self, stop: StopRequest | None) -> None:

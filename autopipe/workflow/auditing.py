@@ -65,7 +65,7 @@ def interval(settings: TrainSettings, prepared: Prepared) -> int:
     plain = plan.num_microbatches * sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
     cost = STARTUP_SECONDS + 2 * plain + _WRITTEN * weights / DISK_BYTES_PER_SECOND
     every = math.ceil(cost / SHARE / plan.predicted.step_seconds)
-    saved = settings.checkpoint_every
+    saved = settings.checkpoint_every or 0
     every = -(-every // saved) * saved if 0 < saved < every else every
     return 0 if settings.steps is not None and every >= settings.steps else every
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopipe.errors import RunError
+from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.schedule import Instruction
 from autopipe.ir.timeline import Span
@@ -92,6 +92,10 @@ class Listener:
             self.auditor.add(event["step"], event["loss"])
         elif kind == "audit-left-out" and self.auditor is not None:
             self.auditor.left_out(event["reason"])
+        elif kind == "round":
+            if event["rank"] == 0 and event["epoch"] == 1:
+                given = counted(event["minibatches"], "minibatch")
+                self.events("note", {"text": f"the data ended after {given}, and is read again from its start"})
         elif kind == "note":
             self.events("note", {"text": event["text"]})
         elif kind == "nonfinite":

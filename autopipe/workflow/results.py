@@ -228,6 +228,7 @@ class TrainResult:
     """``losses``: one an optimizer step. ``stopped``: it was asked to stop and wrote a checkpoint (exit code 75).
 
     ``ranks``, ``schedule``, ``stages``: of the last attempt. ``step``: optimizer steps of the whole run so far.
+    ``predicted_samples_per_second``: what the plan of the last attempt said.
     ``skipped``: the steps that were left out because they were not finite. ``peaks``: where memory was measured.
     ``audits``: in the order of their ends.
     """
@@ -248,6 +249,7 @@ class TrainResult:
     skipped: tuple[int, ...] = ()
     peaks: tuple[StagePeak, ...] = ()
     audits: tuple[AuditReport, ...] = ()
+    predicted_samples_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ from autopipe.workflow.repeating import Repeating, begin, explain, repeats_now
 from autopipe.workflow.results import TrainResult
 from autopipe.workflow.resume_options import as_recorded, refuse_other_training
 from autopipe.workflow.resuming import chosen, refuse_lacking_version, refuse_other_model
-from autopipe.workflow.settings import Events, TrainSettings
+from autopipe.workflow.settings import CHECKPOINT_SECONDS, Events, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
+
+MOST_STEPS = 2**31 - 1
 
 
 def train(settings: TrainSettings, events: Events) -> TrainResult:
@@ -116,7 +118,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         device=prepared.profile.device.kind,
         threads=prepared.profile.device.threads,
         clip_grad_norm=settings.clip_grad_norm or 0.0,
-        checkpoint_every=settings.checkpoint_every,
+        checkpoint_every=_checkpoint_every(settings, prepared),
         evaluate_every=settings.evaluate_every,
         audit_every=auditing.interval(settings, prepared),
         deferred_batch_norm=settings.deferred_batch_norm,
@@ -138,6 +140,14 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
     )
 
 
+def _checkpoint_every(settings: TrainSettings, prepared: Prepared) -> int:
+    """Return the steps from one checkpoint to the next: all ranks must agree, so it is a number and not a time."""
+    if settings.checkpoint_every is not None:
+        return settings.checkpoint_every
+    seconds = prepared.plan.predicted.step_seconds
+    return min(max(1, round(CHECKPOINT_SECONDS / seconds)), MOST_STEPS) if seconds else 0
+
+
 def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, start: int, events: Events) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
@@ -157,6 +167,7 @@ def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, star
         schedule=plan.schedule,
         stages=len(plan.stages),
         run_dir=str(run.path),
+        predicted_samples_per_second=plan.predicted.samples_per_second,
         checkpoint=listener.checkpoint or _latest(run),
         stopped=listener.stopped,
         notes=prepared.notes,

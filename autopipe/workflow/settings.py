@@ -16,6 +16,7 @@ from autopipe.launch.request import LaunchSettings
 WORK_DIRECTORY = Path(".autopipe")
 MAX_SHAPES = 16
 ELASTIC_RESTARTS = 3
+CHECKPOINT_SECONDS = 600.0
 EXPORT_FORMATS = ("safetensors", "pt", "hf", "dcp")
 DATA_READERS = ("auto", "each", "one")
 HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "evaluate_data")
@@ -154,8 +155,8 @@ class TrainSettings:
     """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
 
     ``clip_grad_norm`` 0: none; None: not given, which is none, or that of the run that goes on. ``checkpoint_every`` 0:
-    at the end only. ``evaluate_every`` 0: never while training.
-    ``audit_every``: steps, 0 for never, None for as often as costs little.
+    at the end only; None: about every ``CHECKPOINT_SECONDS``, by the plan's prediction.
+    ``evaluate_every`` 0: never while training. ``audit_every``: steps, 0 for never, None for as often as costs little.
     ``check_first``: compare with plain training before the first step of a new plan. ``deferred_batch_norm``: running
     statistics once a minibatch. ``resume``: go on from ``resume_step``, None being the newest checkpoint. ``run_dir``
     None: a new one in the work directory. ``max_restarts``: new attempts after a rank failed; None is none, and with
@@ -172,7 +173,7 @@ class TrainSettings:
     steps: int | None = None
     epochs: int | None = None
     clip_grad_norm: float | None = None
-    checkpoint_every: int = 0
+    checkpoint_every: int | None = None
     evaluate_every: int = 0
     check_first: bool = True
     deferred_batch_norm: bool = False

@@ -6,6 +6,7 @@ seeded by (seed, stream, epoch): so an epoch is the same in every process, and a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Batches:
     """The batches of one workload. ``name`` and ``path`` are for errors; ``arguments`` gives the forward's names.
 
     ``read``: by hook, the last iterator that it handed out, to tell one that is handed out a second time.
+    ``lengths``: by hook, how many batches its last epoch said that it has; nothing where it does not say.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Batches:
     inputs: Sequence[SyntheticInput]
     arguments: Callable[[], tuple[str, ...]]
     read: dict[str, Any] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def epoch_length(self) -> int:
+        """How many batches of training data the last epoch that was begun has; 0 where it does not say."""
+        return self.lengths.get("data", 0) if "data" in self.hooks else SYNTHETIC_BATCHES
 
     def example(self, batch_size: int | None) -> Item:
         """Return one batch of exactly ``batch_size`` samples (None: as many as it comes with). The same every time.
@@ -101,6 +109,8 @@ class Batches:
                     remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
                 )
             iterator = iter(source)
+            with contextlib.suppress(Exception):  # a length is only for people
+                self.lengths[hook.name] = len(source)
         self._refuse_used_up(hook, iterator, source)
         count = 0
         while True:

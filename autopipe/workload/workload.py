@@ -137,6 +137,11 @@ class Workload:
         """Return what the hooks call or iterate, by name of the hook."""
         return {name: hook.function for name, hook in self._hooks.items()}
 
+    @property
+    def epoch_length(self) -> int:
+        """How many minibatches an epoch has, as the data said when it was last begun; 0 where it does not say."""
+        return self._batches.epoch_length
+
     # --- the model ----------------------------------------------------------------------------------------------------
 
     def build_model(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:

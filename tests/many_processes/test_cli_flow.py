@@ -1,6 +1,7 @@
 """The commands one after the other on a small model: what they write, say and print as JSON."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,13 @@ def test_train_export_and_eval_end_with_a_file_for_the_untouched_model(folder):
     losses = [namespace["loss"](model(x), y).item() for x, y in namespace["data"]()]
     assert evaluated["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert (evaluated["samples"], evaluated["step"]) == (32, 3)
+
+
+def test_train_says_when_the_data_begins_again_and_what_was_predicted(folder):
+    done = run("train", "--steps", "6")
+    assert done.stderr.count("the data ended after 4 minibatches, and is read again from its start") == 1
+    assert re.search(r"samples/s \(predicted: \d+\.\d\)", done.stdout)
+    assert "read again" not in run("train", "--epochs", "2").stderr
 
 
 def test_train_says_what_it_took_from_before_and_what_it_did_again(folder):

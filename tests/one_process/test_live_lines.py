@@ -1,0 +1,59 @@
+"""What a run says while it runs: how long it will take, and not a line a second for days."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopipe.cli.live import Lines
+from autopipe.cli.terminal import Terminal
+from autopipe.report.tables import seconds_left
+from autopipe.report.text import in_minutes
+
+
+class Screen(Terminal):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def step(number: int, seconds: float) -> dict[str, Any]:
+    return {"step": number, "loss": 1.0, "samples_per_second": 8.0, "seconds": seconds}
+
+
+def start(steps: int, start_step: int = 0) -> dict[str, Any]:
+    return {"ranks": 2, "steps": steps, "start_step": start_step, "batch_size": 8, "run_dir": "here"}
+
+
+def test_what_is_left_is_said_once_steps_are_measured() -> None:
+    assert seconds_left(start(440), step(0, 60.0)) is None  # the first step holds what comes once
+    assert seconds_left(start(440), step(9, 2.0)) is None
+    assert seconds_left(start(440), step(9, 10.0)) == pytest.approx(430)
+    assert seconds_left(start(440, 400), step(409, 10.0)) == pytest.approx(30)
+    assert seconds_left(start(0), step(9, 10.0)) is None  # the data does not say how long it is
+    assert seconds_left({}, step(9, 10.0)) is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(45, "45 s"), (430, "7 min"), (12240, "3.4 h")])
+def test_a_time_to_wait_is_read_at_a_glance(seconds: float, text: str) -> None:
+    assert in_minutes(seconds) == text
+
+
+def test_lines_say_what_is_left_and_grow_rare() -> None:
+    screen, now = Screen(), [0.0]
+    lines = Lines(screen, clock=lambda: now[0])
+    lines("start", start(86400))
+    for number in range(86400):  # a day of steps of a second
+        now[0] += 1.0
+        lines("step", step(number, now[0]))
+    said = [line for line in screen.said if line.startswith("  step")]
+    assert 100 < len(said) < 1000
+    assert said[0].startswith("  step 1/86400")
+    assert "h left" in said[10]
+    assert said[-1].startswith("  step 86400/86400")
