@@ -255,6 +255,33 @@ def optimizer(named):
     inner = [torch.optim.SGD(flat, lr=0.1, momentum=0.9)] if flat else []
     return Merged(*inner, *([torch.optim.AdamW(rest, lr=0.01)] if rest else []))
 """,
+    "copies of its own": own(
+        """ema = self.copies[p]
+        ema.lerp_(p, 0.1)
+        return p.grad + 0.1 * (p - ema)""",
+        init='self.copies = {p: copy.deepcopy(p) for g in self.param_groups for p in g["params"]}',
+    ),
+    "SWALR": scheduler("torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=4)"),
+    "a scheduler in a step hook": """
+def optimizer(named):
+    o = torch.optim.SGD(parameters(named), lr=0.1)
+    rate = S.CosineAnnealingLR(o, 9)
+    o.register_step_post_hook(lambda *_: rate.step())
+    return o
+""",
+    "a step that is replaced": """
+def optimizer(named):
+    o = torch.optim.SGD(parameters(named), lr=0.1)
+    plain, done = o.step, 0
+    def step(*args):
+        nonlocal done
+        done += 1
+        for group in o.param_groups:
+            group["lr"] = 0.1 / done
+        plain()
+    o.step = step
+    return o
+""",
     "the head alone": torch_optimizer('AdamW([p for n, p in named if n.startswith("head")], lr=0.01)'),
     "Muon on the matrices": torch_optimizer("Muon([p for n, p in named if p.dim() == 2], lr=0.01)"),
 }  # fmt: skip

@@ -15,7 +15,9 @@ option                              with ``--resume``
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autopipe.errors import AutopipeError, RunError, counted
 from autopipe.ir.plan import Plan
@@ -26,6 +28,10 @@ from autopipe.workflow.settings import TrainSettings
 from autopipe.workflow.steps import Prepared
 from autopipe.workload import Workload
 
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+_SHOWN = 4
 _FROM_WEIGHTS = "start a new run from its weights (autopipe export, then --init-from)"
 
 
@@ -97,13 +103,14 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
             where=str(source.directory),
             remedy=f"leave --lr out; to train on with other rates {_FROM_WEIGHTS}",
         )
-    first, second = (_edits(settings, prepared, source) for _ in range(2))
+    built = _trainings(prepared.workload, prepared.plan, 2)
+    first, second = (_edits(settings, trainings, source) for trainings in built)
     # what differs from build to build, such as a time, is no edit
     found = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
     if found:
-        more = f", and {counted(len(found) - 1, 'more difference')}" if len(found) > 1 else ""
+        more = f"; {counted(len(found) - _SHOWN, 'more difference')}" if len(found) > _SHOWN else ""
         raise RunError(
-            f"the optimizer or its scheduler is built otherwise than when the run began: {found[0]}{more}",
+            f"optimizer and scheduler are not built as when the run began: {'; '.join(found[:_SHOWN])}{more}",
             where=str(source.directory),
             remedy=f"bring it back as it was (--lr alone may change); or {_FROM_WEIGHTS}",
         )
@@ -129,10 +136,10 @@ def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
     )
 
 
-def _edits(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> dict[str, str]:
-    """Build every stage's optimizer and compare it with the checkpoint. Raises: RunError where it has no place."""
+def _edits(settings: TrainSettings, trainings: Sequence[Training], source: Checkpoint) -> dict[str, str]:
+    """Compare every stage's optimizer with the checkpoint. Raises: RunError where it has no place in it."""
     found: dict[str, str] = {}
-    for training in _trainings(prepared.workload, prepared.plan):
+    for training in trainings:
         now = edits(source, training, rates=settings.new_rate is None)
         found.update(now)
         if not now:
@@ -140,16 +147,20 @@ def _edits(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> d
     return found
 
 
-def _trainings(workload: Workload, plan: Plan) -> list[Training]:
-    """Return the optimizers and schedulers of a plan's stages, over parameters without memory where possible."""
+def _trainings(workload: Workload, plan: Plan, count: int) -> list[list[Training]]:
+    """Build the optimizers and schedulers of a plan's stages ``count`` times, over empty parameters if possible.
+
+    Raises: ModelFileError where the hooks fail.
+    """
     try:
-        return _of_stages(workload, plan, empty=True)
+        named = dict(workload.build_model(empty=True).named_parameters())
+        return [_of_stages(workload, plan, named) for _ in range(count)]
     except AutopipeError:
-        return _of_stages(workload, plan, empty=False)
+        named = dict(workload.build_model().named_parameters())
+        return [_of_stages(workload, plan, named) for _ in range(count)]
 
 
-def _of_stages(workload: Workload, plan: Plan, *, empty: bool) -> list[Training]:
-    named = dict(workload.build_model(empty=empty).named_parameters())
+def _of_stages(workload: Workload, plan: Plan, named: Mapping[str, Parameter]) -> list[Training]:
     found = []
     for stage in plan.stages:
         copies = {tie.parameter for tie in plan.ties if stage.index in tie.copies}

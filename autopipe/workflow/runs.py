@@ -8,6 +8,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
@@ -68,7 +70,7 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 refuse_lacking_version(source, prepared.plan, prepared.graph)
                 for note in refuse_other_training(settings, prepared, source):
                     events("note", {"text": note})
-            if note := prove_restorable(prepared.workload):
+            if note := prove_restorable(prepared.workload, _trained(prepared)):
                 events("note", {"text": note})
             if auditing.interval(settings, prepared) and (misfit := auditing.misfit(prepared)):
                 events("note", {"text": misfit})
@@ -85,6 +87,11 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start), prepared)
         return _launch(settings, prepared, run, start, events)
+
+
+def _trained(prepared: Prepared) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    specs = {name: spec for name, spec in prepared.graph.parameters.items() if spec.requires_grad}
+    return {name: (spec.concrete({}), getattr(torch, spec.dtype)) for name, spec in specs.items()}
 
 
 def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) -> TrainSettings:

@@ -7,7 +7,7 @@ the hook, which fails there (an empty list of parameters), is not at fault.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import nn
 from torch.nn import Parameter
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError, ModelFileError, counted
 from autopipe.workload.hooks import Hook
-from autopipe.workload.optimizers import Named, make_optimizer
+from autopipe.workload.optimizers import Named, make_optimizer, stepped
 
 
 class OptimizerHook:
@@ -41,7 +41,7 @@ class OptimizerHook:
                 return None
             raise self._failing_on_a_part(error, trained) from error
         self._refuse_strangers(optimizer, trained)
-        taken = {id(parameter) for parameter in _stepped(optimizer)}
+        taken = {id(parameter) for parameter in stepped(optimizer)}
         if len(taken) < len(trained):
             self._refuse_other_choice({name for name, parameter in trained if id(parameter) in taken}, trained)
         return optimizer if taken else None
@@ -70,11 +70,11 @@ class OptimizerHook:
                 named = {n: p for n, p in self._build().named_parameters() if p.requires_grad}
             optimizer = make_optimizer(self.hook, list(named.items()), self.lr)
         names = {id(parameter): name for name, parameter in named.items()}
-        return frozenset(names[id(p)] for p in _stepped(optimizer) if id(p) in names)
+        return frozenset(names[id(p)] for p in stepped(optimizer) if id(p) in names)
 
     def _refuse_strangers(self, optimizer: Optimizer, trained: Named) -> None:
         given = {id(parameter) for _, parameter in trained}
-        others = [parameter for parameter in _stepped(optimizer) if id(parameter) not in given]
+        others = [parameter for parameter in stepped(optimizer) if id(parameter) not in given]
         if others:
             raise ModelFileError(
                 f"{self.hook.label} gave an optimizer with {counted(len(others), 'parameter')} that it was not given, "
@@ -114,7 +114,3 @@ def trained_parameters(build: Callable[..., nn.Module]) -> dict[str, Parameter]:
         except AutopipeError:
             model = build()
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _stepped(optimizer: Optimizer) -> Sequence[Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -76,7 +76,8 @@ def _stepping(hook: Hook, optimizer: Optimizer) -> Optimizer:
     Raises: ModelFileError.
     """
     name = type(optimizer).__name__
-    if not takes(optimizer.step, 0):
+    # of the class: a scheduler wraps the step of the object, and hides its arguments
+    if not takes(type(optimizer).step, 1):
         raise ModelFileError(
             f"{hook.label} gave {with_article(name)}, whose step needs a closure that runs the whole model again",
             where=hook.path,
@@ -111,30 +112,29 @@ def make_scheduler(hook: Hook, optimizer: Optimizer) -> LRScheduler:
     Raises: ModelFileError when it fails, gives something else, or a scheduler whose ``step`` needs an argument.
     """
     scheduler = checked(hook, hook(optimizer), LRScheduler)
-    for inner in _with_inner(scheduler):
-        # ReduceLROnPlateau must be asked by name: inside of another one it is called with an epoch for a metric
-        if not takes(inner.step, 0) or isinstance(inner, ReduceLROnPlateau):
-            name = type(inner).__name__
-            raise ModelFileError(
-                f"{hook.label} gave {with_article(name)}, whose step needs an argument, such as a metric; "
-                "a pipeline calls scheduler.step() after every optimizer step, without one",
-                where=hook.path,
-                remedy="choose one that goes by the number of steps, such as CosineAnnealingLR or LambdaLR; to lower "
-                "the rate by hand, go on from a checkpoint with --resume --lr",
-            )
-        if inner.optimizer is not optimizer:
-            raise ModelFileError(
-                f"{hook.label} gave {with_article(type(inner).__name__)} of another optimizer than it was given",
-                where=hook.path,
-                remedy="make the scheduler for the optimizer that is the argument of the hook",
-            )
+    name = type(scheduler).__name__
+    # ReduceLROnPlateau must be refused even where its subclass has a default for the metric
+    if not takes(scheduler.step, 0) or isinstance(scheduler, ReduceLROnPlateau):
+        raise ModelFileError(
+            f"{hook.label} gave {with_article(name)}, whose step needs an argument, such as a metric; "
+            "a pipeline calls scheduler.step() after every optimizer step, without one",
+            where=hook.path,
+            remedy="choose one that goes by the number of steps, such as CosineAnnealingLR or LambdaLR; to lower the "
+            "rate by hand, leave the scheduler out and go on from a checkpoint with --resume --lr",
+        )
+    given = {id(parameter) for parameter in stepped(optimizer)}
+    if any(id(parameter) not in given for parameter in stepped(scheduler.optimizer)):
+        raise ModelFileError(
+            f"{hook.label} gave {with_article(name)} of another optimizer than it was given",
+            where=hook.path,
+            remedy="make the scheduler for the optimizer that is the argument of the hook",
+        )
     return scheduler
 
 
-def _with_inner(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Return a scheduler and those that it calls (SequentialLR, ChainedScheduler)."""
-    inner = getattr(scheduler, "_schedulers", ())
-    return [scheduler, *(found for one in inner if isinstance(one, LRScheduler) for found in _with_inner(one))]
+def stepped(optimizer: Optimizer) -> list[Parameter]:
+    """Return the parameters that an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def default_optimizer(kind: type[Optimizer], named: Named, lr: float | None) -> Optimizer:

@@ -55,3 +55,84 @@ def test_a_scheduler_is_made_of_the_optimizer_and_checked(load):
     assert load(MODEL).scheduler(optimizer) is None
     broken = load(MODEL + "def scheduler(optimizer): return 3\n")
     assert "gave an int, not a torch LRScheduler" in fails(lambda: broken.scheduler(optimizer)).what
+
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+    def forward(self, x):
+        return self.head(self.body(x)).sum()
+
+build_model = Net
+MODEL = Net()
+"""
+
+
+def of_model(workload, prefix=""):
+    return [(name, p) for name, p in workload.build_model().named_parameters() if name.startswith(prefix)]
+
+
+def test_a_part_without_parameters_that_the_hook_takes_has_no_optimizer(load):
+    workload = load(
+        NET + "def optimizer(named): return torch.optim.SGD([p for n, p in named if n.startswith('head')], lr=0.1)\n"
+    )
+    assert workload.optimizer(of_model(workload, "body")) is None
+    for prefix in ("", "head"):
+        assert len(workload.optimizer(of_model(workload, prefix)).param_groups[0]["params"]) == 2
+    by_key = load(NET + "def optimizer(named): return torch.optim.SGD([dict(named)['head.bias']], lr=0.1)\n")
+    assert by_key.optimizer(of_model(by_key, "body")) is None
+    empty = load(
+        NET + "def optimizer(named):\n    head = [p for n, p in named if n.startswith('head')]\n"
+        "    return torch.optim.SGD([{'params': head}, {'params': []}], lr=0.1)\n"
+    )
+    assert empty.optimizer(of_model(empty, "body")) is None
+
+
+def test_a_hook_that_fails_on_a_part_but_not_on_the_whole_says_so(load):
+    workload = load(
+        NET + "def optimizer(named):\n    flat = torch.optim.SGD([p for _, p in named if p.dim() == 1], lr=0.1)\n"
+        "    return torch.optim.SGD([p for _, p in named], lr=flat.param_groups[0]['lr'])\n"
+    )
+    whole = of_model(workload)
+    assert len(workload.optimizer(whole).param_groups[0]["params"]) == 4
+    error = fails(lambda: workload.optimizer([pair for pair in whole if pair[1].dim() > 1]))
+    assert "does not fail on those of the whole model" in error.what and "empty parameter list" in error.what
+    broken = load(NET + "def optimizer(named): return torch.optim.SGD([], lr=0.1)\n")
+    error = fails(lambda: broken.optimizer(of_model(broken, "body")))
+    assert "empty parameter list" in error.what and "whole model" not in error.what
+
+
+def test_a_hook_must_choose_by_name_and_from_what_it_is_given(load):
+    first = load(NET + "def optimizer(named): return torch.optim.SGD([p for _, p in named][:1], lr=0.1)\n")
+    error = fails(lambda: first.optimizer(of_model(first, "head")))
+    assert (
+        "does not choose parameters by name: it takes head.weight when it is given the parameters of one" in error.what
+    )
+    stranger = load(NET + "def optimizer(named): return torch.optim.SGD(MODEL.parameters(), lr=0.1)\n")
+    error = fails(lambda: stranger.optimizer(of_model(stranger)))
+    assert "4 parameters that it was not given" in error.what and "global model" in error.what
+
+
+def test_a_scheduler_that_needs_a_metric_or_steps_another_optimizer_is_refused_by_name(load):
+    metric = "torch.optim.lr_scheduler.ReduceLROnPlateau(o)"
+    own = """
+class Metric(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self): return self.base_lrs
+    def _initial_step(self): pass
+    def step(self, metric): pass
+"""
+    for text, name in ((metric, "ReduceLROnPlateau"), ("Metric(o)", "Metric")):
+        workload = load(f"{NET}{own}\ndef scheduler(o): return {text}\n")
+        error = fails(lambda workload=workload: workload.scheduler(workload.optimizer(of_model(workload))))
+        assert f"gave a {name}, whose step needs an argument" in error.what
+        assert error.remedy
+    other = load(
+        NET + "def scheduler(o): return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(MODEL.parameters()), 1)\n"
+    )
+    error = fails(lambda: other.scheduler(other.optimizer(of_model(other))))
+    assert "a StepLR of another optimizer than it was given" in error.what

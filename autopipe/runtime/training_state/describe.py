@@ -140,16 +140,16 @@ class _Describer:
 
     def tensor(self, value: torch.Tensor, path: str) -> Node:
         kind = type(value)
-        if isinstance(value, nn.Parameter):
-            raise UnstorableError(
-                path,
-                f"is a parameter of shape {list(value.shape)} that is not among the named_parameters of the hook",
-                "use the parameters that the hook is given, and no others",
-            )
-        if kind is not torch.Tensor or value.layout is not torch.strided or value.dtype not in _TYPES.values():
-            what = name_of(kind) if kind is not torch.Tensor else f"{value.dtype}, {value.layout}"
+        if (
+            kind not in (torch.Tensor, nn.Parameter)
+            or value.layout is not torch.strided
+            or value.dtype not in _TYPES.values()
+        ):
+            what = f"{value.dtype}, {value.layout}" if kind is torch.Tensor else name_of(kind)
             raise UnstorableError(path, f"is a tensor ({what}) that a checkpoint cannot hold")
         node: Node = {"is": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        if kind is nn.Parameter:  # of the optimizer's own, such as a copy that it averages into
+            node["trained"] = value.requires_grad
         if not self.values:
             if value.numel() == 1 and not value.is_meta:
                 node["value"] = str(value.detach().flatten()[0].item())

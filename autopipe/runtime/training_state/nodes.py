@@ -13,7 +13,7 @@ parameter           ``name``
 groups              ``param_groups``: ``groups``, each with ``params`` (names) and ``values`` (name -> node)
 hooks               ``items``: the hooks of an optimizer, in order
 tensor              ``name`` in the file, ``dtype``, ``shape``, ``strides``, ``host``: it lies on the CPU although its
-                    parameter does not
+                    parameter does not; ``trained``, of a parameter that is not the model's: whether it takes gradients
 array, scalar       numpy's: ``dtype``, ``shape``, and ``name`` of a tensor of bytes, or ``hex``
 generator           ``device`` and ``name``, the tensor of its state
 random              ``random.Random`` and numpy's generators: ``class``, ``state``
@@ -83,6 +83,57 @@ def children(node: Node) -> Iterator[Node]:
         yield from (node["function"], node["arguments"], node["keywords"])
     elif kind == "random":
         yield node["state"]
+
+
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "float": {"value": str},
+    "complex": {"value": str},
+    "bytes": {"hex": str},
+    **{kind: {"items": list} for kind in ("list", "tuple", "set", "frozenset", "hooks")},
+    "deque": {"items": list, "maxlen": (int, type(None))},
+    "dict": {"items": list, "class": str},
+    "by_parameter": {"items": list, "class": str},
+    "parameter": {"name": str},
+    "groups": {"groups": list},
+    "tensor": {"dtype": str, "shape": list},
+    "array": {"dtype": str, "shape": list},
+    "scalar": {"dtype": str, "hex": str},
+    "generator": {"device": str},
+    "random": {"class": str, "state": object},
+    "object": {"class": str, "attributes": list},
+    "function": {"name": str, "cells": dict, "defaults": object, "keywords": object, "attributes": dict},
+    "method": {"name": str, "self": object},
+    "partial": {"function": object, "arguments": object, "keywords": object},
+    "enum": {"class": str, "name": str},
+    "same": {"as": str},
+    "code": {"name": str},
+}
+
+
+def malformed(node: Node) -> str:
+    """Say what is wrong with a node from a file, "" where it has the form that ``describe`` writes."""
+    if isinstance(node, list):
+        return "a list without a kind"
+    if not isinstance(node, dict):
+        return ""
+    kind = node.get("is")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        return f"an unknown kind {str(kind)[:40]!r}"
+    for field, wanted in _FIELDS[kind].items():
+        if field not in node or not isinstance(node[field], wanted):
+            return f"a {kind} without its {field}"
+    pairs = node.get("attributes") if kind == "object" else node["items"] if kind in ("dict", "by_parameter") else ()
+    named = kind in ("object", "by_parameter")
+    for pair in pairs or ():
+        if not isinstance(pair, list) or len(pair) != 2 or (named and not isinstance(pair[0], str)):
+            return f"a {kind} whose entries are no pairs"
+    for group in node["groups"] if kind == "groups" else ():
+        names = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(names, list) or not isinstance(group.get("values"), dict):
+            return "a group without parameters and values"
+        if not all(isinstance(name, str) for name in names):
+            return "a group of parameters without names"
+    return next((text for child in children(node) if (text := malformed(child))), "")
 
 
 def tensor_names(node: Node) -> list[str]:

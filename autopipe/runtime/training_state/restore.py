@@ -130,6 +130,10 @@ class _Restorer:
     def _tensor(self, node: Node, live: Any, path: str) -> Any:
         loaded = self.tensors[node["name"]]
         device = self._device(node, loaded)
+        if "trained" in node:
+            if isinstance(live, nn.Parameter) and live.shape == loaded.shape and live.dtype == loaded.dtype:
+                return live.copy_(loaded)
+            return nn.Parameter(loaded.to(device, copy=True), requires_grad=bool(node["trained"]))
         if (
             isinstance(live, torch.Tensor)
             and not isinstance(live, nn.Parameter)

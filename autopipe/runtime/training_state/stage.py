@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autopipe.errors import RunError
+from autopipe.errors import ArtifactError, RunError
 from autopipe.runtime.checkpoint import Checkpoint, StageState
 from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.merge import Source, groups_of, merge
-from autopipe.runtime.training_state.nodes import LIVE, Node, UnstorableError, kind_of, tensor_names
+from autopipe.runtime.training_state.nodes import LIVE, Node, UnstorableError, kind_of, malformed, tensor_names
 from autopipe.runtime.training_state.restore import MisfitError, restore
 
 _HOLDS = (
@@ -73,11 +73,13 @@ def restore_training(checkpoint: Checkpoint, training: Training) -> None:
     Raises: RunError where it has no place in what the hooks build now; ArtifactError for a damaged checkpoint.
     """
     tree = tree_for(checkpoint, training)
-    names = [name for node in tree.values() for name in tensor_names(node)]
+    tensors = checkpoint.read([name for node in tree.values() for name in tensor_names(node)])
     try:
-        restore(tree, training.roots, training.owned, checkpoint.read(names))
+        restore(tree, training.roots, training.owned, tensors)
     except MisfitError as error:
         raise _misfit(error, checkpoint) from None
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # numbers of the wrong size, and the like
+        raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
@@ -96,7 +98,7 @@ def tree_for(checkpoint: Checkpoint, training: Training) -> dict[str, Node]:
     """
     refuse_partial(checkpoint)
     live = training.initial()
-    stored = [stage for stage in checkpoint.stages if stage.state is not None]
+    stored = _stored(checkpoint)
     groups = groups_of(live["optimizer"])
     for stage in stored:
         if groups_of(stage.state["optimizer"]) == groups:
@@ -113,6 +115,27 @@ def tree_for(checkpoint: Checkpoint, training: Training) -> dict[str, Node]:
         return merge(sources, live, list(training.owned), same)
     except MisfitError as error:
         raise _misfit(error, checkpoint) from None
+
+
+def _stored(checkpoint: Checkpoint) -> list[StageState]:
+    """Return the stages that have an optimizer. Raises: ArtifactError where what they stored is malformed."""
+    stored = [stage for stage in checkpoint.stages if stage.state is not None]
+    for stage in stored:
+        for tree in (stage.state, stage.initial):
+            if not isinstance(tree, dict) or "optimizer" not in tree or not set(tree) <= {"optimizer", "scheduler"}:
+                raise _damaged(checkpoint, "a stage without the state of its optimizer")
+            for node in tree.values():
+                if text := malformed(node):
+                    raise _damaged(checkpoint, text)
+    return stored
+
+
+def _damaged(checkpoint: Checkpoint, what: str) -> ArtifactError:
+    return ArtifactError(
+        f"manifest.json is damaged: the state of the training has {what}",
+        where=str(checkpoint.directory / "manifest.json"),
+        remedy="go on from an earlier checkpoint (--resume STEP)",
+    )
 
 
 def refuse_partial(checkpoint: Checkpoint) -> None:
@@ -143,16 +166,16 @@ def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[st
 
     ``rates``: learning rates count too; not so where a new one was given.
     """
-    stored = [stage for stage in checkpoint.stages if stage.initial is not None]
+    stored = _stored(checkpoint)
     found: dict[str, str] = {}
     live = training.initial()
     groups = groups_of(live["optimizer"])
     same = [stage for stage in stored if groups_of(stage.initial["optimizer"]) == groups]
     for root in ("optimizer", "scheduler"):
         before = [stage.initial[root] for stage in same or stored if root in stage.initial]
-        if bool(before) != (root in live) and stored:
-            found[f"the {root}"] = "was there and is not" if before else "was not there and is"
-        elif before:
+        if stored and bool(before) != (root in live):
+            return {f"the {root}": "was there and is not" if before else "was not there and is"}
+        if before:
             _compare(live[root], before, root, found)
     return {path: text for path, text in found.items() if rates or not path.endswith(tuple(f"[{r!r}]" for r in _RATES))}
 

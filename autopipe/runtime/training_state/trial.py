@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import random
 import sys
 import types
@@ -40,6 +41,7 @@ FIRST_STEPS, FURTHER_STEPS = 3, 4
 _MOST_NUMBERS = 1 << 20
 _LARGEST = 1 << 24
 _OF_A_KIND = 12
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _KEEP = "keep it in optimizer.state, in param_groups, or in an attribute of the optimizer or scheduler"
 
 
@@ -52,48 +54,64 @@ class _Side:
     before: dict[str, Any]
 
 
-def prove_restorable(workload: Workload) -> str:
+class _UntriedError(Exception):
+    """The sample cannot be stepped: why."""
+
+
+def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
     """Step the hooks' optimizer on a sample, restore it into a new one, and compare both. Returns a note, or "".
 
-    Nothing is tried where optimizer and scheduler are torch's own.
+    ``shapes``: of the parameters that are trained, by name, where they are known. Nothing is tried where optimizer and
+    scheduler are torch's own.
 
     Raises: RunError naming what a checkpoint cannot hold, or cannot bring back.
     """
     if not workload.has_own_stepping:
         return ""
-    with exclusive(), torch.random.fork_rng(), _same_modules(), contextlib.redirect_stdout(io.StringIO()):
+    with exclusive(), torch.random.fork_rng(devices=()), _same_modules(), contextlib.redirect_stdout(io.StringIO()):
         try:
-            sample, of = _sample(workload)
+            sample = _sample(shapes or _shapes(workload))
             first = _side(workload, sample)
+            if first is None or len(_stepped(first)) < len(sample):  # the hook takes some parameters only
+                shapes = _shapes(workload)
+                sample = _sample(shapes)
+                first = _side(workload, sample)
             second = _side(workload, sample)
-        except ModelFileError:
-            return "the state of the optimizer was not tried out: its hook does not take a part of the parameters"
-        if first is None or second is None:
-            return ""
-        _compare(first, second)
+            if first is None or second is None:
+                return ""
+            _compare(first, second)
+        except (ModelFileError, _UntriedError) as error:
+            return f"warning: whether the optimizer's state can be restored was not tried: {error}"
+    of = len(shapes or sample)
     if len(sample) < of:
         return f"the optimizer's state was stored and restored in a trial, with {len(sample)} of {of} parameters"
     return ""
 
 
-def _sample(workload: Workload) -> tuple[dict[str, torch.Tensor], int]:
-    """Return values for a few parameters of every number of dimensions, and of how many they were chosen."""
-    shapes = {name: (p.shape, p.dtype) for name, p in workload.stepped_parameters().items()}
+def _shapes(workload: Workload) -> Shapes:
+    return {name: (tuple(p.shape), p.dtype) for name, p in workload.stepped_parameters().items()}
+
+
+def _stepped(side: _Side) -> set[int]:
+    return {id(parameter) for group in side.training.optimizer.param_groups for parameter in group["params"]}
+
+
+def _sample(shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Return values for a few parameters of every number of dimensions, the smallest first."""
     chosen: set[str] = set()
     numbers = 0
     for dims in sorted({len(shape) for shape, _ in shapes.values()}):
-        alike = sorted((shape.numel(), name) for name, (shape, _) in shapes.items() if len(shape) == dims)
+        alike = sorted((math.prod(shape), name) for name, (shape, _) in shapes.items() if len(shape) == dims)
         for index, (size, name) in enumerate(alike[:_OF_A_KIND]):
             if (index == 0 and size <= _LARGEST) or numbers + size <= _MOST_NUMBERS:
                 chosen.add(name)
                 numbers += size
     generator = torch.Generator().manual_seed(0)
-    values = {
+    return {
         name: torch.randn(shape, generator=generator).to(dtype)
         for name, (shape, dtype) in shapes.items()
         if name in chosen
     }
-    return values, len(shapes)
 
 
 def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> _Side | None:
@@ -187,11 +205,14 @@ def _steps(side: _Side, count: int, draws: torch.Generator) -> None:
         for parameter in training.owned.values():
             parameter.grad = 0.1 * torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
         before = _generators()
-        training.optimizer.step()
+        try:
+            training.optimizer.step()
+            if training.scheduler is not None:
+                training.scheduler.step()
+        except Exception as error:
+            raise _UntriedError(f"a step on random gradients fails: {type(error).__name__}: {error}") from error
         for parameter in training.owned.values():
             parameter.grad = None
-        if training.scheduler is not None:
-            training.scheduler.step()
         drawn = [name for name, state in _generators().items() if state != before[name]]
         if drawn:
             raise RunError(

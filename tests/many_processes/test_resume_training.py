@@ -1,0 +1,89 @@
+"""Through the command: optimizers and schedulers with state of their own are stopped, killed, and go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from commands import Commands, training, wait_for_steps, write_model
+from safetensors.torch import load_file
+
+HOOKS = """
+
+class Stepping(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["m"] = 0, [torch.zeros_like(p), 0.1]
+                state["step"] += 1
+                m, scale = state["m"]
+                m.mul_(group["betas"][0]).add_(p.grad)
+                state["m"] = [m, scale * 1.01]
+                p.sub_(group["lr"] * scale / (1 + state["step"] + group["step"] + self.count) * m)
+
+def optimizer(named_parameters):
+    weights = [p for n, p in named_parameters if n.endswith("weight")]
+    biases = [p for n, p in named_parameters if n.endswith("bias")]
+    groups = [{"params": weights}, {"params": biases, "lr": 0.2}]
+    return Stepping([g for g in groups if g["params"]], lr=0.1)
+
+def scheduler(optimizer):
+    S = torch.optim.lr_scheduler
+    warm_up, decay = S.LinearLR(optimizer, 0.1, total_iters=4), S.CosineAnnealingLR(optimizer, 400)
+    return S.SequentialLR(optimizer, [warm_up, decay], [4])
+"""
+
+
+def weights(commands: Commands, run: str) -> dict[str, torch.Tensor]:
+    commands.run("export", run, "-o", f"{run}.safetensors")
+    found: dict[str, torch.Tensor] = load_file(commands.folder / f"{run}.safetensors")
+    return found
+
+
+def assert_same(commands: Commands, one: str, other: str) -> None:
+    ours, theirs = weights(commands, one), weights(commands, other)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_a_run_goes_on_at_another_number_of_stages_and_refuses_other_options(
+    commands: Commands, tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    path = tmp_path / "model.py"
+    path.write_text(path.read_text() + HOOKS)
+    commands.run(*training(2, steps=9, run="whole"), "--clip-grad-norm", "0.3", "--seed", "3")
+    commands.run(*training(2, steps=6, run="run"), "--clip-grad-norm", "0.3", "--seed", "3")
+    resume = ("train", "model.py", "--device", "cpu", "--run-dir", "run", "--resume", "--steps", "9")
+    for option, words in (
+        (("--seed", "4"), "--seed 4: the run has seed 3"),
+        (("--batch-size", "4"), "--batch-size 4: the run has minibatches of 8"),
+        (("--optimizer", "sgd"), "optimizer was Stepping and is SGD"),
+    ):
+        _, err = commands.run(*resume, *option, code=1)
+        assert words in err
+    _, err = commands.run(*resume, "--gpus", "3")
+    assert "goes on with" not in err
+    assert_same(commands, "whole", "run")
+
+
+def test_an_elastic_run_keeps_the_state_of_its_optimizer(commands: Commands, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    path = tmp_path / "model.py"
+    path.write_text(path.read_text() + HOOKS)
+    process = commands.start(*training(3, steps=300), "--checkpoint-every", "5", "--elastic", "--json")
+    wait_for_steps(tmp_path / "run", process, count=12)[1].kill()
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert [restart["ranks"] for restart in json.loads(out)["restarts"]] == [2]
+    commands.run(*training(3, steps=300, run="whole"))
+    assert_same(commands, "whole", "run")
