@@ -9,16 +9,21 @@ import torch
 from commands import Commands, training
 from safetensors.torch import load_file
 
-# an optimizer that shrinks the weights from its 12th step on: nothing in its state tells
+# an optimizer that shrinks the weights from its 12th step on, and counts where no state of Python tells of it
 COUNTING = """
 
-CALLS = {}
+import os
 
 class Shrinking(torch.optim.SGD):
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, **options)
+        os.environ[f"STEPS_{os.getpid()}_{id(self)}"] = "0"
+
     def step(self, closure=None):
         super().step(closure)
-        CALLS[id(self)] = CALLS.get(id(self), 0) + 1
-        if CALLS[id(self)] >= 12:
+        name = f"STEPS_{os.getpid()}_{id(self)}"
+        os.environ[name] = str(int(os.environ[name]) + 1)
+        if int(os.environ[name]) >= 12:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.data.mul_(0.999)

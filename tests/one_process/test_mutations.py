@@ -74,8 +74,8 @@ def only_the_last_microbatch_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 def microbatches_weighed_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Recordings.microbatches
 
-    def microbatches(*arguments) -> list[Microbatch]:
-        parts = original(*arguments)
+    def microbatches(*arguments, **options) -> list[Microbatch]:
+        parts = original(*arguments, **options)
         return [replace(part, factor=1 / len(parts)) for part in parts]
 
     monkeypatch.setattr(Recordings, "microbatches", microbatches)
