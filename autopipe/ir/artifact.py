@@ -186,10 +186,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def save(value: Any, path: Path) -> None:
-    """Write an artifact: ``{"kind", "schema_version", "digest", ...fields}``, indented, sorted, whole or not at all."""
+    """Write an artifact: ``{"kind", "schema_version", "digest", ...fields}``, indented, whole or not at all.
+
+    Mappings keep their order: that of a model's parameters is the order in which the norm of their gradients is added.
+    """
     body = encode(value)
     head = {"kind": type(value).__name__, "schema_version": SCHEMA_VERSION, "digest": digest(body)}
-    write_text(path, json.dumps({**head, **body}, indent=1, sort_keys=True) + "\n")
+    write_text(path, json.dumps({**head, **body}, indent=1) + "\n")
 
 
 def load(kind: type[T], path: Path, *, renew: str) -> T:

@@ -228,6 +228,10 @@ def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
     return (table,)
 
 
+# weights that are so many times as far off as gradients are so by the optimizer
+_ENLARGED = 4.0
+
+
 def _verdict(report: CheckReport) -> tuple[Any, ...]:
     if report.bitwise:
         what = "equal to plain training, to the last bit"
@@ -243,8 +247,13 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
     for entry in worst:
         table.add_row(entry.name, str(entry.owner), f"{entry.error:.3g}")
     verdict = f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}"
-    if report.max_relative_error == 0:  # the optimizer's own probe found what these steps do not show
+    if report.cause and report.max_relative_error == 0:  # the optimizer's probe found what these steps do not show
         return (f"{word}\n{report.cause}",)
+    if report.equal and report.max_relative_error > _ENLARGED * report.gradient_error:
+        verdict += (
+            f"\ngradients differ by {report.gradient_error:.1e} at most; an optimizer that divides by their size, as "
+            "Adam does, enlarges that in the weights"
+        )
     return (verdict, table, *([report.cause] if report.cause else []))
 
 

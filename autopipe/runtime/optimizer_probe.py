@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # by step: how large the gradients are; None: some parameters have none
 SCALES: tuple[float | None, ...] = (1.0, 1e-3, 1e3, 1.0, 1.0, 1e-3, 1e3, 1.0, 0.0, 1.0, None, 1.0)
 # beyond so many bytes of parameters, every dimension of every tensor is cut down to so many elements
-WHOLE_BYTES, CUT = 64 * 2**20, 16
+WHOLE_BYTES, CUT = 4 * 2**20, 16
 # a learning rate in place of 0
 _RATE = 1e-3
 
@@ -85,14 +85,15 @@ class _Stepped:
                 self.scheduler = None
 
 
-def probe(workload: Workload, stages: Sequence[Sequence[str]]) -> Finding | None:
+def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module | None = None) -> Finding | None:
     """Return where an optimizer over the parameters of one stage steps otherwise than one over all; None: nowhere.
 
-    ``stages``: by stage, the names of the parameters that it steps.
+    ``stages``: by stage, the names of the parameters that it steps. ``model``: a build of it; None: one is made.
     Raises: ModelFileError as the optimizer hook does.
     """
     with exclusive():
-        trained = {n: p for n, p in workload.build_model().named_parameters() if p.requires_grad}
+        model = workload.build_model() if model is None else model
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         owned = [{name: trained[name] for name in names if name in trained} for names in stages]
         owned_by = {name: index for index, names in enumerate(owned) for name in names}
         if len(set(owned_by.values())) < 2:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from autopipe.errors import RunError
 from autopipe.ir.graph import Graph, Node
 from autopipe.runtime.check import staleness
@@ -23,19 +25,20 @@ def seen_beforehand(prepared: Prepared) -> RunError | None:
     """
     if len(prepared.plan.stages) == 1:
         return None
-    overlap = _overlap(prepared)
+    model = prepared.workload.build_model()
+    overlap = _overlap(prepared, model)
     if overlap is not None:
         return overlap
     copies = {(tie.parameter, stage) for tie in prepared.plan.ties for stage in tie.copies}
     stages = [
         [name for name in stage.parameters if (name, stage.index) not in copies] for stage in prepared.plan.stages
     ]
-    found = probe(prepared.workload, stages)
+    found = probe(prepared.workload, stages, model)
     return None if found is None else looks_beyond(found, prepared)
 
 
-def _overlap(prepared: Prepared) -> RunError | None:
-    found = overlapping(prepared.workload.build_model())
+def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
+    found = overlapping(model)
     if found is None:
         return None
     one, other = ({stage.index for stage in prepared.plan.stages if name in stage.parameters} for name in found)

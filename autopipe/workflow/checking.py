@@ -134,6 +134,7 @@ def _report(found: Comparison, prepared: Prepared, cause: AutopipeError | None) 
         orders=found.orders,
         order_error=_finite(found.order_error),
         cause="" if cause is None else str(cause),
+        gradient_error=_finite(max((d.gradient for d in found.differences), default=0.0)),
     )
 
 

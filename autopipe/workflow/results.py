@@ -155,7 +155,8 @@ class CheckReport:
     """``bitwise``: not one bit differs from a plain loop. ``equal``: that, or as close as can be promised.
 
     The plain loop adds up in the plan's order. ``orders``: why that is not one process's, empty where it is;
-    ``order_error``: by how much the two differ. ``cause``: why it is not equal, where, and what to do about it.
+    ``order_error``: by how much the two differ. ``gradient_error``: the largest error of a gradient.
+    ``cause``: why it is not equal, where, and what to do about it.
     ``nonfinite``: what is no finite number, and so proves nothing; "" where all is. ``full_batch``: what the loop is
     beside the step of one whole batch.
     """
@@ -172,6 +173,7 @@ class CheckReport:
     orders: tuple[str, ...] = ()
     order_error: float = 0.0
     cause: str = ""
+    gradient_error: float = 0.0
     full_batch: FullBatchReport | None = None
 
 

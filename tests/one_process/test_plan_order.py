@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from oracle import train as plain
 from oracle_order import Order
 from pipelines import Captured, build, captured_file, minibatches, plan_for
-from schedule_cases import Case, laid_out
+from schedule_cases import Case, compared, laid_out
 
 from autopipe.cli.main import autopipe
 from autopipe.errors import AutopipeError
@@ -170,6 +170,42 @@ def hold(draw: Draw, folder: Path) -> str:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_layout_is_the_loop_in_its_own_order(seed: int, tmp_path: Path) -> None:
     assert hold(drawn(seed), tmp_path) == "equal"
+
+
+LOOP = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.own, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+    def forward(self, x):
+        h = x[:, 0]
+        for step in range(x.shape[1]):
+            h = self.shared(h + x[:, step]).tanh()
+        return self.last(self.shared(self.own(h).tanh()))
+
+def build_model():
+    return Net()
+
+loss = nn.MSELoss()
+
+def data(batch_size=6):
+    g = torch.Generator().manual_seed(0)
+    for length in (3, 5, 4):
+        yield torch.randn(batch_size, length, 6, generator=g), torch.randn(batch_size, 3, generator=g)
+"""
+
+
+def test_a_tie_over_stages_is_proven_for_batches_of_other_shapes(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    made = captured_file(tmp_path / "loop.py")
+    plan = plan_for(made, 2, "1f1b", 2, 6)
+    plan = replace(plan, ties=tuple(replace(tie, exact=False) for tie in plan.ties))
+    found = compared(made, plan, tmp_path / "run", steps=3, last=0)
+    assert found.promised and found.bitwise and len(found.orders) == 2 and found.order_error > 0
+    assert sorted(path.name for path in (tmp_path / "run" / "stages").glob("shape_*")) == ["shape_1", "shape_2"]
 
 
 def command(*words: str) -> dict[str, object]:

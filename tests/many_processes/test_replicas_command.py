@@ -1,0 +1,78 @@
+"""``autopipe train`` with replicas, in processes: the exported weights are the oracle's in the plan's order of sums."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import AUTOPIPE
+from oracle import train as plain
+from oracle_order import Order
+from safetensors.torch import load_file
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh())
+        self.head = nn.Linear(64, 5)
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+def build_model():
+    return Net()
+
+loss = nn.CrossEntropyLoss()
+
+def optimizer(named):
+    return torch.optim.AdamW([p for _, p in named], lr=1e-2)
+
+def data(batch_size=24):
+    g = torch.Generator().manual_seed(1)
+    for step in range(6):
+        count = batch_size - 1 if step % 3 == 2 else batch_size
+        yield torch.randn(count, 16, generator=g), torch.randint(0, 5, (count,), generator=g)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, "auto"), (3, "auto"), (2, "never")])
+def test_a_clipped_run_leaves_the_oracles_weights(ranks: int, replicas: str, tmp_path: Path) -> None:
+    # the order of the model's parameters, in which the norm is added up, was lost on the way to the processes
+    (tmp_path / "net.py").write_text(MODEL)
+    words = ["train", "net.py", "--gpus", str(ranks), "--replicas", replicas, "--schedule", "1f1b", "--device", "cpu"]
+    words += ["--batch-size", "24", "--num-microbatches", "6", "--microbatch-sizes", "4", "--clip-grad-norm", "0.5"]
+    done = run(tmp_path, *words, "--steps", "6", "--run-dir", "run", "--json")
+    losses = json.loads(done)["losses"]
+    run(tmp_path, "export", "run", "-o", "out.safetensors")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    counts = [len(stage["ranks"]) for stage in plan["stages"]]
+    assert (max(counts) > 1) == (replicas == "auto")
+    stages = [(*stage["parameters"], *stage["buffers"]) for stage in plan["stages"]]
+    torch.set_num_threads(1)
+    items = list(namespace()["data"](24))
+    order = Order(stages, counts, plan["num_microbatches"])
+    expected, model, _ = plain(tmp_path / "net.py", items, plan["num_microbatches"], clip_norm=0.5, order=order)
+    exported = load_file(tmp_path / "out.safetensors")
+    assert losses == expected
+    assert exported.keys() == model.state_dict().keys()
+    unequal = [name for name, value in model.state_dict().items() if not torch.equal(exported[name], value)]
+    assert not unequal
+
+
+def namespace() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    exec(MODEL, found)
+    return found
+
+
+def run(folder: Path, *words: str) -> str:
+    done = subprocess.run([AUTOPIPE, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
