@@ -72,11 +72,12 @@ def interval(settings: TrainSettings, prepared: Prepared) -> int:
 
 def misfit(prepared: Prepared) -> str:
     """Say why the plain step does not fit beside the ranks, "" where it does. On GPUs each audit looks for itself."""
-    layout = Layout.of(prepared.plan, prepared.graph)
-    needed = memory_bytes(layout)
     if prepared.profile.device.kind != "cpu":
         return ""
-    ranks = sum(stage.peak_bytes * stage.replicas for stage in prepared.plan.stages)
+    needed = memory_bytes(Layout.of(prepared.plan, prepared.graph))
+    weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
+    # ranks copy what they write
+    ranks = sum(stage.peak_bytes * stage.replicas for stage in prepared.plan.stages) + _WRITTEN * weights
     free = int(psutil.virtual_memory().available) - ranks
     if needed <= MEMORY_SHARE * free:
         return ""

@@ -131,8 +131,8 @@ class AuditWriter:
                 files.clear()
             elif self.checkpoints.leads and self._all_written(files):
                 self._written.append(files)
-        except (OSError, AutopipeError) as error:
-            text = error.what if isinstance(error, AutopipeError) else str(error.strerror or error)
+        except Exception as error:  # whatever it is, the run does not depend on it
+            text = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             self._left_out.append(f"it cannot be written: {text}")
             with contextlib.suppress(OSError):
                 files.clear()
