@@ -305,6 +305,10 @@ SAME_STAGES: dict[str, str] = {
 }
 REFUSED: dict[str, tuple[str, str]] = {
     "an open file": (own("return p.grad", init="self.log = open('/dev/null')"), "optimizer.log is of class"),
+    "an array that is kept in C": (
+        own("self.n[0] += 1; return p.grad / self.n[0]", init="self.n = __import__('array').array('d', [0.0])"),
+        "optimizer.n is of class array.array",
+    ),
     "an iterator": (own("return p.grad * next(self.n)", init="self.n = itertools.count(1)"), "optimizer.n is of class"),
     "keyed by id": (
         own("""self.seen[id(p)] = self.seen.get(id(p), 0) + 1

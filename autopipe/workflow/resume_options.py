@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopipe.errors import AutopipeError, RunError, counted
+from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
 from autopipe.ir.plan import Plan
 from autopipe.runtime.checkpoint import Checkpoint, TrainingOptions
 from autopipe.runtime.training_state.stage import Training, edits, refuse_partial, tree_for
 from autopipe.schedules import REGISTRY
-from autopipe.workflow.settings import TrainSettings
+from autopipe.workflow.settings import MAX_SHAPES, PlanSettings, TrainSettings
 from autopipe.workflow.steps import Prepared
+from autopipe.workflow.store import Store
 from autopipe.workload import Workload
 
 if TYPE_CHECKING:
@@ -70,23 +71,43 @@ def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
         hooks=hooks,
         precision=model.precision or recorded.precision,
     )
-    plan = replace(
-        plan,
-        profile=replace(plan.profile, model=model),
-        batch_size=plan.batch_size or recorded.batch_size or None,
-    )
-    if (plan.num_microbatches, plan.microbatch_size) == (None, None) and recorded.schedule != "custom":
-        plan = replace(plan, num_microbatches=recorded.num_microbatches)
-    kind = REGISTRY.get(recorded.schedule)
-    if plan.schedule is None and kind is not None and not kind.synchronous:
-        plan = replace(plan, schedule=recorded.schedule)
+    plan = replace(plan, profile=replace(plan.profile, model=model))
     return replace(
         settings,
-        plan=plan,
+        plan=plan if _stored_plan_serves(plan, recorded) else _as_planned(plan, recorded),
         clip_grad_norm=recorded.clip_grad_norm if settings.clip_grad_norm is None else settings.clip_grad_norm,
         deferred_batch_norm=settings.deferred_batch_norm or recorded.deferred_batch_norm,
         new_rate=None if rate == recorded.lr else rate,
     )
+
+
+def _stored_plan_serves(settings: PlanSettings, recorded: TrainingOptions) -> bool:
+    """Whether the plan of the work directory cuts minibatches as the run did, and no option asks for another plan.
+
+    Then nothing has to be pinned: what is pinned is written down with the plan, and would bind later runs too.
+    """
+    if replace(settings, max_shapes=MAX_SHAPES) != PlanSettings(settings.profile):
+        return False
+    try:
+        stored, _ = Store(settings.work_dir).stored_plan()
+    except ArtifactError:
+        return False
+    same_schedule = stored.schedule == recorded.schedule or all(
+        name in REGISTRY and REGISTRY[name].synchronous for name in (stored.schedule, recorded.schedule)
+    )
+    sizes = stored.num_microbatches, stored.batch_size if recorded.batch_size else 0
+    return same_schedule and sizes == (recorded.num_microbatches, recorded.batch_size)
+
+
+def _as_planned(settings: PlanSettings, recorded: TrainingOptions) -> PlanSettings:
+    """Return the settings of a plan with the minibatches, and the weight versions, of the run."""
+    found = replace(settings, batch_size=settings.batch_size or recorded.batch_size or None)
+    if (found.num_microbatches, found.microbatch_size) == (None, None) and recorded.schedule != "custom":
+        found = replace(found, num_microbatches=recorded.num_microbatches)
+    kind = REGISTRY.get(recorded.schedule)
+    if found.schedule is None and kind is not None and not kind.synchronous:
+        found = replace(found, schedule=recorded.schedule)
+    return found
 
 
 def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> tuple[str, ...]:

@@ -18,11 +18,15 @@ from resume_cases import CASES, FILE, scheduler, torch_optimizer
 from test_resume_state import assert_equal, train, with_hooks
 
 from autopipe.errors import ArtifactError, RunError
+from autopipe.ir import artifact
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.runtime.checkpoint import Checkpoint, directory_of
 from autopipe.runtime.training_state.stage import Training, restore_training
+from autopipe.workflow.requests import PlanRequest
 from autopipe.workflow.resume_options import as_recorded, refuse_other_training
 from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.workflow.steps import Prepared
+from autopipe.workflow.store import PlanRecord, Store
 
 STEP = 4
 ADAMW = torch_optimizer("AdamW(parameters(named), lr=0.01, weight_decay=0.1)")
@@ -71,6 +75,22 @@ def test_what_is_left_out_is_as_the_run_had_it(saved: Callable[[str], Checkpoint
     assert (model.seed, model.learning_rate, model.precision) == (0, None, "fp32")
     assert (plan.batch_size, plan.num_microbatches, plan.schedule) == (8, 2, None)
     assert (settings.clip_grad_norm, settings.deferred_batch_norm, settings.new_rate) == (1.0, False, None)
+
+
+def test_the_plan_of_the_work_directory_is_taken_where_it_cuts_minibatches_as_the_run_did(
+    network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    def settings(microbatches: int) -> TrainSettings:
+        work = tmp_path / str(microbatches)
+        store, made = Store(work), prepared(network, ADAMW, tmp_path, microbatches=microbatches)
+        artifact.save(made.plan, store.plan)
+        cluster = Cluster((Level("host", 3, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
+        artifact.save(PlanRecord(made.plan.digest, "", PlanRequest(gpus=3), cluster), store.record)
+        return TrainSettings(PlanSettings(ProfileSettings(ModelSettings("net.py"), work)), resume=True)
+
+    kept, pinned = as_recorded(settings(2), saved(ADAMW)).plan, as_recorded(settings(4), saved(ADAMW)).plan
+    assert (kept.batch_size, kept.num_microbatches) == (None, None)
+    assert (pinned.batch_size, pinned.num_microbatches) == (8, 2)
 
 
 @pytest.mark.parametrize(

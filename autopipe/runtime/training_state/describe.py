@@ -9,6 +9,7 @@ import logging
 import math
 import pathlib
 import random
+import re
 import threading
 import types
 import weakref
@@ -25,14 +26,23 @@ from torch.utils.hooks import RemovableHandle
 from autopipe.runtime.training_state.nodes import Node, UnstorableError, name_of
 
 _MOST_NODES = 5_000_000
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was made by a class statement
+_IMMUTABLE, _HEAP_TYPE = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 FACTORIES = {"dict": dict, "list": list, "int": int, "float": float, "set": set}
 # they hold no state of the training: the hook's own are right
 _CODE = (type, types.ModuleType, logging.Logger, weakref.ReferenceType, RemovableHandle, property, staticmethod)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, pathlib.PurePath, types.CodeType)
+_CONSTANTS = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    range,
+    pathlib.PurePath,
+    types.CodeType,
+    re.Pattern,
+)
 
 
 @dataclass(slots=True)
@@ -297,11 +307,20 @@ class _Describer:
 
     def object(self, value: Any, path: str) -> Node:
         cls = type(value)
-        foreign = [base for base in cls.__mro__[:-1] if not base.__flags__ & _HEAP_TYPE]
-        if foreign and foreign != [types.SimpleNamespace]:
+        if cls is not types.SimpleNamespace and not all(_of_python(base) for base in cls.__mro__[:-1]):
             raise UnstorableError(path, f"is of class {name_of(cls)}, which a checkpoint cannot hold")
         attributes = [[key, self.node(entry, f"{path}.{key}")] for key, entry in attributes_of(value).items()]
         return {"is": "object", "class": name_of(cls), "attributes": attributes}
+
+
+def _of_python(cls: type) -> bool:
+    """Whether a class was made by a class statement, so that all that its objects hold are attributes and slots.
+
+    Classes of extensions may be heap types too, and keep their state in C (``array.array``, files since Python 3.12).
+    """
+    if not cls.__flags__ & _HEAP_TYPE or cls.__flags__ & _IMMUTABLE:
+        return False
+    return any("__dict__" in vars(base) or "__slots__" in vars(base) for base in cls.__mro__[:-1])
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import math
 import random
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
     """
     if not workload.has_own_stepping:
         return ""
-    with exclusive(), torch.random.fork_rng(devices=()), _same_modules(), contextlib.redirect_stdout(io.StringIO()):
+    with exclusive(), torch.random.fork_rng(devices=()), _same_modules(), _quietly():
         try:
             sample = _sample(shapes or _shapes(workload))
             first = _side(workload, sample)
@@ -305,6 +306,14 @@ def _modules(training: Training) -> Sequence[types.ModuleType]:
             names += [getattr(item, "__module__", "") for item in thing]
     modules = [sys.modules[name] for name in dict.fromkeys(names) if name in sys.modules]
     return [module for module in modules if not is_installed(getattr(module, "__file__", None) or "")]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep to itself what the file prints and warns of: the ranks will say it."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager
