@@ -20,6 +20,17 @@ _WIDTH = 5  # whether there is a minibatch, its epoch, its position, the two hal
 Row = tuple[int, ...]
 
 
+_REMEDY = (
+    "give every process the same data: seed it (numpy.random.default_rng(SEED), torch.Generator().manual_seed(SEED)), "
+    "sort what comes from a set or a directory, and give every host the same files; or let one process read for all: "
+    "--data-reader one"
+)
+
+
+class OtherRanksDiffer(TransportClosed):
+    """Another rank has read another minibatch than this one: its failure, and this one's for that reason."""
+
+
 class DigestExchange:
     """One rank's end. ``evaluating``: what is read is evaluation data."""
 
@@ -46,7 +57,7 @@ class DigestExchange:
     def settle(self) -> None:
         """Return once it is known that all ranks have read the same.
 
-        Raises: RunError on a rank that has read another minibatch than most; TransportClosed on the others.
+        Raises: RunError on a rank that has read another minibatch than most; OtherRanksDiffer on the others.
         """
         if self._pending is None:
             return
@@ -59,14 +70,8 @@ class DigestExchange:
         (usual, _), *_ = Counter(rows).most_common()  # of two that are as common the one that comes first
         odd = [rank for rank, row in enumerate(rows) if row != usual]
         text = self._difference(odd, rows, rows.index(usual), self._first + index)
-        if self._transport.rank not in odd:
-            raise TransportClosed(text)
-        raise RunError(
-            text,
-            remedy="give every process the same data: seed it (numpy.random.default_rng(SEED), "
-            "torch.Generator().manual_seed(SEED)), sort what comes from a set or a directory, and give every host the "
-            "same files; or let one process read for all: --data-reader one",
-        )
+        kind = RunError if self._transport.rank in odd else OtherRanksDiffer
+        raise kind(text, remedy=_REMEDY)
 
     def _difference(self, odd: Sequence[int], rows: Sequence[Row], reference: int, step: int) -> str:
         who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"

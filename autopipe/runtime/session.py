@@ -24,7 +24,7 @@ from autopipe.runtime import state
 from autopipe.runtime.assembly import assembled
 from autopipe.runtime.audit.writer import AuditWriter
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.exchange import DigestExchange
+from autopipe.runtime.exchange import DigestExchange, OtherRanksDiffer
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
@@ -125,7 +125,7 @@ class RankSession:
             self._audits.wait()
             self._report_saved()
         except BaseException as error:
-            if not isinstance(error, TransportClosed):
+            if not isinstance(error, TransportClosed) or isinstance(error, OtherRanksDiffer):
                 self._saver.linger()
             self._saver.abandon()
             self._audits.abandon()

@@ -17,6 +17,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.workflow.causes import seen_beforehand, unequal
 from autopipe.workflow.locks import only_one
+from autopipe.workflow.repeating import Repeating, begin, explain
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
@@ -43,10 +44,16 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
     The last minibatch is a sample short, so that an uneven cut is part of it. Ranks are threads: the stage files, the
     schedule and the loop over instructions are those of ``train``.
     """
-    with only_one(settings.plan.work_dir, "compares a plan with plain training"):
+    with only_one(settings.plan.work_dir, "compares a plan with plain training"), Repeating() as repeating:
+        if settings.plan.gpus != 1:
+            repeating.start()
         prepared = prepare(settings.plan, progress)
+        if prepared.plan.num_ranks > 1:
+            begin(repeating, prepared, evaluation=False)
         beyond = seen_beforehand(prepared)
         found = _compare(prepared, settings.steps)
+        unproven = explain(repeating.finish()) if repeating.begun else ""
+        prepared = replace(prepared, warnings=(*prepared.warnings, *([unproven] if unproven else [])))
         cause = beyond or (None if found.equal or found.nonfinite else unequal(found, prepared))
         full = compared_with_the_whole(prepared, step=settings.full_batch)
         return replace(_report(found, prepared, cause), full_batch=full)

@@ -176,10 +176,12 @@ def _compared(answers: Sequence[dict[str, Any] | None]) -> Repeats:
 
 
 def explain(repeats: Repeats) -> str:
-    """Return the note on a source of which it is not known that it repeats."""
+    """Return the warning about a source of which it is not known that it repeats, "" where it does."""
+    if repeats.answer:
+        return ""
     if repeats.answer is None:
         return f"it was not found out whether the data repeats ({repeats.why}): digests are compared at every step"
     return (
-        f"warning: the data does not repeat ({repeats.why}): rank 0 reads for all ranks, and a run that is resumed "
+        f"the data does not repeat ({repeats.why}): rank 0 reads for all ranks, and a run that is resumed "
         "goes on with other minibatches; seed the data to change both"
     )

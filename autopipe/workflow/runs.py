@@ -100,8 +100,8 @@ def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) 
         return settings
     events("progress", {"what": "reading data in two processes, to see whether it repeats", "fraction": 0.0})
     repeats = repeating.finish()
-    if repeats.answer is not True:
-        events("note", {"text": explain(repeats)})
+    if explain(repeats):
+        events("note", {"text": f"warning: {explain(repeats)}"})
     if repeats.answer is False:
         return replace(settings, data_reader="one", same_data=False)
     return replace(settings, data_reader="each")

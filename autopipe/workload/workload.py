@@ -96,7 +96,8 @@ class Workload:
             module = import_target(target)
         self._path = getattr(module, "__file__", None) or ""
         self._builder: Builder = find_builder(module, target.attribute, target.label, spec.arguments)
-        self._hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
+        with _seeded(spec.seed):  # so that a file of hooks draws the same in every process that imports it
+            self._hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
         self._batches = Batches(self.name, self._path, spec.seed, self._hooks, inputs, lambda: self._forward_names)
         self._losses: dict[torch.device, nn.Module] = {}

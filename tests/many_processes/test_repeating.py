@@ -1,0 +1,171 @@
+"""Whether data repeats, tried in two processes: every kind of source gets the reader that is right for it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autopipe.workflow.repeating import Repeating, Repeats
+from autopipe.workload import LoadOptions, load_workload
+
+MODEL = """
+import itertools, os, random, time
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+WORDS = {f"word {i}" for i in range(64)}
+ROWS = TensorDataset(torch.arange(64.0)[:, None].expand(64, 8), torch.arange(64.0))
+G = torch.Generator().manual_seed(1)
+ONE_LOADER = DataLoader(ROWS, 4, shuffle=True, generator=G)
+
+def build_model():
+    return nn.Linear(8, 1)
+
+def loss(output, target):
+    return (output.squeeze(1) - target).pow(2).mean()
+
+def batches(numbers):
+    for number in itertools.islice(numbers, 20):
+        yield torch.full((4, 8), float(number)), torch.full((4,), float(number))
+
+def draws(generator):
+    while True:
+        yield generator.random()
+
+# -- these repeat
+
+def a_list():
+    return list(batches(range(9)))
+
+def seeded_numpy():
+    return batches(draws(np.random.default_rng(0)))
+
+def global_generators():
+    return batches(random.random() + np.random.rand() + float(torch.rand(())) for _ in range(9))
+
+def global_generators_at_the_import(drawn=np.random.rand()):
+    return batches([drawn] * 9)
+
+def generator_at_module_level():
+    return DataLoader(ROWS, 4, shuffle=True, generator=G)
+
+def loader_at_module_level():
+    return ONE_LOADER
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.rand(()) + random.random(), y
+
+def loader_with_workers():
+    return DataLoader(Augmented(*ROWS.tensors), 4, shuffle=True, num_workers=2)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(64):
+            yield torch.full((8,), float(i)), float(i)
+
+def iterable_dataset():
+    return DataLoader(Stream(), 4)
+
+def sorted_set():
+    return batches(int(word[5:]) for word in sorted(WORDS))
+
+# -- these do not
+
+def unseeded_numpy():
+    return batches(draws(np.random.default_rng()))
+
+def seeded_by_the_time():
+    return batches(draws(np.random.default_rng(int(time.time()))))
+
+def order_of_a_set():
+    return batches(int(word[5:]) for word in WORDS)
+
+def system_random():
+    return batches(draws(random.SystemRandom()))
+
+def urandom():
+    return batches(int.from_bytes(os.urandom(4), "big") for _ in range(9))
+
+def process_id():
+    return batches([os.getpid()] * 9)
+
+def unseeded_workers():
+    return DataLoader(Unseeded(*ROWS.tensors), 4, num_workers=1)
+
+class Unseeded(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + np.random.default_rng().random(), y
+
+def later_minibatches():
+    yield from batches([1.0])
+    yield from batches(draws(np.random.default_rng()))
+
+def only_for_one_process():
+    os.close(os.open("claimed", os.O_CREAT | os.O_EXCL))
+    return batches(range(9))
+"""
+REPEAT = [
+    "a_list", "seeded_numpy", "global_generators", "global_generators_at_the_import", "generator_at_module_level",
+    "loader_at_module_level", "loader_with_workers", "iterable_dataset", "sorted_set",
+]  # fmt: skip
+DIFFER = [
+    "unseeded_numpy", "seeded_by_the_time", "order_of_a_set", "system_random", "urandom", "process_id",
+    "unseeded_workers", "later_minibatches", "only_for_one_process",
+]  # fmt: skip
+QUICK = ["loader_with_workers", "loader_at_module_level", "seeded_by_the_time", "order_of_a_set", "later_minibatches"]
+
+
+def tried(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> Repeats:
+    file = folder / "net.py"
+    file.write_text(MODEL)
+    monkeypatch.chdir(folder)
+    workload = load_workload(LoadOptions(str(file), hooks={"data": f":{source}"}))
+    with Repeating() as repeating:
+        repeating.begin(workload.spec, 0, evaluation=False)
+        return repeating.finish()
+
+
+def sources(names: list[str]) -> list[object]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("source", sources(REPEAT))
+def test_every_rank_may_read_what_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    repeats = tried(tmp_path, source, monkeypatch)
+    assert repeats.answer is True
+    assert repeats.reader == "each"
+
+
+@pytest.mark.parametrize("source", sources(DIFFER))
+def test_rank_0_reads_what_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    repeats = tried(tmp_path, source, monkeypatch)
+    assert repeats.answer is False
+    assert repeats.reader == "one"
+    wanted = "cannot read it" if source == "only_for_one_process" else "data gave two processes other minibatches"
+    assert wanted in repeats.why
+
+
+def test_data_that_does_not_come_in_time_is_left_to_the_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(MODEL + "\ndef data():\n    time.sleep(1000)\n    return a_list()\n")
+    monkeypatch.setattr("autopipe.workflow.repeating.MOST_SECONDS", 0.0)
+    with Repeating() as repeating:
+        repeating.begin(load_workload(LoadOptions(str(file))).spec, 0, evaluation=False)
+        start = time.monotonic()
+        repeats = repeating.finish()
+    assert (repeats.answer, repeats.reader) == (None, "each")
+    assert time.monotonic() - start < 5
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left = [p for p in psutil.Process().children(recursive=True) if "autopipe.workload.probe" in p.cmdline()]
+        assert not left
