@@ -201,6 +201,37 @@ class Loss:
 loss = Loss()
 """, "loss.calls", "self.calls += 1",
     ),
+    "a switch at every call": (
+        net("self.odd = False", "self.odd = not self.odd\n        x = x * 0.5 if self.odd else x"), "model.odd", "self.odd = not",
+    ),
+    "a counter by its name": (
+        net("self.k = 0", "setattr(self, 'k', getattr(self, 'k') + 1)\n        if self.k > 24: x = x * 0.5"),
+        "model.k", "setattr(self, 'k'",
+    ),
+    "data freezes through a method": (
+        "MODEL = []\n" + net("MODEL[:] = [self]", "pass") + """
+def freeze(model, on):
+    for parameter in model.h[0].parameters():
+        parameter.requires_grad = not on
+
+""" + DATA.format(change="freeze(MODEL[0], i > 20)"), "the model (.requires_grad =)", "parameter.requires_grad = not on",
+    ),
+    "data counts on an object that the loss reads": (
+        """
+class Schedule:
+    def __init__(self):
+        self.step = 0
+    def advance(self):
+        self.step += 1
+
+SCHEDULE = Schedule()
+""" + loss("", "pass", "0.0 if SCHEDULE.step < 24 else 0.1") + DATA.format(change="SCHEDULE.advance()"),
+        "SCHEDULE.step", "self.step += 1",
+    ),
+    "numbers counted in an array": (
+        net("self.hits = np.zeros(3)", "self.hits[0] += 1\n        x = x * 0.5 if self.hits.sum() > 24 else x"),
+        "model.hits", "self.hits[0] += 1",
+    ),
     "a number that follows another": (
         net("self.k = 0; self.w = 1.0", "self.k += 1\n        self.w = 1.0 if self.k < 24 else 0.5", "y = y * self.w"),
         "model.k", "self.k += 1",
@@ -276,6 +307,22 @@ def data(batch_size=6):
 """,
     "a generator that only data draws from": "RNG = random.Random(0)\n" + DATA.format(change="RNG.random()"),
     "an attribute of the shape": net("self.n = 0", "self.n = x.shape[0]", "y = y[: self.n]"),
+    "a sum that starts anew in each forward": net(
+        "self.aux = 0.0", "self.aux = 0.0\n        for block in self.h: self.aux = self.aux + block.a.weight.pow(2).mean()",
+        "y = y + self.aux",
+    ),
+    "a list that starts anew in each forward": net(
+        "self.seen = []", "self.seen = []\n        for block in self.h: self.seen.append(x.mean() * 0.5)",
+        "y = y + sum(self.seen)",
+    ),
+    "a list that is cleared in each forward": net(
+        "self.seen = []", "self.seen.clear()\n        for block in self.h: self.seen.append(x.mean() * 0.5)",
+        "y = y + sum(self.seen)",
+    ),
+    "a histogram for the log": net("self.hits = np.zeros(3)", "self.hits[x.shape[0] % 3] += 1"),
+    "an attention map of many numbers": net(
+        "self.map = None", "self.map = x[:, None].expand(-1, 40000, -1) * 1.0\n        x = x + self.map[:, 0]"
+    ),
     "hooks that look": """
 SEEN = collections.defaultdict(list)
 def hook(module, inputs, output):

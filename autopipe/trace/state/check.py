@@ -18,7 +18,7 @@ from autopipe.errors import TraceError
 from autopipe.trace.borrowed import Snapshot as ModelSnapshot
 from autopipe.trace.caches import users_namespaces
 from autopipe.trace.patches import flat_checkpoints
-from autopipe.trace.state.observe import Ran, is_package, is_users_file, observed
+from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
 from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot, is_users_module
 from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key
 from autopipe.workload import Item, Workload
@@ -50,11 +50,11 @@ def refuse_changing_state(
     before = look.snapshot()
     try:
         try:
-            after = look.run_thrice()
+            second, last = look.run_thrice()
         except Exception:  # what fails by itself is explained where it is followed
             return
-        look.refuse_changes(after)
-        look.refuse_data(after[-1], data or {})
+        look.refuse_changes(second, last)
+        look.refuse_data(last, data or {})
     finally:
         before.restore()
         model_before.restore()
@@ -85,20 +85,27 @@ class _Look:
         names = {module.__name__ for module in users_namespaces(self.model)}
         names |= {ran.globals.get("__name__", "") for ran in self.ran.values()}
         names |= {getattr(hook, "__module__", None) or "" for hook in self.hooks.values()}
-        for name in sorted(names):
-            module = sys.modules.get(name)
-            if module is not None and is_users_module(name):
-                yield name, module
+        pending, seen = sorted(names), set(names)
+        while pending:
+            module = sys.modules.get(pending.pop(0))
+            if module is None or not is_users_module(module.__name__):
+                continue
+            yield module.__name__, module
+            if not is_own_file(getattr(module, "__file__", None)):
+                continue
+            for value in vars(module).values():  # a module of the user's that holds nothing but state
+                if isinstance(value, types.ModuleType) and value.__name__ not in seen:
+                    seen.add(value.__name__)
+                    if is_own_file(getattr(value, "__file__", None)):
+                        pending.append(value.__name__)
 
-    def run_thrice(self) -> tuple[Snapshot, Snapshot, Snapshot]:
-        """Run the batch, a smaller one, and the batch again; return the snapshots behind each."""
-        part = self.workload.split(self.item, 2)[0]
+    def run_thrice(self) -> tuple[Snapshot, Snapshot]:
+        """Run the batch three times; return the snapshots behind the second and third: what is filled once is there."""
         observed(lambda: self.run(self.item), self.ran)
-        first = self.snapshot()
-        self.run(part)
+        self.run(self.item)
         second = self.snapshot()
         self.run(self.item)
-        return first, second, self.snapshot()
+        return second, self.snapshot()
 
     def run(self, item: Item) -> Tensor:
         """Return the loss of a batch."""
@@ -108,10 +115,9 @@ class _Look:
 
     # --- forward and loss ---------------------------------------------------------------------------------------------
 
-    def refuse_changes(self, after: tuple[Snapshot, Snapshot, Snapshot]) -> None:
-        """Refuse what changed with every run, and is read. A cache for the shape of the batch is back as it was."""
-        first, second, last = after
-        changed = last.changed_since(first, second)
+    def refuse_changes(self, second: Snapshot, last: Snapshot) -> None:
+        """Refuse what a run of the same batch, weights and random numbers changes, and is read."""
+        changed = [place for place in last.changed_since(second) if place[0] in second.owners]
         for place in changed:
             if place[1] == DRAWN:
                 uses = self._uses(last.owners[place[0]], last)
@@ -128,7 +134,10 @@ class _Look:
         read = self._really_read(key, last, set())
         if read is None or (is_tensor and not writes):
             return  # a tensor that is changed in place is seen where the model is followed
-        if not any(access.kind == "update" for access in writes) and not self._carried(place, last):
+        carried = self._carried(place, last)
+        if carried is None:
+            carried = any(access.kind == "update" for access in writes)
+        if not carried:
             return  # every run writes it before it reads it
         self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
 
@@ -144,15 +153,16 @@ class _Look:
                 return access
         return None
 
-    def _carried(self, place: Place, last: Snapshot) -> bool:
-        """Tell whether a run reads what the run before it wrote: with a value there that nobody can use it fails."""
-        owner = last.owners[place[0]]
-        namespace = owner if isinstance(owner, (dict, list)) else getattr(owner, "__dict__", None)
-        if isinstance(owner, type) or namespace is None or (isinstance(owner, nn.Module) and place[1] not in namespace):
-            return False
+    def _carried(self, place: Place, last: Snapshot) -> bool | None:
+        """Tell whether a run reads what the run before it left: with a value there that nothing can use it fails.
+
+        None where no other value can be put there.
+        """
+        owner, key = last.owners[place[0]], place[1]
         try:
             wanted = self.run(self.item)
-            namespace[place[1]] = _Unusable()
+            if not _put(owner, key, _Unusable()):
+                return None
             found = self.run(self.item)
         except Exception:
             return True
@@ -182,6 +192,7 @@ class _Look:
             if isinstance(function, types.FunctionType):
                 ran.setdefault(function.__code__, Ran(function.__code__, function.__globals__))
         ran = {code: one for code, one in ran.items() if not is_package(code.co_filename)}
+        known = {owner_key(owner) for owner in last.owners.values()}
         for reader in _readers(ran, last):
             for access in reader.accesses():
                 if access.kind == "read" or (access.kind == "write" and not access.repeated):
@@ -189,6 +200,8 @@ class _Look:
                 if access.changes_model and _is_torchs(access.owner):
                     self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
                 for key in access.places:
+                    if key[0] not in known:
+                        continue
                     read = self._really_read(key, last, set())
                     if read is not None:
                         self._refuse(_DATA, self._name(key, last), [access], [read], _INPUT)
@@ -235,12 +248,12 @@ def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Rea
         yield reader
         if is_package(reader.filename):
             continue
-        for function in reader.called():
+        for function, names in reader.called():
             code = function.__code__
-            if code not in seen and is_users_file(code.co_filename) and not is_package(code.co_filename):
+            if code not in seen and is_own_file(code.co_filename):
                 seen.add(code)
                 snapshot.functions.setdefault(code, function)
-                pending.append(Ran(code, function.__globals__))
+                pending.append(Ran(code, function.__globals__, names))
 
 
 def _meets(access: Access, key: Key) -> bool:
@@ -258,6 +271,23 @@ def _is_helper(reader: Reader) -> bool:
 
 def _is_torchs(owner: Any) -> bool:
     return type(owner).__module__.startswith("torch.")
+
+
+def _put(owner: Any, key: Any, value: Any) -> bool:
+    """Put a value at a place; False where that cannot be done."""
+    if isinstance(owner, types.CellType):
+        owner.cell_contents = value
+    elif isinstance(owner, dict) and key in owner:
+        dict.__setitem__(owner, key, value)
+    elif isinstance(owner, list) and type(key) is int:
+        list.__setitem__(owner, key, value)
+    elif isinstance(owner, (type, types.ModuleType)):
+        setattr(owner, key, value)
+    elif key in getattr(owner, "__dict__", {}):
+        vars(owner)[key] = value
+    else:
+        return False
+    return True
 
 
 def _value(owner: Any, key: Any) -> Any:

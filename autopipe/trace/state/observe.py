@@ -78,3 +78,8 @@ def is_users_file(filename: str) -> bool:
 def is_package(filename: str) -> bool:
     """Tell whether a file belongs to an installed package."""
     return filename.startswith(_PACKAGES)
+
+
+def is_own_file(filename: str | None) -> bool:
+    """Tell whether a file is one that the user wrote: no library's."""
+    return filename is not None and is_users_file(filename) and not is_package(filename)

@@ -26,6 +26,7 @@ from autopipe.trace.containers import CONTAINERS, copied, refill
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
+ANY = "(any entry)"  # the key of an entry whose place is not known
 DRAWN = "(its state)"  # the key of a generator's state
 _DEEPEST = 6
 _MOST_PLACES = 200_000
@@ -57,6 +58,7 @@ class Snapshot:
     functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)
     _kept: list[tuple[Any, Any]] = field(default_factory=list)
     _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+    _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
 
     @classmethod
@@ -89,6 +91,9 @@ class Snapshot:
                 refill(container, before)
         for cell, before in self._cells:
             cell.cell_contents = before
+        for owner, name, value in self._bound:
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
         for parameter, trained in self._trained:
             parameter.requires_grad_(trained)
 
@@ -105,6 +110,10 @@ class Snapshot:
                 self.owners[id(value)] = value
                 self._put(value, "requires_grad", value.requires_grad, f"{path}.requires_grad")
                 self._trained.append((value, value.requires_grad))
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject and value.size <= _LARGEST:
+            self.owners[id(value)] = value
+            self.values[id(value), ANY] = ("==", (str(value.dtype), value.shape, value.tobytes()))
+            self.names[id(value), ANY] = path
         elif isinstance(value, _GENERATORS) or type(value) in _ITERATORS:
             self.owners[id(value)] = value
             self.values[id(value), DRAWN] = ("==", _drawn(value))
@@ -185,6 +194,8 @@ class Snapshot:
                 continue
             below = name if isinstance(value, types.ModuleType) else f"{path}.{name}"
             self._put(value, name, entry, below)
+            if within:
+                self._bound.append((value, name, entry))
             yield below, entry
 
     def _registered(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -209,7 +220,7 @@ def fingerprint(value: Any) -> tuple[Any, ...]:
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
             return "==", (value.dtype, value.shape, hashlib.sha256(content.detach().numpy().tobytes()).digest())
         return "is", value
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject and value.size <= _LARGEST:
+    if isinstance(value, np.generic) and not value.dtype.hasobject and value.size <= _LARGEST:
         return "==", (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, (tuple, torch.Size)) and all(type(entry) in _PLAIN for entry in value):
         return "==", (type(value), repr(tuple(value)))

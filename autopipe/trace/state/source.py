@@ -16,11 +16,12 @@ from typing import Any
 from torch import nn
 
 from autopipe.trace.state.observe import Ran
-from autopipe.trace.state.snapshot import WHOLE, Snapshot
+from autopipe.trace.state.snapshot import ANY, WHOLE, Snapshot
 from autopipe.trace.state.syntax import (
     MOST_OBJECTS,
     asks_for_nothing,
     attribute,
+    by_name,
     chains,
     elements,
     function_node,
@@ -33,7 +34,6 @@ from autopipe.trace.state.syntax import (
     walk,
 )
 
-ANY = "(any entry)"
 _MUTATORS = {
     *("append", "extend", "add", "update", "insert", "pop", "popleft", "appendleft", "remove", "discard", "clear"),
     *("setdefault", "reverse", "sort", "rotate"),
@@ -161,17 +161,30 @@ class Reader:
             return
         for node, above in chains(self.tree):
             yield from self._access(node, above)
+        for call in walk(self.tree):
+            if isinstance(call, ast.Call) and (named := by_name(call)) is not None:
+                places = self.places(named)
+                kind = "read" if isinstance(named.ctx, ast.Load) else "write"
+                if places:
+                    yield Access(kind, frozenset(places), self._where(call), next(iter(places.values())), None, True)
 
-    def called(self) -> Iterator[types.FunctionType]:
-        """Give the functions that this one calls somewhere, as far as they are known."""
+    def called(self) -> Iterator[tuple[types.FunctionType, dict[str, list[Any]]]]:
+        """Give the functions that this one calls somewhere, as far as they are known, with their arguments by name."""
         if self.tree is None:
             return
         for node in walk(self.tree):
-            if isinstance(node, ast.Call):
-                for value in self.objects(node.func):
-                    function = getattr(value, "__func__", value)
-                    if isinstance(function, types.FunctionType):
-                        yield function
+            if not isinstance(node, ast.Call):
+                continue
+            bases = self.objects(node.func.value) if isinstance(node.func, ast.Attribute) else []
+            for value in self.objects(node.func):
+                function = getattr(value, "__func__", value)
+                if not isinstance(function, types.FunctionType):
+                    continue
+                names = function.__code__.co_varnames[: function.__code__.co_argcount]
+                arguments = [self.objects(argument) for argument in node.args]
+                if names[:1] == ("self",):
+                    arguments = [bases, *arguments]
+                yield function, dict(zip(names, arguments, strict=False))
 
     def place_of(self, value: Any) -> str:
         """Return the first line that has an object in hand, "" where none is known to."""
@@ -186,9 +199,7 @@ class Reader:
             return {(owner_key(o), node.attr): o for o in map(holder_of(node.attr), self.objects(node.value))}
         if isinstance(node, ast.Subscript):
             key = node.slice.value if isinstance(node.slice, ast.Constant) else ANY
-            return {
-                (owner_key(o), key): o for o in self.objects(node.value) if isinstance(o, (list, dict)) or has_items(o)
-            }
+            return {(owner_key(o), key): o for o in self.objects(node.value) if has_items(o)}
         if isinstance(node, ast.Name):
             if node.id in self._cells and node.id not in self.ran.names.keys() - set(self.ran.code.co_freevars):
                 return {(id(self._cells[node.id]), ""): self._cells[node.id]}

@@ -8,10 +8,12 @@ import inspect
 import linecache
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 MOST_OBJECTS = 64
 
@@ -48,6 +50,16 @@ def asks_for_nothing(test: ast.expr) -> bool:
         absent = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value in (None, 0)
         return isinstance(test.ops[0], ast.NotIn) or (isinstance(test.ops[0], (ast.Is, ast.Eq)) and absent)
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def by_name(node: ast.Call) -> ast.Attribute | None:
+    """Return the attribute that ``getattr(x, "name")`` and ``setattr(x, "name", value)`` stand for."""
+    kinds: dict[str, ast.expr_context] = {"getattr": ast.Load(), "setattr": ast.Store()}
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    if name not in kinds or len(node.args) < 2 or not isinstance(node.args[1], ast.Constant):
+        return None
+    found = ast.Attribute(node.args[0], str(node.args[1].value), kinds[name])
+    return ast.copy_location(found, node)
 
 
 def walk(tree: ast.AST) -> Iterator[ast.AST]:
@@ -127,7 +139,7 @@ def elements(value: Any) -> list[Any]:
 
 def has_items(value: Any) -> bool:
     """Tell whether a value is a container that can be changed in place."""
-    return isinstance(value, (list, dict, set)) or type(value).__name__ == "deque"
+    return isinstance(value, (list, dict, set, deque, np.ndarray))
 
 
 def is_model(value: Any) -> bool:
@@ -141,7 +153,7 @@ def holder_of(name: str) -> Any:
     """Return a function that finds who holds an attribute: the object itself, or the class that it comes from."""
 
     def holder(value: Any) -> Any:
-        if not hasattr(value, "__dict__") or name in vars(value) or isinstance(value, (type, types.ModuleType)):
+        if isinstance(value, (type, types.ModuleType, Tensor)) or name in getattr(value, "__dict__", {name: 0}):
             return value
         if isinstance(value, nn.Module) and (name in value._modules or name in value._parameters):
             return value
