@@ -41,8 +41,11 @@ run_argument = click.argument("run", required=False, type=click.Path(file_okay=F
 @options.shapes
 @options.option("--steps", type=types.COUNT, default=2, show_default=True, metavar="K", help="Optimizer steps.")
 @options.option("--full-batch", is_flag=True, help="Compare every parameter with one step of the whole batch as well.")
+@options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest norm.")
 @options.output
-def check_command(terminal: Terminal, target: str | None, steps: int, full_batch: bool, **given: Any) -> int:
+def check_command(
+    terminal: Terminal, target: str | None, steps: int, full_batch: bool, clip_grad_norm: float, **given: Any
+) -> int:
     """Train a few steps plainly and in stages, and compare every parameter.
 
     Exit code 1 where they are not equal. The plain loop runs the same microbatches; by how much the gradient of the
@@ -51,7 +54,7 @@ def check_command(terminal: Terminal, target: str | None, steps: int, full_batch
     from autopipe.report import tables
     from autopipe.workflow import runs
 
-    settings = CheckSettings(options.plan_settings(target, given), steps, full_batch)
+    settings = CheckSettings(options.plan_settings(target, given), steps, full_batch, clip_grad_norm)
     with terminal.progress() as progress:
         report = runs.check(settings, progress)
     terminal.notes(report.notes, report.warnings)

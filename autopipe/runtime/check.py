@@ -159,9 +159,9 @@ def compare(
         plain = loop.train()
         orders: dict[str, float] = {}
         reference = plain
+        if order.shared and (why := _unlike_joined(loop, plain)):
+            reasons, order = (*reasons, why), order.without_shared()
         if not order.plain:
-            if order.shared and _unlike(loop.train(loop.joined(shared=True)), plain, loop):
-                reasons = (*reasons, "the calls of the model, joined again in one process, round otherwise")
             reference = loop.in_order(order)
             orders = _noise(plain, reference).errors
         worst = _differences(trained, reference, layout, job)
@@ -197,11 +197,22 @@ def compare(
         statistics.median(noise.errors.values()) if noise.errors else 0.0,
         nonfinite(trained.losses, reference.losses, worst.nonfinite),
         statistics.median(noise.gradients.values()) if noise.gradients else 0.0,
-        () if order.plain else why_another_order(layout),
+        why_another_order(layout),
         not first and trained.losses[:1] == reference.losses[:1],
         all(_same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),
         tuple(first),
     )
+
+
+def _unlike_joined(loop: _Plain, plain: _Trained) -> str:
+    """Say why the stages, joined in one process, are not plain training to the last bit; "" where they are."""
+    try:
+        joined = loop.train(loop.joined(shared=True))
+    except Exception as error:  # that the order of sums cannot be proven is no reason to refuse a plan
+        logger.info("the stages cannot be joined in one process: %s", error)
+        return f"the stages that share parameters cannot be joined in one process ({type(error).__name__})"
+    unlike = _unlike(joined, plain, loop)
+    return "the calls of the model, joined again in one process, round otherwise" if unlike else ""
 
 
 def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], Sequence[float]]]:

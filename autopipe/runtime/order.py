@@ -60,6 +60,10 @@ class SumOrder:
         """Whether it is the order of one process."""
         return not self.shared and all(len(ranks) == 1 for ranks in self.request.stage_ranks)
 
+    def without_shared(self) -> SumOrder:
+        """Return the order in which the owner of a parameter accumulates the parts of all stages."""
+        return SumOrder(self.request, {name: stages[:1] for name, stages in self.homes.items()}, self.written)
+
     def replicas(self, stage: int) -> int:
         """Return how many replicas a stage has."""
         return len(self.request.stage_ranks[stage])

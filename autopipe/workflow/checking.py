@@ -51,7 +51,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         if prepared.plan.num_ranks > 1:
             begin(repeating, prepared, evaluation=False)
         beyond = seen_beforehand(prepared)
-        found = _compare(prepared, settings.steps)
+        found = _compare(prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm)
         unproven = explain(repeating.finish()) if repeating.begun else ""
         prepared = replace(prepared, warnings=(*prepared.warnings, *([unproven] if unproven else [])))
         cause = beyond or (None if found.equal or found.nonfinite else unequal(found, prepared))

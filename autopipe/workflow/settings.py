@@ -142,12 +142,13 @@ class PlanSettings:
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
     """``steps``: optimizer steps that are compared with plain training. ``full_batch``: every parameter of one step of
-    a whole batch as well.
+    a whole batch as well. ``clip_grad_norm`` 0: none.
     """
 
     plan: PlanSettings
     steps: int = 2
     full_batch: bool = False
+    clip_grad_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pipelines import BATCH, build, captured, minibatches, plan_for
+from schedule_cases import compared, laid_out
 from torch import nn
 
 from autopipe.runtime.check import compare
@@ -54,3 +55,12 @@ def test_replicas_gather_the_statistics_of_the_whole_minibatch(tmp_path: Path) -
     found = compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=False)
     assert found.equal, (found.max_relative_error, found.noise)
     assert any(d.name.endswith("running_var") and d.owner == -1 for d in found.differences)
+
+
+@pytest.mark.parametrize("ranks", [((0, 1, 2),), ((0, 1), (2,))])
+def test_replicas_gather_what_the_loop_in_their_order_gathers(ranks: tuple[tuple[int, ...], ...], tmp_path: Path):
+    made = captured("resnet")
+    plan = laid_out(plan_for(made, len(ranks), "1f1b", 4, 12), "1f1b", ranks)
+    found = compared(made, plan, tmp_path, steps=3, last=9, deferred_batch_norm=True)
+    assert found.promised and found.bitwise
+    assert sum("running_var" in difference.name for difference in found.differences) > 3

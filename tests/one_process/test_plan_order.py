@@ -224,6 +224,7 @@ def test_exact_ties_always_adds_up_as_one_process_does(tmp_path: Path, monkeypat
     assert any("words.weight is tied over stages" in reason for reason in usual["orders"])
     assert 0 < usual["order_error"] < 1e-2
     assert any(entry["name"] == "words.weight" and entry["order"] > 0 for entry in usual["parameters"])
+    assert command("check", "--clip-grad-norm", "0.1")["bitwise"]
     exact = command("check", "net.py", *plan, "--exact-ties", "always")
     assert exact["bitwise"] and not exact["orders"] and exact["order_error"] == 0
     stored = json.loads((tmp_path / ".autopipe" / "plan.json").read_text())
