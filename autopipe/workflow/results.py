@@ -276,3 +276,13 @@ class ExportResult:
     step: int
     run_dir: str
     format: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainResult:
+    """A script that was written. ``steps``: that it trains; ``lines``: of the file; ``notes``: what differs from it."""
+
+    path: str
+    steps: int
+    lines: int
+    notes: tuple[str, ...] = ()

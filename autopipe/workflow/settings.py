@@ -152,6 +152,20 @@ class CheckSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainScriptSettings:
+    """``run``: the run whose loop is written; None for the plan that ``plan`` leads to. ``steps`` 0: those of the run.
+
+    ``clip_grad_norm`` 0: none. A run has its own.
+    """
+
+    plan: PlanSettings
+    output: Path
+    run: Path | None = None
+    steps: int = 0
+    clip_grad_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TrainSettings:
     """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
 

@@ -39,12 +39,16 @@ _ARGUMENTS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1}
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One hook: ``function`` is what is called (or iterated, where it is no function), ``path`` its file."""
+    """One hook: ``function`` is what is called (or iterated, where it is no function), ``path`` its file.
+
+    ``from_class``: ``function`` is an instance of the class that the user has named.
+    """
 
     name: str
     function: Any
     origin: str
     path: str
+    from_class: bool = False
 
     @property
     def label(self) -> str:
@@ -80,6 +84,11 @@ class Hook:
         if _names_batch_size(self.function):
             return self.function(batch_size=batch_size)
         return self.function(batch_size)
+
+    @property
+    def names_batch_size(self) -> bool:
+        """Whether a data hook takes the batch size by its name."""
+        return callable(self.function) and _names_batch_size(self.function)
 
     @property
     def needs_batch_size(self) -> bool:
@@ -127,7 +136,9 @@ def find_hooks(
             found[name] = _from_option(name, options[name], module, label)
         elif name not in without and vars(module).get(name) is not None:
             path = getattr(module, "__file__", None) or ""
-            found[name] = _checked(Hook(name, _instance(vars(module)[name], name, label, path), label, path))
+            value = vars(module)[name]
+            made = _instance(value, name, label, path)
+            found[name] = _checked(Hook(name, made, label, path, made is not value))
     return found
 
 
@@ -139,7 +150,8 @@ def _from_option(name: str, text: str, model_module: ModuleType, model_label: st
         module, label = import_target(target), target.label
     path = getattr(module, "__file__", None) or ""
     value = look_up(module, target.attribute or name, label)
-    return _checked(Hook(name, _instance(value, name, label, path), text.lstrip(":"), path))
+    made = _instance(value, name, label, path)
+    return _checked(Hook(name, made, text.lstrip(":"), path, made is not value))
 
 
 def _instance(value: Any, name: str, label: str, path: str) -> Any:

@@ -87,7 +87,7 @@ def load_workload(options: LoadOptions) -> Workload:
 
 
 class Workload:
-    """The user's model file: builds the model, iterates the data, takes the loss, makes the optimizer."""
+    """The user's model file: ``builder`` and ``hooks`` are what it and the options name."""
 
     def __init__(self, spec: WorkloadSpec) -> None:
         self.spec = spec
@@ -95,15 +95,15 @@ class Workload:
         with _seeded(spec.seed):  # a model may be built by the import
             module = import_target(target)
         self._path = getattr(module, "__file__", None) or ""
-        self._builder: Builder = find_builder(module, target.attribute, target.label, spec.arguments)
+        self.builder: Builder = find_builder(module, target.attribute, target.label, spec.arguments)
         with _seeded(spec.seed):  # so that a file of hooks draws the same in every process that imports it
-            self._hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
+            self.hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
-        self._batches = Batches(self.name, self._path, spec.seed, self._hooks, inputs, lambda: self._forward_names)
+        self._batches = Batches(self.name, self._path, spec.seed, self.hooks, inputs, lambda: self._forward_names)
         self._losses: dict[torch.device, nn.Module] = {}
         self.modes_note = ""
-        self._optimizer = named_optimizer(spec.optimizer or "adamw")
-        hook = None if spec.optimizer else self._hooks.get("optimizer")
+        self.optimizer_class = named_optimizer(spec.optimizer or "adamw")
+        hook = None if spec.optimizer else self.hooks.get("optimizer")
         self._stepping = None if hook is None else OptimizerHook(hook, spec.lr, self.build_model)
 
     @classmethod
@@ -117,26 +117,26 @@ class Workload:
     @property
     def name(self) -> str:
         """The model for people: ``gpt.py:build_model``."""
-        return self._builder.origin
+        return self.builder.origin
 
     @property
     def has_evaluation_data(self) -> bool:
         """Whether there is an ``evaluate_data`` hook."""
-        return "evaluate_data" in self._hooks
+        return "evaluate_data" in self.hooks
 
     @property
     def has_data(self) -> bool:
         """Whether there is a ``data`` hook; without one the batches are synthetic."""
-        return "data" in self._hooks
+        return "data" in self.hooks
 
     @property
     def takes_batch_size(self) -> bool:
         """Whether somebody may say how large a minibatch is: only a ``data`` hook without ``batch_size`` decides."""
-        return not self.has_data or self._hooks["data"].takes_batch_size
+        return not self.has_data or self.hooks["data"].takes_batch_size
 
     def functions(self) -> dict[str, Any]:
         """Return what the hooks call or iterate, by name of the hook."""
-        return {name: hook.function for name, hook in self._hooks.items()}
+        return {name: hook.function for name, hook in self.hooks.items()}
 
     @property
     def epoch_length(self) -> int:
@@ -155,22 +155,22 @@ class Workload:
         """
         without = parameters_without_memory(shifted=shifted) if empty else contextlib.nullcontext()
         with _seeded(self.spec.seed), without:
-            model = self._builder.build()
+            model = self.builder.build()
         self._forward_names = forward_names(model)
         model, self.modes_note = for_training(model)
         return model
 
     @functools.cached_property
     def _forward_names(self) -> tuple[str, ...]:
-        value = self._builder.value
+        value = self.builder.value
         if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
             return forward_names(value)
         with exclusive(), torch.random.fork_rng(devices=()):
             try:
                 with torch.device("meta"):  # only the signature is wanted
-                    return forward_names(self._builder.build())
+                    return forward_names(self.builder.build())
             except ModelFileError:
-                return forward_names(self._builder.build())
+                return forward_names(self.builder.build())
 
     # --- the batches --------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Workload:
 
         Raises: ModelFileError when no scalar loss comes out; the user's own exceptions as they are.
         """
-        hook = self._hooks.get("loss")
+        hook = self.hooks.get("loss")
         with self._autocast(model):
             output, found = self._output_and_loss(model, item)
         weight = None
@@ -248,7 +248,7 @@ class Workload:
 
     def _loss_function(self, output: Any) -> Any:
         """Return the loss hook; one that holds tensors (class weights) is copied once to the device of the output."""
-        function = self._hooks["loss"].function
+        function = self.hooks["loss"].function
         held = list(function.buffers()) if isinstance(function, nn.Module) else []
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] if held else []
         if not tensors or all(buffer.device == tensors[0].device for buffer in held):
@@ -275,12 +275,12 @@ class Workload:
                 output = model(**inputs)
             else:
                 output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        hook = self._hooks.get("loss")
+        hook = self.hooks.get("loss")
         return output, _carried(output) if hook is None else self._loss_function(output)(output, target)
 
     def _no_loss(self, output: Any, found: Any) -> ModelFileError:
-        if "loss" in self._hooks:
-            hook = self._hooks["loss"]
+        if "loss" in self.hooks:
+            hook = self.hooks["loss"]
             return ModelFileError(
                 f"{hook.label} gave {with_article(type(found).__name__)}; wanted a scalar tensor, or (scalar, weight)",
                 where=hook.path,
@@ -333,7 +333,7 @@ class Workload:
         if not trained:
             return None
         if self._stepping is None:
-            return default_optimizer(self._optimizer, trained, self.spec.lr)
+            return default_optimizer(self.optimizer_class, trained, self.spec.lr)
         return self._stepping.optimizer(trained)
 
     @property
@@ -344,7 +344,7 @@ class Workload:
     @property
     def has_scheduler(self) -> bool:
         """Whether there is a ``scheduler`` hook."""
-        return "scheduler" in self._hooks
+        return "scheduler" in self.hooks
 
     def stepped_parameters(self) -> dict[str, Parameter]:
         """Return the parameters of the model that the optimizer steps; on ``meta`` where they can be built so.
@@ -358,20 +358,20 @@ class Workload:
     @property
     def optimizer_place(self) -> str:
         """Where the optimizer is made: ``file:line`` of the hook, or the name of torch's optimizer."""
-        hook = self._hooks.get("optimizer")
-        return f"torch.optim.{self._optimizer.__name__}" if hook is None or self.spec.optimizer else hook.place
+        hook = self.hooks.get("optimizer")
+        return f"torch.optim.{self.optimizer_class.__name__}" if hook is None or self.spec.optimizer else hook.place
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files that the model and its hooks come from."""
-        return tuple(sorted({path for path in (self._path, *(hook.path for hook in self._hooks.values())) if path}))
+        return tuple(sorted({path for path in (self._path, *(hook.path for hook in self.hooks.values())) if path}))
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the learning-rate scheduler of an optimizer, None without a hook.
 
         Raises: ModelFileError when the user's hook fails or gives something that is not stepped without arguments.
         """
-        hook = self._hooks.get("scheduler")
+        hook = self.hooks.get("scheduler")
         return None if hook is None else make_scheduler(hook, optimizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def test_a_token_mean_is_that_of_the_whole_batch(commands: Commands, tmp_path: P
     commands.run("train", *words, "--steps", "6", "--run-dir", "run")
     commands.run("export", "run", "-o", "out.safetensors")
     evaluated = commands.document("eval", "run")
+    assert commands.document("plain", "run", "-o", "loop.py")["steps"] == 6
+    done = subprocess.run(
+        [sys.executable, "loop.py", "out.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("5 of 5 tensors are equal, bit for bit\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "model", raising=False)
     import model as users

@@ -1,0 +1,44 @@
+"""``autopipe plain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autopipe.workflow.settings import PlainScriptSettings
+
+from . import documents, options, types
+from .terminal import Terminal
+
+
+@click.command("plain")
+@click.argument("target", required=False)
+@options.option(
+    "-o", "--output", default=Path("loop.py"), show_default=True, type=click.Path(path_type=Path), help="The script."
+)
+@options.option("--steps", type=types.COUNT, metavar="K", help="Steps. [default: those of the run, or 10]")
+@options.option("--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest norm. [default: no clipping]")
+@options.planning
+@options.shapes
+@options.output
+def plain_command(
+    terminal: Terminal, target: str | None, output: Path, steps: int | None, clip_grad_norm: float | None, **given: Any
+) -> None:
+    """Write the plain loop as a script that imports no autopipe: data order, seeds, masks, microbatches.
+
+    TARGET is a model, with the options of `train`; or the directory of a run, whose settings and steps it takes.
+    `python loop.py model.safetensors` trains and compares with exported weights. The model file is code, and it is run.
+    """
+    from autopipe.workflow.plain import plain
+
+    run = Path(target) if target is not None and (Path(target) / "job.json").is_file() else None
+    planned = options.plan_settings(None if run is not None else target, given)
+    settings = PlainScriptSettings(planned, output, run, steps or 0, clip_grad_norm or 0.0)
+    with terminal.progress() as progress:
+        result = plain(settings, progress)
+    terminal.notes(result.notes)
+    terminal.table(f"{result.path}: {result.lines} lines, {result.steps} steps")
+    terminal.document("plain", documents.fields_of(result))
+    terminal.next(f"python {result.path} model.safetensors")
