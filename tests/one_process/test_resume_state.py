@@ -12,7 +12,7 @@ import torch
 from pipelines import Captured, Pipeline, build, captured_file, minibatches, plan_for
 from resume_cases import CASES, FILE, REFUSED, SAME_STAGES
 
-from autopipe.errors import RunError
+from autopipe.errors import ModelFileError, RunError
 from autopipe.runtime.threads import run_in_threads
 from autopipe.runtime.training_state.trial import prove_restorable
 from autopipe.workload import LoadOptions, load_workload
@@ -118,3 +118,18 @@ def test_what_no_checkpoint_can_hold_is_refused_before_training(name: str, netwo
     with pytest.raises(RunError, match=words) as caught:
         prove_restorable(with_hooks(network, text, tmp_path).workload)
     assert caught.value.remedy
+
+
+def test_an_optimizer_that_needs_all_parameters_is_not_tried_and_said(network: Captured, tmp_path: Path) -> None:
+    text = "def optimizer(named):\n    named = dict(named)\n    assert len(named) == 14\n"
+    text += "    return torch.optim.SGD(named.values(), lr=0.1)\n"
+    captured = with_hooks(network, text, tmp_path)
+    shapes = {"layers.0.weight": ((6, 6), torch.float32), "head.bias": ((5,), torch.float32)}
+    assert "was not tried" in prove_restorable(captured.workload, shapes)
+    assert prove_restorable(captured.workload) == ""
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_before_a_run(network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, "def scheduler(o):\n    return S.ReduceLROnPlateau(o)\n", tmp_path)
+    with pytest.raises(ModelFileError, match="gave a ReduceLROnPlateau, whose step needs an argument"):
+        prove_restorable(captured.workload)

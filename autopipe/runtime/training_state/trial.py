@@ -65,7 +65,8 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
     ``shapes``: of the parameters that are trained, by name, where they are known. Nothing is tried where optimizer and
     scheduler are torch's own.
 
-    Raises: RunError naming what a checkpoint cannot hold, or cannot bring back.
+    Raises: RunError naming what a checkpoint cannot hold, or cannot bring back; ModelFileError for a hook that fails on
+    the whole model, and for a scheduler that is not stepped without arguments.
     """
     if not workload.has_own_stepping:
         return ""
@@ -81,7 +82,7 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
             if first is None or second is None:
                 return ""
             _compare(first, second)
-        except (ModelFileError, _UntriedError) as error:
+        except _UntriedError as error:
             return f"warning: whether the optimizer's state can be restored was not tried: {error}"
     of = len(shapes or sample)
     if len(sample) < of:
@@ -116,9 +117,12 @@ def _sample(shapes: Shapes) -> dict[str, torch.Tensor]:
 
 
 def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> _Side | None:
-    again = Workload.from_spec(workload.spec)
     owned = {name: nn.Parameter(value.clone()) for name, value in sample.items()}
-    optimizer = again.optimizer(list(owned.items())) if owned else None
+    try:
+        again = Workload.from_spec(workload.spec)
+        optimizer = again.optimizer(list(owned.items())) if owned else None
+    except ModelFileError as error:  # it may need all parameters, and the whole model may be one stage
+        raise _UntriedError(error.what) from error
     if optimizer is None:
         return None
     training = Training(owned, optimizer, again.scheduler(optimizer))
