@@ -12,11 +12,13 @@ Nothing but the optimizer runs. Large models are probed on tensors whose dimensi
 from __future__ import annotations
 
 import logging
+import random
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -74,9 +76,9 @@ class _Stepped:
         for group in self.optimizer.param_groups:
             _enliven(group)
         with self.random.active():
-            before = torch.get_rng_state()
+            before = _generators()
             self.optimizer.step()
-            self.drew |= not torch.equal(before, torch.get_rng_state())
+            self.drew |= before != _generators()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             try:
@@ -116,6 +118,11 @@ def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module 
                         off = float((ours - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
                         return Finding(name, owned_by[name], number, off, whole.drew)
     return None
+
+
+def _generators() -> tuple[bytes, str, int]:
+    """Return what changes as soon as one of the global generators is drawn from."""
+    return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), hash(random.getstate())
 
 
 def _copy(parameter: nn.Parameter, *, cut: bool) -> nn.Parameter:

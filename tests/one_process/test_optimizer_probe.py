@@ -169,7 +169,7 @@ class Own(torch.optim.SGD):
         with torch.no_grad():
             for g in self.param_groups:
                 for p in g["params"]:
-                    p.add_(torch.randn_like(p), alpha=1e-3)
+                    p.add_(1e-3 * torch.randn_like(p))
 def optimizer(named): return Own(values(named), lr=0.1)
 """
 
@@ -212,8 +212,11 @@ def test_an_optimizer_that_looks_beyond_its_stage_is_found(
     assert probe(found, stages(found, 1)) is None
 
 
-def test_an_optimizer_that_draws_is_said_to_draw(tmp_path: Path) -> None:
-    found = workload(tmp_path, NOISE)
+@pytest.mark.parametrize(
+    "noise", ["torch.randn_like(p)", "__import__('random').random()", "__import__('numpy').random.rand()"]
+)
+def test_an_optimizer_that_draws_is_said_to_draw(noise: str, tmp_path: Path) -> None:
+    found = workload(tmp_path, NOISE.replace("torch.randn_like(p)", noise))
     finding = probe(found, stages(found, 2))
     assert finding is not None and finding.draws and finding.stage == 1
 
