@@ -323,6 +323,9 @@ def data(batch_size=6):
     "an attention map of many numbers": net(
         "self.map = None", "self.map = x[:, None].expand(-1, 40000, -1) * 1.0\n        x = x + self.map[:, 0]"
     ),
+    "a model that only data uses": "ENCODER = Block()\n" + DATA.format(
+        change="ENCODER.eval()\n        ENCODER.requires_grad_(i < 0)"
+    ),
     "hooks that look": """
 SEEN = collections.defaultdict(list)
 def hook(module, inputs, output):

@@ -193,11 +193,13 @@ class _Look:
                 ran.setdefault(function.__code__, Ran(function.__code__, function.__globals__))
         ran = {code: one for code, one in ran.items() if not is_package(code.co_filename)}
         known = {owner_key(owner) for owner in last.owners.values()}
+        parts = self._parts(last)
         for reader in _readers(ran, last):
             for access in reader.accesses():
                 if access.kind == "read" or (access.kind == "write" and not access.repeated):
                     continue  # what is set once for each call of data() is the same each time
-                if access.changes_model and _is_torchs(access.owner):
+                changes_model = access.changes_model and id(access.owner) in parts
+                if changes_model and _is_torchs(access.owner):
                     self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
                 for key in access.places:
                     if key[0] not in known:
@@ -205,8 +207,13 @@ class _Look:
                     read = self._really_read(key, last, set())
                     if read is not None:
                         self._refuse(_DATA, self._name(key, last), [access], [read], _INPUT)
-                if access.changes_model.endswith("()"):
+                if changes_model and access.changes_model.endswith("()"):
                     self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
+
+    def _parts(self, last: Snapshot) -> set[int]:
+        """Return what belongs to the model, or to another one of its class, which a global may hold."""
+        whole = [owner for owner in last.owners.values() if type(owner) is type(self.model)]
+        return {id(part) for model in (self.model, *whole) for part in (*model.modules(), *model.parameters())}
 
     @staticmethod
     def _name(key: Key, last: Snapshot) -> str:
