@@ -33,15 +33,19 @@ _APART_SECONDS = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Whether a source repeats: None where the time did not suffice. ``why``: what was seen, for people."""
+    """Whether a source repeats, None where that is not known. ``why``: what was seen, for a message.
+
+    ``alone``: a second process could not read it.
+    """
 
     answer: bool | None
     why: str = ""
+    alone: bool = False
 
     @property
     def reader(self) -> str:
         """Who is to read it: of ``runtime.job.DATA_READERS``."""
-        return "one" if self.answer is False else "each"
+        return "one" if self.alone or self.answer is False else "each"
 
 
 class _Probe:
@@ -168,7 +172,7 @@ def _compared(answers: Sequence[dict[str, Any] | None]) -> Repeats:
     first, second = (answer or {} for answer in answers)
     for answer in (first, second):
         if "error" in answer:
-            return Repeats(False, f"a second process cannot read it: {answer['error']}")
+            return Repeats(None, answer["error"], alone=True)
     differing = [name for name, digests in first["digests"].items() if second["digests"].get(name) != digests]
     if not differing:
         return Repeats(True)
@@ -179,6 +183,8 @@ def explain(repeats: Repeats) -> str:
     """Return the warning about a source of which it is not known that it repeats, "" where it does."""
     if repeats.answer:
         return ""
+    if repeats.alone:
+        return f"a further process could not read the data ({repeats.why}): rank 0 reads for all ranks"
     if repeats.answer is None:
         return f"it was not found out whether the data repeats ({repeats.why}): digests are compared at every step"
     return (

@@ -102,9 +102,8 @@ def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) 
     repeats = repeating.finish()
     if explain(repeats):
         events("note", {"text": f"warning: {explain(repeats)}"})
-    if repeats.answer is False:
-        return replace(settings, data_reader="one", same_data=False)
-    return replace(settings, data_reader="each")
+    same = settings.same_data and repeats.answer is not False
+    return replace(settings, data_reader=repeats.reader, same_data=same)
 
 
 def _look_at_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:

@@ -1,7 +1,8 @@
 """Where the batches come from: the user's data, or tensors made from ``example_inputs`` and ``--input``.
 
 Every epoch calls the data hook anew and iterates what it gives, with random numbers of its own (``PrivateRandom``)
-seeded by (seed, stream, epoch): so an epoch is the same in every process, and after a restart.
+seeded by (seed, stream, epoch): so an epoch is the same in every process, and after a restart, where the data draws
+from nothing else. Whether it does is for ``workflow.repeating`` and the digests of ``runtime.exchange`` to find.
 """
 
 from __future__ import annotations
