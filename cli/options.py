@@ -158,9 +158,10 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--replicas",
         type=types.one_of("replicas setting", "auto", "never"),
-        help="Stages on several ranks, each with its share of the microbatches: gradients are added up per replica "
-        "first, in an order that check proves to the last bit, and BatchNorm's running statistics are averaged. "
-        "[default: never]",
+        help="auto: the fastest plan, also with stages on several ranks, each with its share of the microbatches: "
+        "gradients are added up per replica first, in an order that check proves to the last bit, and BatchNorm's "
+        "running statistics are averaged. never: one rank a stage, to the last bit one process's training. "
+        "[default: auto; never where statistics would be averaged, and under --launcher env and slurm]",
     ),
     option("--num-microbatches", type=types.COUNT, metavar="M", help="Parts of a minibatch."),
     option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),

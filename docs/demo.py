@@ -89,10 +89,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="autopipe-demo-") as folder:
         profile = ProfileSettings(ModelSettings(str(MODEL)), Path(folder), device="cpu")
         settings = PlanSettings(
-            profile, gpus=2, batch_size=options.batch_size, num_microbatches=options.num_microbatches
+            profile,
+            gpus=2,
+            batch_size=options.batch_size,
+            num_microbatches=options.num_microbatches,
+            replicas="never",  # so that every digit is the plain loop's
         )
         terminal = Terminal()
-        console.print(f"1. {MODEL.name} is measured and cut into two stages (autopipe plan {MODEL.name} --gpus 2)")
+        command = f"autopipe plan {MODEL.name} --gpus 2 --replicas never"
+        console.print(f"1. {MODEL.name} is measured and cut into two stages ({command})")
         with terminal.progress() as progress:
             planned = steps.plan(settings, progress)
         console.print(tables.stage_table(planned.plan, planned.cluster))

@@ -130,18 +130,32 @@ def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Pr
 
 
 def _choices(request: PlanRequest, space: Space, found: Profile, work: Work) -> tuple[PlanOptions, ...]:
-    """Return what is searched. Devices that are only described may be more than stages can be made: then replicas."""
+    """Return what is searched: plans with replicas too, where neither the request nor the model is against it.
+
+    Raises: PlanError for more ranks than stages where no replicas may be taken.
+    """
     ranks, most = space.straight[0].num_ranks, most_stages(found)
-    if request.replicas is None and ranks > most and space.free:
-        if request.of_other_devices:
-            work.notes.append(f"{ranks} ranks, and the model has {most} stages at most: planned with replicas")
-            return space.free
-        raise PlanError(
-            f"{ranks} stages asked for, but the model has {most - 1} legal cuts: {most} stages at most",
-            where=f"graph of {found.graph.name}",
-            remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
+    if request.replicas is not None:
+        return space.choices(request.replicas)
+    averaged = [name for node in found.graph.nodes for name in node.buffers_written]
+    if not space.free or ranks == 1:
+        return space.straight
+    if averaged and not (request.of_other_devices and ranks > most):
+        if ranks > most:
+            raise PlanError(
+                f"{ranks} stages asked for, but the model has {most - 1} legal cuts: {most} stages at most",
+                where=f"graph of {found.graph.name}",
+                remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
+            )
+        work.notes.append(
+            f"planned without replicas, which would average what the forward writes ({averaged[0]}): --replicas auto "
+            "takes them"
         )
-    return space.choices(request.replicas or "never")
+        return space.straight
+    if ranks > most:
+        work.notes.append(f"{ranks} ranks, and the model has {most} stages at most: planned with replicas")
+        return space.free
+    return space.choices("auto")
 
 
 def ranks_of(request: PlanRequest, found: Profile) -> int:

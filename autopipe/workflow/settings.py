@@ -116,7 +116,8 @@ class OrderSettings:
 class PlanSettings:
     """What a plan is for. ``schedule``: a name or "auto"; ``gpus``: ranks, where None is those of the stored plan.
 
-    ``replicas``: "auto" (stages may run on several ranks) or "never". ``max_shapes``: for how many further shapes of
+    ``replicas``: "auto" (stages may run on several ranks) or "never"; None: auto, where no buffer
+    would be averaged. ``max_shapes``: for how many further shapes of
     the batch code is made while ranks run. ``exact_ties``: "always" or "auto", of tied parameters.
     """
 

@@ -58,7 +58,9 @@ def leading(settings: TrainSettings) -> Iterator[TrainSettings]:
                 f"--gpus {asked}, but {here.launcher} has started {counted(here.world_size, 'rank')}",
                 remedy=f"leave --gpus away: there are {here.world_size}; or start {counted(asked, 'rank')}",
             )
-        led = replace(settings, launch=launch, plan=replace(settings.plan, gpus=here.world_size))
+        # every rank is there already: a plan that leaves some unused, as one with replicas may, is for who asks for it
+        replicas = settings.plan.replicas or "never"
+        led = replace(settings, launch=launch, plan=replace(settings.plan, gpus=here.world_size, replicas=replicas))
         yield replace(led, resume=True, resume_step=None) if _goes_on(settings, here) else led
 
 

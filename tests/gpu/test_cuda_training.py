@@ -22,7 +22,7 @@ SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 
 def settings(sample: str, folder: Path, gpus: int) -> PlanSettings:
     profile = ProfileSettings(ModelSettings(str(SAMPLES / sample)), work_dir=folder, device="cuda")
-    return PlanSettings(profile, gpus=gpus, batch_size=16, schedule="1f1b", num_microbatches=4)
+    return PlanSettings(profile, gpus=gpus, replicas="never", batch_size=16, schedule="1f1b", num_microbatches=4)
 
 
 @pytest.mark.parametrize("sample", ["gpt.py", "resnet.py", "unet.py"])

@@ -22,7 +22,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_planned_peaks_are_measured_ones(schedule: str, work: Path) -> None:
     target = SAMPLES / "unet.py"  # values that skip stages: with interleaving, to another stage of the same rank
     profile = ProfileSettings(ModelSettings(str(target)), work, "cpu", (1, 4), 1, verify=False)
-    plan = PlanSettings(profile, gpus=2, batch_size=32, schedule=schedule, num_microbatches=8)
+    plan = PlanSettings(profile, gpus=2, replicas="never", batch_size=32, schedule=schedule, num_microbatches=8)
     settings = TrainSettings(plan, steps=3, check_first=False, measure_memory=True)
     peaks = runs.train(settings, lambda kind, fields: None).peaks
     assert len(peaks) == (4 if schedule == "interleaved" else 2)

@@ -37,7 +37,7 @@ def train(folder: Path, target: Path, *, gpus: int, steps: int, schedule: str = 
     profile = ProfileSettings(
         ModelSettings(str(target), arguments), work_dir=folder / "work", device="cpu", microbatch_sizes=(2,)
     )
-    plan = PlanSettings(profile, gpus=gpus, batch_size=6, schedule=schedule, num_microbatches=4)
+    plan = PlanSettings(profile, gpus=gpus, replicas="never", batch_size=6, schedule=schedule, num_microbatches=4)
 
     def ignore(kind: str, fields: Mapping[str, Any]) -> None:
         pass

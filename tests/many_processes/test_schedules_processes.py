@@ -102,7 +102,9 @@ def test_a_run_by_name_leaves_the_oracles_weights(schedule: str, tmp_path: Path)
     profile = ProfileSettings(
         ModelSettings(str(SAMPLES / "resnet.py")), work_dir=tmp_path / "work", device="cpu", microbatch_sizes=(2,)
     )
-    plan = PlanSettings(profile, gpus=2, batch_size=BATCH["resnet"], schedule=schedule, num_microbatches=4)
+    plan = PlanSettings(
+        profile, gpus=2, replicas="never", batch_size=BATCH["resnet"], schedule=schedule, num_microbatches=4
+    )
     settings = TrainSettings(plan, steps=STEPS, run_dir=tmp_path / "run")
     result = runs.train(settings, lambda kind, fields: None)
     torch.set_num_threads(1)

@@ -32,7 +32,7 @@ def train(name: str, folder: Path, gpus: int, notes: list[str], **more: Any) -> 
     profile = ProfileSettings(
         ModelSettings(str(MODELS / f"{name}.py")), work_dir=folder / "work", device="cpu", microbatch_sizes=(2,)
     )
-    plan = PlanSettings(profile, gpus=gpus, batch_size=6, schedule="1f1b", num_microbatches=3)
+    plan = PlanSettings(profile, gpus=gpus, replicas="never", batch_size=6, schedule="1f1b", num_microbatches=3)
 
     def keep(kind: str, fields: Mapping[str, Any]) -> None:
         if kind == "note":

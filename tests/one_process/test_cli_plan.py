@@ -59,6 +59,7 @@ def stored_profile():
 def run(tmp_path, monkeypatch):
     """Run in a folder that holds a profile and no model file."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AUTOPIPE_REPLICAS")
     artifact.save(stored_profile(), Path(".autopipe/profile.json"))
 
     def call(*args, code=0):
@@ -69,7 +70,8 @@ def run(tmp_path, monkeypatch):
     return call
 
 
-ONE_STAGE = ("--schedule", "1f1b")
+STRAIGHT = ("--replicas", "never")
+ONE_STAGE = ("--schedule", "1f1b", *STRAIGHT)
 
 
 def document(done):
@@ -87,11 +89,11 @@ def test_a_plan_needs_no_model_file_and_takes_the_batch_of_the_profile(run):
 
 
 def test_stages_are_interleaved_where_that_is_faster_and_the_links_are_known(run):
-    chosen = document(run("--gpus", "2", *HERE, "--json"))
+    chosen = document(run("--gpus", "2", *HERE, *STRAIGHT, "--json"))
     plain = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--json"))
     assert (chosen["schedule"], plain["schedule"]) == ("interleaved", "1f1b")
     assert chosen["predicted"]["bubble_fraction"] < plain["predicted"]["bubble_fraction"]
-    assert document(run("--gpus", "2", "--json"))["schedule"] == "1f1b"
+    assert document(run("--gpus", "2", *STRAIGHT, "--json"))["schedule"] == "1f1b"
 
 
 def test_the_table_has_the_four_contenders_and_a_verdict(run):
@@ -122,10 +124,40 @@ def test_explain_says_why_below_the_table(run):
     assert "lower bound of 1.92 s a step" in shown
 
 
-def test_replicas_are_planned_only_where_they_were_asked_for(run):
+def test_replicas_are_planned_where_they_pay_unless_they_were_not_wanted(run):
     replicas = [[stage["replicas"] for stage in document(run("--gpus", "4", *HERE, *more, "--json"))["stages"]]
-                for more in (ONE_STAGE, (*ONE_STAGE, "--replicas", "never"), ("--replicas", "auto"))]  # fmt: skip
-    assert replicas == [[1, 1, 1, 1], [1, 1, 1, 1], [4]]
+                for more in ((), ("--replicas", "auto"), ONE_STAGE)]  # fmt: skip
+    assert replicas == [[4], [4], [1, 1, 1, 1]]
+
+
+def test_replicas_that_would_average_statistics_are_for_who_asks_for_them(run):
+    found = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
+    nodes = tuple(
+        dataclasses.replace(node, buffers=("bn.mean",), buffers_written=("bn.mean",)) if place == 2 else node
+        for place, node in enumerate(found.graph.nodes)
+    )
+    graph = dataclasses.replace(found.graph, nodes=nodes, buffers={"bn.mean": TensorSpec((4,), "float32")})
+    artifact.save(dataclasses.replace(found, graph=graph), Path(".autopipe/profile.json"))
+    shown = document(run("--gpus", "4", *HERE, "--schedule", "1f1b", "--json"))
+    assert [stage["replicas"] for stage in shown["stages"]] == [1, 1, 1, 1]
+    assert any("would average what the forward writes (bn.mean)" in note for note in shown["notes"])
+    asked = document(run("--gpus", "4", *HERE, "--replicas", "auto", "--json"))
+    assert [stage["replicas"] for stage in asked["stages"]] == [4]
+
+
+def test_a_large_layer_at_the_end_is_planned_as_pipedream_has_it(run):
+    """PipeDream's 15-1: compute in front on fifteen ranks, and the parameters of the end on one."""
+    found = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
+    last = found.graph.nodes[-1].name
+    parameters = found.graph.parameters | {f"{last}.weight": TensorSpec((256 * MIB,), "float32", True)}
+    graph = dataclasses.replace(found.graph, parameters=parameters)
+    costs = {node.name: NodeCost(0.01, 0.02, 4096, MIB) for node in graph.nodes}
+    costs[last] = NodeCost(0.004, 0.008, 4096, MIB)
+    measured = (Measurement(1, costs),)
+    artifact.save(dataclasses.replace(found, graph=graph, measurements=measured), Path(".autopipe/profile.json"))
+    words = ("--gpus", "16", "--gpu-memory", "16GiB", "--link", "10Gbit/s", "--batch-size", "240")
+    shown = document(run(*words, "--microbatch-size", "1", "--json"))
+    assert [stage["replicas"] for stage in shown["stages"]] == [15, 1]
 
 
 def test_more_devices_than_stages_are_planned_with_replicas(run):
@@ -139,8 +171,9 @@ def test_more_devices_than_stages_are_planned_with_replicas(run):
     assert "the model has 8 stages at most: planned with replicas" in shown.stderr
 
 
-def test_more_ranks_of_this_machine_than_stages_are_refused_with_both_ways_out(run):
-    assert "--replicas auto" in run("--gpus", "9", code=1).stderr
+def test_more_ranks_of_this_machine_than_stages_take_replicas(run):
+    assert "the model has 8 stages at most: planned with replicas" in run("--gpus", "9").stderr
+    assert "9 stages asked for" in run("--gpus", "9", *STRAIGHT, code=1).stderr
 
 
 def test_a_device_by_name_makes_an_estimate_that_says_so(run):

@@ -44,7 +44,7 @@ def refused(folder: Path, **more: Any) -> AutopipeError:
 
     model = ModelSettings(str(folder / "net.py"))
     profile = ProfileSettings(model, work_dir=folder / "work", device="cpu", microbatch_sizes=(2,))
-    plan = PlanSettings(profile, gpus=2, batch_size=8, num_microbatches=4)
+    plan = PlanSettings(profile, gpus=2, replicas="never", batch_size=8, num_microbatches=4)
     with pytest.raises(AutopipeError) as caught:
         runs.train(TrainSettings(plan, steps=2, evaluate_every=1, run_dir=folder / "run", **more), ignore)
     assert not (folder / "run").exists()

@@ -19,7 +19,7 @@ def profile(work: Path) -> ProfileSettings:
 
 
 def plan(work: Path) -> PlanSettings:
-    return PlanSettings(profile(work), gpus=2)
+    return PlanSettings(profile(work), gpus=2, replicas="never")
 
 
 def ignore(kind: str, fields: Mapping[str, Any]) -> None:
