@@ -68,7 +68,14 @@ def verbosity(function: Function) -> Function:
     return _apply(
         function,
         option("-v", "--verbose", count=True, expose_value=False, callback=_add_verbosity(1), help="Say more."),
-        option("-q", "--quiet", count=True, expose_value=False, callback=_add_verbosity(-1), help="Say only errors."),
+        option(
+            "-q",
+            "--quiet",
+            count=True,
+            expose_value=False,
+            callback=_add_verbosity(-1),
+            help="Say only results and errors.",
+        ),
         option("--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Errors with their traceback."),
     )
 

@@ -143,7 +143,8 @@ def _bind(value: Any, arguments: Mapping[str, str], origin: str, path: str) -> d
         raise ModelFileError(
             f"{origin}{signature} needs {', '.join(missing)}",
             where=path,
-            remedy=" ".join(f"--arg {name}=VALUE" for name in missing),
+            remedy=" ".join(f"--arg {name}=VALUE" for name in missing)
+            + "; where a value is an object, such as a config, write build_model() that makes it and returns the model",
         )
     return parsed
 

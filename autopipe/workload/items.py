@@ -270,3 +270,16 @@ def synthetic(inputs: Sequence[SyntheticInput], batch_size: int | None, argument
         target = drawn.pop("target")
         return drawn, target
     return drawn
+
+
+def remedy_of(error: Exception) -> str:
+    """Return what to try where a model or its loss fails on a batch."""
+    text = str(error)
+    if "dtype" in text or "scalar type" in text:
+        return (
+            "compare the dtypes, not the shapes: the batch has them above; convert in data, such as x.float() for "
+            "inputs, or target.long() for classes"
+        )
+    if "NoneType" in text:
+        return "something is None there: see whether the model's forward returns its output"
+    return "compare the shapes with what the model's forward takes; see example_inputs, data and --input"

@@ -12,6 +12,7 @@ name instead, so that nobody else's import is answered with it. Loading a file a
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -122,8 +123,10 @@ def _import_file(location: str) -> ModuleType:
 def _nearby(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent} either; check the path"
-    files = sorted(entry.name for entry in path.parent.glob("*.py"))[:8]
-    return f"Python files in that folder: {', '.join(files) or 'none'}"
+    files = sorted(entry.name for entry in path.parent.glob("*.py"))
+    nearest = difflib.get_close_matches(path.name, files, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return f"{hint}Python files in that folder: {', '.join(files[:8]) or 'none'}"
 
 
 def _module_name(path: Path) -> str:
@@ -212,7 +215,9 @@ def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
     remedy = "correct that line; python on the file alone shows the same error"
     if isinstance(error, SystemExit):
         what, remedy = f"{doing} ended the program (sys.exit)", 'put that part under `if __name__ == "__main__":`'
-    elif isinstance(error, ModuleNotFoundError):
+    elif isinstance(error, ImportError) and "attempted relative import" in str(error):
+        remedy = "the file is part of a package: name it as package.module:ATTR, from the folder of the package"
+    elif isinstance(error, ModuleNotFoundError) and error.name is not None and " " not in error.name:
         remedy = f"install {error.name}, or correct the import"
     return ModelFileError(what, where=user_line(error, path), remedy=remedy)
 

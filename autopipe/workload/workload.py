@@ -305,7 +305,7 @@ class Workload:
         except (AutopipeError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            remedy = "compare the shapes with what the model's forward takes; see example_inputs, data and --input"
+            remedy = items.remedy_of(error)
             if isinstance(item, Mapping) and isinstance(error, TypeError) and "argument" in str(error):
                 remedy = (
                     f"a dict becomes keyword arguments, and forward takes ({', '.join(self._forward_names)}); "
