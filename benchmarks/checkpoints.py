@@ -70,7 +70,7 @@ def step_seconds(folder: Path, every: int, steps: int, batch_size: int) -> float
     """Return the seconds of a step of a training with a checkpoint every so many steps."""
     times: list[float] = []
     profile = ProfileSettings(ModelSettings(str(ROOT / "sample_models" / "gpt.py")), work_dir=folder, device="cpu")
-    plan = PlanSettings(profile, gpus=2, batch_size=batch_size, schedule="1f1b", num_microbatches=8)
+    plan = PlanSettings(profile, gpus=2, replicas="never", batch_size=batch_size, schedule="1f1b", num_microbatches=8)
     settings = TrainSettings(plan, steps=steps, checkpoint_every=every)
     runs.train(settings, lambda kind, fields: times.append(fields["seconds"]) if kind == "step" else None)
     return (times[-1] - times[0]) / (len(times) - 1)

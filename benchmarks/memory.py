@@ -44,6 +44,7 @@ def measured(target: Path, schedule: str, folder: Path, options: argparse.Namesp
     plan = PlanSettings(
         profile,
         gpus=2,
+        replicas="never",
         batch_size=options.batch_size,
         schedule=schedule,
         num_microbatches=options.num_microbatches,

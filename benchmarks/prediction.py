@@ -106,6 +106,7 @@ def one_round(
                 plan = PlanSettings(
                     profile,
                     gpus=2,
+                    replicas="never",
                     batch_size=options.batch_size,
                     schedule=case.schedule,
                     num_microbatches=options.num_microbatches,

@@ -54,6 +54,7 @@ def once(folder: Path, number: int, options: argparse.Namespace) -> tuple[float,
     """Return the seconds from the kill to the next step, and those of an ordinary step."""
     run = folder / f"run-{number}"
     words = [AUTOPIPE, "train", str(ROOT / "sample_models" / "gpt.py"), "--gpus", "2", "--device", "cpu"]
+    words += ["--replicas", "never"]
     words += ["--batch-size", str(options.batch_size), "--num-microbatches", "8", "--schedule", "1f1b", "--no-check"]
     words += ["--steps", "1000", "--checkpoint-every", "2", "--max-restarts", "1"]
     words += ["--work-dir", str(folder / "work"), "--run-dir", str(run)]

@@ -45,7 +45,9 @@ def piped_rate(target: str, batch_size: int, num_microbatches: int, steps: int, 
     """Return samples per second of two ranks, the first step left out."""
     seconds: list[float] = []
     profile = ProfileSettings(ModelSettings(target), work_dir=work_dir, device="cpu")
-    plan = PlanSettings(profile, gpus=2, batch_size=batch_size, schedule="1f1b", num_microbatches=num_microbatches)
+    plan = PlanSettings(
+        profile, gpus=2, replicas="never", batch_size=batch_size, schedule="1f1b", num_microbatches=num_microbatches
+    )
     settings = TrainSettings(plan, steps=steps, record_timeline=False)
     runs.train(settings, lambda kind, fields: seconds.append(fields["seconds"]) if kind == "step" else None)
     return batch_size * (steps - 1) / (seconds[-1] - seconds[0])

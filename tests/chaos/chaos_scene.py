@@ -59,7 +59,16 @@ class Scene:
 
     def training(self, *more: str) -> list[str]:
         words = [AUTOPIPE, "train", *options(self.case.ranks, self.case.schedule), "--run-dir", "run"]
-        words += ["--checkpoint-every", str(self.case.every), "--watchdog", str(WATCHDOG), "--json", *more]
+        words += [
+            "--replicas",
+            "never",
+            "--checkpoint-every",
+            str(self.case.every),
+            "--watchdog",
+            str(WATCHDOG),
+            "--json",
+            *more,
+        ]
         if self.hosts is None:
             return words
         slots = ",".join(f"{name}:{self.case.ranks // 2}" for name in self.hosts.names)
@@ -168,6 +177,7 @@ class Scene:
 
 def options(ranks: int, schedule: str) -> list[str]:
     words = ["model.py", "--gpus", str(ranks), "--device", "cpu", "--batch-size", "8", "--steps", str(STEPS)]
+    words += ["--replicas", "never"]
     return [*words, "--microbatch-sizes", "2", "--num-microbatches", "4", "--schedule", schedule]
 
 
