@@ -34,7 +34,7 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     reason = ""
     try:
         found = full_batch(workload, item, parts, shares.factors, device, step=step)
-    except (RuntimeError, MemoryError) as error:  # as a rule it does not fit
+    except Exception as error:  # as a rule it does not fit; the plan has been compared all the same
         found = FullBatch(None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return FullBatchReport(
