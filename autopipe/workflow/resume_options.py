@@ -101,13 +101,13 @@ def _stored_plan_serves(settings: PlanSettings, recorded: TrainingOptions) -> bo
 
 def _as_planned(settings: PlanSettings, recorded: TrainingOptions) -> PlanSettings:
     """Return the settings of a plan with the minibatches, and the weight versions, of the run."""
-    found = replace(settings, batch_size=settings.batch_size or recorded.batch_size or None)
-    if (found.num_microbatches, found.microbatch_size) == (None, None) and recorded.schedule != "custom":
-        found = replace(found, num_microbatches=recorded.num_microbatches)
+    pinned = replace(settings, batch_size=settings.batch_size or recorded.batch_size or None)
+    if (pinned.num_microbatches, pinned.microbatch_size) == (None, None) and recorded.schedule != "custom":
+        pinned = replace(pinned, num_microbatches=recorded.num_microbatches)
     kind = REGISTRY.get(recorded.schedule)
-    if found.schedule is None and kind is not None and not kind.synchronous:
-        found = replace(found, schedule=recorded.schedule)
-    return found
+    if pinned.schedule is None and kind is not None and not kind.synchronous:
+        pinned = replace(pinned, schedule=recorded.schedule)
+    return pinned
 
 
 def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> tuple[str, ...]:
@@ -127,11 +127,11 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
     built = _trainings(prepared.workload, prepared.plan, 2)
     first, second = (_edits(settings, trainings, source) for trainings in built)
     # what differs from build to build, such as a time, is no edit
-    found = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
-    if found:
-        more = f"; {counted(len(found) - _SHOWN, 'more difference')}" if len(found) > _SHOWN else ""
+    differences = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
+    if differences:
+        more = f"; {counted(len(differences) - _SHOWN, 'more difference')}" if len(differences) > _SHOWN else ""
         raise RunError(
-            f"optimizer and scheduler are not built as when the run began: {'; '.join(found[:_SHOWN])}{more}",
+            f"optimizer and scheduler are not built as when the run began: {'; '.join(differences[:_SHOWN])}{more}",
             where=str(source.directory),
             remedy=f"bring it back as it was (--lr alone may change); or {_FROM_WEIGHTS}",
         )
@@ -159,13 +159,13 @@ def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
 
 def _edits(settings: TrainSettings, trainings: Sequence[Training], source: Checkpoint) -> dict[str, str]:
     """Compare every stage's optimizer with the checkpoint. Raises: RunError where it has no place in it."""
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for training in trainings:
         now = edits(source, training, rates=settings.new_rate is None)
-        found.update(now)
+        differences.update(now)
         if not now:
             tree_for(source, training)
-    return found
+    return differences
 
 
 def _trainings(workload: Workload, plan: Plan, count: int) -> list[list[Training]]:
@@ -182,11 +182,11 @@ def _trainings(workload: Workload, plan: Plan, count: int) -> list[list[Training
 
 
 def _of_stages(workload: Workload, plan: Plan, named: Mapping[str, Parameter]) -> list[Training]:
-    found = []
+    trainings = []
     for stage in plan.stages:
         copies = {tie.parameter for tie in plan.ties if stage.index in tie.copies}
         owned = {name: p for name, p in named.items() if name in stage.parameters and name not in copies}
         optimizer = workload.optimizer(list(owned.items()))
         if optimizer is not None:
-            found.append(Training(owned, optimizer, workload.scheduler(optimizer)))
-    return found
+            trainings.append(Training(owned, optimizer, workload.scheduler(optimizer)))
+    return trainings

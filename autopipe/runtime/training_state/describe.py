@@ -196,10 +196,10 @@ class _Describer:
 
     def generator(self, value: Any, path: str) -> Node:
         if isinstance(value, torch.Generator):
-            made: Node = {"is": "generator", "device": value.device.type}
+            described: Node = {"is": "generator", "device": value.device.type}
             if self.values:
-                made["name"] = self.keep(path, value.get_state())
-            return made
+                described["name"] = self.keep(path, value.get_state())
+            return described
         if type(value) not in (random.Random, np.random.Generator, np.random.RandomState):
             raise UnstorableError(path, f"is a generator of class {name_of(type(value))}, whose state cannot be read")
         if isinstance(value, random.Random):
@@ -325,11 +325,11 @@ def _of_python(cls: type) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return what an object holds: its ``__dict__`` and its slots."""
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             name = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
             if slot not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+                attributes[name] = getattr(value, name)
+    return attributes

@@ -35,7 +35,7 @@ def groups_of(node: Node) -> list[list[str]]:
     """Return the parameters of each group of a described optimizer, or of the first one inside of it."""
     if kind_of(node) == "groups":
         return [group["params"] for group in node["groups"]]
-    return next((found for child in children(node) if (found := groups_of(child))), [])
+    return next((groups for child in children(node) if (groups := groups_of(child))), [])
 
 
 def merge(
@@ -128,15 +128,15 @@ class _Merger:
     def _groups(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
         groups: list[Node] = []
         for index, group in enumerate(live["groups"] if kind_of(live) == "groups" else []):
-            found = [self.of_group(nodes, name, path) for name in group["params"]]
+            matching = [self.of_group(nodes, name, path) for name in group["params"]]
             empty = [n["groups"][index]["values"] for n in nodes if index < len(n["groups"])]
-            if not found:
+            if not matching:
                 values = empty[0] if empty and all(e == empty[0] for e in empty) else group["values"]
                 groups.append({"params": [], "values": dict.fromkeys(values, LIVE) if not empty else values})
                 continue
-            for name, other in zip(group["params"], found, strict=True):
-                self.alike(found[0], other, f"{path}[{index}]", f"{group['params'][0]} and {name}")
-            groups.append({"params": group["params"], "values": found[0]})
+            for name, other in zip(group["params"], matching, strict=True):
+                self.alike(matching[0], other, f"{path}[{index}]", f"{group['params'][0]} and {name}")
+            groups.append({"params": group["params"], "values": matching[0]})
         return {"is": "groups", "groups": groups}
 
     def of_group(self, nodes: Sequence[Node], name: str, path: str) -> dict[str, Node]:

@@ -82,9 +82,9 @@ class _Restorer:
             if node["as"] not in self.seen:
                 raise MisfitError(path, f"is the same object as {node['as']}, which is not there")
             return self.seen[node["as"]]
-        made = getattr(self, f"_{kind}")(node, live, path)
-        self.seen[path] = made
-        return made
+        result = getattr(self, f"_{kind}")(node, live, path)
+        self.seen[path] = result
+        return result
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -104,10 +104,10 @@ class _Restorer:
 
     def _code(self, node: Node, live: Any, path: str) -> Any:
         if live is _MISSING:
-            made = _constant(node["name"])
-            if made is None:
+            result = _constant(node["name"])
+            if result is None:
                 raise MisfitError(path, f"is {node['name']}, which was made while training")
-            return made
+            return result
         return live
 
     def _parameter(self, node: Node, live: Any, path: str) -> Any:
@@ -154,18 +154,18 @@ class _Restorer:
         return torch.device("cpu") if host else self.device
 
     def _generator(self, node: Node, live: Any, path: str) -> Any:
-        made = live if isinstance(live, torch.Generator) else torch.Generator(node["device"])
-        if made.device.type != node["device"]:
-            raise MisfitError(path, f"is a generator of {node['device']}, and is one of {made.device.type} now")
-        made.set_state(self.tensors[node["name"]])
-        return made
+        result = live if isinstance(live, torch.Generator) else torch.Generator(node["device"])
+        if result.device.type != node["device"]:
+            raise MisfitError(path, f"is a generator of {node['device']}, and is one of {result.device.type} now")
+        result.set_state(self.tensors[node["name"]])
+        return result
 
     def _random(self, node: Node, live: Any, path: str) -> Any:
         state = self.value(node["state"], _MISSING, f"{path}.state")
         if node["class"] == name_of(random.Random):
-            made = live if type(live) is random.Random else random.Random()  # noqa: S311 - not for secrets
-            made.setstate(state)
-            return made
+            result = live if type(live) is random.Random else random.Random()  # noqa: S311 - not for secrets
+            result.setstate(state)
+            return result
         if node["class"] == name_of(np.random.RandomState):
             numpy = live if isinstance(live, np.random.RandomState) else np.random.RandomState()
             numpy.set_state(state)
@@ -223,26 +223,26 @@ class _Restorer:
         return collections.deque(items, node["maxlen"])
 
     def _dict(self, node: Node, live: Any, path: str) -> Any:
-        made = self._dictionary(node, live, path)
-        before = dict(made)
+        result = self._dictionary(node, live, path)
+        before = dict(result)
         pairs = [(self.value(key, _MISSING, path), value) for key, value in node["items"]]
         restored = {k: self.value(v, before.get(k, _MISSING), f"{path}[{k!r}]") for k, v in pairs}
-        made.clear()
-        made.update(restored)
-        return made
+        result.clear()
+        result.update(restored)
+        return result
 
     def _by_parameter(self, node: Node, live: Any, path: str) -> Any:
-        made = self._dictionary(node, live, path)
-        before = dict(made)
+        result = self._dictionary(node, live, path)
+        before = dict(result)
         restored = {}
         for name, value in node["items"]:
             if name not in self.parameters:
                 raise MisfitError(path, f"has a value for {name}, which the optimizer does not step now")
             parameter = self.parameters[name]
             restored[parameter] = self.value(value, before.get(parameter, _MISSING), f"{path}[{name}]")
-        made.clear()
-        made.update(restored)
-        return made
+        result.clear()
+        result.update(restored)
+        return result
 
     def _dictionary(self, node: Node, live: Any, path: str) -> Any:
         """Return the dict to fill: the hook's own, or a new one of a class that is known."""
@@ -251,13 +251,13 @@ class _Restorer:
             self.seen[path] = live
             return live
         if name == "defaultdict" and node.get("factory", "") in ("", *FACTORIES):
-            made: Any = collections.defaultdict(FACTORIES.get(node.get("factory", "")))
+            result: Any = collections.defaultdict(FACTORIES.get(node.get("factory", "")))
         elif name in _MAKERS and name != "defaultdict":
-            made = _MAKERS[name]()
+            result = _MAKERS[name]()
         else:
             raise self._other(name, live, path)
-        self.seen[path] = made
-        return made
+        self.seen[path] = result
+        return result
 
     def _groups(self, node: Node, live: Any, path: str) -> Any:
         wanted = [group["params"] for group in node["groups"]]
@@ -364,8 +364,8 @@ def _set(live: Any, key: str, value: Any) -> None:
 def _constant(text: str) -> Any:
     """Return a dtype or a device by its text, None for anything else."""
     if text.startswith("torch."):
-        found = getattr(torch, text.removeprefix("torch."), None)
-        return found if isinstance(found, (torch.dtype, torch.memory_format, torch.layout)) else None
+        constant = getattr(torch, text.removeprefix("torch."), None)
+        return constant if isinstance(constant, (torch.dtype, torch.memory_format, torch.layout)) else None
     with contextlib.suppress(RuntimeError):
         return torch.device(text)
     return None

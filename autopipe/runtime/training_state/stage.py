@@ -167,7 +167,7 @@ def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[st
     ``rates``: learning rates count too; not so where a new one was given.
     """
     stored = _stored(checkpoint)
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     live = training.initial()
     groups = groups_of(live["optimizer"])
     same = [stage for stage in stored if groups_of(stage.initial["optimizer"]) == groups]
@@ -176,45 +176,49 @@ def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[st
         if stored and bool(before) != (root in live):
             return {f"the {root}": "was there and is not" if before else "was not there and is"}
         if before:
-            _compare(live[root], before, root, found)
-    return {path: text for path, text in found.items() if rates or not path.endswith(tuple(f"[{r!r}]" for r in _RATES))}
+            _compare(live[root], before, root, differences)
+    return {
+        path: text
+        for path, text in differences.items()
+        if rates or not path.endswith(tuple(f"[{r!r}]" for r in _RATES))
+    }
 
 
-def _compare(now: Node, before: list[Node], path: str, found: dict[str, str]) -> None:
+def _compare(now: Node, before: list[Node], path: str, differences: dict[str, str]) -> None:
     """Note where ``now`` is like none of ``before``, which are those of several stages."""
     if any(now == other for other in before) or now == LIVE:
         return
     alike = [other for other in before if kind_of(other) == kind_of(now) and _class_of(other) == _class_of(now)]
     if not alike or not isinstance(now, dict):
-        found[path] = f"was {_shown(before[0])} and is {_shown(now)}"
+        differences[path] = f"was {_shown(before[0])} and is {_shown(now)}"
         return
     kind = kind_of(now)
     if kind == "groups":
         for index, group in enumerate(now["groups"]):
             for name in group["params"][:1]:
                 values = [g["values"] for other in alike for g in other["groups"] if name in g["params"]]
-                _entries(group["values"], values, f"{path}[{index}]", "[{!r}]", found)
+                _entries(group["values"], values, f"{path}[{index}]", "[{!r}]", differences)
     elif kind in ("dict", "object"):
         field, shape = ("items", "[{!r}]") if kind == "dict" else ("attributes", ".{}")
         entries = [{str(key): value for key, value in other[field]} for other in alike]
-        _entries({str(key): value for key, value in now[field]}, entries, path, shape, found)
+        _entries({str(key): value for key, value in now[field]}, entries, path, shape, differences)
     elif kind in ("list", "tuple", "deque", "hooks"):
         same = [other for other in alike if len(other["items"]) == len(now["items"])]
         for index, item in enumerate(now["items"]):
             if same:
-                _compare(item, [other["items"][index] for other in same], f"{path}[{index}]", found)
+                _compare(item, [other["items"][index] for other in same], f"{path}[{index}]", differences)
     elif kind == "function":
-        _entries(now["cells"], [other["cells"] for other in alike], path, ".{}", found)
+        _entries(now["cells"], [other["cells"] for other in alike], path, ".{}", differences)
     elif kind in ("partial", "method"):
         fields = ("function", "arguments", "keywords") if kind == "partial" else ("self",)
         for field in fields:
-            _compare(now[field], [other[field] for other in alike], f"{path}.{field}", found)
+            _compare(now[field], [other[field] for other in alike], f"{path}.{field}", differences)
     elif kind not in ("same", "parameter", "by_parameter"):
-        found[path] = f"was {_shown(before[0])} and is {_shown(now)}"
+        differences[path] = f"was {_shown(before[0])} and is {_shown(now)}"
 
 
 def _entries(
-    now: Mapping[str, Node], before: list[dict[str, Node]], path: str, shape: str, found: dict[str, str]
+    now: Mapping[str, Node], before: list[dict[str, Node]], path: str, shape: str, differences: dict[str, str]
 ) -> None:
     for key in {**now, **(before[0] if before else {})}:
         others = [other[key] for other in before if key in other]
@@ -222,9 +226,9 @@ def _entries(
         if not before:
             continue
         if key not in now or not others:
-            found[place] = "is new" if key in now else "is gone"
+            differences[place] = "is new" if key in now else "is gone"
         else:
-            _compare(now[key], others, place, found)
+            _compare(now[key], others, place, differences)
 
 
 def _class_of(node: Node) -> Any:

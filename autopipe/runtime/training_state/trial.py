@@ -197,7 +197,7 @@ def _difference(one: Any, other: Any, path: str) -> str:
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
     else:
         return "" if one == other and type(one) is type(other) else (path.lstrip(".") or "the state")
-    return next((found for place, a, b in pairs if (found := _difference(a, b, place))), "")
+    return next((where for place, a, b in pairs if (where := _difference(a, b, place))), "")
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -269,20 +269,20 @@ def _grew(before: Any, now: Any) -> bool:
 
 def _outside(modules: Sequence[types.ModuleType]) -> dict[str, Any]:
     """Describe the globals, and the attributes of classes, of modules."""
-    found: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for module in modules:
         for name, value in vars(module).items():
             if name.startswith("__") or isinstance(value, types.ModuleType):
                 continue
             if isinstance(value, type):
                 if value.__module__ == module.__name__:
-                    held = {
+                    attributes = {
                         k: v for k, v in vars(value).items() if not k.startswith("__") or isinstance(v, (int, list))
                     }
-                    found.update({f"{name}.{k}": _plain(v) for k, v in held.items()})
+                    described.update({f"{name}.{k}": _plain(v) for k, v in attributes.items()})
             else:
-                found[f"{module.__name__}.{name}"] = _plain(value)
-    return {name: value for name, value in found.items() if value is not None}
+                described[f"{module.__name__}.{name}"] = _plain(value)
+    return {name: value for name, value in described.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
