@@ -23,6 +23,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.workflow.finished import model_of
 from autopipe.workflow.locks import only_one
+from autopipe.workflow.named import wrote_stages
 from autopipe.workflow.plain_script import DivisorText, PlainLoop, script
 from autopipe.workflow.results import PlainResult
 from autopipe.workflow.settings import ModelSettings, PlainScriptSettings, Progress
@@ -70,6 +71,12 @@ def _of_run(settings: PlainScriptSettings, directory: Path) -> Subject:
     if not steps:
         raise RunError(f"{directory} has no checkpoint, so its number of steps is not known", remedy="give --steps")
     workload = model_of(run, ModelSettings(), "plain")
+    if not wrote_stages(run.stages):  # what they say of the loss becomes part of the script
+        raise RunError(
+            "the stage files of this run are not as you have written them on this machine",
+            where=str(run.stages),
+            remedy="name the model file in place of the run, with the options of the run",
+        )
     return Subject(workload, plan, Layout.of(plan, run.graph()), job, run.stages, steps)
 
 
