@@ -57,9 +57,14 @@ def load(path: Path) -> ModuleType:
 
 
 def chunks(value: Any, count: int) -> list[Any]:
-    """Cut a batch: a tensor by ``tensor_split``, a tuple or dict entry by entry; empty parts are left out."""
+    """Cut a batch: a tensor by ``tensor_split``, a tuple or dict entry by entry; empty parts are left out.
+
+    What is no tensor goes to every part.
+    """
     if isinstance(value, torch.Tensor):
         return [part for part in torch.tensor_split(value, count) if part.shape[0]]
+    if not isinstance(value, (dict, tuple)):
+        return [value] * count
     if isinstance(value, dict):
         parts = {key: chunks(entry, count) for key, entry in value.items()}
         return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]

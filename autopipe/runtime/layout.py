@@ -30,11 +30,13 @@ class Layout:
     def of(plan: Plan, graph: Graph) -> Layout:
         """Read it off the two.
 
-        Raises: ArtifactError where they do not belong together; PlanError as ``refuse_stale_ties`` does.
+        Raises: ArtifactError where they do not belong together; PlanError as ``refuse_stale_ties`` and
+        ``refuse_replicated_state`` do.
         """
         refuse_disagreement(plan, graph)
         request = plan.request()
         refuse_stale_ties(plan, graph, request)
+        refuse_replicated_state(plan, graph)
         routes = Routes.of(plan, graph)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
         return Layout(plan, graph, request, routes, tuple(channels(routes, request)), groups)
@@ -69,3 +71,24 @@ def refuse_stale_ties(plan: Plan, graph: Graph, request: Request) -> None:
                 f"{plan.schedule} cannot keep {tie.parameter} tied: in minibatch t {versions}",
                 remedy="choose 1f1b or 2bw, or pipedream --vertical-sync: there all stages read one version",
             )
+
+
+def refuse_replicated_state(plan: Plan, graph: Graph) -> None:
+    """Refuse replicas of a stage that hands state from one microbatch to the next in a buffer.
+
+    A replica sees only its own microbatches, so its queue, counter or power iteration would be another one.
+
+    Raises: PlanError naming the buffer and the stage.
+    """
+    for stage in plan.stages:
+        if stage.replicas == 1:
+            continue
+        for node in graph.nodes[stage.start : stage.stop]:
+            buffers = graph.replayed_buffers.intersection(node.buffers)
+            if buffers:
+                raise PlanError(
+                    f"stage {stage.index} runs on {stage.replicas} ranks, and its forward reads the buffer "
+                    f"{min(buffers)} that it writes: each replica would see only its own microbatches",
+                    where=node.source,
+                    remedy="--replicas never",
+                )
