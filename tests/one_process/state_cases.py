@@ -187,6 +187,34 @@ def annealed():
 loss = annealed()
 """, "calls of loss", "calls += 1",
     ),
+    "a helper with a closure": (
+        """
+def made():
+    calls = 0
+    def factor():
+        nonlocal calls
+        calls += 1
+        return 1.0 if calls < 24 else 0.5
+    return factor
+
+factor = made()
+
+def loss(output, target):
+    return F.cross_entropy(output, target) * factor()
+""", "calls of factor", "calls += 1",
+    ),
+    "a helper with an attribute": (
+        """
+def factor():
+    factor.calls += 1
+    return 1.0 if factor.calls < 24 else 0.5
+
+factor.calls = 0
+
+def loss(output, target):
+    return F.cross_entropy(output, target) * factor()
+""", "factor.calls", "factor.calls += 1",
+    ),
     "a loss that is an object": (
         """
 class Loss:

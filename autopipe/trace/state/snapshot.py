@@ -186,9 +186,9 @@ class Snapshot:
             if name.endswith("_hooks") and isinstance(value, nn.Module):
                 continue
             within = isinstance(value, (type, types.ModuleType))
-            if within and isinstance(
-                entry, (types.FunctionType, types.ModuleType, property, classmethod, staticmethod)
-            ):
+            if within and isinstance(entry, (types.ModuleType, property, classmethod, staticmethod)):
+                continue
+            if within and isinstance(entry, types.FunctionType) and not entry.__closure__ and not vars(entry):
                 continue
             if within and isinstance(entry, type) and entry.__module__ != getattr(value, "__name__", ""):
                 continue
