@@ -161,7 +161,7 @@ def _choices(request: PlanRequest, space: Space, found: Profile, work: Work) -> 
 def ranks_of(request: PlanRequest, found: Profile) -> int:
     """Return how many ranks are meant.
 
-    Raises: RunError where nobody said; PlanError where a schedule file says another number.
+    Raises: RunError where the number is not known; PlanError where a schedule file says another number.
     """
     if request.grid is not None:
         rows = len(lines_of(request.grid))
@@ -181,7 +181,7 @@ def ranks_of(request: PlanRequest, found: Profile) -> int:
         if torch.cuda.is_available():
             return torch.cuda.device_count()
     raise RunError(
-        "nobody said how many ranks, and there is no plan yet",
+        "the number of ranks is not known: there is no plan yet",
         remedy="add --gpus N (on a CPU: N processes), or run autopipe plan TARGET --gpus N first",
     )
 

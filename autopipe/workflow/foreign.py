@@ -113,7 +113,7 @@ def _case(settings: PlanSettings, path: Path) -> _Case:
         )
     num_ranks = request.gpus or (request.cluster.num_ranks if request.cluster is not None else 0)
     if not num_ranks:
-        raise RunError("nobody said how many devices", remedy="add --gpus N, or --cluster cluster.toml")
+        raise RunError("the number of devices is not known", remedy="add --gpus N, or --cluster cluster.toml")
     if request.cluster is not None:
         cluster = request.cluster
         if num_ranks != cluster.num_ranks:

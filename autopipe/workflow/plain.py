@@ -28,6 +28,7 @@ from autopipe.workflow.plain_script import DivisorText, PlainLoop, script
 from autopipe.workflow.results import PlainResult
 from autopipe.workflow.settings import ModelSettings, PlainScriptSettings, Progress
 from autopipe.workflow.steps import batch_size_of, prepare
+from autopipe.workflow.store import Store
 from autopipe.workload import Workload
 from autopipe.workload.batches import DEFAULT_BATCH_SIZE
 from autopipe.workload.hooks import Hook
@@ -81,7 +82,10 @@ def _of_run(settings: PlainScriptSettings, directory: Path) -> Subject:
 
 
 def _of_plan(settings: PlainScriptSettings, progress: Progress | None) -> Subject:
-    prepared = prepare(settings.plan, progress)
+    plan = settings.plan
+    if plan.gpus is None and not Store(plan.work_dir).plan.is_file():
+        plan = dataclasses.replace(plan, gpus=1)  # one process is what the script runs on
+    prepared = prepare(plan, progress)
     device = prepared.profile.device
     job = Job(
         steps=settings.steps or _STEPS,

@@ -188,7 +188,7 @@ def simulate(
 def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepared:
     """Do every step that is missing or stale, and say so. Whoever calls it holds the lock of the work directory.
 
-    Raises: RunError where nobody said how many ranks; whatever the steps raise.
+    Raises: RunError where the number of ranks is not known; whatever the steps raise.
     """
     work = Work.begin(settings.work_dir, progress)
     model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))

@@ -276,7 +276,7 @@ def test_replicas_never_is_a_straight_pipeline_under_both_cost_models(run, graph
     [
         (("model.py", "--from-pipedream", "graph.txt", "--gpus", "2"), 2, "TARGET and --from-pipedream exclude"),
         (("--gpus", "2", "--cost-model", "pipedream"), 2, "--cost-model is for --from-pipedream"),
-        (("--from-pipedream", "graph.txt"), 1, "nobody said how many devices"),
+        (("--from-pipedream", "graph.txt"), 1, "the number of devices is not known"),
         (("--from-pipedream", "graph.txt", "--gpus", "3", "--cluster", "c.toml"), 1, "describes 2 devices"),
         (("--gpus", "2", "--cluster", "c.toml", "--device-name", "H100-SXM"), 2, "exclude each other"),
     ],

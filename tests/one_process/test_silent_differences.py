@@ -261,8 +261,7 @@ def trained(draw: Draw, folder: Path) -> tuple[Captured, Plan, dict[str, torch.T
     run = folder / "run"
     if draw.resume:
         build(captured, plan, run, save=True, **options).train(items[: draw.resume])
-        synchronous = not any(draw.staleness())
-        if synchronous:
+        if draw.schedule not in ("2bw", "pipedream"):
             plan = draw.plan(captured, (1, 1) if draw.replicas != (1, 1) else (1, 1, 1))
         options |= {"start_step": draw.resume}
     pipeline = build(captured, plan, run, **options)
@@ -277,12 +276,13 @@ def outcome(seed: int, folder: Path) -> str:
     except AutopipeError:
         return "refused"
     items = minibatches(captured.workload, STEPS, BATCH, last=draw.last)
-    delta = oracle.by_owner([stage.parameters for stage in plan.stages], draw.staleness() or [0])
+    deltas = draw.staleness()
+    late = oracle.by_owner([stage.parameters for stage in plan.stages], deltas) if any(deltas) else lambda name: 0
     _, model, _ = oracle.train(
         folder / "net.py",
         items,
         draw.microbatches,
-        staleness=delta if any(draw.staleness()) else lambda name: 0,
+        staleness=late,
         clip_norm=draw.clip,
         divisor=draw.divisor,
     )
