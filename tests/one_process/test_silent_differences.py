@@ -7,7 +7,7 @@ independent oracle. The only other outcome that is allowed is an error of autopi
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import oracle
@@ -29,7 +29,7 @@ BODIES = {
     ),
     "dropout": (
         "self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5)); self.head = nn.Linear(6, 5)",
-        "for layer in self.layers: x = F.dropout(torch.tanh(layer(x)), 0.2, self.training)\n        return self.head(x)",
+        "for layer in self.layers: x = F.dropout(layer(x), 0.2, self.training)\n        return self.head(x)",
     ),
     "batch norm": (
         "self.layers = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())));"
@@ -48,7 +48,7 @@ BODIES = {
         "for layer in self.layers: x = torch.tanh(layer(x))\n        return self.head(x)",
     ),
     "state in a buffer": (
-        "self.register_buffer('queue', torch.zeros(6)); self.register_buffer('count', torch.zeros((), dtype=torch.long));"
+        "self.register_buffer('queue', torch.zeros(6)); self.register_buffer('count', torch.tensor(0));"
         " self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)); self.head = nn.Linear(6, 5)",
         "for layer in self.layers: x = torch.tanh(layer(x))\n        self.count += 1\n"
         "        self.queue.mul_(0.9).add_(x.detach().mean(0))\n        return self.head(x + self.queue / self.count)",
@@ -60,8 +60,8 @@ BODIES = {
         "        return self.head(self.first(x))",
     ),
     "frozen shared layer": (
-        "self.first = nn.Linear(6, 6).requires_grad_(False); self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3));"
-        " self.head = nn.Linear(6, 5)",
+        "self.first = nn.Linear(6, 6).requires_grad_(False); self.head = nn.Linear(6, 5);"
+        " self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))",
         "x = torch.tanh(self.first(x))\n        for layer in self.layers: x = torch.tanh(layer(x))\n"
         "        return self.head(self.first(x))",
     ),
@@ -173,7 +173,8 @@ def optimizer(named_parameters):
     {optimizer}
 {more}
 """
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble", "2bw", "pipedream", "interleaved")
+WITH_REPLICAS = ("gpipe", "1f1b", "eager-1f1b", "2bw", "pipedream")
+SCHEDULES = (*WITH_REPLICAS, "zero-bubble", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class Draw:
             choose.choice(list(BODIES)),
             choose.choice(list(BATCHES)),
             choose.choice(list(OPTIMIZERS)),
-            choose.choice(SCHEDULES),
+            choose.choice(SCHEDULES if max(replicas) == 1 else WITH_REPLICAS),
             replicas,
             choose.choice([1, 2, 3, 4]),
             choose.random() < 0.3,
