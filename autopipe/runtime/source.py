@@ -15,6 +15,7 @@ from autopipe.draws import exclusive
 from autopipe.errors import RunError, counted
 from autopipe.runtime.events import Reporter
 from autopipe.workload.digests import chained, digest_of
+from autopipe.workload.items import kept
 
 OTHER_DATA = "other-data"
 """The event of a rank that did not find what a checkpoint's run had read."""
@@ -82,6 +83,8 @@ class Source:
     def read(self, step: int, most: int) -> list[Taken]:
         """Return the next minibatches, the first for step ``step``: fewer than ``most`` at the end of the last epoch.
 
+        Several at a time are copies: data may fill the memory of a minibatch with the next one.
+
         Raises: RunError where an epoch gives nothing.
         """
         taken: list[Taken] = []
@@ -96,7 +99,7 @@ class Source:
             digest = digest_of(item)
             chain = chained(bytes.fromhex(self.place.digest), digest).hex()
             self.place = Place(self.place.epoch, self.place.position + 1, chain)
-            taken.append(Taken(item, digest, self.place))
+            taken.append(Taken(kept(item) if most > 1 else item, digest, self.place))
         return taken
 
     @property

@@ -22,7 +22,7 @@ from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
 from autopipe.workflow.whole import compared_with_the_whole
-from autopipe.workload.items import resized
+from autopipe.workload.items import kept, resized
 from autopipe.workload.targets import in_full
 
 # before a new plan's first step: one step more, so that what begins with the second one is seen
@@ -63,7 +63,7 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
     size = batch_size_of(workload, plan)
     epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty one is an error of its own
-    items = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
+    items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     samples = workload.num_samples(items[-1])
     if samples > 1:
         items[-1] = resized(items[-1], samples - 1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ from autopipe.workflow.settings import EXPORT_FORMATS, ExportSettings, ModelSett
 
 SHARD_BYTES = 5 * 10**9
 _FOLDERS = ("hf", "dcp")
+# the files of an export in a folder; one that holds a tokenizer, too, is not ours to replace
+_EXPORTED = re.compile(rf"{re.escape(INDEX)}|model-\d+-of-\d+\.safetensors|\.metadata|__\d+_\d+\.distcp")
 
 
 def export(settings: ExportSettings) -> ExportResult:
@@ -97,8 +100,7 @@ def _refuse_taken(output: Path, kind: str) -> None:
             raise RunError(f"{output} is a folder", remedy="name a file, or --format hf or dcp")
         return
     if output.is_dir():
-        names = {path.name for path in output.iterdir()}
-        if names and not ({INDEX, ".metadata"} & names):
+        if any(not _EXPORTED.fullmatch(path.name) for path in output.iterdir()):
             raise RunError(f"{output} is a folder with something else in it", remedy="name a folder that is not there")
     elif output.exists():
         raise RunError(f"{output} is a file", remedy="name a folder, or --format safetensors or pt")

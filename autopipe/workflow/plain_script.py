@@ -190,8 +190,10 @@ def _spaced(parts: list[str]) -> list[str]:
 
 
 def _docstring(loop: PlainLoop) -> str:
-    notes = "".join(f"\n{textwrap.fill(note, 116)}\n" for note in loop.notes)
-    return f'''"""{loop.title}
+    # a plan names parameters and devices as text: none of it may end the docstring
+    title, *texts = (text.replace("\\", "/").replace('"', "'") for text in (loop.title, *loop.notes))
+    notes = "".join(f"\n{textwrap.fill(note, 116)}\n" for note in texts)
+    return f'''"""{title}
 
 Written by `autopipe plain`; it imports nothing of autopipe.
 {notes}
@@ -218,7 +220,7 @@ def _constants(loop: PlainLoop) -> str:
     if loop.batch_size is not None:
         lines.insert(1, f"BATCH_SIZE = {loop.batch_size}")
     if loop.device != "cpu":
-        lines.insert(1, f'DEVICE = "{loop.device}"')
+        lines.insert(1, f"DEVICE = {loop.device!r}")
     if loop.staleness is not None:
         lines.insert(1, f"STALENESS = {_literal(loop.staleness)}  # steps that the weights of a gradient are old")
     return "\n".join(lines)
@@ -324,7 +326,7 @@ def _step(loop: PlainLoop, *, stale: bool) -> list[str]:
     if loop.device != "cpu":
         lines += ["    part = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(DEVICE), part)"]
     contexts = ["Draws(step, index)"] if loop.draws else []
-    contexts += [f'torch.autocast("{loop.device}", dtype={loop.autocast})'] if loop.autocast else []
+    contexts += [f"torch.autocast({loop.device!r}, dtype={loop.autocast})"] if loop.autocast else []
     result = "loss, weight = loss_of(part)" if loop.weighted else "loss = loss_of(part)"
     lines += [f"    with {', '.join(contexts)}:", f"        {result}"] if contexts else [f"    {result}"]
     if loop.weighted:

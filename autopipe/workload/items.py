@@ -83,6 +83,17 @@ def shapes(item: Item) -> str:
     )
 
 
+def kept(item: Any) -> Any:
+    """Return a batch whose tensors stay as they are when the data fills the same memory with the next batch."""
+
+    def copy(leaf: Tensor) -> Tensor:
+        if type(leaf) is Tensor and not leaf.requires_grad and not leaf.is_quantized:
+            return laid_out(leaf, leaf)
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map_only(Tensor, copy, item)
+
+
 def num_samples(item: Item) -> int:
     """Return n: dimension 0 of the first tensor that has one.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 
 from autopipe.errors import RunError
 from autopipe.workflow.plain import Subject, written
+from autopipe.workflow.plain_script import script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -135,6 +138,21 @@ def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> No
     subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, check=False)
     saved = torch.load(tmp_path / "plain.pt", weights_only=True)
     assert saved.keys() == made.workload.build_model().state_dict().keys()
+
+
+def test_no_text_of_a_plan_is_code_in_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL % {"loss": LOSSES["samples"]})
+    made = captured_file(path)
+    plan = plan_for(made, 2, "gpipe", 2, 6)
+    pipeline = build(made, plan, tmp_path / "run")
+    _, loop = written(Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, 2))
+    stranger = 'cpu"; STRANGER = 1 #'
+    notes = ('the sum of x""" + str(STRANGER) + """ is another', "\\")
+    loop = dataclasses.replace(loop, device=stranger, autocast="torch.bfloat16", title='net"""', notes=notes)
+    tree = ast.parse(script(loop))
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "STRANGER"]
+    assert [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == stranger]
 
 
 @pytest.mark.parametrize(

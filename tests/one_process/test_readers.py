@@ -13,6 +13,7 @@ import torch
 from oracle import train as plain
 from pipelines import Captured, Pipeline, build, captured, captured_file, minibatches, plan_for
 from schedule_cases import Case
+from torch.utils import _pytree as pytree
 
 from autopipe.errors import AutopipeError, WorkerError
 from autopipe.ir.plan import Plan
@@ -20,6 +21,7 @@ from autopipe.runtime.events import Silent
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.source import Place, Source
 from autopipe.runtime.threads import run_in_threads
+from autopipe.workload.items import kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = Path(__file__).resolve().parents[1] / "shape_models"
@@ -245,3 +247,51 @@ def test_a_source_that_gives_something_else_than_before_the_place_is_refused() -
     other = Source(lambda epoch: iter([(torch.tensor([[9.0]]), None)] * 3), "net", Silent())
     other.seek(Place(0, 2))  # a checkpoint without a digest
     assert values(other, 1) == [9.0]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_data_that_fills_the_same_memory_again_trains_as_data_that_does_not(
+    mixed: Captured, tmp_path: Path, schedule: str
+) -> None:
+    items = minibatches(mixed.workload, 5, 6)
+    pipeline = build(mixed, plan_for(mixed, 2, schedule, 2, 6), tmp_path)
+    expected = pipeline.weights(pipeline.train(items))
+
+    def refilled(epoch: int) -> Iterator[Any]:
+        memory = pytree.tree_map(torch.clone, items[0])
+        for item in items:
+            pytree.tree_map(torch.Tensor.copy_, memory, item)
+            yield memory
+
+    job = replace(pipeline.job, steps=len(items))
+    sessions = run_in_threads(pipeline.run, job, pipeline.layout, RankSession.train, items=refilled)
+    weights = pipeline.weights(sessions)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[1:, 2:7],
+        lambda x: x[:, ::3],
+        lambda x: x[:1].expand(5, -1),
+        lambda x: x.flatten().unfold(0, 7, 2),
+        lambda x: x[2, 3],
+        lambda x: x[:0],
+        lambda x: x[:, :1].expand(12, 2),
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: x.to_sparse(),
+    ],
+)
+def test_what_is_kept_of_a_minibatch_lies_in_memory_as_it_did(lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = lay(torch.arange(1200.0).view(12, 100)[:, :10])
+    copy = kept({"x": [x]})["x"][0]
+    dense = copy.to_dense() if copy.is_sparse else copy
+    before = dense.clone()
+    assert torch.equal(before, x.to_dense() if x.is_sparse else x)
+    if not x.is_sparse:
+        assert copy.stride() == x.stride()
+        (x[:1] if x.dim() else x).fill_(-1)
+    assert torch.equal(dense, before)

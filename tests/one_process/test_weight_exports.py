@@ -83,6 +83,12 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Pipeline, tmp_path: 
     target = tmp_path / "out"
     for kind in ("hf", "hf", "dcp"):
         export(ExportSettings(target, run=run.run.path, format=kind))
+    for kind in ("hf", "dcp"):
+        export(ExportSettings(tmp_path / kind, run=run.run.path, format=kind))
+        (tmp_path / kind / "tokenizer.json").write_text("{}")
+        with pytest.raises(RunError, match="is a folder with something else in it"):
+            export(ExportSettings(tmp_path / kind, run=run.run.path, format=kind))
+        assert (tmp_path / kind / "tokenizer.json").is_file()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(RunError, match="is a folder with something else in it"):
