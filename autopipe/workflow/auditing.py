@@ -9,14 +9,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import hashlib
 import math
 import multiprocessing
 import os
 import sys
+import sysconfig
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
@@ -25,8 +27,8 @@ from typing import Any
 
 import psutil
 
+import autopipe
 from autopipe.errors import ArtifactError, AuditError, AutopipeError
-from autopipe.ir.artifact import digest
 from autopipe.launch.entry import die_with_parent
 from autopipe.launch.forked import preload
 from autopipe.launch.signals import leave_to_the_supervisor
@@ -35,9 +37,11 @@ from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles,
 from autopipe.runtime.audit.plain_step import MEMORY_SHARE, audit, memory_bytes
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.layout import Layout
+from autopipe.workflow.named import references
 from autopipe.workflow.results import AuditReport
 from autopipe.workflow.settings import Events, TrainSettings
 from autopipe.workflow.steps import Prepared
+from autopipe.workload.files import files_of
 from autopipe.workload.targets import Target
 
 # what audits may take of the time of training, as if they ran on a core that it needs
@@ -102,14 +106,14 @@ class Auditor:
     _waiting: list[tuple[int, float]] = field(default_factory=list)
     _process: ForkServerProcess | None = None
     _files: AuditFiles | None = None
-    _model: str = ""
+    _model: dict[Path, str] = field(default_factory=dict)
     _different: int = -1
 
     def begin(self) -> None:
         """Begin an attempt: nothing of an earlier one is compared any more."""
         self._different = -1
         self.end()
-        self._model = _model_digest(self.run)
+        self._model = _users_files(self.run)
 
     def add(self, step: int, loss: float) -> None:
         """Take a minibatch whose state is written."""
@@ -149,10 +153,15 @@ class Auditor:
             self.notes.add(text)
             self.events("note", {"text": text})
 
+    def _edited(self) -> str:
+        """Say which file of the user's is another than when the run began, "" where none is: ranks have the old one."""
+        edited = next((path for path, digest in self._model.items() if _digest_of(path) != digest), None)
+        return f"{edited} was edited since the run began" if edited is not None else ""
+
     def _start(self, step: int, loss: float) -> None:
         files = AuditFiles(self.run.path, step)
-        if _model_digest(self.run) != self._model:
-            self.left_out("the model file was edited since the run began")
+        if edited := self._edited():
+            self.left_out(edited)
             files.clear()
             return
         files.result.unlink(missing_ok=True)
@@ -176,8 +185,8 @@ class Auditor:
             self.left_out(f"its process ended with code {process.exitcode}; see {log}")
             files.clear()
             return
-        if result.status == DIFFERENT and _model_digest(self.run) != self._model:
-            result = AuditResult(result.step, LEFT_OUT, reason="the model file was edited since the run began")
+        if result.status == DIFFERENT and (edited := self._edited()):
+            result = AuditResult(result.step, LEFT_OUT, reason=edited)
         if result.status == DIFFERENT:
             self._different = files.step
             self.on_result(result)
@@ -208,14 +217,32 @@ def report_of(result: AuditResult) -> AuditReport:
     return AuditReport(result.step, result.status == EQUAL, result.bitwise, result.error, result.seconds)
 
 
-def _model_digest(run: RunDirectory) -> str:
-    """Return a digest of the model file's text, "" where the model is in a package."""
-    target = Target.parse(run.plan().workload.target)
-    if not target.is_file:
+def _users_files(run: RunDirectory) -> dict[Path, str]:
+    """Return the digests of the user's source files: those that the run names, and all that were imported for them.
+
+    Installed packages do not count.
+    """
+    files = {path for reference in references(run.plan().workload) for path in files_of(Target(reference.location, ""))}
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    imported = (Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str))
+    files |= {path.resolve() for path in imported if path.suffix == ".py" and not _is_installed(path)}
+    return {path: _digest_of(path) for path in files}
+
+
+def _is_installed(path: Path) -> bool:
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    roots = (*libraries, str(Path(autopipe.__file__).parent))
+    return (
+        any(path.is_relative_to(root) for root in roots) or {"site-packages", "dist-packages"} & {*path.parts} != set()
+    )
+
+
+def _digest_of(path: Path) -> str:
+    """Return a digest of a file, "" where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
         return ""
-    with contextlib.suppress(OSError):
-        return digest(Path(target.location).read_bytes().hex())
-    return ""
 
 
 def _audit_entry(path: str, step: int, loss: float, elsewhere: str) -> None:

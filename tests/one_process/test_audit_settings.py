@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,12 +134,20 @@ def test_a_different_step_raises_and_keeps_what_it_was_made_of(auditor: Told) ->
     assert not files.before.exists()
 
 
-def test_an_edited_model_file_is_no_difference(auditor: Told, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text("2")
+@pytest.mark.parametrize("name", ["model.py", "layers.py"])
+def test_an_edited_file_of_the_model_is_no_difference(
+    auditor: Told, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "layers.py").write_text("1")
+    imported = types.ModuleType("layers")
+    imported.__file__ = str(tmp_path / "layers.py")
+    monkeypatch.setitem(sys.modules, "layers", imported)
+    auditor.begin()
+    (tmp_path / name).write_text("2")
     ended(auditor, AuditResult(5, DIFFERENT, False, "a.weight", 1, 3e-3, 4, 9))
     auditor.poll()
     auditor.add(10, 0.5)
-    text = "an audit is left out: the model file was edited since the run began"
+    text = f"an audit is left out: {tmp_path / name} was edited since the run began"
     assert auditor.told == [("note", {"text": text})]
 
 
