@@ -314,9 +314,22 @@ def _runs(name: str, device: str, sizes: tuple[int, ...], schedules: Sequence[st
         found: dict[int, list[Record]] = {size: [] for size in sizes}
         for size, schedule in itertools.product(sizes, schedules):
             count = NUM_MICROBATCHES
-            plan = PlanSettings(profile, gpus=2, batch_size=count * size, schedule=schedule, num_microbatches=count)
-            steps = STEPS if size == 1 else FEWER_STEPS
-            settings = TrainSettings(plan, steps=steps, check_first=False, record_timeline=True)
+            plan = PlanSettings(
+                profile,
+                gpus=2,
+                batch_size=count * size,
+                schedule=schedule,
+                num_microbatches=count,
+                replicas="never",  # the ranks must send
+            )
+            settings = TrainSettings(
+                plan,
+                steps=STEPS if size == 1 else FEWER_STEPS,
+                check_first=False,
+                record_timeline=True,
+                data_reader="each",
+                audit_every=0,
+            )
             run = runs.train(settings, lambda kind, fields: None)
             if run.stopped:  # the run took Ctrl-C as its own, and it is the measurement's
                 raise KeyboardInterrupt

@@ -32,13 +32,13 @@ BODIES = {
         "for layer in self.layers: x = F.dropout(layer(x), 0.2, self.training)\n        return self.head(x)",
     ),
     "batch norm": (
-        "self.layers = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())));"
-        " self.head = nn.Linear(6, 5)",
+        "self.layers = nn.Sequential(*(part for _ in range(3) for part in"
+        " (nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU()))); self.head = nn.Linear(6, 5)",
         "return self.head(self.layers(x))",
     ),
     "part in eval mode": (
         "self.base = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 6));"
-        " self.top = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)); self.head = nn.Linear(6, 5);"
+        " self.top = nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)); self.head = nn.Linear(6, 5);"
         " self.base.requires_grad_(False).eval()",
         "return self.head(torch.tanh(self.top(self.base(x))))",
     ),
@@ -287,7 +287,7 @@ def outcome(seed: int, folder: Path) -> str:
         clip_norm=draw.clip,
         divisor=draw.divisor,
     )
-    averaged = draw.body in ("batch norm", "state in a buffer", "spectral norm") and max(draw.replicas) > 1
+    averaged = max(draw.replicas) > 1  # each replica has statistics of its own, and their mean is kept
     for name, tensor in model.state_dict().items():
         if name not in weights or (averaged and name in dict(model.named_buffers())):
             continue
