@@ -268,8 +268,10 @@ def export_command(
 ) -> None:
     """Write the weights of RUN (default: the newest) as one file, or as a folder.
 
-    The untouched model loads it with strict=True. The model file of the run is code, and it is run where you have named
-    it before, unchanged, or name it now.
+    The untouched model loads it with strict=True. It counts the names of the state_dict: two for a tied weight, none
+    for a buffer that is not saved; `check` counts each tensor once.
+
+    The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
     """
     from autopipe.report import tables
     from autopipe.workflow import runs

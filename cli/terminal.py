@@ -7,11 +7,13 @@ import json
 import logging
 import math
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 WIDTH = 120
+_NARROWEST = 40  # columns; a narrower terminal breaks lines itself
 
 
 def tell(text: str) -> None:
@@ -38,6 +41,24 @@ def tell(text: str) -> None:
         raise
     except OSError:
         return
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Return text with each line wrapped at the width of the terminal; as it is where the stream is no terminal.
+
+    A wrapped line goes on two columns further in. Words (paths, names) are never broken.
+    """
+    if not stream.isatty():
+        return text
+    width = max(shutil.get_terminal_size().columns, _NARROWEST)
+    return "\n".join(part for line in text.split("\n") for part in _parts(line, width))
+
+
+def _parts(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())] + "  "
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @contextlib.contextmanager
@@ -89,7 +110,10 @@ class Terminal:
             console = self.console(stderr=False)
             with _standard_output():
                 for renderable in renderables:
-                    console.print(renderable, soft_wrap=isinstance(renderable, str))
+                    if isinstance(renderable, str):
+                        console.print(wrapped(renderable, sys.stdout), soft_wrap=True)
+                    else:
+                        console.print(renderable)
 
     def document(self, command: str, fields: Mapping[str, Any]) -> None:
         """Print the one JSON document, where it was asked for."""
@@ -106,9 +130,9 @@ class Terminal:
     def notes(self, notes: tuple[str, ...], warnings: tuple[str, ...] = ()) -> None:
         """Say what was done, and what is to know. Warnings are said even when quiet."""
         for note in notes:
-            self.say(f"  {note}")
+            self.say(wrapped(f"  {note}", sys.stderr))
         for warning in warnings:
-            tell(f"warning: {warning}")
+            tell(wrapped(f"warning: {warning}", sys.stderr))
 
     def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY) -> None:
         """Say what to run next; a work directory that is not the usual one is part of it."""
@@ -151,7 +175,7 @@ class _Format(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         place = record.levelname.lower() if record.levelno >= logging.WARNING else record.name
-        return f"{place}: {record.getMessage()}"
+        return wrapped(f"{place}: {record.getMessage()}", sys.stderr)
 
 
 def plain(value: Any) -> Any:

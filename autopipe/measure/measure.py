@@ -30,7 +30,9 @@ from autopipe.measure.stepping import optimizer_cost
 
 _log = logging.getLogger(__name__)
 NOISY = 0.1
-"""Relative spread, or stolen time, above which a profile is not to be trusted."""
+"""Relative spread, or stolen time, above which times are noisy: usual on a shared machine, and said with ``-v``."""
+VERY_NOISY = 0.75
+"""Above which a profile is not to be trusted."""
 MOST_WINDOWS = 8
 ENOUGH_SECONDS = 3.0
 """After so many windows of time, or so long, no further one is begun: quiet and busy times have been seen."""
@@ -117,10 +119,12 @@ def _say(report: Progress, size: int, windows_done: float, share: float, text: s
 
 
 def say_noise(measurements: Sequence[Measurement], stolen: dict[int, float]) -> None:
-    """Warn once where the machine was too noisy, whatever the number of sizes."""
+    """Log the noise once for all sizes: a warning where it is extraordinary, information (``-v``) where it is usual."""
     noisy = [m for m in measurements if m.spread > NOISY or stolen[m.microbatch_size] > NOISY]
+    high = any(m.spread > VERY_NOISY or stolen[m.microbatch_size] > VERY_NOISY for m in noisy)
     if noisy:
-        _log.warning(
+        _log.log(
+            logging.WARNING if high else logging.INFO,
             "microbatches of %s: the times vary by up to %.0f %%, and other programs took up to %.0f %% of the time; "
             "measure again on a quieter machine before trusting the plan",
             ", ".join(str(m.microbatch_size) for m in noisy),

@@ -15,6 +15,7 @@ from autopipe.planning.api import make_best_plan, make_plan, make_problems
 from autopipe.planning.options import PlanOptions
 
 SINGLE = "single device"
+PARALLEL = "data parallel"
 Fit = Callable[[Callable[[Cluster], Plan]], Plan]
 
 
@@ -71,13 +72,23 @@ def comparison(
 
     others = (
         _contender(SINGLE, lambda: fit(lambda room: make_plan(profile, room, single, score=score))),
-        _contender("data parallel", lambda: fit(lambda room: _data_parallel(profile, room, first, score))),
+        _contender(PARALLEL, lambda: fit(lambda room: _data_parallel(profile, room, first, score))),
         _contender("best straight pipeline", lambda: made_straight or fit(any_of(straight))),
     )
     # of equally fast ones the plan that was made, then the pipeline
     known = [plan for plan in (made, *(row.plan for row in reversed(others))) if plan is not None]
     contenders = (*others, _contender("best plan", lambda: _best(None if every else lambda: fit(any_of(free)), known)))
-    return Comparison(contenders, verdict(contenders))
+    return Comparison(contenders, verdict(contenders) + _advice(contenders, made))
+
+
+def _advice(contenders: tuple[Contender, ...], made: Plan | None) -> str:
+    """Return how to get data parallel training where the plan that was made is a slower one without replicas."""
+    parallel = next(row.plan for row in contenders if row.name == PARALLEL)
+    if made is None or parallel is None or any(stage.replicas > 1 for stage in made.stages):
+        return ""
+    rates = [row.plan.predicted.samples_per_second for row in contenders if row.plan is not None]
+    is_best = parallel.predicted.samples_per_second == max(rates) > made.predicted.samples_per_second
+    return " --replicas auto chooses it." if is_best else ""
 
 
 def _best(find: Callable[[], Plan] | None, known: Sequence[Plan]) -> Plan:

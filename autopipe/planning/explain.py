@@ -40,6 +40,9 @@ class CutReason:
         return text
 
 
+_MOST_PERCENT = 10  # a gap from here on is a multiple, and no percentage
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """``bound_seconds``: no plan takes a step in less. ``runner_up``: the best plan with other cuts.
@@ -58,7 +61,10 @@ class Explanation:
         """Return it as lines of text."""
         lines = [str(cut) for cut in self.cuts]
         lines.append(f"limited by {self.limit}")
-        lines.append(f"{self.gap:.1%} above the lower bound of {self.bound_seconds:.4g} s a step")
+        if self.gap < _MOST_PERCENT:
+            lines.append(f"{self.gap:.1%} above the lower bound of {self.bound_seconds:.4g} s a step")
+        else:
+            lines.append(f"{self.gap + 1:.0f}x the ideal {self.bound_seconds * 1e3:.4g} ms a step")
         if self.runner_up is not None:
             starts = ", ".join(stage.first for stage in self.runner_up.stages[1:])
             step = self.runner_up.predicted.step_seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from autopipe.planning import Comparison, Explanation
     from autopipe.workflow.results import LayerPlanResult, Scaling
 
-WIDTH = 100
 BAR = 50
 
 
@@ -42,7 +40,7 @@ def comparison(found: Comparison | None) -> tuple[Any, ...]:
         plan = contender.plan
         if plan is None:
             table.add_row(contender.name, "none")
-            reasons.extend(textwrap.wrap(f"no {contender.name}: {contender.reason}", WIDTH, subsequent_indent="  "))
+            reasons.append(f"no {contender.name}: {contender.reason}")
             continue
         table.add_row(
             contender.name,
@@ -54,7 +52,7 @@ def comparison(found: Comparison | None) -> tuple[Any, ...]:
             f"{plan.predicted.bubble_fraction:.0%}",
             in_bytes(max(stage.peak_bytes for stage in plan.stages)),
         )
-    return (table, *reasons, *textwrap.wrap(found.verdict, WIDTH))
+    return (table, *reasons, found.verdict)
 
 
 def explanation(found: Explanation | None) -> tuple[str, ...]:
@@ -90,9 +88,13 @@ def layer_plan(found: LayerPlanResult) -> tuple[Any, ...]:
     return (
         table,
         f"predicted: {in_seconds(cost)} a minibatch; one device {in_seconds(found.alone_seconds)} "
-        f"({found.alone_seconds / cost:.2f} times as fast), data parallel {in_seconds(found.parallel_seconds)} "
-        f"({found.parallel_seconds / cost:.2f} times as fast)",
+        f"({_speed(found.alone_seconds / cost)}), data parallel {in_seconds(found.parallel_seconds)} "
+        f"({_speed(found.parallel_seconds / cost)})",
     )
+
+
+def _speed(ratio: float) -> str:
+    return f"the plan is slower: {ratio:.2f}x" if ratio < 1 else f"{ratio:.2f} times as fast"
 
 
 def scaling(found: Scaling) -> tuple[Any, ...]:
@@ -113,7 +115,7 @@ def scaling(found: Scaling) -> tuple[Any, ...]:
         plan = point.plan
         if plan is None:
             table.add_row(str(point.gpus), "none")
-            reasons.extend(textwrap.wrap(f"{point.gpus}: {point.reason}", WIDTH, subsequent_indent="  "))
+            reasons.append(f"{point.gpus}: {point.reason}")
             continue
         table.add_row(
             str(point.gpus),

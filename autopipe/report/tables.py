@@ -147,7 +147,8 @@ def prediction_lines(plan: Plan, alone: Plan | None) -> str:
     ]
     if one and predicted.step_seconds and plan.num_ranks > 1:
         ratio = one / predicted.step_seconds
-        lines.append(f"one rank alone: {in_seconds(one)} a step; this plan is {ratio:.2f} times as fast")
+        speed = f"slower than one rank ({ratio:.2f}x)" if ratio < 1 else f"{ratio:.2f} times as fast"
+        lines.append(f"one rank alone: {in_seconds(one)} a step; this plan is {speed}")
     for tie in plan.ties:
         copies = ", ".join(str(copy) for copy in tie.copies)
         how = "bit-equal to plain training" if tie.exact else "the copies' sums are added once a step"

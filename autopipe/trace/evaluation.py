@@ -28,7 +28,7 @@ def evaluation_arguments(
 
             def choose(_: Any, now: Any, differs: list[Any] = differs) -> Any:
                 if type(now) is int:
-                    raise OtherWay(": another size")
+                    raise OtherWay(" (another size)")
                 differs.append(now)
                 return now
 
@@ -38,5 +38,5 @@ def evaluation_arguments(
             if differs:
                 found[node] = args, kwargs
     except OtherWay as way:
-        return {}, f"evaluation mode goes another way{way}"
+        return {}, f"eval mode traces differently{way}"
     return found, ""

@@ -182,10 +182,10 @@ class Ladder:
         try:
             return aligned(training, self._follow(beside=Beside(training), **options)), ""
         except OtherWay as way:
-            return {}, f"evaluation mode goes another way{way}"
+            return {}, f"eval mode traces differently{way}"
         except TraceError as error:
             if error.what == OTHER_CALLS:
-                return {}, f"evaluation mode goes another way{f' at {error.where}' if error.where else ''}"
+                return {}, f"eval mode traces differently{f' at {error.where}' if error.where else ''}"
             return {}, f"in evaluation mode the model cannot be followed: {error.what}"
         finally:
             before.restore()

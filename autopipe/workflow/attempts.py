@@ -107,7 +107,7 @@ class Attempts:
         later = checkpoints.set_aside(self.run.checkpoints, start)
         if later:
             steps = ", ".join(map(str, later))
-            self.events("note", {"text": f"set aside as abandoned: the checkpoints of later steps ({steps})"})
+            self.events("note", {"text": f"moved later checkpoints ({steps}) aside"})
 
     def _reads_otherwise(self, start: int) -> bool:
         """Make the next attempt ready where the ranks did not find the data that was read before the checkpoint.

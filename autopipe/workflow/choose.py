@@ -61,10 +61,10 @@ def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work
         elif record.profile_digest != profile_digest(found):
             reason = "the profile is newer"
         elif cluster_of(request, ranks_of(request, found), found, work).levels != record.cluster.levels:
-            reason = "the links were measured anew"
+            reason = "the links were measured again"
         else:
             refuse_disagreement(stored, found.graph)
-            work.notes.append(f"plan of {counted(stored.num_ranks, 'rank')} ({stored.schedule}) taken from before")
+            work.notes.append(f"plan of {counted(stored.num_ranks, 'rank')} ({stored.schedule}) reused")
             return stored, record
     chosen = choose_plan(found, request, work, batch_of(workload, request))
     work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")

@@ -59,8 +59,10 @@ def model_of(
         spec = dataclasses.replace(spec, target=named.target, arguments=dict(named.arguments), hooks=dict(named.hooks))
     else:
         spec = dataclasses.replace(spec, hooks=spec.hooks | named.hooks)
-        words = f"autopipe {command} {shlex.quote(str(run.path))}"
-        refuse_unnamed(spec, run.path / "plan.json", words, flag="--target", named=set(named.hooks))
+        by_flag = command != "plain"  # which takes a run or a model in the same place
+        words = f"autopipe {command} {shlex.quote(str(run.path))}" if by_flag else f"autopipe {command}"
+        flag = "--target" if by_flag else ""
+        refuse_unnamed(spec, run.path / "plan.json", words, flag=flag, named=set(named.hooks))
     workload = Workload.from_spec(spec)
     remember(spec, None if named.said else set(named.hooks))
     return workload

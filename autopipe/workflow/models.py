@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopipe.errors import RunError, TraceError, counted
 from autopipe.ir import artifact
+from autopipe.ir.graph import Graph
 from autopipe.ir.profile import Profile, WorkloadSpec
 from autopipe.measure import measure
 from autopipe.trace import Capture, capture
@@ -131,21 +133,32 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
     return found
 
 
-def ensure_profile(settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> tuple[Model, Profile]:
-    """Return the model and its profile: the stored one where model, device and sizes are still the same."""
+def ensure_profile(
+    settings: ProfileSettings,
+    work: Work,
+    sizes: tuple[int, ...] = (),
+    accept: Callable[[Graph], None] | None = None,
+) -> tuple[Model, Profile]:
+    """Return the model and its profile: the stored one where model, device and sizes are still the same.
+
+    ``accept``: raises where the captured model is refused; called before it is measured.
+    """
     stored = work.found(Profile, work.store.profile)
     # a graph that was verified once, and is the same again, needs no second proof
     model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored)
-    reason = "there was no profile" if stored is None else _stale(stored, model, settings)
-    if stored is not None and not reason:
-        work.notes.append(f"profile of {stored.graph.name} taken from before")
+    reason = "no profile found" if stored is None else _stale(stored, model, settings)
+    reused = stored is not None and not reason
+    if stored is not None and not reused and settings.verify:
+        model = load_model(settings, work, verify=True)
+    if accept is not None:
+        accept(model.capture.graph)
+    if stored is not None and reused:
+        work.notes.append(f"profile of {stored.graph.name} reused")
         # a seed or a learning rate of this command alone: not written down
         return model, dataclasses.replace(stored, workload=model.workload.spec)
-    if stored is not None and settings.verify:
-        model = load_model(settings, work, verify=True)
     found = measure_model(model, settings, work, sizes)
     work.notes.append(
-        f"measured {counted(len(found.graph.nodes), 'node')}, captured by {found.graph.captured_by}: {reason}"
+        f"profiled {counted(len(found.graph.nodes), 'op')}, captured by {found.graph.captured_by} ({reason})"
     )
     return model, found
 

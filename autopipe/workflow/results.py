@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # its search loads numba, which takes its time
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """``path``: the file. ``notes``: what was done or taken from before. ``warnings``: what is to know of the model."""
+    """``path``: the file. ``notes``: what was done or reused. ``warnings``: what is to know of the model."""
 
     profile: Profile
     path: str

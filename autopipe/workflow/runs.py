@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from dataclasses import replace
@@ -56,7 +57,8 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 settings = as_recorded(settings, source)
             if settings.data_reader == "auto" and settings.plan.gpus != 1:
                 repeating.start()
-            prepared = prepare(settings.plan, progress)
+            accept = None if source is None else functools.partial(refuse_other_model, source)
+            prepared = prepare(settings.plan, progress, accept)
             for note in prepared.notes:
                 events("note", {"text": note})
             for warning in prepared.warnings:
@@ -66,7 +68,6 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 remedy = "leave --eval-every out; afterwards autopipe export, and evaluate the model itself"
                 refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)
             if source is not None:
-                refuse_other_model(source, prepared.graph)
                 refuse_lacking_version(source, prepared.plan, prepared.graph)
                 for note in refuse_other_training(settings, prepared, source):
                     events("note", {"text": note})

@@ -31,7 +31,7 @@ Events = Callable[[str, Mapping[str, Any]], None]
 kind         fields
 ===========  ========================================================================================
 progress     ``what``, ``fraction``: as ``Progress``, from the steps before the run
-note         ``text``: what was done, or taken from before
+note         ``text``: what was done, or reused
 plan         ``plan``: the ``Plan`` that is run
 start        ``ranks``, ``steps`` (0 where not known), ``start_step``, ``batch_size``, ``run_dir``
 ranks        ``states``: one text a rank, such as "2F7" or "waits for 1RF3<0"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ from autopipe.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that a run starts from. ``notes``: what was done or taken from before; ``warnings``: of the model.
+    """Everything that a run starts from. ``notes``: what was done or reused; ``warnings``: of the model.
 
     ``max_shapes``, ``allow_data_dependent``: for batches of another shape, which are captured while ranks run.
     """
@@ -78,7 +79,7 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
         work = Work.begin(settings.work_dir, progress)
         model = load_model(settings, work, verify=settings.verify)
         found = measure_model(model, settings, work)
-        work.notes.append(f"measured {counted(len(found.graph.nodes), 'node')}, captured by {model.capture.method}")
+        work.notes.append(f"profiled {counted(len(found.graph.nodes), 'op')}, captured by {model.capture.method}")
         return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
 
 
@@ -185,18 +186,22 @@ def simulate(
         )
 
 
-def prepare(settings: PlanSettings, progress: Progress | None = None) -> Prepared:
-    """Do every step that is missing or stale, and say so. Whoever calls it holds the lock of the work directory.
+def prepare(
+    settings: PlanSettings, progress: Progress | None = None, accept: Callable[[Graph], None] | None = None
+) -> Prepared:
+    """Do every step that is missing or stale, and say so. The caller holds the lock of the work directory.
 
-    Raises: RunError where the number of ranks is not known; whatever the steps raise.
+    ``accept``: raises where the captured model is not to be trained, before anything is measured or written.
+
+    Raises: RunError where the number of ranks is not known; what ``accept`` raises; what the steps raise.
     """
     work = Work.begin(settings.work_dir, progress)
-    model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
+    model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings), accept)
     made, record = ensure_plan(model.workload, found, settings, work)
     # a seed or a learning rate of this command alone changes what is trained, not how it is cut
     made = dataclasses.replace(made, workload=model.workload.spec)
     if _stages_hold(work.store, made, model.capture.graph.divisor):
-        work.notes.append("stage files taken from before")
+        work.notes.append("stage files reused")
         note = evaluation.note_of(model, work)
     else:
         generate_stages(model.capture, made, work.store.stages)

@@ -198,11 +198,11 @@ def test_without_a_word_on_replicas_the_fastest_plan_is_trained_and_equal(folder
 
 def test_train_says_what_it_took_from_before_and_what_it_did_again(folder):
     first = document("train", "--steps", "1")["notes"]
-    assert any("profile of net.py" in note and "taken from before" in note for note in first)
-    assert any("plan of 2 ranks (1f1b) taken from before" in note for note in first)
+    assert any("profile of net.py" in note and "reused" in note for note in first)
+    assert any("plan of 2 ranks (1f1b) reused" in note for note in first)
     assert any(note.startswith("wrote 2 stage files") for note in first)
     second = document("train", "--steps", "1")["notes"]
-    assert "stage files taken from before" in second
+    assert "stage files reused" in second
     contradicted = document("train", "--steps", "1", "--gpus", "3")
     assert any("--gpus 2 -> 3" in note for note in contradicted["notes"])
     assert (contradicted["ranks"], contradicted["schedule"]) == (3, "1f1b")
@@ -212,7 +212,7 @@ def test_train_says_what_it_took_from_before_and_what_it_did_again(folder):
 def test_another_model_makes_profile_and_plan_stale(folder):
     done = document("train", "net.py", "--arg", "layers=3", "--steps", "1", "--gpus", "2", "--device", "cpu")
     assert any("the model changed" in note or "options of the model changed" in note for note in done["notes"])
-    assert any(note.startswith("measured ") for note in done["notes"])
+    assert any(note.startswith("profiled ") for note in done["notes"])
     refused = CliRunner().invoke(autopipe, ["generate"])
     assert refused.exit_code == 0
 
@@ -233,7 +233,7 @@ def test_an_edited_model_file_is_noticed_by_generate(folder):
 def test_a_seed_changes_the_run_and_neither_the_plan_nor_the_next_run(folder):
     first = document("train", "--steps", "1")
     other = document("train", "--steps", "1", "--seed", "7")
-    assert any("plan of 2 ranks (1f1b) taken from before" in note for note in other["notes"])
+    assert any("plan of 2 ranks (1f1b) reused" in note for note in other["notes"])
     assert first["losses"] != other["losses"]
     assert document("train", "--steps", "1")["losses"] == first["losses"]
 

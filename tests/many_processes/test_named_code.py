@@ -181,6 +181,19 @@ def test_a_model_file_that_has_changed_is_named_again(sent: Path) -> None:
         path.write_text(before)
 
 
+def test_plain_of_a_run_names_no_option_that_it_lacks(sent: Path) -> None:
+    path = Path(artifact.load(Plan, sent / "run" / "plan.json", renew="").workload.target)
+    before = path.read_text()
+    try:
+        path.write_text(before + "# changed\n")
+        result = call("plain", "run")
+        assert result.exit_code == 1
+        assert f"name it again: autopipe plain {path}" in result.output
+        assert "--target" not in result.output
+    finally:
+        path.write_text(before)
+
+
 def test_a_run_of_another_account_is_used_with_the_model_named(
     sent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

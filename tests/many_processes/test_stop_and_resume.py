@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_refused_before_ranks_start_and_an_earlier_one_t
     assert "--resume 3 (intact: 1, 2, 3)" in err
     assert "training on" not in err
     _, err = commands.run(*training(steps=6), "--resume", "2")
-    assert "set aside as abandoned: the checkpoints of later steps (3, 4)" in err
+    assert "moved later checkpoints (3, 4) aside" in err
     assert_undisturbed(commands, "run", 6)
 
 
@@ -147,7 +147,11 @@ def test_a_model_that_changed_is_refused_by_its_first_parameter(commands: Comman
     commands.run(*training(steps=2))
     model = tmp_path / "model.py"
     model.write_text(model.read_text().replace("WIDTH = 32", "WIDTH = 48"))
+    artifacts = {
+        path: path.read_bytes() for path in (tmp_path / ".autopipe").rglob("*") if path.suffix in (".json", ".py")
+    }
     _, err = commands.run(*training(steps=4), "--resume", code=1)
+    assert artifacts and all(path.read_bytes() == content for path, content in artifacts.items())
     assert "the checkpoint is of another model: first.0.weight was [32, 8] and is [48, 8]" in err
     for words in (["export", "run", "-o", "x.pt"], ["eval", "run"]):
         _, err = commands.run(*words, code=1)

@@ -274,7 +274,7 @@ def test_another_way_in_evaluation_is_said():
     captured = capture(Toy(DropPath, vectors))
     assert captured.exact
     assert captured.evaluation == {}
-    assert captured.evaluation_note.startswith("evaluation mode goes another way at ")
+    assert captured.evaluation_note.startswith("eval mode traces differently at ")
 
 
 class OwnNorm(nn.Module):
@@ -300,7 +300,7 @@ def test_a_pass_that_goes_another_way_is_not_made_to_the_end():
     )
     work._loss = lambda output, item: output.pow(2).mean()
     captured = capture(work, verify=False)
-    assert re.match(r"evaluation mode goes another way at \S*test_trace_graph\.py:\d+$", captured.evaluation_note)
+    assert re.match(r"eval mode traces differently at \S*test_trace_graph\.py:\d+$", captured.evaluation_note)
     assert passes.count(True) == 80
     assert 0 < passes.count(False) < 20
 

@@ -203,7 +203,7 @@ def test_evaluation_mode_can_be_captured_by_itself():
     work = Toy(Dropping, tokens)
     model = work.build_model()
     training, evaluation = capture(work, model=model), capture(work, model=model, training=False)
-    assert "evaluation mode goes another way" in training.evaluation_note
+    assert "eval mode traces differently" in training.evaluation_note
     assert evaluation.exact and evaluation.evaluation_note == ""
     assert len(evaluation.graph.nodes) < len(training.graph.nodes)
     assert model.training and all(part.training for part in model.modules())

@@ -33,8 +33,12 @@ def test_the_four_contenders_are_what_they_are_called():
 
 
 def test_a_pipeline_that_does_not_pay_is_called_so():
-    result = comparison(chain(8, weight=2**10, output=2**26), machine(4, 100), PlanOptions(4, 32, 16))
+    profile, cluster, options = chain(8, weight=2**10, output=2**26), machine(4, 100), PlanOptions(4, 32, 16)
+    result = comparison(profile, cluster, options)
     assert result.verdict.startswith("A pipeline does not pay here: data parallel is the fastest, 16.67 samples/s.")
+    assert "--replicas" not in result.verdict
+    straight = make_plan(profile, cluster, dataclasses.replace(options, straight=True))
+    assert comparison(profile, cluster, options, made=straight).verdict.endswith(" --replicas auto chooses it.")
 
 
 def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
@@ -112,6 +116,7 @@ def test_the_explanation_names_cuts_limit_bound_and_runner_up():
     assert lines[-3].startswith("limited by compute of stage 0: 120 ms of a period of ")
     assert lines[-2].startswith(f"{found.gap:.1%} above the lower bound of 1.92 s a step")
     assert lines[-1].startswith("runner-up: cuts before layer")
+    assert "18x the ideal 1920 ms a step" in dataclasses.replace(found, gap=17.1).lines()
 
 
 def test_memory_and_links_are_named_where_they_limit():
