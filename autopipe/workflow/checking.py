@@ -15,6 +15,7 @@ from autopipe.runtime.check import compare
 from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
+from autopipe.runtime.recordings import EVALUATION
 from autopipe.workflow.causes import seen_beforehand, unequal
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.repeating import Repeating, begin, explain
@@ -34,7 +35,9 @@ def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
     run = RunDirectory(path)
     run.write(job, replace(prepared.plan, workload=in_full(prepared.plan.workload)), prepared.graph)
     shutil.rmtree(run.stages, ignore_errors=True)
-    shutil.copytree(prepared.stages, run.stages, ignore=shutil.ignore_patterns("__pycache__"))
+    # ranks write those for batches of other shapes; of any that are here already nothing says who wrote them
+    others = shutil.ignore_patterns("__pycache__", "shape_*", f"{EVALUATION}_*")
+    shutil.copytree(prepared.stages, run.stages, ignore=others)
     return run
 
 

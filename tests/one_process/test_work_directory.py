@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pipelines import BATCH, build, captured, plan_for
 
 from autopipe.errors import RunError
 from autopipe.workflow import runs, scaling, steps
+from autopipe.workflow.checking import write_run
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 
@@ -43,3 +46,17 @@ def test_a_command_beside_one_that_prepares_a_run_is_refused(command: str, tmp_p
     with only_one(work, "prepares a run"), pytest.raises(RunError, match=r"work is in use: .* prepares a run there"):
         COMMANDS[command](work)
     assert [path.name for path in work.iterdir()] == ["lock"]
+
+
+def test_a_run_takes_no_stage_code_over_that_no_command_has_written(tmp_path: Path) -> None:
+    made = captured("resnet")
+    cut = plan_for(made, 2, "1f1b", 4, BATCH["resnet"])
+    work = build(made, cut, tmp_path / "work")
+    for name in ("shape_1", "evaluation_1", "evaluation"):  # of a folder that somebody has sent
+        (work.run.stages / name).mkdir()
+        (work.run.stages / name / "stage_0.py").write_text("raise SystemExit")
+    prepared: Any = SimpleNamespace(plan=cut, graph=made.capture.graph, stages=work.run.stages)
+    run = write_run(tmp_path / "run", work.job, prepared)
+    copied = {path.name for path in run.stages.iterdir() if path.is_dir()}
+    assert copied == {"evaluation"}  # which is part of what `wrote_stages` knows
+    assert (run.stages / "stage_0.py").read_text() == (work.run.stages / "stage_0.py").read_text()
