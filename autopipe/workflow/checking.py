@@ -16,6 +16,7 @@ from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.recordings import EVALUATION
+from autopipe.trace.coupling import normalised_layers
 from autopipe.workflow.causes import seen_beforehand, unequal
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.repeating import Repeating, begin, explain
@@ -68,7 +69,7 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty one is an error of its own
     items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     samples = workload.num_samples(items[-1])
-    if samples > 1:
+    if samples > 1 and not _leaves_one(prepared, samples):
         items[-1] = resized(items[-1], samples - 1)
     job = Job(
         steps=len(items),
@@ -86,6 +87,12 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
         run = write_run(Path(scratch), job, prepared)
         draws = any(node.num_random for node in prepared.graph.nodes)
         return compare(workload, run, job, Layout.of(plan, prepared.graph), items, draws=draws)
+
+
+def _leaves_one(prepared: Prepared, samples: int) -> bool:
+    """Tell whether a sample less leaves a microbatch of one, which batch statistics may refuse, where none was."""
+    parts = prepared.plan.num_microbatches
+    return samples // parts > 1 and (samples - 1) // parts == 1 and bool(normalised_layers(prepared.graph))
 
 
 def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:

@@ -1,6 +1,8 @@
 """How close is equal, where bits are not promised, and why they are not."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -74,3 +76,24 @@ def test_a_shortcut_that_only_later_batches_take_is_named_with_its_line(factor, 
     line = SHORTCUT[: SHORTCUT.index("if not is_followed")].count("\n") + 1
     assert any(f"it asks at net.py:{line}, as transformers does" in warning for warning in found["warnings"])
     assert (found["equal"], found["bitwise"]) == (equal, False)
+
+
+def test_batch_norm_at_two_samples_a_microbatch_is_compared(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("""
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy as loss
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def data(batch_size):
+    while True:
+        yield torch.linspace(0, 1, 8 * batch_size).sin().view(batch_size, 8), torch.arange(batch_size) % 3
+""")
+    options = ["--gpus", "2", "--replicas", "never", "--num-microbatches", "3", "--batch-size", "6"]
+    done = run("check", "model.py", *options, "--device", "cpu")
+    assert done.exit_code == 0, done.stderr
+    assert "equal to plain training, to the last bit" in done.stdout
