@@ -277,6 +277,14 @@ SCHEDULE = Schedule()
         "MODEL = []\n" + net("MODEL[:] = [self]", "pass") + DATA.format(change="MODEL[0].h[0].requires_grad_(i < 20)"),
         "the model (.requires_grad_())", "requires_grad_(i < 20)",
     ),
+    "a dropout that rises with the steps": (
+        net("self.k, self.drop = 0, nn.Dropout(0.0)", "self.k += 1\n        self.drop.p = 0.01 * (self.k // 20)\n        x = self.drop(x)"),
+        "model.k", "self.k += 1",
+    ),
+    "a dropout that rises by itself": (
+        net("self.drop = nn.Dropout(0.0)", "self.drop.p = min(0.3, self.drop.p + 0.01)\n        x = self.drop(x)"),
+        "model.drop.p", "self.drop.p = min",
+    ),
     "data changes a dropout": (
         "MODEL = []\n" + net("MODEL[:] = [self]; self.drop = nn.Dropout(0.1)", "x = self.drop(x)")
         + DATA.format(change="MODEL[0].drop.p = 0.1 if i < 20 else 0.5"), "the model (.p =)", "drop.p =",
@@ -285,6 +293,7 @@ SCHEDULE = Schedule()
 
 INNOCENT = {
     "a counter that nothing reads": net("self.k = 0", "self.k += 1"),
+    "a counter noted at a layer": net("self.k = 0", "self.k += 1\n        self.o.last_step = self.k"),
     "a counter that is printed": net(
         "self.k = 0", "self.k += 1\n        if self.k % 100 == 0: logger.info('step %d', self.k)"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from autopipe.workload.layouts import laid_out
 _MOST_FUNCTIONS = 2000
 _ENOUGH = 5  # samples, of which a half and its half are two batches of several samples
 _MOST_PLACES = 64  # changed ones that are looked for in the source
+_NO_FORWARD = ("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters")
 _FORWARD, _DATA = "the forward or the loss", "the data hook"
 _KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"
 _INPUT = "give it as a tensor of the batch"
@@ -45,26 +47,18 @@ def refuse_changing_state(
     """
     hooks = workload.functions() if hasattr(workload, "functions") else {}
     half = workload.split(item, 2)[0] if workload.num_samples(item) >= _ENOUGH else item
-    look = _Look(workload, model, half, hooks)
-    model_before, buffers = ModelSnapshot(model), [(b, b.detach().clone()) for b in model.buffers()]
-    before = look.snapshot()
-    try:
+    look = Look(workload, model, half, hooks)
+    with look.restored():
         try:
             second, last = look.run_thrice()
         except Exception:  # what fails by itself is explained where it is followed
             return
         look.refuse_changes(second, last)
         look.refuse_data(last, data or {})
-    finally:
-        before.restore()
-        model_before.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 @dataclass
-class _Look:
+class Look:
     """One look at a model. ``ran``: the functions of the user's that run in forward and loss."""
 
     workload: Workload
@@ -77,6 +71,21 @@ class _Look:
     def snapshot(self) -> Snapshot:
         """Take a snapshot of what model, loss and the user's modules can reach."""
         return Snapshot.of(self._roots())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Leave model, loss and the user's modules as they were before the block."""
+        model_before = ModelSnapshot(self.model)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        before = self.snapshot()
+        try:
+            yield
+        finally:
+            before.restore()
+            model_before.restore()
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
     def _roots(self) -> Iterator[tuple[str, Any]]:
         yield "model", self.model
@@ -131,7 +140,7 @@ class _Look:
         key = owner_key(last.owners[place[0]]), place[1]
         is_tensor = isinstance(_value(last.owners[place[0]], place[1]), Tensor)
         writes = [access for _, access in self._all(last) if access.kind != "read" and _meets(access, key)]
-        read = self._really_read(key, last, set())
+        read = self._really_read(key, last, set()) or (_read_by_torch(key) if writes else None)
         if read is None or (is_tensor and not writes):
             return  # a tensor that is changed in place is seen where the model is followed
         carried = self._carried(place, last)
@@ -149,8 +158,11 @@ class _Look:
         for reader, access in self._all(last):
             if access.kind != "read" or not _meets(access, key) or _is_helper(reader):
                 continue
-            if access.feeds is None or any(self._really_read(p, last, seen) for p in access.feeds if p != key):
+            if access.feeds is None:
                 return access
+            for place in access.feeds - {key}:
+                if _read_by_torch(place) or self._really_read(place, last, seen):
+                    return access
         return None
 
     def _carried(self, place: Place, last: Snapshot) -> bool | None:
@@ -276,6 +288,19 @@ def _is_helper(reader: Reader) -> bool:
     return is_package(reader.filename) and bool(owners) and not any(isinstance(owner, nn.Module) for owner in owners)
 
 
+def _read_by_torch(key: Key) -> Access | None:
+    """Return the read of an attribute by torch's own module that has it, such as ``p`` of a dropout; None for none."""
+    owner, name = key
+    for base in owner.__mro__ if isinstance(owner, type) else ():
+        if base is nn.Module or not base.__module__.startswith("torch."):
+            continue
+        for method, function in vars(base).items():
+            code = getattr(function, "__code__", None)
+            if code is not None and method not in _NO_FORWARD and name in code.co_names:
+                return Access("read", frozenset({key}), f"{code.co_filename}:{code.co_firstlineno}")
+    return None
+
+
 def _is_torchs(owner: Any) -> bool:
     return type(owner).__module__.startswith("torch.")
 
@@ -309,4 +334,4 @@ def _short(where: str) -> str:
     return f"{Path(path).name}{colon}{rest}"
 
 
-__all__ = ["refuse_changing_state"]
+__all__ = ["Look", "refuse_changing_state"]

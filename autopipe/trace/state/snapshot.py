@@ -179,6 +179,9 @@ class Snapshot:
         if isinstance(value, nn.Module):
             yield from self._registered(path, value)
             if is_torch:
+                for name, entry in vars(value).items():
+                    if type(entry) in _PLAIN and not name.startswith("_"):
+                        self._put(value, name, entry, f"{path}.{name}")
                 return
         for name, entry in list(vars(value).items()):
             if name.startswith("__") or name in ("_parameters", "_buffers", "_modules", "_abc_impl"):
