@@ -15,7 +15,9 @@ class BatchForm:
     ``structure``: its containers, their types and keys, as text. ``paths``: of every leaf, for messages
     (``inputs[0]``, ``['alpha']``). ``leaves``: of a tensor its dtype and number of dimensions, of anything else its
     type and value. ``orders``, ``strides``: by tensor, how it lies in memory, coarsely and exactly. ``reads``: which
-    of the two the forward reads: ``ORDER``, ``STRIDES``, or "" for none. A form without a structure fits every batch.
+    of the two the forward reads: ``ORDER``, ``STRIDES``, or "" for none. ``unread``: paths of leaves whose value
+    neither forward nor loss reads (file names, ids): of them the type alone counts. A form without a structure fits
+    every batch.
 
     Raises: ValueError where the fields do not agree.
     """
@@ -26,6 +28,7 @@ class BatchForm:
     orders: tuple[str, ...] = ()
     strides: tuple[str, ...] = ()
     reads: str = ""
+    unread: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.leaves) or len(self.orders) != len(self.strides):
@@ -37,7 +40,7 @@ class BatchForm:
         """Tell whether a graph captured with this form stands for a batch of the other one."""
         if not self.structure:
             return True
-        if self.structure != batch.structure or self.leaves != batch.leaves:
+        if self.structure != batch.structure or self.varying(batch):
             return False
         if self.reads == STRIDES:
             return self.strides == batch.strides
@@ -49,10 +52,11 @@ class BatchForm:
             dict(zip(self.paths, self.leaves, strict=True)),
             dict(zip(batch.paths, batch.leaves, strict=True)),
         )
+        varying = self.varying(batch)
         for path, text in theirs.items():
             if path not in ours:
                 return f"{path} is new ({text})"
-            if ours[path] != text:
+            if path in varying:
                 return f"{path} is {text}, where {ours[path]} was captured"
         for path in ours:
             if path not in theirs:
@@ -68,15 +72,44 @@ class BatchForm:
         return ""
 
     def varying(self, batch: BatchForm) -> tuple[str, ...]:
-        """Return the paths of the leaves that both have, and that differ."""
-        theirs = dict(zip(batch.paths, batch.leaves, strict=True))
-        pairs = zip(self.paths, self.leaves, strict=True)
-        return tuple(path for path, text in pairs if path in theirs and theirs[path] != text)
+        """Return the paths of the leaves that both have, and that differ in what is read of them."""
+        if self.leaves == batch.leaves and self.paths == batch.paths:
+            return ()
+        theirs, unread = dict(zip(batch.paths, batch.leaves, strict=True)), frozenset(self.unread)
+        return tuple(
+            path
+            for path, text in zip(self.paths, self.leaves, strict=True)
+            if path in theirs
+            and theirs[path] != text
+            and not (path in unread and _type_of(text) == _type_of(theirs[path]))
+        )
 
     def is_tensor(self, path: str) -> bool:
         """Tell whether a leaf is a tensor."""
         return path in self._tensors
 
+    def is_text(self, path: str) -> bool:
+        """Tell whether a leaf is a str or bytes."""
+        return any(
+            path == own and _type_of(text) in ("str", "bytes")
+            for own, text in zip(self.paths, self.leaves, strict=True)
+        )
+
     @property
     def _tensors(self) -> tuple[str, ...]:
         return tuple(path for path, text in zip(self.paths, self.leaves, strict=True) if text.startswith("tensor "))
+
+
+def _type_of(text: str) -> str:
+    """Return the type of a str, bytes, int or float from its text; of any other leaf the text itself."""
+    if text[:1] in ("'", '"'):
+        return "str"
+    if text[:2] in ("b'", 'b"'):
+        return "bytes"
+    for name, read in (("int", int), ("float", float)):
+        try:
+            read(text)
+        except ValueError:
+            continue
+        return name
+    return text

@@ -157,9 +157,10 @@ class Recordings:
             remedy = "let every batch have the entries and types of the first one"
         values = [path for path in own.varying(form) if not form.is_tensor(path)]
         if values:
-            remedy = (
-                f"give {values[0]} as a tensor, torch.tensor(value): a Python value is a constant of the stage code"
-            )
+            remedy = f"leave {values[0]} out of the batch where the model does not need it"
+            if not form.is_text(values[0]):
+                remedy = f"give {values[0]} as a tensor, torch.tensor(value)"
+            remedy += ": a Python value that forward or loss may read is a constant of the stage code"
         return RunError(
             f"{self._other(part, form)}, and code was made for {made} already",
             remedy=f"{remedy}; or allow more with --max-shapes",
@@ -188,7 +189,8 @@ class Recordings:
                         training=as_trained,
                     )
                     # how a batch of few samples lies in memory is not always how one of more samples does
-                    form = replace(form, reads=captured.graph.batch.reads)
+                    followed = captured.graph.batch
+                    form = replace(form, reads=followed.reads, unread=followed.unread)
                     captured = replace(captured, graph=replace(captured.graph, batch=form))
                     write_recording(captured, self.layout.plan, self.layout.graph, self.run.stages / name)
             except AutopipeError as error:

@@ -22,6 +22,7 @@ from autopipe.trace.lengths import Length, cut, found_lengths, shorter, sizes_of
 from autopipe.trace.result import Capture
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observe import Ran, observed
+from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.layouts import laid_out
@@ -75,6 +76,7 @@ def _capture(
         captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
     if trains(model) and not on_meta:
         refuse_changing_state(workload, model, item, made)
+    unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     other = _other(workload, batch_size)
     captured = _with_divisor(workload, captured, item, other)
     if not verify or on_meta:
@@ -91,7 +93,8 @@ def _capture(
     exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
     if trains(model):
         said += coupling_notes(workload, model, item, captured.graph, captured.divisor)
-    graph: Graph = dataclasses.replace(captured.graph, exact=exact)
+    form = dataclasses.replace(captured.graph.batch, unread=unread)
+    graph: Graph = dataclasses.replace(captured.graph, exact=exact, batch=form)
     return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))
 
 

@@ -7,4 +7,5 @@ the model's own makes it another one later, after every comparison has been made
     snapshot  what changed with every run: attributes, globals, closures, containers, generators
     source    where those functions write and read it, branches that were not taken included
     check     changed and read is refused with both lines; a counter that nothing reads is not
+    unread    values of the batch that no forward and no loss reads: they may differ from batch to batch
 """
