@@ -63,7 +63,7 @@ class Lines:
 
 
 def step_line(fields: Mapping[str, Any], start: Mapping[str, Any]) -> str:
-    """Return a step for people; steps count from 1 there. ``start``: the event that came first, {} without it."""
+    """Return a step as it is shown; there steps count from 1. ``start``: the event that came first, {} without it."""
     from autopipe.report.tables import seconds_left
     from autopipe.report.text import in_minutes
 

@@ -44,9 +44,9 @@ class Case:
     def num_stages(self) -> int:
         return len(self.replicas) * self.loops
 
-    def plan(self, made: Captured) -> Plan:
+    def plan(self, subject: Captured) -> Plan:
         """A straight plan's cuts, on these ranks under this schedule."""
-        straight = plan_for(made, self.num_stages, "gpipe", self.m, BATCH)
+        straight = plan_for(subject, self.num_stages, "gpipe", self.m, BATCH)
         options = {"vertical_sync": 1} if self.vertical_sync else {}
         return laid_out(straight, self.schedule, self.ranks, self.recompute, options)
 
@@ -123,20 +123,20 @@ def cases(schedule: str) -> Iterator[Case]:
 
 
 def compared(
-    made: Captured, plan: Plan, folder: Path, *, steps: int = STEPS, last: int = LAST, **job: object
+    subject: Captured, plan: Plan, folder: Path, *, steps: int = STEPS, last: int = LAST, **job: object
 ) -> Comparison:
     """Train through a plan and plainly, the last minibatch ragged."""
-    pipeline = build(made, plan, folder, **{"steps": steps, **job})
-    items = minibatches(made.workload, steps, plan.batch_size, last=last)
-    draws = any(node.num_random for node in made.capture.graph.nodes)
-    return compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=draws)
+    pipeline = build(subject, plan, folder, **{"steps": steps, **job})
+    items = minibatches(subject.workload, steps, plan.batch_size, last=last)
+    draws = any(node.num_random for node in subject.capture.graph.nodes)
+    return compare(subject.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=draws)
 
 
 def hold(case: Case, folder: Path) -> str:
     """Assert what is promised of a case: every bit, in the plan's order of sums. Returns what became of it."""
-    made = captured(case.model)
+    subject = captured(case.model)
     try:
-        plan = case.plan(made)
+        plan = case.plan(subject)
     except PlanError as error:  # the model has too few places to cut
         assert f"{case.num_stages} stages asked for" in str(error)
         assert re.search(r"\d+ legal cuts", str(error))
@@ -144,13 +144,13 @@ def hold(case: Case, folder: Path) -> str:
     numbers = case.refused_for(plan)
     if numbers is not None:
         try:
-            build(made, plan, folder)
+            build(subject, plan, folder)
         except AutopipeError as error:
             missing = [n for n in numbers if not re.search(rf"(?<!\d){n}(?!\d)", str(error))]
             assert not missing, f"{error} does not name {missing}"
             return "refused"
         raise AssertionError(f"{case} should be refused for {numbers}")
-    found = compared(made, plan, folder)
+    found = compared(subject, plan, folder)
     wrong = [d for d in found.differences if not d.bitwise]
     assert found.promised and found.bitwise, (case, found.reasons, found.max_relative_error, wrong[:5])
     reordered = max(case.replicas) > 1 or not all(tie.exact for tie in plan.ties)

@@ -66,7 +66,7 @@ class CapturedDivisor(Protocol):
 
     @property
     def text(self) -> str:
-        """What it is, for people."""
+        """A readable description."""
 
 
 @dataclass(frozen=True, slots=True)

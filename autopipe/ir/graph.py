@@ -110,7 +110,7 @@ class Graph:
     ``outputs``: the loss, and the weight of the loss where the user's loss returns one.
     ``parameters``/``buffers``: every one of the model under its first name, used or not; ``aliases``: other name ->
     first name. ``requires_grad`` of a parameter's spec is False where it is frozen. ``captured_by``: how it was found,
-    for people. ``divisor``: what the loss divides by, for people, where that is not the number of samples;
+    for people. ``divisor``: what the loss divides by, as readable text, where that is not the number of samples;
     ``stages/divisor.py`` computes it. ``exact``: False where the model, run plainly, was seen to round otherwise than
     its calls do: a library that may take another way with the same numbers, as transformers does for a mask of ones.
 

@@ -195,10 +195,10 @@ def _memory(plan: Plan, cluster: Cluster) -> Table:
 
 def check(report: CheckReport) -> tuple[Any, ...]:
     """Return the verdict, the worst parameters, and what was compared."""
-    found = _verdict(report)
+    verdict = _verdict(report)
     if report.full_batch is None:
-        return found
-    return (*found, compared_with(report.full_batch), *_full_batch(report.full_batch))
+        return verdict
+    return (*verdict, compared_with(report.full_batch), *_full_batch(report.full_batch))
 
 
 def compared_with(full: FullBatchReport) -> str:
@@ -211,12 +211,12 @@ def compared_with(full: FullBatchReport) -> str:
     error = "has no finite gradient" if full.error is None else f"differs by {full.error:.0e}"
     if full.reason:
         error = f"was not compared ({full.reason})"
-    said = f"{text}{weighted}; the full batch {error}"
+    text_of_all = f"{text}{weighted}; the full batch {error}"
     if not full.statistics:
-        return said
+        return text_of_all
     layers = counted(len(full.statistics), "layer")
     taken = "with" if full.parameters else "but for"
-    return f"{said}, {taken} the batch statistics of {layers}, which every microbatch takes for itself"
+    return f"{text_of_all}, {taken} the batch statistics of {layers}, which every microbatch takes for itself"
 
 
 def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:

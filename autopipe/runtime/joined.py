@@ -89,11 +89,11 @@ class JoinedStages(Subject):
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers of all stages."""
-        found: dict[str, torch.Tensor] = {}
+        by_name: dict[str, torch.Tensor] = {}
         for stage in self.stages:
             constants = stage.constants
-            found.update({name: buffer for name, buffer in stage.named_buffers() if name not in constants})
-        return found
+            by_name.update({name: buffer for name, buffer in stage.named_buffers() if name not in constants})
+        return by_name
 
     def loss(self, part: Any, draws: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a microbatch through all stages."""

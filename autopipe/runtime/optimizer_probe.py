@@ -130,9 +130,9 @@ def _copy(parameter: nn.Parameter, *, cut: bool) -> nn.Parameter:
     data = parameter.detach()
     if cut:
         data = data[tuple(slice(0, CUT) for _ in range(data.dim()))]
-    found = nn.Parameter(data.to("cpu").clone(), requires_grad=True)
-    found.__dict__.update(parameter.__dict__)
-    return found
+    copy = nn.Parameter(data.to("cpu").clone(), requires_grad=True)
+    copy.__dict__.update(parameter.__dict__)
+    return copy
 
 
 def _gradient(name: str, parameter: nn.Parameter, number: int, scale: float | None) -> torch.Tensor | None:

@@ -127,13 +127,13 @@ class OneReads:
             return self._receive_all(length)
         taken = self.source.read(first, length)
         self.recordings.before_recording, self.recordings.announce = None, self._announce
-        found = []
+        minibatches = []
         for index, minibatch in enumerate(taken):
-            found.append(_cut(minibatch, self.recordings, self.device, training=self.training))
-            self._send(first + index, minibatch.item, found[-1])
+            minibatches.append(_cut(minibatch, self.recordings, self.device, training=self.training))
+            self._send(first + index, minibatch.item, minibatches[-1])
         if len(taken) < length:
             self._tell_all({"kind": "end"})
-        return found
+        return minibatches
 
     def settle(self) -> None:
         """Nothing can differ."""
@@ -177,7 +177,7 @@ class OneReads:
                 for name in self._read_by(part.recording, stage.index)
             }
             leaves = {name: (leaf.cpu(), memory_order(leaf)) for name, leaf in whole.items() if name in names}
-            told = {
+            described_leaves = {
                 name: {
                     "dtype": str(leaf.dtype).removeprefix("torch."),
                     "shape": list(leaf.shape),
@@ -186,7 +186,13 @@ class OneReads:
                 }
                 for name, (leaf, order) in leaves.items()
             }
-            header = {"kind": "minibatch", "parts": described, "samples": count, "place": place, "leaves": told}
+            header = {
+                "kind": "minibatch",
+                "parts": described,
+                "samples": count,
+                "place": place,
+                "leaves": described_leaves,
+            }
             header["weight"] = minibatch.weight
             self._tell(rank, header)
             for leaf, order in leaves.values():
@@ -196,8 +202,8 @@ class OneReads:
     # -- the other ranks -----------------------------------------------------------------------------------------------
 
     def _receive_all(self, length: int) -> list[Minibatch]:
-        found: list[Minibatch] = []
-        while len(found) < length:
+        minibatches: list[Minibatch] = []
+        while len(minibatches) < length:
             self.reporter.at("waiting for data from rank 0", waiting=True)
             header = self._hear()
             if header["kind"] == "end":
@@ -205,8 +211,8 @@ class OneReads:
             if header["kind"] == "recording":
                 self.recordings.follow(header["name"], training=header["training"])
             else:
-                found.append(self._minibatch(header))
-        return found
+                minibatches.append(self._minibatch(header))
+        return minibatches
 
     def _hear(self) -> dict[str, Any]:
         channel = batch_channel(self.transport.rank)
@@ -219,18 +225,20 @@ class OneReads:
         described: Sequence[dict[str, Any]] = header["parts"]
         parts = len(described)
         cut: dict[str, Sequence[torch.Tensor]] = {}
-        for name, told in header["leaves"].items():
-            shape, order = told["shape"], told["order"]
+        for name, fields_of_leaf in header["leaves"].items():
+            shape, order = fields_of_leaf["shape"], fields_of_leaf["order"]
             stored = [shape[d] for d in order[: len(shape)]]
-            elements = self.transport.receive(batch_channel(self.transport.rank), stored, getattr(torch, told["dtype"]))
+            elements = self.transport.receive(
+                batch_channel(self.transport.rank), stored, getattr(torch, fields_of_leaf["dtype"])
+            )
             leaf = unpacked(elements.wait(), shape, order)
-            cut[name] = leaf.tensor_split(parts) if told["cut"] else (leaf,) * parts
+            cut[name] = leaf.tensor_split(parts) if fields_of_leaf["cut"] else (leaf,) * parts
         known = {recording.name: recording for recording in self.recordings.known(training=self.training)}
-        found = []
+        microbatches = []
         for j, fields in enumerate(described):
             name = fields.pop("recording")
             if name not in known:
                 raise AutopipeError(f"rank 0 follows a recording that this rank does not have: {name!r}")
             leaves = {leaf: pieces[j].to(self.device, non_blocking=True) for leaf, pieces in cut.items()}
-            found.append(Microbatch(leaves=leaves, recording=known[name], **fields))
-        return Minibatch(found, header["samples"], header["weight"], Place(**header["place"]))
+            microbatches.append(Microbatch(leaves=leaves, recording=known[name], **fields))
+        return Minibatch(microbatches, header["samples"], header["weight"], Place(**header["place"]))

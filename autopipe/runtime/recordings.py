@@ -150,7 +150,7 @@ class Recordings:
 
     def _too_many(self, part: Any, form: BatchForm) -> RunError:
         """Return the error for a batch that would need more code than is allowed, naming what keeps changing."""
-        made = counted(self._made, "shape")
+        count = counted(self._made, "shape")
         own = self.training[0].graph.batch
         remedy = "pad or group the batches so that there are fewer shapes"
         if own.difference(form):
@@ -162,7 +162,7 @@ class Recordings:
                 remedy = f"give {values[0]} as a tensor, torch.tensor(value)"
             remedy += ": a Python value that forward or loss may read is a constant of the stage code"
         return RunError(
-            f"{self._other(part, form)}, and code was made for {made} already",
+            f"{self._other(part, form)}, and code was made for {count} already",
             remedy=f"{remedy}; or allow more with --max-shapes",
         )
 

@@ -225,10 +225,10 @@ class _Sums:
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Return every name of a buffer -> its first name."""
     first: dict[int, str] = {}
-    found = {}
+    names = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        found[name] = first.setdefault(id(buffer), name)
-    return found
+        names[name] = first.setdefault(id(buffer), name)
+    return names
 
 
 def _kind(device: torch.device | None) -> str:

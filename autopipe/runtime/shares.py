@@ -26,6 +26,6 @@ def shares_of(
 def _values(divisor: Stage, leaves: Mapping[str, torch.Tensor]) -> list[float]:
     """Return what each term of the loss divides by."""
     with torch.no_grad():
-        found = divisor(*(leaves[name] for name in divisor.INPUTS))
-    numbers = [value.item() if isinstance(value, torch.Tensor) else value for value in found]
+        values = divisor(*(leaves[name] for name in divisor.INPUTS))
+    numbers = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
     return [int(number) if float(number).is_integer() else float(number) for number in numbers]

@@ -43,7 +43,7 @@ class Stepper:
     added up in the order of ``torch.nn.utils.clip_grad_norm_``. ``ties``: of the plan, frozen parameters included.
     ``on_gradients``: (stage, minibatch, parameters), called when a stage's gradients are complete, before clipping.
     ``scaler``: for float16. ``losses``: of every minibatch, on rank 0. ``samples``: how many each minibatch holds, set
-    by whoever reads the data.
+    by the rank that reads the data.
     ``norm_dtype``: of the norm of all gradients, as torch has it.
     ``before_step``: called before the first stage of a minibatch is stepped; raises where it must not be.
     ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.

@@ -64,8 +64,8 @@ def capture(
 def _capture(
     workload: Workload, model: nn.Module, batch_size: int, allow_data_dependent: bool, verify: bool, free: bool
 ) -> Capture:
-    made: dict[types.CodeType, Ran] = {}
-    item = observed(lambda: workload.example_item(batch_size), made)
+    ran: dict[types.CodeType, Ran] = {}
+    item = observed(lambda: workload.example_item(batch_size), ran)
     distinct = _distinct(model, workload.leaves(item).values(), batch_size)
     if distinct != batch_size:
         batch_size, item = distinct, workload.example_item(distinct)
@@ -75,7 +75,7 @@ def _capture(
     with _nothing_collected():
         captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
     if trains(model) and not on_meta:
-        refuse_changing_state(workload, model, item, made)
+        refuse_changing_state(workload, model, item, ran)
     unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     other = _other(workload, batch_size)
     captured = _with_divisor(workload, captured, item, other)

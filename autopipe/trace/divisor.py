@@ -32,7 +32,7 @@ class Divisor:
 
     An output "" stands for 1: that term is a sum over the batch. ``constants``: tensors that ``module`` reads.
     ``penalty``: the loss has a term that does not depend on the batch, so the shares must add up to 1.
-    ``text``: for people.
+    ``text``: readable.
     """
 
     module: fx.GraphModule
@@ -46,8 +46,8 @@ class Divisor:
         """Return the divisors of a batch, one for each term of the loss."""
         inputs = [leaves[node.name] for node in self.module.graph.nodes if node.op == "placeholder"]
         with torch.no_grad():
-            found = fx.Interpreter(self.module).run(*inputs)
-        numbers = iter(found)
+            outputs = fx.Interpreter(self.module).run(*inputs)
+        numbers = iter(outputs)
         return [float(next(numbers)) if name else 1.0 for name in self.outputs]
 
 

@@ -129,8 +129,8 @@ def _fix_statistics(workload: Workload, model: nn.Module, item: Item) -> None:
 
 def _copied(item: Item) -> Item:
     """Return a copy of a batch: a forward may change it."""
-    found: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)
-    return found
+    copy: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)
+    return copy
 
 
 def gradients_of(

@@ -167,14 +167,14 @@ def _compare(wanted: Outcome, found: Outcome, told: str, graph: Graph) -> bool:
 
 def hooks_of(model: nn.Module) -> list[str]:
     """Name the hooks that may change gradients: of modules and of parameters, each with its function and line."""
-    found = []
+    descriptions = []
     for path, module in model.named_modules():
         hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-        found += [f"{_function(hook)} on {path or 'the model'}" for hook in hooks]
+        descriptions += [f"{_function(hook)} on {path or 'the model'}" for hook in hooks]
     for path, parameter in model.named_parameters():
         of_parameter = getattr(parameter, "_backward_hooks", None) or {}
-        found += [f"{_function(hook)} on {path}" for hook in of_parameter.values()]
-    return found
+        descriptions += [f"{_function(hook)} on {path}" for hook in of_parameter.values()]
+    return descriptions
 
 
 def _function(hook: Any) -> str:

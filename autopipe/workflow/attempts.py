@@ -92,8 +92,8 @@ class Attempts:
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan
         steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.epoch_length
-        told = {"ranks": plan.num_ranks, "steps": steps, "start_step": max(start, 0)}
-        self.events("start", {**told, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
+        fields = {"ranks": plan.num_ranks, "steps": steps, "start_step": max(start, 0)}
+        self.events("start", {**fields, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
 
     def _launch(self, stop: StopRequest | None) -> None:
         plan, settings = self.prepared.plan, self.settings.launch

@@ -33,19 +33,19 @@ def seen_beforehand(prepared: Prepared) -> RunError | None:
     stages = [
         [name for name in stage.parameters if (name, stage.index) not in copies] for stage in prepared.plan.stages
     ]
-    found = probe(prepared.workload, stages, model)
-    return None if found is None else looks_beyond(found, prepared)
+    finding = probe(prepared.workload, stages, model)
+    return None if finding is None else looks_beyond(finding, prepared)
 
 
 def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
-    found = overlapping(model)
-    if found is None:
+    pair = overlapping(model)
+    if pair is None:
         return None
-    one, other = ({stage.index for stage in prepared.plan.stages if name in stage.parameters} for name in found)
+    one, other = ({stage.index for stage in prepared.plan.stages if name in stage.parameters} for name in pair)
     if one == other and not staleness(Layout.of(prepared.plan, prepared.graph)):
         return None
     return RunError(
-        f"parameters {found[0]} (stages {sorted(one)}) and {found[1]} (stages {sorted(other)}) are two parameters over "
+        f"parameters {pair[0]} (stages {sorted(one)}) and {pair[1]} (stages {sorted(other)}) are two parameters over "
         "the same memory, so a step of one changes the other; stages, and weight versions, have no memory in common",
         where=prepared.workload.name,
         remedy=f"tie them by using one nn.Parameter in both places, which is found and kept equal; {_ONE_STAGE}",

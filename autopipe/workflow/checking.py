@@ -55,12 +55,12 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         if prepared.plan.num_ranks > 1:
             begin(repeating, prepared, evaluation=False)
         beyond = seen_beforehand(prepared)
-        found = _compare(prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm)
+        result = _compare(prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm)
         unproven = explain(repeating.finish()) if repeating.begun else ""
         prepared = replace(prepared, warnings=(*prepared.warnings, *([unproven] if unproven else [])))
-        cause = beyond or (None if found.equal or found.nonfinite else unequal(found, prepared))
+        cause = beyond or (None if result.equal or result.nonfinite else unequal(result, prepared))
         full = compared_with_the_whole(prepared, step=settings.full_batch)
-        return replace(_report(found, prepared, cause), full_batch=full)
+        return replace(_report(result, prepared, cause), full_batch=full)
 
 
 def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
@@ -109,22 +109,22 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     beyond = seen_beforehand(prepared)
     if beyond is not None:
         raise beyond
-    found = _compare(prepared, _FIRST_STEPS, **options)
-    if found.nonfinite:
+    result = _compare(prepared, _FIRST_STEPS, **options)
+    if result.nonfinite:
         if settings.on_nonfinite == "stop":
             raise RunError(
-                f"the first steps prove nothing: {found.nonfinite}",
+                f"the first steps prove nothing: {result.nonfinite}",
                 remedy="look at the data and the initial weights; --on-nonfinite warn or skip trains all the same",
             )
-        events("note", {"text": f"warning: the first steps prove nothing: {found.nonfinite}"})
+        events("note", {"text": f"warning: the first steps prove nothing: {result.nonfinite}"})
         return
-    if not found.equal:
-        raise unequal(found, prepared)
+    if not result.equal:
+        raise unequal(result, prepared)
     with marker.open("a", encoding="utf-8") as file:
         file.write(known + "\n")
-    kind = "bit for bit" if found.bitwise else f"within {found.max_relative_error:.1e}"
-    if found.bitwise and found.orders:
-        kind += f", in the plan's order of sums (it differs from one process's by up to {found.order_error:.1e})"
+    kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"
+    if result.bitwise and result.orders:
+        kind += f", in the plan's order of sums (it differs from one process's by up to {result.order_error:.1e})"
     events("note", {"text": f"{_FIRST_STEPS} steps compared with plain training: equal, {kind}"})
 
 

@@ -31,18 +31,18 @@ def cluster_of_figures(
     Raises: PlanError for a device of no known name, or a profile from one without a datasheet.
     """
     here = this_machine(num_ranks, profile.device, links)
-    level, found, source = here.levels[0], here.devices[0], "command line"
+    level, device, source = here.levels[0], here.devices[0], "command line"
     if device_name is not None:
         wanted = datasheet(device_name).name  # first: an unknown name is what was typed wrong
         profiled = recognized(profile.device.name).name
-        found = device_like(profiled, wanted, precision_of(profile))
+        device = device_like(profiled, wanted, precision_of(profile))
         source = relative_speed(profiled, wanted, precision_of(profile)).note
         level = Level("assumed", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
     if link is not None:
         level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
     if memory_bytes is not None:
-        found = dataclasses.replace(found, memory_bytes=memory_bytes)
-    return Cluster((level,), (found,), source, here.host)
+        device = dataclasses.replace(device, memory_bytes=memory_bytes)
+    return Cluster((level,), (device,), source, here.host)
 
 
 def precision_of(profile: Profile) -> str:

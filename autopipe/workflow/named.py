@@ -65,17 +65,19 @@ def references(spec: WorkloadSpec) -> tuple[Reference, ...]:
     """Return everything that a workload names and that decides which code runs, with what."""
     target = Target.parse(spec.target)
     location = str(files_of(target)[0]) if target.is_file else target.location
-    found = [Reference(MODEL, spec.target, location, target.attribute)]
+    references_of_spec = [Reference(MODEL, spec.target, location, target.attribute)]
     for name, value in sorted(spec.arguments.items()):
-        found.append(Reference(f"argument {name}", f"{name}={value}", location, json.dumps([target.attribute, value])))
+        references_of_spec.append(
+            Reference(f"argument {name}", f"{name}={value}", location, json.dumps([target.attribute, value]))
+        )
     for name, text in sorted(spec.hooks.items()):
         if text.startswith(":"):  # a function of the model file
-            found.append(Reference(name, text, location, text[1:]))
+            references_of_spec.append(Reference(name, text, location, text[1:]))
             continue
         hook = Target.parse(text)
         place = str(files_of(hook)[0]) if hook.is_file else hook.location
-        found.append(Reference(name, text, place, hook.attribute))
-    return tuple(found)
+        references_of_spec.append(Reference(name, text, place, hook.attribute))
+    return tuple(references_of_spec)
 
 
 def remember(spec: WorkloadSpec, roles: Collection[str] | None = None) -> None:

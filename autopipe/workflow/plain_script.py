@@ -181,12 +181,12 @@ def script(loop: PlainLoop) -> str:
 
 def _spaced(parts: list[str]) -> list[str]:
     """Put two empty lines before what defines something, one before the rest."""
-    found: list[str] = []
+    spaced: list[str] = []
     for part in parts:
         text = part.strip("\n")
         if text:
-            found.append(f"\n{text}" if text.startswith(("def ", "class ")) and found else text)
-    return found
+            spaced.append(f"\n{text}" if text.startswith(("def ", "class ")) and spaced else text)
+    return spaced
 
 
 def _docstring(loop: PlainLoop) -> str:

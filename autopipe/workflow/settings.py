@@ -170,7 +170,7 @@ class PlainScriptSettings:
 class TrainSettings:
     """One run. At most one of ``steps`` and ``epochs``; with neither, one epoch.
 
-    ``clip_grad_norm`` 0: none; None: not given, which is none, or that of the run that goes on. ``checkpoint_every`` 0:
+    ``clip_grad_norm`` 0: none; None: not given; then 0, or that of the run that goes on. ``checkpoint_every`` 0:
     at the end only; None: about every ``CHECKPOINT_SECONDS``, by the plan's prediction.
     ``evaluate_every`` 0: never while training. ``audit_every``: steps, 0 for never, None for as often as costs little.
     ``check_first``: compare with plain training before the first step of a new plan. ``deferred_batch_norm``: running

@@ -33,16 +33,16 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     device = torch.device(prepared.profile.device.kind)
     reason = ""
     try:
-        found = full_batch(workload, item, parts, shares.factors, device, step=step)
+        full = full_batch(workload, item, parts, shares.factors, device, step=step)
     except Exception as error:  # as a rule it does not fit; the plan has been compared all the same
-        found = FullBatch(None)
+        full = FullBatch(None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return FullBatchReport(
         microbatches=len(whole),
         samples=tuple(workload.num_samples(part) for part in whole),
-        error=found.error,
+        error=full.error,
         reason=reason,
         divisor=graph.divisor or "the samples",
         statistics=tuple(normalised_layers(graph)),
-        parameters=tuple(FullBatchParameter(pair.name, pair.gradient, pair.weight) for pair in found.parameters),
+        parameters=tuple(FullBatchParameter(pair.name, pair.gradient, pair.weight) for pair in full.parameters),
     )

@@ -110,7 +110,7 @@ class Batches:
                     remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
                 )
             iterator = iter(source)
-            with contextlib.suppress(Exception):  # a length is only for people
+            with contextlib.suppress(Exception):  # a length is only shown
                 self.lengths[hook.name] = len(source)
         self._refuse_used_up(hook, iterator, source)
         count = 0

@@ -137,8 +137,8 @@ def find_hooks(
         elif name not in without and vars(module).get(name) is not None:
             path = getattr(module, "__file__", None) or ""
             value = vars(module)[name]
-            made = _instance(value, name, label, path)
-            found[name] = _checked(Hook(name, made, label, path, made is not value))
+            instance = _instance(value, name, label, path)
+            found[name] = _checked(Hook(name, instance, label, path, instance is not value))
     return found
 
 
@@ -150,8 +150,8 @@ def _from_option(name: str, text: str, model_module: ModuleType, model_label: st
         module, label = import_target(target), target.label
     path = getattr(module, "__file__", None) or ""
     value = look_up(module, target.attribute or name, label)
-    made = _instance(value, name, label, path)
-    return _checked(Hook(name, made, text.lstrip(":"), path, made is not value))
+    instance = _instance(value, name, label, path)
+    return _checked(Hook(name, instance, text.lstrip(":"), path, instance is not value))
 
 
 def _instance(value: Any, name: str, label: str, path: str) -> Any:

@@ -41,7 +41,7 @@ def strides_of(tensor: Tensor) -> str:
 def strides_like(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Return strides for another shape, of as many dimensions, that keep ``like``'s order, gaps and overlaps."""
     sizes, strides = like.shape, like.stride()
-    found = [0] * len(shape)
+    result = [0] * len(shape)
     extent = other = 1
     for dimension in reversed(_outermost_first(list(range(like.dim())), strides)):
         stride = strides[dimension]
@@ -49,11 +49,11 @@ def strides_like(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
             continue
         if sizes[dimension] == 1 or stride >= extent:
             gap = 0 if sizes[dimension] == 1 else stride - extent
-            found[dimension] = other + gap
+            result[dimension] = other + gap
         else:  # windows that overlap
-            found[dimension] = stride
-        extent, other = max(extent, stride * sizes[dimension]), max(other, found[dimension] * int(shape[dimension]), 1)
-    return tuple(found)
+            result[dimension] = stride
+        extent, other = max(extent, stride * sizes[dimension]), max(other, result[dimension] * int(shape[dimension]), 1)
+    return tuple(result)
 
 
 def laid_out(value: Tensor, like: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ def laid_out(value: Tensor, like: Tensor) -> Tensor:
     if like.layout != torch.strided or value.layout != torch.strided or value.dim() != like.dim():
         return value.detach().clone()
     strides = strides_like(like, value.shape)
-    found = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return filled(found, value)
+    copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return filled(copy, value)
 
 
 def filled(found: Tensor, value: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def overlapping(model: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two parameters whose elements share memory, such as a view of another; None: there are none.
+    """Return the names of two parameters whose elements share memory, such as a view of another; None where no two do.
 
     One parameter under two names is not meant: that is a tie.
     """

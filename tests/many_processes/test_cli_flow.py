@@ -187,13 +187,13 @@ def test_train_says_when_the_data_begins_again_and_what_was_predicted(folder):
 def test_without_a_word_on_replicas_the_fastest_plan_is_trained_and_equal(folder, monkeypatch):
     monkeypatch.delenv("AUTOPIPE_REPLICAS")
     more = ("--gpus", "2", "--device", "cpu", "--microbatch-sizes", "2", "--work-dir", "fresh")
-    made = document("plan", "net.py", *more)
-    contenders = {c["name"]: c["plan"] for c in made["comparison"]["contenders"]}
+    plan = document("plan", "net.py", *more)
+    contenders = {c["name"]: c["plan"] for c in plan["comparison"]["contenders"]}
     fastest = min(c["predicted"]["step_seconds"] for c in contenders.values() if c is not None)
-    assert made["predicted"]["step_seconds"] <= fastest * (1 + 1e-3)
+    assert plan["predicted"]["step_seconds"] <= fastest * (1 + 1e-3)
     assert document("check", "--work-dir", "fresh")["equal"] is True
     trained = document("train", "--work-dir", "fresh", "--steps", "2")
-    assert (trained["ranks"], trained["stages"]) == (made["ranks"], len(made["stages"]))
+    assert (trained["ranks"], trained["stages"]) == (plan["ranks"], len(plan["stages"]))
 
 
 def test_train_says_what_it_took_from_before_and_what_it_did_again(folder):

@@ -50,9 +50,9 @@ def data(batch_size=6):
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
-    found = Commands(tmp_path)
-    yield found
-    found.end()
+    runner = Commands(tmp_path)
+    yield runner
+    runner.end()
 
 
 def test_a_number_and_a_key_that_change_train_as_in_a_plain_loop(commands: Commands, tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def call(*words: str) -> Result:
 
 def change(path: Path, kind: type[Plan] | type[Profile], **changes: Any) -> None:
     """Write an artifact that names other code, with a digest to match."""
-    found = artifact.load(kind, path, renew="")
-    artifact.save(dataclasses.replace(found, workload=dataclasses.replace(found.workload, **changes)), path)
+    record = artifact.load(kind, path, renew="")
+    artifact.save(dataclasses.replace(record, workload=dataclasses.replace(record.workload, **changes)), path)
 
 
 def target(value: str) -> Callable[[Path], dict[str, Any]]:
@@ -220,7 +220,7 @@ def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pyte
     package(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = files_of(Target("pack.net", "Net"))
-    assert found == (tmp_path / "pack" / "__init__.py", tmp_path / "pack" / "net.py")
+    files = files_of(Target("pack.net", "Net"))
+    assert files == (tmp_path / "pack" / "__init__.py", tmp_path / "pack" / "net.py")
     assert files_of(Target("pack.none", "")) == ()
     assert not (tmp_path / "PWNED").exists()

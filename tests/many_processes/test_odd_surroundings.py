@@ -23,10 +23,10 @@ def call(folder: Path, *words: str, env: dict[str, str] | None = None, **streams
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose model is profiled and planned, so that each run takes seconds."""
-    found = tmp_path_factory.mktemp("odd")
-    write_model(found, steps=20)
-    assert call(found, *training(steps=1), capture_output=True).returncode == 0
-    return found
+    directory = tmp_path_factory.mktemp("odd")
+    write_model(directory, steps=20)
+    assert call(directory, *training(steps=1), capture_output=True).returncode == 0
+    return directory
 
 
 def closing(descriptor: int) -> dict[str, Any]:

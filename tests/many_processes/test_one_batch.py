@@ -136,17 +136,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def commands(prepared: Path) -> Iterator[Commands]:
     folder = Path(tempfile.mkdtemp(prefix="ap-data-"))
     shutil.copytree(prepared / ".autopipe", folder / ".autopipe")
-    found = Commands(folder)
-    yield found
-    found.end()
+    runner = Commands(folder)
+    yield runner
+    runner.end()
     shutil.rmtree(folder)
 
 
 def weights(commands: Commands, run: str) -> dict[str, torch.Tensor]:
     """Return the weights of the newest checkpoint of a run."""
     *_, newest = sorted((commands.folder / run / "checkpoints").glob("step-*"))
-    found = {name: tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return {name.removeprefix("model."): found[name] for name in found if name.startswith("model.")}
+    tensors = {name: tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")}
 
 
 def plainly(file: Path, items: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -238,12 +238,12 @@ def test_other_data_than_before_is_refused_before_training_and_can_be_allowed(co
     commands.run(*WORDS, "--steps", "9", "--run-dir", "run", "--data-reader", "each")
     seed.write_text("2")
     words = [*WORDS, "--steps", "12", "--run-dir", "run", "--resume"]
-    _, said = commands.run(*words, code=1)
-    said = " ".join(said.split())
-    assert "the first 3 minibatches of epoch 1 are others than those that it had read" in said
-    assert "also after all earlier epochs were replayed" in said
-    assert "--allow-other-data" in said
-    assert "step 10/12" not in said
+    _, stderr = commands.run(*words, code=1)
+    stderr = " ".join(stderr.split())
+    assert "the first 3 minibatches of epoch 1 are others than those that it had read" in stderr
+    assert "also after all earlier epochs were replayed" in stderr
+    assert "--allow-other-data" in stderr
+    assert "step 10/12" not in stderr
     assert not list((commands.folder / "run/checkpoints").glob("step-00000012*"))
 
 
@@ -268,10 +268,10 @@ def test_other_data_can_be_allowed_and_a_checkpoint_without_a_digest_goes_on(com
 
 def test_a_rank_that_reads_another_file_is_found_at_that_step(commands: Commands) -> None:
     (commands.folder / "model.py").write_text(HEAD + BY_RANK)
-    _, said = commands.run(*WORDS, "--steps", "9", "--run-dir", "run", "--checkpoint-every", "1", code=3)
-    said = " ".join(said.split())
-    assert "rank 1 read another minibatch for step 5 than rank 0 did (minibatch 4 of epoch 0)" in said
-    assert "--data-reader one" in said
+    _, stderr = commands.run(*WORDS, "--steps", "9", "--run-dir", "run", "--checkpoint-every", "1", code=3)
+    stderr = " ".join(stderr.split())
+    assert "rank 1 read another minibatch for step 5 than rank 0 did (minibatch 4 of epoch 0)" in stderr
+    assert "--data-reader one" in stderr
     steps = sorted(path.name for path in (commands.folder / "run/checkpoints").glob("step-*"))
     assert steps[-1] <= "step-00000004"
 

@@ -67,9 +67,9 @@ def test_a_clipped_run_leaves_the_oracles_weights(ranks: int, replicas: str, tmp
 
 
 def namespace() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    exec(MODEL, found)
-    return found
+    names: dict[str, Any] = {}
+    exec(MODEL, names)
+    return names
 
 
 def run(folder: Path, *words: str) -> str:

@@ -46,8 +46,8 @@ def scheduler(optimizer):
 
 def weights(commands: Commands, run: str) -> dict[str, torch.Tensor]:
     commands.run("export", run, "-o", f"{run}.safetensors")
-    found: dict[str, torch.Tensor] = load_file(commands.folder / f"{run}.safetensors")
-    return found
+    tensors: dict[str, torch.Tensor] = load_file(commands.folder / f"{run}.safetensors")
+    return tensors
 
 
 def assert_same(commands: Commands, one: str, other: str) -> None:

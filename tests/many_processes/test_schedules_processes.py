@@ -61,17 +61,17 @@ def numbers(model: str) -> dict[str, float]:
 
 
 def assert_exported(case: Case, folder: Path) -> None:
-    made = captured(case.model)
-    plan = case.plan(made)
-    pipeline = build(made, plan, folder / "run", steps=STEPS, batch_size=7, save=True)
+    capture = captured(case.model)
+    plan = case.plan(capture)
+    pipeline = build(capture, plan, folder / "run", steps=STEPS, batch_size=7, save=True)
     ear = Ear([])
     launch(Launch(pipeline.run, plan.num_ranks, ear, watchdog_seconds=60))
     torch.set_num_threads(1)
     assert all(tie.exact for tie in plan.ties)
     order = Order([(*stage.parameters, *stage.buffers) for stage in plan.stages], case.replicas, case.m)
     losses, model, _ = plain(
-        Path(made.workload.spec.target),
-        minibatches(made.workload, STEPS, 7),  # seven samples never make equal microbatches
+        Path(capture.workload.spec.target),
+        minibatches(capture.workload, STEPS, 7),  # seven samples never make equal microbatches
         case.m,
         staleness=by_owner([stage.parameters for stage in plan.stages], case.staleness()),
         arguments=numbers(case.model),

@@ -41,9 +41,9 @@ def evaluate_data(batch_size=8):
 @pytest.fixture
 def commands(tmp_path: Path):
     (tmp_path / "model.py").write_text(MODEL)
-    found = Commands(tmp_path)
-    yield found
-    found.end()
+    runner = Commands(tmp_path)
+    yield runner
+    runner.end()
 
 
 def test_a_token_mean_is_that_of_the_whole_batch(commands: Commands, tmp_path: Path, monkeypatch) -> None:

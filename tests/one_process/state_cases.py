@@ -344,11 +344,11 @@ def data(batch_size=6):
 """,
     "a generator that only data draws from": "RNG = random.Random(0)\n" + DATA.format(change="RNG.random()"),
     "an attribute of the shape": net("self.n = 0", "self.n = x.shape[0]", "y = y[: self.n]"),
-    "a sum that starts anew in each forward": net(
+    "a sum that starts again in each forward": net(
         "self.aux = 0.0", "self.aux = 0.0\n        for block in self.h: self.aux = self.aux + block.a.weight.pow(2).mean()",
         "y = y + self.aux",
     ),
-    "a list that starts anew in each forward": net(
+    "a list that starts again in each forward": net(
         "self.seen = []", "self.seen = []\n        for block in self.h: self.seen.append(x.mean() * 0.5)",
         "y = y + sum(self.seen)",
     ),

@@ -62,17 +62,17 @@ def example_inputs(batch_size):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Captured:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Captured:
     path = tmp_path_factory.mktemp("model") / "net.py"
     path.write_text(MODEL)
     return captured_file(path)
 
 
-def audited(made: Captured, plan: Plan, folder: Path, **job: Any) -> tuple[Pipeline, dict[int, float]]:
+def audited(subject: Captured, plan: Plan, folder: Path, **job: Any) -> tuple[Pipeline, dict[int, float]]:
     """Train with audits; return the losses by minibatch."""
-    pipeline = build(made, plan, folder, **{"audit_every": EVERY, **job})
+    pipeline = build(subject, plan, folder, **{"audit_every": EVERY, **job})
     pipeline.run.write_job(pipeline.job)
-    sessions = pipeline.train(minibatches(made.workload, STEPS, plan.batch_size))
+    sessions = pipeline.train(minibatches(subject.workload, STEPS, plan.batch_size))
     return pipeline, sessions[0].executor.stepper.losses
 
 
@@ -81,22 +81,22 @@ def results(pipeline: Pipeline, losses: dict[int, float]) -> list[AuditResult]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "2bw", "pipedream"])
-def test_every_schedule_is_equal_bit_for_bit(schedule: str, made: Captured, tmp_path: Path) -> None:
-    plan = plan_for(made, 3, schedule, 4, 8)
-    pipeline, losses = audited(made, plan, tmp_path, clip_grad_norm=0.5 if schedule == "1f1b" else 0.0)
-    found = results(pipeline, losses)
-    assert [result.step for result in found] == [3, 6]
-    for result in found:
+def test_every_schedule_is_equal_bit_for_bit(schedule: str, subject: Captured, tmp_path: Path) -> None:
+    plan = plan_for(subject, 3, schedule, 4, 8)
+    pipeline, losses = audited(subject, plan, tmp_path, clip_grad_norm=0.5 if schedule == "1f1b" else 0.0)
+    audits = results(pipeline, losses)
+    assert [result.step for result in audits] == [3, 6]
+    for result in audits:
         assert (result.status, result.bitwise, result.differing) == (EQUAL, True, 0), result
-        assert result.tensors == len(made.capture.graph.parameters) + len(made.capture.graph.buffers)
+        assert result.tensors == len(subject.capture.graph.parameters) + len(subject.capture.graph.buffers)
 
 
-def test_an_audit_changes_nothing(made: Captured, tmp_path: Path) -> None:
-    plan = plan_for(made, 2, "pipedream", 1, 8)
-    items = minibatches(made.workload, STEPS, 8)
+def test_an_audit_changes_nothing(subject: Captured, tmp_path: Path) -> None:
+    plan = plan_for(subject, 2, "pipedream", 1, 8)
+    items = minibatches(subject.workload, STEPS, 8)
     kept = [
         pipeline.weights(pipeline.train(items))
-        for pipeline in (build(made, plan, tmp_path / "a"), build(made, plan, tmp_path / "b", audit_every=EVERY))
+        for pipeline in (build(subject, plan, tmp_path / "a"), build(subject, plan, tmp_path / "b", audit_every=EVERY))
     ]
     for name, tensor in kept[0].items():
         assert torch.equal(kept[1][name], tensor), name
@@ -115,18 +115,18 @@ def test_an_audit_changes_nothing(made: Captured, tmp_path: Path) -> None:
 def test_what_adds_up_in_another_order_is_compared_in_that_order(
     model: str, schedule: str, ranks: tuple[tuple[int, ...], ...], job: dict[str, Any], tmp_path: Path
 ) -> None:
-    made = captured(model)
-    plan = laid_out(plan_for(made, 2, "1f1b", 4, 12), schedule, ranks)
+    subject = captured(model)
+    plan = laid_out(plan_for(subject, 2, "1f1b", 4, 12), schedule, ranks)
     plan = replace(plan, ties=tuple(replace(tie, exact=False) for tie in plan.ties))
     assert bool(plan.ties) == (model == "gpt")
-    pipeline, losses = audited(made, plan, tmp_path, **job)
+    pipeline, losses = audited(subject, plan, tmp_path, **job)
     for result in results(pipeline, losses):
         assert result.status == EQUAL, result
         assert result.bitwise, result
 
 
-def test_a_tensor_that_differs_is_named_with_its_stage(made: Captured, tmp_path: Path) -> None:
-    pipeline, losses = audited(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path)
+def test_a_tensor_that_differs_is_named_with_its_stage(subject: Captured, tmp_path: Path) -> None:
+    pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
     path = AuditFiles(tmp_path, 3).after_stage(1)
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("weight") and name.startswith("layers"))
@@ -140,8 +140,8 @@ def test_a_tensor_that_differs_is_named_with_its_stage(made: Captured, tmp_path:
     assert audit(tmp_path, 6, losses[6] + 1e-3).status == DIFFERENT  # the loss is compared too
 
 
-def test_a_parameter_that_the_run_did_not_write_differs(made: Captured, tmp_path: Path) -> None:
-    pipeline, losses = audited(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path)
+def test_a_parameter_that_the_run_did_not_write_differs(subject: Captured, tmp_path: Path) -> None:
+    pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
     path = AuditFiles(tmp_path, 3).after_stage(0)
     tensors = load_file(path)
     del tensors["layers.0.bias"]
@@ -151,19 +151,19 @@ def test_a_parameter_that_the_run_did_not_write_differs(made: Captured, tmp_path
 
 
 def test_what_does_not_fit_into_memory_is_left_out(
-    made: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline, losses = audited(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path)
+    pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
     monkeypatch.setattr("autopipe.runtime.audit.plain_step._free_bytes", lambda device: 1000)
     result = audit(pipeline.run.path, 3, losses[3])
     assert result.status == LEFT_OUT
     assert "1000 are free" in result.reason
 
 
-def test_a_step_that_is_not_finite_proves_nothing(made: Captured, tmp_path: Path) -> None:
-    items = minibatches(made.workload, STEPS, 8)
+def test_a_step_that_is_not_finite_proves_nothing(subject: Captured, tmp_path: Path) -> None:
+    items = minibatches(subject.workload, STEPS, 8)
     items[3] = (items[3][0] * float("nan"), items[3][1])
-    pipeline = build(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path, audit_every=EVERY, on_nonfinite="skip")
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path, audit_every=EVERY, on_nonfinite="skip")
     sessions = pipeline.train(items)
     result = audit(tmp_path, 3, sessions[0].executor.stepper.losses[3])
     assert (result.status, result.reason) == (LEFT_OUT, "the step is not finite, and proves nothing")
@@ -212,22 +212,22 @@ class Kept(Silent):
 
 @pytest.mark.parametrize("storable", [True, False])
 def test_rank_0_reports_what_is_written_and_what_is_left_out(
-    storable: bool, made: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storable: bool, subject: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(item: Any, factors: list[float], folder: Path) -> None:
         raise batch.UnstorableBatchError("it holds a handle")
 
     if not storable:
         monkeypatch.setattr(batch, "store", refuse)
-    pipeline = build(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path, audit_every=EVERY)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path, audit_every=EVERY)
     reporters = [Kept(), Kept()]
-    sessions = pipeline.train(minibatches(made.workload, STEPS, 8), reporters=reporters)
+    sessions = pipeline.train(minibatches(subject.workload, STEPS, 8), reporters=reporters)
     losses = sessions[0].executor.stepper.losses
     assert len(losses) == STEPS
-    told = [(kind, fields) for kind, fields in reporters[0].events if kind.startswith("audit")]
+    events = [(kind, fields) for kind, fields in reporters[0].events if kind.startswith("audit")]
     if storable:
-        assert told == [("audit", {"step": step, "loss": losses[step]}) for step in (3, 6)]
+        assert events == [("audit", {"step": step, "loss": losses[step]}) for step in (3, 6)]
     else:
-        assert told == [("audit-left-out", {"reason": "its minibatch cannot be stored: it holds a handle"})] * 2
+        assert events == [("audit-left-out", {"reason": "its minibatch cannot be stored: it holds a handle"})] * 2
         assert not any(path.is_dir() for path in (tmp_path / "audits").iterdir())
     assert not any(kind.startswith("audit") for kind, _ in reporters[1].events)

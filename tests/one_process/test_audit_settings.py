@@ -32,10 +32,10 @@ class Prepared:
 
 
 def prepared(seconds: float) -> Any:
-    made = captured("resnet")
-    plan = plan_for(made, 2, "1f1b", 4, BATCH["resnet"])
+    subject = captured("resnet")
+    plan = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
     plan = replace(plan, predicted=replace(plan.predicted, step_seconds=seconds))
-    return Prepared(plan, made.capture.graph, made.profile)
+    return Prepared(plan, subject.capture.graph, subject.profile)
 
 
 def settings(**more: Any) -> TrainSettings:
@@ -44,9 +44,9 @@ def settings(**more: Any) -> TrainSettings:
 
 def test_audits_by_themselves_take_a_bounded_share_of_the_time() -> None:
     for seconds in (0.01, 0.1, 1.0, 60.0):
-        found = prepared(seconds)
-        every = auditing.interval(settings(), found)
-        plan = found.plan
+        run = prepared(seconds)
+        every = auditing.interval(settings(), run)
+        plan = run.plan
         plain = plan.num_microbatches * sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
         assert every >= 1
         assert auditing.STARTUP_SECONDS + 2 * plain <= auditing.SHARE * every * seconds
@@ -54,15 +54,15 @@ def test_audits_by_themselves_take_a_bounded_share_of_the_time() -> None:
 
 
 def test_a_short_run_has_none_and_checkpoints_are_audited() -> None:
-    found = prepared(0.1)
-    every = auditing.interval(settings(), found)
+    run = prepared(0.1)
+    every = auditing.interval(settings(), run)
     assert every > 1000
-    assert auditing.interval(settings(steps=every), found) == 0
-    assert auditing.interval(settings(steps=every + 1), found) == every
-    saved = auditing.interval(settings(checkpoint_every=300), found)
+    assert auditing.interval(settings(steps=every), run) == 0
+    assert auditing.interval(settings(steps=every + 1), run) == every
+    saved = auditing.interval(settings(checkpoint_every=300), run)
     assert saved % 300 == 0 and every <= saved < every + 300
-    assert auditing.interval(settings(checkpoint_every=10 * every), found) == every
-    assert [auditing.interval(settings(audit_every=k, steps=5), found) for k in (0, 7)] == [0, 7]
+    assert auditing.interval(settings(checkpoint_every=10 * every), run) == every
+    assert [auditing.interval(settings(audit_every=k, steps=5), run) for k in (0, 7)] == [0, 7]
 
 
 def test_audits_are_left_out_where_the_plain_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,16 +90,16 @@ class Told(auditing.Auditor):
 def auditor(tmp_path: Path) -> Told:
     model = tmp_path / "model.py"
     model.write_text("1")
-    made = captured("resnet")
-    plan = plan_for(made, 2, "1f1b", 4, BATCH["resnet"])
+    subject = captured("resnet")
+    plan = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
     plan = replace(plan, workload=replace(plan.workload, target=f"{model}:Net"))
     run = RunDirectory(tmp_path / "run")
-    run.write(Job(1, 0, 4), plan, made.capture.graph)
-    told: list[Any] = []
-    found = Told(run, lambda kind, fields: told.append((kind, fields)), told.append)
-    found.told = told
-    found.begin()
-    return found
+    run.write(Job(1, 0, 4), plan, subject.capture.graph)
+    events: list[Any] = []
+    audits = Told(run, lambda kind, fields: events.append((kind, fields)), events.append)
+    audits.told = events
+    audits.begin()
+    return audits
 
 
 def ended(auditor: Told, result: AuditResult | None) -> AuditFiles:

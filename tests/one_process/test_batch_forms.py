@@ -144,8 +144,8 @@ def written(name: str, folder: Path) -> Path:
 
 
 def pipeline_of(path: Path, folder: Path, **job: int) -> Pipeline:
-    made = captured_file(path)
-    return build(made, plan_for(made, 2, "1f1b", 3, 6), folder, **job)
+    subject = captured_file(path)
+    return build(subject, plan_for(subject, 2, "1f1b", 3, 6), folder, **job)
 
 
 def plain(path: Path, num_microbatches: int) -> torch.nn.Module:

@@ -49,24 +49,24 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str = "pass", f
     monkeypatch.chdir(folder)
     (folder / "net.py").write_text(MODEL.format(init=init, forward=forward))
     done = CliRunner().invoke(autopipe, ["check", *WORDS, "--json"])
-    found = json.loads(done.stdout)
-    assert done.exit_code == (0 if found["equal"] else 1)
+    report = json.loads(done.stdout)
+    assert done.exit_code == (0 if report["equal"] else 1)
     assert "report the model" not in done.output and "--no-check" not in done.output
-    return found
+    return report
 
 
 def test_a_parameter_over_another_ones_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checked(tmp_path, monkeypatch, init="self.d.weight = nn.Parameter(self.a.weight.data.view(6, 6))")
-    assert "parameters a.weight (stages [0]) and d.weight (stages [1]) are two parameters over" in found["cause"]
-    assert "one nn.Parameter in both places" in found["cause"]
+    report = checked(tmp_path, monkeypatch, init="self.d.weight = nn.Parameter(self.a.weight.data.view(6, 6))")
+    assert "parameters a.weight (stages [0]) and d.weight (stages [1]) are two parameters over" in report["cause"]
+    assert "one nn.Parameter in both places" in report["cause"]
 
 
 def test_parameters_that_share_a_block_of_memory_without_overlap_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flat = "flat = torch.randn(72); self.a.weight = nn.Parameter(flat[:36].view(6, 6)); "
-    found = checked(tmp_path, monkeypatch, init=flat + "self.d.weight = nn.Parameter(flat[36:].view(6, 6))")
-    assert found["bitwise"] and not found["cause"]
+    report = checked(tmp_path, monkeypatch, init=flat + "self.d.weight = nn.Parameter(flat[36:].view(6, 6))")
+    assert report["bitwise"] and not report["cause"]
 
 
 def test_a_batch_that_is_changed_in_place_is_whole_again_for_the_other_run(
@@ -79,11 +79,11 @@ def test_a_wrong_forward_is_told_from_a_wrong_step(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         scaled = StageRunner._scaled
         patch.setattr(StageRunner, "_scaled", lambda self, outputs, factor: scaled(self, outputs, factor) * 0.5)
-        found = checked(tmp_path, monkeypatch)
-        assert "the loss of the first step is" in found["cause"]
+        report = checked(tmp_path, monkeypatch)
+        assert "the loss of the first step is" in report["cause"]
         line = (tmp_path / "net.py").read_text().splitlines().index("        return self.d(h) + x") + 1
-        assert "nearest to the loss d." in found["cause"]
-        assert f"net.py:{line}" in found["cause"] and "stage 1)" in found["cause"], found["cause"]
+        assert "nearest to the loss d." in report["cause"]
+        assert f"net.py:{line}" in report["cause"] and "stage 1)" in report["cause"], report["cause"]
     with monkeypatch.context() as patch:
         step = Stepper.step
 

@@ -131,13 +131,13 @@ def test_replicas_are_planned_where_they_pay_unless_they_were_not_wanted(run):
 
 
 def test_replicas_that_would_average_statistics_are_for_who_asks_for_them(run):
-    found = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
+    profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
     nodes = tuple(
         dataclasses.replace(node, buffers=("bn.mean",), buffers_written=("bn.mean",)) if place == 2 else node
-        for place, node in enumerate(found.graph.nodes)
+        for place, node in enumerate(profile.graph.nodes)
     )
-    graph = dataclasses.replace(found.graph, nodes=nodes, buffers={"bn.mean": TensorSpec((4,), "float32")})
-    artifact.save(dataclasses.replace(found, graph=graph), Path(".autopipe/profile.json"))
+    graph = dataclasses.replace(profile.graph, nodes=nodes, buffers={"bn.mean": TensorSpec((4,), "float32")})
+    artifact.save(dataclasses.replace(profile, graph=graph), Path(".autopipe/profile.json"))
     shown = document(run("--gpus", "4", *HERE, "--schedule", "1f1b", "--json"))
     assert [stage["replicas"] for stage in shown["stages"]] == [1, 1, 1, 1]
     assert any("would average what the forward writes (bn.mean)" in note for note in shown["notes"])
@@ -147,14 +147,14 @@ def test_replicas_that_would_average_statistics_are_for_who_asks_for_them(run):
 
 def test_a_large_layer_at_the_end_is_planned_as_pipedream_has_it(run):
     """PipeDream's 15-1: compute in front on fifteen ranks, and the parameters of the end on one."""
-    found = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
-    last = found.graph.nodes[-1].name
-    parameters = found.graph.parameters | {f"{last}.weight": TensorSpec((256 * MIB,), "float32", True)}
-    graph = dataclasses.replace(found.graph, parameters=parameters)
+    profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
+    last = profile.graph.nodes[-1].name
+    parameters = profile.graph.parameters | {f"{last}.weight": TensorSpec((256 * MIB,), "float32", True)}
+    graph = dataclasses.replace(profile.graph, parameters=parameters)
     costs = {node.name: NodeCost(0.01, 0.02, 4096, MIB) for node in graph.nodes}
     costs[last] = NodeCost(0.004, 0.008, 4096, MIB)
     measured = (Measurement(1, costs),)
-    artifact.save(dataclasses.replace(found, graph=graph, measurements=measured), Path(".autopipe/profile.json"))
+    artifact.save(dataclasses.replace(profile, graph=graph, measurements=measured), Path(".autopipe/profile.json"))
     words = ("--gpus", "16", "--gpu-memory", "16GiB", "--link", "10Gbit/s", "--batch-size", "240")
     shown = document(run(*words, "--microbatch-size", "1", "--json"))
     assert [stage["replicas"] for stage in shown["stages"]] == [15, 1]

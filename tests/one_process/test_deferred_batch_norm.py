@@ -59,8 +59,8 @@ def test_replicas_gather_the_statistics_of_the_whole_minibatch(tmp_path: Path) -
 
 @pytest.mark.parametrize("ranks", [((0, 1, 2),), ((0, 1), (2,))])
 def test_replicas_gather_what_the_loop_in_their_order_gathers(ranks: tuple[tuple[int, ...], ...], tmp_path: Path):
-    made = captured("resnet")
-    plan = laid_out(plan_for(made, len(ranks), "1f1b", 4, 12), "1f1b", ranks)
-    found = compared(made, plan, tmp_path, steps=3, last=9, deferred_batch_norm=True)
-    assert found.promised and found.bitwise
-    assert sum("running_var" in difference.name for difference in found.differences) > 3
+    subject = captured("resnet")
+    plan = laid_out(plan_for(subject, len(ranks), "1f1b", 4, 12), "1f1b", ranks)
+    comparison = compared(subject, plan, tmp_path, steps=3, last=9, deferred_batch_norm=True)
+    assert comparison.promised and comparison.bitwise
+    assert sum("running_var" in difference.name for difference in comparison.differences) > 3

@@ -100,8 +100,8 @@ def written(name: str, folder: Path) -> Captured:
     return captured_file(path)
 
 
-def frozen_ties(made: Captured, plan: Plan) -> list[str]:
-    specs = made.capture.graph.parameters
+def frozen_ties(subject: Captured, plan: Plan) -> list[str]:
+    specs = subject.capture.graph.parameters
     return [tie.parameter for tie in plan.ties if not specs[tie.parameter].requires_grad]
 
 
@@ -111,10 +111,10 @@ def trained(pipeline: Pipeline, items: Sequence[Any], **job: Any) -> dict[str, t
     return pipeline.weights(pipeline.train(items))
 
 
-def assert_the_oracles(made: Captured, plan: Plan, items: Sequence[Any], ours: dict[str, torch.Tensor]) -> None:
+def assert_the_oracles(subject: Captured, plan: Plan, items: Sequence[Any], ours: dict[str, torch.Tensor]) -> None:
     deltas = make(plan.schedule, plan.request()).staleness
     owner = by_owner([stage.parameters for stage in plan.stages], deltas)
-    _, model, _ = train(Path(made.workload.spec.target), items, plan.num_microbatches, staleness=owner)
+    _, model, _ = train(Path(subject.workload.spec.target), items, plan.num_microbatches, staleness=owner)
     assert ours.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert torch.equal(ours[name], parameter), name
@@ -126,23 +126,23 @@ def assert_the_oracles(made: Captured, plan: Plan, items: Sequence[Any], ours: d
 def test_the_weights_are_those_of_the_plain_loop(name: str, schedule: str, num_stages: int, tmp_path: Path) -> None:
     if name == "a trained tie beside it" and schedule == "pipedream":
         pytest.skip("refused for the trained tie; see test_layout")
-    made = written(name, tmp_path)
-    plan = plan_for(made, num_stages, schedule, 4, 8)
+    subject = written(name, tmp_path)
+    plan = plan_for(subject, num_stages, schedule, 4, 8)
     # the trained one is larger than what these stages exchange: added up once a step, it would only be close
     plan = replace(plan, ties=tuple(replace(tie, exact=True) for tie in plan.ties))
-    items = minibatches(made.workload, STEPS, 8, last=5)
-    pipeline = build(made, plan, tmp_path / "run")
+    items = minibatches(subject.workload, STEPS, 8, last=5)
+    pipeline = build(subject, plan, tmp_path / "run")
     # the stage files name the plan that was written, not one without its frozen ties
     assert pipeline.layout.plan.digest == plan.digest
-    assert_the_oracles(made, plan, items, trained(pipeline, items))
+    assert_the_oracles(subject, plan, items, trained(pipeline, items))
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (2,)), ((0,), (1, 2))])
 def test_replicas_of_either_stage_hold_equal_copies(ranks: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
-    made = written("shared embedding", tmp_path)
-    plan = laid_out(plan_for(made, 2, "1f1b", 4, 8), "1f1b", ranks)
-    items = minibatches(made.workload, STEPS, 8)
-    ours = trained(build(made, plan, tmp_path / "run"), items)
+    subject = written("shared embedding", tmp_path)
+    plan = laid_out(plan_for(subject, 2, "1f1b", 4, 8), "1f1b", ranks)
+    items = minibatches(subject.workload, STEPS, 8)
+    ours = trained(build(subject, plan, tmp_path / "run"), items)
     _, model, _ = train(tmp_path / "net.py", items, 4)
     for name, parameter in model.named_parameters():
         assert torch.allclose(ours[name], parameter, rtol=1e-4, atol=1e-6), name
@@ -150,23 +150,23 @@ def test_replicas_of_either_stage_hold_equal_copies(ranks: tuple[tuple[int, ...]
 
 
 def test_a_batch_of_another_shape_follows_a_recording_of_its_own(tmp_path: Path) -> None:
-    made = written("shared embedding", tmp_path)
-    plan = plan_for(made, 2, "2bw", 2, 8)
-    items = minibatches(made.workload, 2, 8)
+    subject = written("shared embedding", tmp_path)
+    plan = plan_for(subject, 2, "2bw", 2, 8)
+    items = minibatches(subject.workload, 2, 8)
     items += [(ids[:, :3].contiguous(), target) for ids, target in items]
-    assert_the_oracles(made, plan, items, trained(build(made, plan, tmp_path / "run"), items))
+    assert_the_oracles(subject, plan, items, trained(build(subject, plan, tmp_path / "run"), items))
 
 
 def test_a_checkpoint_is_read_at_another_number_of_stages_and_evaluates_the_same(tmp_path: Path) -> None:
-    made = written("low rank on tied weights", tmp_path)
-    items = minibatches(made.workload, STEPS, 8)
-    first = build(made, plan_for(made, 3, "1f1b", 4, 8), tmp_path / "run", save=True)
+    subject = written("low rank on tied weights", tmp_path)
+    items = minibatches(subject.workload, STEPS, 8)
+    first = build(subject, plan_for(subject, 3, "1f1b", 4, 8), tmp_path / "run", save=True)
     trained(first, items[:3])
     saved = Checkpoint.latest(first.run.checkpoints)
     assert saved is not None and saved.manifest.plan_digest == first.plan.digest
     # a frozen copy is written once, by the stage that owns it
     assert [file.tensors.count("model.words.weight") for file in saved.manifest.files] == [1, 0, 0]
-    second = build(made, plan_for(made, 2, "1f1b", 4, 8), first.run.path, start_step=3)
+    second = build(subject, plan_for(subject, 2, "1f1b", 4, 8), first.run.path, start_step=3)
     sessions = run_in_threads(
         second.run,
         replace(second.job, steps=STEPS),
@@ -174,14 +174,14 @@ def test_a_checkpoint_is_read_at_another_number_of_stages_and_evaluates_the_same
         lambda session: session.train(),
         items=lambda epoch: iter(items),
     )
-    assert_the_oracles(made, second.plan, items, second.weights(sessions))
+    assert_the_oracles(subject, second.plan, items, second.weights(sessions))
 
 
 def test_only_trained_ties_are_exchanged_and_compared(tmp_path: Path) -> None:
-    made = written("a trained tie beside it", tmp_path)
-    pipeline = build(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
+    subject = written("a trained tie beside it", tmp_path)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
     assert {tie.parameter for tie in pipeline.plan.ties} == {"words.weight", "mix"}
     assert {tie.parameter for tie in pipeline.layout.routes.ties} == {"mix"}
-    trained(pipeline, [resized(item, 8) for item in minibatches(made.workload, 2, 8)])
+    trained(pipeline, [resized(item, 8) for item in minibatches(subject.workload, 2, 8)])
     saved = Checkpoint.latest(pipeline.run.checkpoints)
     assert saved is not None and [set(file.ties) for file in saved.manifest.files] == [{"mix"}, {"mix"}]

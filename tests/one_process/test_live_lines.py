@@ -52,8 +52,8 @@ def test_lines_say_what_is_left_and_grow_rare() -> None:
     for number in range(86400):  # a day of steps of a second
         now[0] += 1.0
         lines("step", step(number, now[0]))
-    said = [line for line in screen.said if line.startswith("  step")]
-    assert 100 < len(said) < 1000
-    assert said[0].startswith("  step 1/86400")
-    assert "h left" in said[10]
-    assert said[-1].startswith("  step 86400/86400")
+    lines_of_steps = [line for line in screen.said if line.startswith("  step")]
+    assert 100 < len(lines_of_steps) < 1000
+    assert lines_of_steps[0].startswith("  step 1/86400")
+    assert "h left" in lines_of_steps[10]
+    assert lines_of_steps[-1].startswith("  step 86400/86400")

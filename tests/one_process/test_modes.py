@@ -75,9 +75,9 @@ MODES = {
 def test_every_part_trains_in_the_mode_that_it_was_set_to(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL % {"modes": MODES[name]})
-    made = captured_file(path)
-    pipeline = build(made, plan_for(made, 3, "1f1b", 3, 6), tmp_path / "run", evaluate_every=1)
-    items = minibatches(made.workload, 3, 6)
+    subject = captured_file(path)
+    pipeline = build(subject, plan_for(subject, 3, "1f1b", 3, 6), tmp_path / "run", evaluate_every=1)
+    items = minibatches(subject.workload, 3, 6)
     sessions = pipeline.train(items)
     losses, model, _ = plain(path, items, 3)
     ours = pipeline.weights(sessions)

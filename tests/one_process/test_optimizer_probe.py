@@ -193,9 +193,9 @@ def test_an_optimizer_that_steps_each_parameter_by_itself_passes(
     if cut:
         monkeypatch.setattr(optimizer_probe, "WHOLE_BYTES", 0)
         monkeypatch.setattr(optimizer_probe, "CUT", 4)
-    found = workload(tmp_path, ALONE[name])
-    assert probe(found, stages(found, 3)) is None
-    assert probe(found, stages(found, 1)) is None
+    work = workload(tmp_path, ALONE[name])
+    assert probe(work, stages(work, 3)) is None
+    assert probe(work, stages(work, 1)) is None
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -206,18 +206,18 @@ def test_an_optimizer_that_looks_beyond_its_stage_is_found(
     if cut:
         monkeypatch.setattr(optimizer_probe, "WHOLE_BYTES", 0)
         monkeypatch.setattr(optimizer_probe, "CUT", 4)
-    found = workload(tmp_path, BEYOND[name])
-    finding = probe(found, stages(found, 2))
+    work = workload(tmp_path, BEYOND[name])
+    finding = probe(work, stages(work, 2))
     assert finding is not None and not finding.draws and finding.error > 0
-    assert probe(found, stages(found, 1)) is None
+    assert probe(work, stages(work, 1)) is None
 
 
 @pytest.mark.parametrize(
     "noise", ["torch.randn_like(p)", "__import__('random').random()", "__import__('numpy').random.rand()"]
 )
 def test_an_optimizer_that_draws_is_said_to_draw(noise: str, tmp_path: Path) -> None:
-    found = workload(tmp_path, NOISE.replace("torch.randn_like(p)", noise))
-    finding = probe(found, stages(found, 2))
+    work = workload(tmp_path, NOISE.replace("torch.randn_like(p)", noise))
+    finding = probe(work, stages(work, 2))
     assert finding is not None and finding.draws and finding.stage == 1
 
 
@@ -226,9 +226,9 @@ def test_commands_name_the_optimizer_and_how_to_do_it_right(tmp_path: Path, monk
     (tmp_path / "net.py").write_text(MODEL + BEYOND["clip_in_step_warmup"])
     words = ["net.py", "--gpus", "2", "--device", "cpu", "--steps", "2", "--batch-size", "4"]
     done = CliRunner().invoke(autopipe, ["check", *words, "--json"])
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     # the rate of the first step is 0, and the weights of two steps do not tell
-    assert done.exit_code == 1 and not found["equal"]
+    assert done.exit_code == 1 and not report["equal"]
     text = MODEL + BEYOND["clip_in_step_warmup"]
     line = text[: text.index("def optimizer")].count("\n") + 1
     for text in (
@@ -237,7 +237,7 @@ def test_commands_name_the_optimizer_and_how_to_do_it_right(tmp_path: Path, monk
         "--clip-grad-norm X",
         "by a parameter's name",
     ):
-        assert text in found["cause"]
+        assert text in report["cause"]
     done = CliRunner().invoke(autopipe, ["train", *words])
     assert done.exit_code == 1
     assert "looks beyond its stage" in done.stderr and "--no-check" not in done.stderr
@@ -252,5 +252,5 @@ def test_every_optimizer_of_torch_by_name_passes(tmp_path: Path) -> None:
     for name in known_optimizers():
         if name == "muon":  # takes matrices alone
             continue
-        found = load_workload(LoadOptions(str(tmp_path / "net.py"), optimizer=name, lr=1e-3))
-        assert probe(found, stages(found, 3)) is None, name
+        work = load_workload(LoadOptions(str(tmp_path / "net.py"), optimizer=name, lr=1e-3))
+        assert probe(work, stages(work, 3)) is None, name

@@ -117,16 +117,18 @@ def drawn(seed: int) -> Draw:
     )
 
 
-def planned(made: Captured, draw: Draw) -> Plan:
+def planned(subject: Captured, draw: Draw) -> Plan:
     case = draw.case
     size = 2 * BATCH * (2 if draw.batch_norm else 1)
-    plan = laid_out(plan_for(made, case.num_stages, "gpipe", case.m, size), case.schedule, case.ranks, case.recompute)
+    plan = laid_out(
+        plan_for(subject, case.num_stages, "gpipe", case.m, size), case.schedule, case.ranks, case.recompute
+    )
     return replace(plan, ties=tuple(replace(tie, exact=draw.exact) for tie in plan.ties))
 
 
-def order_of(made: Captured, plan: Plan, draw: Draw) -> Order:
+def order_of(subject: Captured, plan: Plan, draw: Draw) -> Order:
     nodes = [
-        (stage.index, node) for stage in plan.stages for node in made.capture.graph.nodes[stage.start : stage.stop]
+        (stage.index, node) for stage in plan.stages for node in subject.capture.graph.nodes[stage.start : stage.stop]
     ]
     uses = {
         tie.parameter: [index for index, node in nodes if tie.parameter in node.parameters]
@@ -139,13 +141,13 @@ def order_of(made: Captured, plan: Plan, draw: Draw) -> Order:
 
 def hold(draw: Draw, folder: Path) -> str:
     """Assert that a layout trains the oracle's weights, or is refused. Returns which it was."""
-    made = captured_file(draw.write(folder))
+    subject = captured_file(draw.write(folder))
     try:
-        plan = planned(made, draw)
-        pipeline = build(made, plan, folder / "run", clip_grad_norm=draw.clip)
+        plan = planned(subject, draw)
+        pipeline = build(subject, plan, folder / "run", clip_grad_norm=draw.clip)
     except AutopipeError:
         return "refused"
-    items = minibatches(made.workload, STEPS, plan.batch_size, last=draw.last)
+    items = minibatches(subject.workload, STEPS, plan.batch_size, last=draw.last)
     torch.set_num_threads(1)
     sessions = pipeline.train(items)
     deltas = draw.case.staleness()
@@ -156,7 +158,7 @@ def hold(draw: Draw, folder: Path) -> str:
         plan.num_microbatches,
         staleness=lambda name: deltas[owner[name]],
         clip_norm=draw.clip,
-        order=order_of(made, plan, draw),
+        order=order_of(subject, plan, draw),
     )
     ours = pipeline.weights(sessions)
     assert [sessions[0].executor.stepper.losses[step] for step in range(STEPS)] == losses, draw
@@ -200,11 +202,11 @@ def data(batch_size=6):
 
 def test_a_tie_over_stages_is_proven_for_batches_of_other_shapes(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    made = captured_file(tmp_path / "loop.py")
-    plan = plan_for(made, 2, "1f1b", 2, 6)
+    subject = captured_file(tmp_path / "loop.py")
+    plan = plan_for(subject, 2, "1f1b", 2, 6)
     plan = replace(plan, ties=tuple(replace(tie, exact=False) for tie in plan.ties))
-    found = compared(made, plan, tmp_path / "run", steps=3, last=0)
-    assert found.promised and found.bitwise and len(found.orders) == 2 and found.order_error > 0
+    comparison = compared(subject, plan, tmp_path / "run", steps=3, last=0)
+    assert comparison.promised and comparison.bitwise and len(comparison.orders) == 2 and comparison.order_error > 0
     assert sorted(path.name for path in (tmp_path / "run" / "stages").glob("shape_*")) == ["shape_1", "shape_2"]
 
 

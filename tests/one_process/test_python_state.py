@@ -38,9 +38,9 @@ def test_state_that_changes_and_is_read_is_refused_with_the_line_that_writes_it(
 @pytest.mark.parametrize("name", list(INNOCENT))
 def test_what_nothing_reads_or_is_the_same_each_time_trains_as_a_plain_loop_does(name: str, tmp_path: Path) -> None:
     path = written(INNOCENT[name], tmp_path)
-    made = captured_file(path)
-    pipeline = build(made, plan_for(made, 2, "1f1b", 3, 6), tmp_path / "run")
-    items = minibatches(made.workload, 3, 6)
+    subject = captured_file(path)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 3, 6), tmp_path / "run")
+    items = minibatches(subject.workload, 3, 6)
     ours = pipeline.weights(pipeline.train(items))
     _, model, _ = plain(path, items, 3)
     for key, value in model.named_parameters():

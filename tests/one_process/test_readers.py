@@ -92,22 +92,22 @@ def test_one_reader_sends_every_kind_of_leaf_where_it_is_read(mixed: Captured, t
 
 @pytest.mark.parametrize("name", ["conv", "lstm"])
 def test_one_reader_captures_further_shapes(tmp_path: Path, name: str) -> None:
-    made = captured_file(SHAPES / f"{name}.py")
-    pipeline = build(made, plan_for(made, 3, "1f1b", 3, 6), tmp_path)
-    assert_one_reader_is_as_good(pipeline, list(made.workload.items(6)), SHAPES / f"{name}.py", 3)
+    subject = captured_file(SHAPES / f"{name}.py")
+    pipeline = build(subject, plan_for(subject, 3, "1f1b", 3, 6), tmp_path)
+    assert_one_reader_is_as_good(pipeline, list(subject.workload.items(6)), SHAPES / f"{name}.py", 3)
 
 
 def planned(schedule: str, replicas: tuple[int, ...]) -> tuple[Captured, Plan]:
-    made = captured("gpt")
-    return made, Case(schedule, "gpt", replicas, "8").plan(made)
+    subject = captured("gpt")
+    return subject, Case(schedule, "gpt", replicas, "8").plan(subject)
 
 
 @pytest.mark.parametrize(("schedule", "replicas"), [("2bw", (1, 1)), ("1f1b", (2, 1)), ("gpipe", (3,))])
 def test_one_reader_gives_the_bits_of_each_reader(tmp_path: Path, schedule: str, replicas: tuple[int, ...]) -> None:
-    made, plan = planned(schedule, replicas)
-    items = minibatches(made.workload, 7, 6, last=5)
-    each = trained(build(made, plan, tmp_path / "each"), items)
-    one = trained(build(made, plan, tmp_path / "one", data_reader="one"), items, data_reader="one")
+    subject, plan = planned(schedule, replicas)
+    items = minibatches(subject.workload, 7, 6, last=5)
+    each = trained(build(subject, plan, tmp_path / "each"), items)
+    one = trained(build(subject, plan, tmp_path / "one", data_reader="one"), items, data_reader="one")
     assert one[1] == each[1]
     assert all(torch.equal(one[0][name], each[0][name]) for name in each[0])
 
@@ -123,16 +123,16 @@ class Evaluations(Silent):
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (3,), (2, 1)])
-def test_evaluation_gives_the_same_whoever_reads(tmp_path: Path, replicas: tuple[int, ...]) -> None:
-    made, plan = planned("1f1b", replicas)
-    found = []
+def test_evaluation_gives_the_same_with_either_reader(tmp_path: Path, replicas: tuple[int, ...]) -> None:
+    subject, plan = planned("1f1b", replicas)
+    results = []
     for reader in ("each", "one"):
-        pipeline = build(made, plan, tmp_path / reader, evaluate_every=2, data_reader=reader)
+        pipeline = build(subject, plan, tmp_path / reader, evaluate_every=2, data_reader=reader)
         reporters = [Evaluations() for _ in range(plan.num_ranks)]
-        pipeline.train(minibatches(made.workload, 2, 6), reporters=reporters)
-        found.append(reporters[0].losses)
-    assert found[0] == found[1]
-    assert len(found[0]) == 1
+        pipeline.train(minibatches(subject.workload, 2, 6), reporters=reporters)
+        results.append(reporters[0].losses)
+    assert results[0] == results[1]
+    assert len(results[0]) == 1
 
 
 # -- ranks that read something else ------------------------------------------------------------------------------------
@@ -194,17 +194,17 @@ def test_the_odd_one_of_three_is_named_even_if_it_is_rank_0(mixed: Captured, tmp
 
 
 def test_data_that_ends_earlier_on_one_rank_is_no_end_but_an_error(tmp_path: Path) -> None:
-    made = captured("gpt")
-    pipeline = build(made, plan_for(made, 2, "1f1b", 4, 6), tmp_path, epochs=1)
-    items = minibatches(made.workload, 4, 6)
+    subject = captured("gpt")
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 6), tmp_path, epochs=1)
+    items = minibatches(subject.workload, 4, 6)
     failure, _ = run_with(pipeline, [lambda epoch: iter(items), lambda epoch: iter(items[:3])], steps=0)
     assert "rank 1 came to the end of the data for step 4, and rank 0 to minibatch 3 of epoch 0" in failure.what
 
 
 def test_a_new_shape_on_one_rank_alone_ends_the_run_instead_of_waiting(tmp_path: Path) -> None:
-    made = captured_file(SHAPES / "conv.py")
-    pipeline = build(made, plan_for(made, 2, "1f1b", 3, 6), tmp_path, epochs=0)
-    items = list(made.workload.items(6))
+    subject = captured_file(SHAPES / "conv.py")
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 3, 6), tmp_path, epochs=0)
+    items = list(subject.workload.items(6))
     shapes = [tuple(item[0].shape) for item in items]
     other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
     same = [items[0]] * 2

@@ -117,9 +117,9 @@ def written(name: str) -> Captured:
     return captured_file(path)
 
 
-def recomputed(made: Captured, schedule: str, num_microbatches: int) -> Plan:
+def recomputed(subject: Captured, schedule: str, num_microbatches: int) -> Plan:
     """Two stages, or two on each of two ranks, that all recompute."""
-    plan = plan_for(made, 4 if schedule == "interleaved" else 2, "gpipe", num_microbatches, 8)
+    plan = plan_for(subject, 4 if schedule == "interleaved" else 2, "gpipe", num_microbatches, 8)
     ranks = ((0,), (1,), (0,), (1,))[: len(plan.stages)]
     return laid_out(plan, schedule, ranks, recompute=(True,))
 
@@ -131,15 +131,15 @@ def test_the_weights_are_those_of_the_plain_loop(
 ) -> None:
     if schedule == "interleaved" and num_microbatches == 1:
         pytest.skip("interleaved takes a multiple of the ranks")
-    made = written(name)
-    plan = recomputed(made, schedule, num_microbatches)
+    subject = written(name)
+    plan = recomputed(subject, schedule, num_microbatches)
     # a microbatch of one sample has no batch statistics
-    items = minibatches(made.workload, STEPS, 8, last=8 if name == "batch norm" else 5)
-    pipeline = build(made, plan, tmp_path)
+    items = minibatches(subject.workload, STEPS, 8, last=8 if name == "batch norm" else 5)
+    pipeline = build(subject, plan, tmp_path)
     ours = pipeline.weights(pipeline.train(items))
     deltas = make(plan.schedule, plan.request()).staleness
     owner = by_owner([stage.parameters for stage in plan.stages], deltas)
-    _, model, _ = train(Path(made.workload.spec.target), items, num_microbatches, staleness=owner)
+    _, model, _ = train(Path(subject.workload.spec.target), items, num_microbatches, staleness=owner)
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     assert ours.keys() == state.keys()
     for key, tensor in state.items():
@@ -147,19 +147,19 @@ def test_the_weights_are_those_of_the_plain_loop(
 
 
 def test_what_is_kept_for_it_is_in_the_peak() -> None:
-    made = written("memory queue")
-    plan = recomputed(made, "gpipe", 4)
-    assert made.capture.graph.replayed_buffers == made.capture.graph.buffers.keys()
+    subject = written("memory queue")
+    plan = recomputed(subject, "gpipe", 4)
+    assert subject.capture.graph.replayed_buffers == subject.capture.graph.buffers.keys()
     without = replace(
-        made.profile, graph=replace(made.capture.graph, nodes=tuple(map(unwritten, made.capture.graph.nodes)))
+        subject.profile, graph=replace(subject.capture.graph, nodes=tuple(map(unwritten, subject.capture.graph.nodes)))
     )
-    ours, others = with_peaks(plan, made.profile), with_peaks(plan, without)
+    ours, others = with_peaks(plan, subject.profile), with_peaks(plan, without)
     # the queue, 8 rows of 6 numbers, and its position, of each of two blocks, with each microbatch in flight: 4 before
     # the first backward, 3 when the gradients that it made are there
     kept = 2 * (8 * 6 * 4 + 8)
     for larger, smaller in zip(ours.stages, others.stages, strict=True):
         assert 3 * kept <= larger.peak_bytes - smaller.peak_bytes <= 4 * kept
-    assert with_peaks(replace(plan, stages=stored(plan)), made.profile) == with_peaks(
+    assert with_peaks(replace(plan, stages=stored(plan)), subject.profile) == with_peaks(
         replace(plan, stages=stored(plan)), without
     )
 

@@ -44,16 +44,16 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Captured:
 @pytest.fixture(scope="module")
 def saved(network: Captured, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """Return the checkpoint of a run of three stages with given hooks."""
-    found: dict[str, Checkpoint] = {}
+    checkpoints: dict[str, Checkpoint] = {}
 
     def checkpoint(text: str) -> Checkpoint:
-        if text not in found:
+        if text not in checkpoints:
             folder = tmp_path_factory.mktemp("run")
             captured = with_hooks(network, text, folder)
             pipeline = build(captured, plan_for(captured, 3, "1f1b", 2, 8), folder / "run", save=True, clip_grad_norm=1)
             train(pipeline, minibatches(captured.workload, STEP, 8), STEP)
-            found[text] = Checkpoint(directory_of(pipeline.run.checkpoints, STEP))
-        return found[text]
+            checkpoints[text] = Checkpoint(directory_of(pipeline.run.checkpoints, STEP))
+        return checkpoints[text]
 
     return checkpoint
 
@@ -178,7 +178,7 @@ def test_a_new_rate_is_applied_from_there_on(stages: int, network: Captured, tmp
     train(build(captured, plan_for(captured, 3, "1f1b", 2, 8), tmp_path / "run", save=True), items, STEP)
     plan = plan_for(captured, stages, "1f1b", 2, 8)
     options = {"save": True, "start_step": STEP, "learning_rate": 0.2}
-    found = train(build(captured, plan, tmp_path / "run", **options), items, 8)
+    weights = train(build(captured, plan, tmp_path / "run", **options), items, 8)
     torch.manual_seed(0)
     module = load_file(tmp_path / "net.py")
     torch.manual_seed(0)
@@ -190,7 +190,7 @@ def test_a_new_rate_is_applied_from_there_on(stages: int, network: Captured, tmp
         optimizer.param_groups[0]["lr"] = 0.01 if step < STEP else 0.2
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal(found, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    assert_equal(weights, {name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
 def rewritten(source: Checkpoint, folder: Path, change: Callable[[dict[str, Any]], None]) -> Checkpoint:

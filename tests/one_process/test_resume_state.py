@@ -89,11 +89,11 @@ def test_no_draw_of_hooks_schedule_step_and_stages_differs_in_silence(
     stages = draw.choice({"pipedream": (STAGES,), "2bw": (2, 3)}.get(schedule, (1, 2, 3, 4)))
     expected = uninterrupted(captured, tmp_path, schedule)
     try:
-        found = stopped_and_resumed(captured, tmp_path, draw.randint(1, STEPS - 1), stages, schedule)
+        weights = stopped_and_resumed(captured, tmp_path, draw.randint(1, STEPS - 1), stages, schedule)
     except RunError as error:
         assert stages != STAGES and "is not the same in all stages" in error.what
         return
-    assert_equal(found, expected)
+    assert_equal(weights, expected)
 
 
 @pytest.mark.parametrize("name", SAME_STAGES)

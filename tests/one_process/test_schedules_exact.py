@@ -53,11 +53,11 @@ def test_a_large_tied_parameter_is_summed_at_every_replica_of_its_owner(
     replicas: tuple[int, ...], tmp_path: Path
 ) -> None:
     # only the owner's first replica used to hear of the copy's gradient, and the replicas went apart
-    made = captured("gpt")
-    plan = Case("1f1b", "gpt", replicas, "2p").plan(made)
+    subject = captured("gpt")
+    plan = Case("1f1b", "gpt", replicas, "2p").plan(subject)
     ties = tuple(replace(tie, exact=False) for tie in plan.ties)
     assert ties
-    found = compared(made, replace(plan, ties=ties), tmp_path, steps=2)
+    found = compared(subject, replace(plan, ties=ties), tmp_path, steps=2)
     assert found.promised and found.bitwise, found.max_relative_error
     assert len(found.orders) == 2 and 0 < found.order_error < 1e-2
 

@@ -30,31 +30,31 @@ def captured(case: LossCase, folder: Path) -> Captured:
     return captured_file(path, batch_size=7)
 
 
-def of_minibatch(made: Captured, item: Batch, parts: list[Batch], plan: Any, folder: Path) -> Shares:
-    graph = made.capture.graph
+def of_minibatch(subject: Captured, item: Batch, parts: list[Batch], plan: Any, folder: Path) -> Shares:
+    graph = subject.capture.graph
     divisor = load_divisor(folder, graph.divisor, graph_digest=graph.digest, plan_digest=plan.digest)
     return shares_of(divisor, item, parts, [samples(part) for part in parts])
 
 
-def gradients(made: Captured, model: torch.nn.Module, parts: list[Batch], factors: Any) -> dict[str, torch.Tensor]:
+def gradients(subject: Captured, model: torch.nn.Module, parts: list[Batch], factors: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of the weighted sum; a part that counts nothing is left out."""
     model.zero_grad(set_to_none=True)
     for part, factor in zip(parts, factors, strict=True):
         if factor:
-            (made.workload.loss(model, part)[0] * factor).backward()
+            (subject.workload.loss(model, part)[0] * factor).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_weighted_microbatches_are_the_whole_batch(case: LossCase, folder: Path) -> None:
-    made = captured(case, folder)
-    item = next(made.workload.items(7))
-    model = made.workload.build_model()
+    subject = captured(case, folder)
+    item = next(subject.workload.items(7))
+    model = subject.workload.build_model()
     for count in (1, 2, 3, 7):  # with 7, two microbatches have nothing that counts
-        plan = plan_for(made, 2, "gpipe", count, 7)
-        run = build(made, plan).run
-        parts = made.workload.split(item, count)
-        shares = of_minibatch(made, item, parts, plan, run.stages)
+        plan = plan_for(subject, 2, "gpipe", count, 7)
+        run = build(subject, plan).run
+        parts = subject.workload.split(item, count)
+        shares = of_minibatch(subject, item, parts, plan, run.stages)
         by_samples = tuple(samples(part) / samples(item) for part in parts)
         if case.divisor is None:
             assert shares.factors == by_samples
@@ -63,12 +63,12 @@ def test_weighted_microbatches_are_the_whole_batch(case: LossCase, folder: Path)
         assert shares.factors == pytest.approx([case.divisor(part) / case.divisor(item) for part in parts], rel=1e-12)
         if case.divisor is samples:
             assert shares.factors == by_samples  # to the last bit
-        wanted = gradients(made, model, [item], [1.0])
-        found = gradients(made, model, parts, shares.factors)
-        assert wanted.keys() == found.keys()
+        wanted = gradients(subject, model, [item], [1.0])
+        actual = gradients(subject, model, parts, shares.factors)
+        assert wanted.keys() == actual.keys()
         for name, gradient in wanted.items():
             scale = max(float(gradient.abs().max()), 1.0)
-            assert float((gradient - found[name]).abs().max()) <= 1e-12 * scale, name
+            assert float((gradient - actual[name]).abs().max()) <= 1e-12 * scale, name
 
 
 IN_STAGES = ["ignore_index", "module with class weights", "mask by hand", "sum", "label smoothing"]
@@ -79,11 +79,11 @@ IN_STAGES = ["ignore_index", "module with class weights", "mask by hand", "sum",
 def test_stages_train_as_the_weighted_plain_loop_does(name: str, schedule: str, folder: Path) -> None:
     """Bit for bit as a loop that weighs by hand, and as a loop over whole batches up to rounding."""
     case = next(case for case in CASES if case.name == name)
-    made = captured(case, folder)
-    pipeline = build(made, plan_for(made, 2, schedule, 7, 7))
-    items = minibatches(made.workload, 3, 7, last=6)
+    subject = captured(case, folder)
+    pipeline = build(subject, plan_for(subject, 2, schedule, 7, 7))
+    items = minibatches(subject.workload, 3, 7, last=6)
     weights = pipeline.weights(pipeline.train(items))
-    path = Path(made.workload.spec.target)
+    path = Path(subject.workload.spec.target)
     loop = plain(path, items, 7, case.divisor)
     for tensor_name, tensor in loop.state_dict().items():
         assert torch.equal(weights[tensor_name], tensor), tensor_name
@@ -111,14 +111,14 @@ def test_the_full_batch_differs_by_rounding_where_microbatches_are_weighted_righ
     cpu = torch.device("cpu")
     errors = {}
     for name in ("ignore_index", "sum", "contrastive"):
-        made = captured(next(case for case in CASES if case.name == name), folder)
-        item = next(made.workload.items(7))
-        plan = plan_for(made, 2, "gpipe", 7, 7)
-        run = build(made, plan).run
-        parts = made.workload.split(item, 7)
-        factors = of_minibatch(made, item, parts, plan, run.stages).factors
-        errors[name] = full_batch(made.workload, item, parts, factors, cpu).error
-        stepped = full_batch(made.workload, item, parts, factors, cpu, step=True)
+        subject = captured(next(case for case in CASES if case.name == name), folder)
+        item = next(subject.workload.items(7))
+        plan = plan_for(subject, 2, "gpipe", 7, 7)
+        run = build(subject, plan).run
+        parts = subject.workload.split(item, 7)
+        factors = of_minibatch(subject, item, parts, plan, run.stages).factors
+        errors[name] = full_batch(subject.workload, item, parts, factors, cpu).error
+        stepped = full_batch(subject.workload, item, parts, factors, cpu, step=True)
         assert len(stepped.parameters) >= 4
         worst = max(pair.gradient or 0.0 for pair in stepped.parameters)
         assert (worst < 1e-9) == (name != "contrastive")

@@ -66,13 +66,13 @@ def next_level(graph, value, count, bandwidth, below, limit):
 
     def best(start, j, m):
         """The layers start..j on exactly m groups, of which ``count - m`` are behind."""
-        found = shared(start, j, m, below) if room(start, j, count - m, m) else math.inf
+        shortest = shared(start, j, m, below) if room(start, j, count - m, m) else math.inf
         for k in range(start + 1, j):
             for used in range(1, m):
                 if room(k, j, count - m, used):
                     last = max(shared(k, j, used, 1), crossing(k, used), 0 if j == n else crossing(j, used))
-                    found = min(found, max(last, best(start, k, m - used)))
-        return found
+                    shortest = min(shortest, max(last, best(start, k, m - used)))
+        return shortest
 
     return {(i, j): best(i, j, count) for i, j in value}
 

@@ -85,7 +85,7 @@ class AuditFiles:
         artifact.save(result, self.result)
 
     def load(self) -> AuditResult:
-        """Read the result. Raises: ArtifactError where there is none."""
+        """Read the result. Raises: ArtifactError where it is missing."""
         return artifact.load(AuditResult, self.result, renew="the audit of another step")
 
     def clear(self) -> None:

@@ -1,6 +1,6 @@
 """One step of a run by the plain loop, from the run's own state and batch, compared with what the run came to.
 
-What it proves: from this state and this minibatch, the user's model, loss, optimizer and scheduler, each built anew,
+What it proves: from this state and this minibatch, the user's model, loss, optimizer and scheduler, each rebuilt,
 come to the weights that the run came to. What it cannot see: state that only the run's process had, such as a counter
 in the user's file, as far as both sides would start it alike; and whether the minibatch was the right one.
 """

@@ -175,12 +175,12 @@ class Look:
             wanted = self.run(self.item)
             if not _put(owner, key, _Unusable()):
                 return None
-            found = self.run(self.item)
+            loss = self.run(self.item)
         except Exception:
             return True
         finally:
             last.restore()
-        return not torch.equal(wanted, found)
+        return not torch.equal(wanted, loss)
 
     def _uses(self, generator: Any, last: Snapshot) -> list[Access]:
         """Return where forward and loss have a generator of their own in hand."""

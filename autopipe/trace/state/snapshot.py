@@ -47,7 +47,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 
 @dataclass
 class Snapshot:
-    """The state below some roots. ``values``: place -> fingerprint. ``names``: place -> its path for people.
+    """The state below some roots. ``values``: place -> fingerprint. ``names``: place -> its readable path.
 
     ``owners``: id of an owner -> the owner, which also keeps it alive. ``functions``: by code, those that were met.
     """
@@ -63,15 +63,15 @@ class Snapshot:
 
     @classmethod
     def of(cls, roots: Iterable[tuple[str, Any]]) -> Snapshot:
-        """Take a snapshot. ``roots``: (path for people, object); a module object's globals are its attributes."""
-        found = cls()
+        """Take a snapshot. ``roots``: (readable path, object); a module object's globals are its attributes."""
+        snapshot = cls()
         pending = deque((path, value, 0) for path, value in roots)
-        while pending and len(found.values) < _MOST_PLACES:
+        while pending and len(snapshot.values) < _MOST_PLACES:
             path, value, depth = pending.popleft()
-            if id(value) in found.owners or depth > _DEEPEST:
+            if id(value) in snapshot.owners or depth > _DEEPEST:
                 continue
-            pending.extend((p, v, depth + 1) for p, v in found._visit(path, value))
-        return found
+            pending.extend((p, v, depth + 1) for p, v in snapshot._visit(path, value))
+        return snapshot
 
     def changed_since(self, *others: Snapshot) -> list[Place]:
         """Return the places whose value differs from that in each of the other snapshots."""

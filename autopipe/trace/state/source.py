@@ -123,11 +123,11 @@ class Reader:
         return []
 
     def _named(self, name: str, depth: int) -> list[Any]:
-        found = list(self.ran.names.get(name, ()))
+        objects = list(self.ran.names.get(name, ()))
         for value in self._assigned.get(name, ()):
-            found += self.objects(value, depth + 1)
-        if found or name in self._assigned:
-            return found[:MOST_OBJECTS]
+            objects += self.objects(value, depth + 1)
+        if objects or name in self._assigned:
+            return objects[:MOST_OBJECTS]
         if name in self._cells:
             try:
                 return [self._cells[name].cell_contents]
@@ -144,13 +144,13 @@ class Reader:
         if isinstance(name, ast.Name) and name.id in ("enumerate", "reversed", "list", "tuple", "zip"):
             return [value for argument in node.args for value in self.objects(argument, depth + 1)]
         if isinstance(name, ast.Attribute) and name.attr in ("modules", "children", "parameters", "values", "items"):
-            found: list[Any] = []
+            objects: list[Any] = []
             for value in self.objects(name.value, depth + 1):
                 if isinstance(value, nn.Module) and name.attr in ("modules", "children", "parameters"):
-                    found.append(list(getattr(value, name.attr)())[:MOST_OBJECTS])
+                    objects.append(list(getattr(value, name.attr)())[:MOST_OBJECTS])
                 elif isinstance(value, dict):
-                    found.append(list(dict.values(value))[:MOST_OBJECTS])
-            return found
+                    objects.append(list(dict.values(value))[:MOST_OBJECTS])
+            return objects
         return []
 
     # --- accesses -----------------------------------------------------------------------------------------------------
@@ -221,16 +221,16 @@ class Reader:
         repeated = any(isinstance(a, (ast.For, ast.While, ast.If, ast.AsyncFor)) for a in above)
         call = above[-1] if isinstance(above[-1], ast.Call) and above[-1].func is node else None
         if not isinstance(getattr(node, "ctx", None), ast.Load):
-            found = self.places(node)
+            written = self.places(node)
             kind = "update" if isinstance(statement, ast.AugAssign) else "write"
             if kind == "write" and isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
                 again = {p for n, _ in chains(statement.value) for link in links(n) for p in self.places(link)}
-                kind = "update" if again & set(found) else "write"
-            if found:
-                repeated = repeated and not self._fills(above, found)
-                owner = next(iter(found.values()))
-                told = f".{node.attr} =" if isinstance(node, ast.Attribute) and is_model(owner) else ""
-                yield Access(kind, frozenset(found), where, owner, None, repeated, told)
+                kind = "update" if again & set(written) else "write"
+            if written:
+                repeated = repeated and not self._fills(above, written)
+                owner = next(iter(written.values()))
+                action = f".{node.attr} =" if isinstance(node, ast.Attribute) and is_model(owner) else ""
+                yield Access(kind, frozenset(written), where, owner, None, repeated, action)
             chain = chain[1:]
         elif call is not None and isinstance(node, ast.Attribute):
             bases = self.objects(node.value)
@@ -279,8 +279,10 @@ class Reader:
             return frozenset()
         if isinstance(statement, (ast.Assign, ast.AugAssign)):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            found = [self.places(target) for target in targets]
-            return frozenset(place for places in found for place in places) if all(found) else None
+            places_of_targets = [self.places(target) for target in targets]
+            return (
+                frozenset(place for places in places_of_targets for place in places) if all(places_of_targets) else None
+            )
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             function = statement.value.func
             first = links(function)[-1] if isinstance(function, (ast.Attribute, ast.Name)) else function
@@ -299,13 +301,13 @@ class Reader:
         return None
 
     def _quiet_all(self, statements: list[ast.stmt]) -> frozenset[Key] | None:
-        found: set[Key] = set()
+        written: set[Key] = set()
         for statement in statements:
             places = self._quiet(statement)
             if places is None:
                 return None
-            found |= places
-        return frozenset(found)
+            written |= places
+        return frozenset(written)
 
     def _where(self, node: ast.AST) -> str:
         line = getattr(node, "lineno", 0)

@@ -27,12 +27,12 @@ def functions(filename: str) -> dict[int, list[ast.AST]]:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
         return {}
-    found: dict[int, list[ast.AST]] = {}
+    by_line: dict[int, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]
-            found.setdefault(min(lines), []).append(node)
-    return found
+            by_line.setdefault(min(lines), []).append(node)
+    return by_line
 
 
 def function_node(filename: str, code: types.CodeType) -> ast.AST | None:
@@ -58,8 +58,8 @@ def by_name(node: ast.Call) -> ast.Attribute | None:
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if name not in kinds or len(node.args) < 2 or not isinstance(node.args[1], ast.Constant):
         return None
-    found = ast.Attribute(node.args[0], str(node.args[1].value), kinds[name])
-    return ast.copy_location(found, node)
+    expression = ast.Attribute(node.args[0], str(node.args[1].value), kinds[name])
+    return ast.copy_location(expression, node)
 
 
 def walk(tree: ast.AST) -> Iterator[ast.AST]:
@@ -87,10 +87,10 @@ def chains(tree: ast.AST, above: tuple[ast.AST, ...] = ()) -> Iterator[tuple[ast
 
 def links(node: ast.AST) -> list[Any]:
     """Return a chain's expressions, the whole first and its root last."""
-    found = [node]
-    while isinstance(found[-1], (ast.Attribute, ast.Subscript)):
-        found.append(found[-1].value)
-    return found
+    expressions = [node]
+    while isinstance(expressions[-1], (ast.Attribute, ast.Subscript)):
+        expressions.append(expressions[-1].value)
+    return expressions
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ def attribute(value: Any, name: str) -> list[Any]:
     if hasattr(value, "__dict__") and name in vars(value):
         return [vars(value)[name]]
     try:
-        found = inspect.getattr_static(type(value) if not isinstance(value, type) else value, name)
+        entry = inspect.getattr_static(type(value) if not isinstance(value, type) else value, name)
     except AttributeError:
         return []
-    if isinstance(found, (classmethod, staticmethod)):
-        return [found.__func__]
-    return [] if isinstance(found, property) or not hasattr(value, "__dict__") else [found]
+    if isinstance(entry, (classmethod, staticmethod)):
+        return [entry.__func__]
+    return [] if isinstance(entry, property) or not hasattr(value, "__dict__") else [entry]
 
 
 def item(value: Any, index: ast.expr) -> list[Any]:
