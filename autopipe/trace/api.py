@@ -78,23 +78,27 @@ def _capture(
         refuse_changing_state(workload, model, item, ran)
     unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     other = _other(workload, batch_size)
-    captured = _with_divisor(workload, captured, item, other)
+
+    def completed(capture: Capture) -> Capture:
+        form = dataclasses.replace(capture.graph.batch, unread=unread)
+        capture = dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, batch=form))
+        return _with_divisor(workload, capture, item, other)
+
+    captured = completed(captured)
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
         return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)
     if len(captured.graph.symbols) > 1:
         part = _verified_at(workload, model, item, captured, lengths)
         if part is None:
-            captured = ladder.climb((), allow_data_dependent=allow_data_dependent)
-            captured = _with_divisor(workload, captured, item, other)
+            captured = completed(ladder.climb((), allow_data_dependent=allow_data_dependent))
         else:
             captured = _bounded(captured, lengths, part)
     items = [item, other]
     exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
     if trains(model):
         said += coupling_notes(workload, model, item, captured.graph, captured.divisor)
-    form = dataclasses.replace(captured.graph.batch, unread=unread)
-    graph: Graph = dataclasses.replace(captured.graph, exact=exact, batch=form)
+    graph: Graph = dataclasses.replace(captured.graph, exact=exact)
     return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))
 
 

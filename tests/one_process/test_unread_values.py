@@ -90,6 +90,12 @@ def test_a_value_counts_as_unread_only_where_neither_forward_nor_loss_asks_for_i
     assert {path.split("'")[1] for path in captured.graph.batch.unread} == CASES[name][3]
 
 
+def test_a_capture_that_is_not_compared_again_knows_the_unread_values_too(tmp_path: Path) -> None:
+    name = next(name for name, case in CASES.items() if case[3])
+    workload = captured_file(written(name, tmp_path)).workload
+    assert capture(workload, verify=False).graph.batch.unread == capture(workload).graph.batch.unread != ()
+
+
 @pytest.mark.parametrize("name", ["nothing is read", "keyword arguments", "tensors are picked out"])
 def test_what_nothing_reads_needs_no_stage_code_of_its_own(name: str, tmp_path: Path) -> None:
     path = written(name, tmp_path)
