@@ -24,7 +24,7 @@ from autopipe.ir.plan import Plan
 
 NONFINITE = ("stop", "warn", "skip")
 DATA_READERS = ("each", "one")
-REPLAYS = ("first", "all")
+REPLAYS = ("some", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Job:
     from, "" for the model's own; ``trust``: they may be in a format that can run code. ``measure_memory``: see
     ``runtime.footprint``. ``data_reader``: one of ``DATA_READERS``, every rank for itself or rank 0 for all.
     ``same_data``: on going on from a checkpoint, the data must be what was read before it. ``replay``: one of
-    ``REPLAYS``, what is read again of each earlier epoch then: its first minibatch, or all of it.
+    ``REPLAYS``, how much of earlier epochs is read again then: what ``runtime.source`` has time for, or all.
     ``learning_rate``: in place of that of the checkpoint that the run goes on from.
     """
 
@@ -68,7 +68,7 @@ class Job:
     measure_memory: bool = False
     data_reader: str = "each"
     same_data: bool = True
-    replay: str = "first"
+    replay: str = "some"
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:

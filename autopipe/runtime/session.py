@@ -141,7 +141,8 @@ class RankSession:
     ) -> Reader:
         """Return what gives this rank its minibatches. ``opened``: epoch -> minibatches; ``who``: of DATA_READERS."""
         name, steps = self.workload.name, self.job.steps if training else 0
-        source = Source(opened, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay)
+        leads = self.transport.rank == 0
+        source = Source(opened, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads)
         if who == "one":
             return OneReads(source, self._recordings, self.transport, self.reporter, self.device, training)
         exchange = DigestExchange(self.transport, evaluating=not training)

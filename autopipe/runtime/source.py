@@ -7,6 +7,8 @@ which a fresh process does not have; so the epochs before are replayed first, as
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,8 @@ from autopipe.runtime.events import Reporter
 from autopipe.workload.digests import chained, digest_of
 from autopipe.workload.items import kept
 
+REPLAY_SECONDS = 60.0
+"""How long earlier epochs are read again in full, where the digest does not ask for it."""
 OTHER_DATA = "other-data"
 """The event of a rank that did not find what a checkpoint's run had read."""
 
@@ -44,6 +48,7 @@ class Source:
     """One process's way through the data. ``open``: epoch -> its minibatches.
 
     ``name``: of the model, for errors. ``epochs``, ``steps``: of the job, 0 for no limit. ``replay``: as in ``Job``.
+    ``speaks``: reports notes; one of the processes that read does.
     """
 
     open: Callable[[int], Iterator[Any]]
@@ -51,7 +56,8 @@ class Source:
     reporter: Reporter
     epochs: int = 0
     steps: int = 0
-    replay: str = "first"
+    replay: str = "some"
+    speaks: bool = False
     place: Place = field(default_factory=Place)
     _iterator: Iterator[Any] | None = None
     _least: int = 1
@@ -61,9 +67,17 @@ class Source:
 
         Raises: RunError where the data gives fewer minibatches than before, or other ones.
         """
+        deadline = time.monotonic() + REPLAY_SECONDS if self.replay == "some" else math.inf
+        whole = True
         for epoch in range(place.epoch):
             self.reporter.at(f"replaying epoch {epoch} of {place.epoch}", waiting=False)
-            self._replay(epoch)
+            whole &= self._replay(epoch, deadline)
+        if not whole and self.speaks:
+            text = (
+                f"earlier epochs were read again for {REPLAY_SECONDS:.0f} s, and of the others the first minibatch: "
+                "data that counts its minibatches goes on from another count"
+            )
+            self.reporter.event("note", text=text)
         self.place, self._least = Place(place.epoch), max(place.position, 1)
         digest = b""
         for position in range(place.position):
@@ -74,7 +88,9 @@ class Source:
             digest = chained(digest, digest_of(item))
         self.place = Place(place.epoch, place.position, digest.hex())
         if compare and place.digest and place.digest != self.place.digest:
-            self.reporter.event(OTHER_DATA, epoch=place.epoch, position=place.position, replay=self.replay)
+            self.reporter.event(
+                OTHER_DATA, epoch=place.epoch, position=place.position, replay="all" if whole else "some"
+            )
             raise RunError(
                 f"the data is not that of the interrupted run: the first {counted(place.position, 'minibatch')} of "
                 f"epoch {place.epoch} are others"
@@ -112,14 +128,17 @@ class Source:
                 self._iterator = self.open(self.place.epoch)
             return next(self._iterator, None)
 
-    def _replay(self, epoch: int) -> None:
+    def _replay(self, epoch: int, deadline: float) -> bool:
+        """Read an earlier epoch again, past the deadline its first minibatch only. Return whether it was read whole."""
         with exclusive():
             minibatches = self.open(epoch)
         while True:
             with exclusive():
                 item = next(minibatches, None)
-            if item is None or self.replay == "first":
-                return
+            if item is None:
+                return True
+            if time.monotonic() > deadline:
+                return False
             self.reporter.at(f"replaying epoch {epoch}", waiting=False)
 
     def _refuse_dry(self, given: int, before: str, step: int = -1) -> None:

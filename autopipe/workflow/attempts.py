@@ -118,7 +118,7 @@ class Attempts:
         if event is None:
             return False
         count, epoch = counted(event["position"], "minibatch"), event["epoch"]
-        if self.settings.replay == "first" and epoch:
+        if event["replay"] != "all" and epoch:
             earlier = counted(epoch, "earlier epoch")
             self.events("note", {"text": f"the data has state over epochs: reading {earlier} again, in full"})
             self.settings = dataclasses.replace(self.settings, replay="all")

@@ -208,7 +208,7 @@ class TrainSettings:
     measure_memory: bool = False
     data_reader: str = "auto"
     same_data: bool = True
-    replay: str = "first"
+    replay: str = "some"
     new_rate: float | None = None
     audit_every: int | None = None
 

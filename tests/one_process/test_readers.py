@@ -229,11 +229,36 @@ def test_a_source_goes_on_behind_its_place_and_over_the_end_of_an_epoch() -> Non
     expected = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3)]
     assert [(place.epoch, place.position) for place in places] == expected
     everything = [0.0, 1.0, 2.0, 100.0, 101.0, 200.0, 201.0, 202.0]
-    for count, replay in itertools.product(range(1, 8), ("first", "all")):
+    for count, replay in itertools.product(range(1, 8), ("some", "all")):
         source = Source(numbers(3, 2, 3), "net", Silent(), epochs=3, replay=replay)
         source.seek(places[count - 1])
         assert source.place == places[count - 1]
         assert values(source, 99) == everything[count:]
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_a_count_that_matters_only_after_the_place_is_counted_again_or_a_note_says_so(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopipe.runtime.source.REPLAY_SECONDS", seconds)
+
+    def counting() -> Callable[[int], Iterator[Any]]:
+        count = itertools.count(1)
+        return lambda epoch: ((torch.full((1,), float(next(count) > 8)), torch.zeros(1)) for _ in range(4))
+
+    class Notes(Silent):
+        texts: tuple[str, ...] = ()
+
+        def event(self, kind: str, **fields: Any) -> None:
+            self.texts += (fields["text"],)
+
+    whole = Source(counting(), "net", Silent(), epochs=3)
+    place = whole.read(0, 5)[-1].place
+    notes = Notes()
+    resumed = Source(counting(), "net", notes, epochs=3, speaks=True)
+    resumed.seek(place)
+    equal = values(resumed, 99) == values(whole, 99)
+    assert (equal, len(notes.texts)) == ((True, 0) if seconds else (False, 1))
 
 
 def test_a_source_that_gives_something_else_than_before_the_place_is_refused() -> None:
