@@ -20,6 +20,7 @@ from autopipe.trace.coupling import normalised_layers
 from autopipe.workflow.causes import seen_beforehand, unequal
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.repeating import Repeating, begin, explain
+from autopipe.workflow.reread import refuse_changed_data
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
@@ -54,6 +55,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         prepared = prepare(settings.plan, progress)
         if prepared.plan.num_ranks > 1:
             begin(repeating, prepared, evaluation=False)
+        refuse_changed_data(prepared)
         beyond = seen_beforehand(prepared)
         result = _compare(prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm)
         unproven = explain(repeating.finish()) if repeating.begun else ""

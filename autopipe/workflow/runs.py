@@ -27,6 +27,7 @@ from autopipe.workflow.finished import evaluate, find_run
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.repeating import Repeating, begin, explain, repeats_now
+from autopipe.workflow.reread import refuse_changed_data
 from autopipe.workflow.results import TrainResult
 from autopipe.workflow.resume_options import as_recorded, refuse_other_training
 from autopipe.workflow.resuming import chosen, refuse_lacking_version, refuse_other_model
@@ -80,6 +81,7 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 _look_at_weights(settings.init_from, prepared, settings.trust, events)
             if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
                 begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
+            refuse_changed_data(prepared)
             if settings.check_first:
                 check_first(settings, prepared, events)
             settings = _with_reader(settings, repeating, events)
