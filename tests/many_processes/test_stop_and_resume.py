@@ -58,7 +58,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert f"stopped cleanly at step {found['step']}, with a checkpoint" in err
     assert "next: the same command with --resume" in err
     assert leftovers(tmp_path / "run") == []
-    assert list(commands.temporary.iterdir()) == []
+    # torch's compiler makes an empty folder for its cache when it is imported
+    assert [path for path in commands.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     steps = found["step"] + 7
     second = commands.document(*training(steps=steps, schedule=schedule), "--resume")
     assert (len(second["losses"]), second["step"], second["stopped"]) == (7, steps, False)
