@@ -11,12 +11,11 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from autopipe.errors import ProfileError
 from autopipe.ir.graph import Graph, Input, Node
-from autopipe.ir.profile import Measurement, WorkloadSpec
+from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
 from autopipe.measure import measure
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
-from autopipe.measure.measure import say_noise
 from autopipe.measure.piece import Piece, State
 from autopipe.measure.size import SizeRun
 
@@ -380,18 +379,6 @@ def test_regions_without_gradient_and_under_autocast_are_entered():
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
-
-
-def test_a_noisy_machine_is_warned_about(caplog):
-    found = [Measurement(size, {}, spread) for size, spread in ((1, 0.3), (2, 0.05), (4, 0.01))]
-    with caplog.at_level(logging.INFO, "autopipe"):
-        say_noise(found, {1: 0.0, 2: 0.8, 4: 0.0})
-        say_noise(found, {1: 0.0, 2: 0.5, 4: 0.0})
-        say_noise(found[2:], {4: 0.0})
-    extraordinary, usual = caplog.records
-    for text in ("microbatches of 1, 2: the times vary by up to 30 %", "other programs took up to 80 % of the time"):
-        assert text in extraordinary.getMessage()
-    assert (extraordinary.levelname, usual.levelname) == ("WARNING", "INFO")
 
 
 def test_how_busy_the_machine_was_is_known_of_every_size():

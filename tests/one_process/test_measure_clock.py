@@ -1,10 +1,14 @@
 """How a graph is cut into runs that are timed, and what is made of repeated times."""
 
+import logging
+
 import pytest
 
 from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.profile import Measurement
 from autopipe.ir.tensor import TensorSpec
 from autopipe.measure.clock import Times, Windows, repeat
+from autopipe.measure.measure import say_noise
 from autopipe.measure.segments import block_of, segments
 
 
@@ -67,3 +71,15 @@ def test_windows_of_few_repetitions_are_judged_together():
     assert quiet.spread is None
     assert windows.spread == Times(busy.forward + quiet.forward, busy.backward + quiet.backward).spread
     assert windows.spread > 0.2
+
+
+def test_a_noisy_machine_is_warned_about(caplog):
+    found = [Measurement(size, {}, spread) for size, spread in ((1, 0.3), (2, 0.05), (4, 0.01))]
+    with caplog.at_level(logging.INFO, "autopipe"):
+        say_noise(found, {1: 0.0, 2: 0.8, 4: 0.0})
+        say_noise(found, {1: 0.0, 2: 0.5, 4: 0.0})
+        say_noise(found[2:], {4: 0.0})
+    extraordinary, usual = caplog.records
+    for text in ("microbatches of 1, 2: the times vary by up to 30 %", "other programs took up to 80 % of the time"):
+        assert text in extraordinary.getMessage()
+    assert (extraordinary.levelname, usual.levelname) == ("WARNING", "INFO")
