@@ -185,7 +185,7 @@ def test_plain_of_a_run_names_no_option_that_it_lacks(sent: Path) -> None:
     path = Path(artifact.load(Plan, sent / "run" / "plan.json", renew="").workload.target)
     before = path.read_text()
     try:
-        path.write_text(before + "# changed\n")
+        path.write_text(before + "# changed, and not named since\n")
         result = call("plain", "run")
         assert result.exit_code == 1
         assert f"name it again: autopipe plain {path}" in result.output
