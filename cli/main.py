@@ -81,7 +81,10 @@ class Commands(click.Group):
         # a usage error comes before --json is read
         terminal = Terminal(json="--json" in words, typed=words)
         kwargs = {**kwargs, "standalone_mode": False, "obj": terminal}
-        return guarded(lambda: super(Commands, self).main(*args, **kwargs), terminal)
+        try:
+            return guarded(lambda: super(Commands, self).main(*args, **kwargs), terminal)
+        finally:
+            terminal.release()
 
 
 @click.command(

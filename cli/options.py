@@ -40,7 +40,10 @@ option = functools.partial(click.option, cls=Option)
 
 
 def _set_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.ensure_object(Terminal).json = bool(value)
+    terminal = ctx.ensure_object(Terminal)
+    terminal.json = bool(value)
+    if terminal.json:
+        terminal.reserve()  # before code of the user's is imported
 
 
 def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:

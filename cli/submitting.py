@@ -29,10 +29,11 @@ def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str
         launching.show(terminal, submission.rehearsed(settings, words, options, inside))
         return 0
     if settings.launch.name == submission.RAY:
-        streams = {"out": sys.stdout, "err": sys.stderr}
+        streams = {"out": terminal.output, "err": sys.stderr}
         return submission.on_ray(settings, words, lambda name, line: click.echo(line, streams[name], nl=False))
     if inside:
         command = submission.srun(settings, words)
+        terminal.release()  # the command itself reserves it
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(submission.program(command[0]), command)  # noqa: S606  # no shell is wanted

@@ -20,6 +20,8 @@ import click
 from autopipe.errors import RunError
 from autopipe.workflow.settings import WORK_DIRECTORY
 
+from .streams import ReservedOutput
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -62,11 +64,11 @@ def _parts(line: str, width: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _standard_output() -> Iterator[None]:
+def _standard_output(stream: TextIO) -> Iterator[None]:
     """Say that it is standard output that cannot be written. Raises: RunError; BrokenPipeError as it is."""
     try:
         yield
-        sys.stdout.flush()
+        stream.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -96,6 +98,7 @@ class Terminal:
     """One invocation's output. ``verbosity``: -1 quiet, 0 normal, 1 and 2 with the library's log.
 
     ``command``: which one runs, "" until that is known. ``typed``: the words behind the program's name.
+    ``reserved``: standard output, where only the JSON document may be written.
     """
 
     json: bool = False
@@ -103,12 +106,29 @@ class Terminal:
     debug: bool = False
     command: str = ""
     typed: tuple[str, ...] = ()
+    reserved: ReservedOutput | None = None
+
+    @property
+    def output(self) -> TextIO:
+        """Standard output, also while it is reserved."""
+        return self.reserved.stream if self.reserved is not None else sys.stdout
+
+    def reserve(self) -> None:
+        """Keep standard output for the JSON document: from now on, whatever else prints there prints to stderr."""
+        if self.reserved is None:
+            self.reserved = ReservedOutput()
+
+    def release(self) -> None:
+        """Give standard output back to everybody."""
+        if self.reserved is not None:
+            self.reserved.release()
+            self.reserved = None
 
     def table(self, *renderables: RenderableType) -> None:
         """Print for people on stdout; nothing with ``--json``."""
         if not self.json:
             console = self.console(stderr=False)
-            with _standard_output():
+            with _standard_output(sys.stdout):
                 for renderable in renderables:
                     if isinstance(renderable, str):
                         console.print(wrapped(renderable, sys.stdout), soft_wrap=True)
@@ -119,8 +139,8 @@ class Terminal:
         """Print the one JSON document, where it was asked for."""
         if self.json:
             document = {"schema_version": SCHEMA_VERSION, "command": command, **fields}
-            with _standard_output():
-                click.echo(json.dumps(plain(document), indent=1))
+            with _standard_output(self.output):
+                click.echo(json.dumps(plain(document), indent=1), self.output)
 
     def say(self, text: str) -> None:
         """Say something on stderr, unless quiet."""
