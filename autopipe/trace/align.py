@@ -14,7 +14,7 @@ from torch import fx
 from autopipe.errors import TraceError
 from autopipe.trace.canonical import tensor_digest
 from autopipe.trace.explain import OTHER_CALLS, type_name
-from autopipe.trace.follow import Followed, source_text
+from autopipe.trace.follow import Followed, short_where_text
 from autopipe.trace.targets import qualified_name
 
 
@@ -50,7 +50,7 @@ class Beside:
                 break
         self._astray.append(node)
         if len(self._astray) > _ASTRAY:
-            raise TraceError(OTHER_CALLS, where=source_text(self._astray[0].meta))
+            raise TraceError(OTHER_CALLS, where=short_where_text(self._astray[0].meta))
 
 
 def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:
@@ -72,7 +72,7 @@ def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:
 
 
 def _where(left: fx.Node, right: fx.Node) -> str:
-    place = source_text(left.meta) or source_text(right.meta)
+    place = short_where_text(left.meta) or short_where_text(right.meta)
     return f" at {place}" if place else ""
 
 

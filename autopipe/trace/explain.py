@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.errors import AutopipeError, TraceError
+from autopipe.trace.lines.owner import library_of, own_and_library
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep
@@ -87,7 +88,42 @@ def places_of(frame: FrameType) -> dict[str, Any]:
     }
     if around is not None:
         found["caller"] = (around.f_code.co_filename, around.f_lineno), id(around), around.f_lasti
+    if library_of(frame.f_code.co_filename):
+        own, _ = own_and_inner(lines_of(frame))
+        if own != found["source"]:
+            found["own"] = own
     return found
+
+
+Line = tuple[str, int]
+
+
+def lines_of(frame: FrameType | None) -> list[Line]:
+    """Return the user's lines that are running, innermost first: (file, line)."""
+    lines = []
+    frame = users_frame(frame)
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = users_frame(frame.f_back)
+    return lines
+
+
+def own_and_inner(lines: list[Line]) -> tuple[Line, Line | None]:
+    """Return the model's own line, and the line of the library that it leads to; None where it leads to none."""
+    own, inner = own_and_library([filename for filename, _ in lines])
+    return lines[own], None if inner is None else lines[inner]
+
+
+def place_in(own: Line, inner: Line | None) -> str:
+    """Return the model's own line with its text and, behind it, that of a library: for errors."""
+    text = place(*own)
+    return text if inner is None else f"{text}, which runs {short_path(inner[0])}:{place(*inner)[len(inner[0]) + 1 :]}"
+
+
+def short_place_in(own: Line, inner: Line | None) -> str:
+    """Return ``file:line`` of the model's own line and, behind it, of a library's."""
+    text = f"{short_path(own[0])}:{own[1]}"
+    return text if inner is None else f"{text} ({short_path(inner[0])}:{inner[1]})"
 
 
 def short_path(filename: str) -> str:
@@ -110,24 +146,21 @@ def place(filename: str, line: int) -> str:
 
 def here() -> str:
     """Return the place in the user's code that is running now."""
-    frame = calling_frame()
-    return place(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+    lines = lines_of(sys._getframe(1))
+    return place_in(*own_and_inner(lines)) if lines else ""
 
 
 def where_short() -> str:
     """Return ``file:line`` of the user's code that is running now, with a short path."""
-    frame = calling_frame()
-    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+    lines = lines_of(sys._getframe(1))
+    return short_place_in(*own_and_inner(lines)) if lines else ""
 
 
 def place_of(error: BaseException) -> str:
-    """Return the user's line that an exception came through last."""
-    trace: TracebackType | None = error.__traceback__
-    found = ""
-    for frame, line in traceback.walk_tb(trace):
-        if is_users(frame.f_code.co_filename):
-            found = place(frame.f_code.co_filename, line)
-    return found
+    """Return the user's line that an exception came through last, and behind it that of a library."""
+    walked = traceback.walk_tb(error.__traceback__)
+    lines = [(f.f_code.co_filename, line) for f, line in walked if is_users(f.f_code.co_filename)]
+    return place_in(*own_and_inner(lines[::-1])) if lines else ""
 
 
 def depends_on_data(error: BaseException | None) -> bool:

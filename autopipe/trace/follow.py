@@ -7,6 +7,7 @@ copy into the buffer, and a batch that is changed in place is cloned first, so t
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +20,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from autopipe.errors import TraceError
-from autopipe.trace.borrowed import Borrowed
-from autopipe.trace.explain import explained, place, short_path
+from autopipe.trace.borrowed import Borrowed, Snapshot
+from autopipe.trace.explain import Line, explained, place_in, short_path, short_place_in
 from autopipe.trace.joined import join
 from autopipe.trace.lengths import Length
+from autopipe.trace.lines.draws import DrawingLine
 from autopipe.trace.patches import TrainingReads, following
 from autopipe.trace.reads import FollowingShapeEnv, Reads
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.symbols import Symbols
 from autopipe.workload import Item, Workload
 from autopipe.workload.layouts import strides_like
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
 
@@ -84,7 +88,7 @@ def follow(
 
     Dimension 0 of every leaf with as many entries as the first one is the batch. ``batch``: follow a batch of so many
     samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
-    refuse at the very line that draws from Python's or numpy's random numbers. ``answer``: keep data-dependent
+    end the pass at the first call after a draw from Python's or numpy's random numbers. ``answer``: keep data-dependent
     decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
     ``beside``: is told every call as it is recorded, and may raise a TraceError that ends the pass.
 
@@ -176,14 +180,15 @@ def _empty(leaf: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _coin(workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool) -> TraceError:
     """Return the error for a model that flips coins outside of torch: one way would be kept for ever."""
-    where = ""
+    before = Snapshot(model)
     try:
-        follow(workload, model, item, watch=True, answer=answer)
+        with DrawingLine(before.random_drawn) as line:
+            follow(workload, model, item, watch=True, answer=answer)
     except TraceError as error:
-        where = error.where
+        logger.info("the pass that looks for the draw ended: %s", error.what)
     return TraceError(
         f"the model draws from {generator} in its forward, so another step takes another way",
-        where=where,
+        where=line.where,
         remedy="draw with torch and apply the result as a factor, or set the probability to 0 (layerdrop=0.0)",
     )
 
@@ -278,5 +283,15 @@ def source_text(meta: Mapping[str, Any]) -> str:
 
 
 def where_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line: source line`` of a node, "" where unknown."""
-    return place(*meta["source"]) if "source" in meta else ""
+    """Return ``file:line: source line`` of a node, "" where unknown: the model's own line, then a library's."""
+    return place_in(*_own_and_inner(meta)) if "source" in meta else ""
+
+
+def short_where_text(meta: Mapping[str, Any]) -> str:
+    """Return ``file:line`` of a node, "" where unknown: the model's own line, then a library's."""
+    return short_place_in(*_own_and_inner(meta)) if "source" in meta else ""
+
+
+def _own_and_inner(meta: Mapping[str, Any]) -> tuple[Line, Line | None]:
+    source: Line = meta["source"]
+    return (meta["own"], source) if "own" in meta else (source, None)

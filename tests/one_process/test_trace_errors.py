@@ -56,8 +56,8 @@ class Hook(Base):
 class Coin(Base):
     def forward(self, x):
         h = self.a(x)
-        scale = 2.0 if random.random() < 0.5 else 1.0
-        return (h * scale).pow(2).mean()  # the coin
+        scale = 2.0 if random.random() < 0.5 else 1.0  # the coin
+        return (h * scale).pow(2).mean()
 
 
 class NumpyCoin(Base):

@@ -1,0 +1,42 @@
+"""Whose line a call stands on: the model's own, or that of a library which the model calls.
+
+A library is an installed package, or the standard library. Where the whole forward is a library's (a transformers
+model), the package of the outermost frame counts as the model's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+_STANDARD = tuple({str(Path(sysconfig.get_paths()[name])) + os.sep for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+
+STANDARD = "Python"
+
+
+@functools.cache
+def library_of(filename: str) -> str:
+    """Return the installed package that a file belongs to, ``STANDARD`` for Python's own files, "" for any other."""
+    for marker in _INSTALLED:
+        _, installed, tail = filename.rpartition(marker)
+        if installed:
+            return tail.partition(os.sep)[0]
+    return STANDARD if filename.startswith(_STANDARD) else ""
+
+
+def own_and_library(filenames: Sequence[str]) -> tuple[int, int | None]:
+    """Return the positions of the model's own frame and of the library's frame that it leads to, of a call's frames.
+
+    ``filenames``: of the frames, innermost first; at least one. The second is None where no library but Python's is
+    innermost.
+    """
+    libraries = [library_of(filename) for filename in filenames]
+    outermost = next((library for library in reversed(libraries) if library != STANDARD), STANDARD)
+    home = "" if "" in libraries else outermost
+    own = libraries.index(home)
+    inner = next((index for index in range(own) if libraries[index] != STANDARD), None)
+    return own, inner
