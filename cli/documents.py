@@ -102,6 +102,7 @@ def plan(result: PlanResult) -> dict[str, Any]:
     return _plan(result.plan) | {
         "planning_seconds": result.planning_seconds,
         "cluster": dataclasses.asdict(result.cluster),
+        "estimate": result.cluster.source if result.cluster.devices[0].datasheet else None,
         "path": result.path or None,
         "notes": result.notes,
         "warnings": result.warnings,

@@ -163,7 +163,8 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--device-name",
         metavar="NAME",
-        help="Scale the profile to this device by its datasheet, such as H100-SXM: an estimate.",
+        help="Plan for this device by its datasheet, such as H100-SXM: an estimate. A profile of a device with a "
+        "datasheet is scaled; of any other, a CPU for one, the operations and bytes of each node are priced.",
     ),
     option(
         "--replicas",

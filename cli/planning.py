@@ -68,8 +68,9 @@ def plan_command(
     """Cut the model into stages for N ranks -> plan.json.
 
     TARGET's file is code, and it is run. Without TARGET, the stored profile is planned on, and no model file is read:
-    also for devices that are not here (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With --from-pipedream, a
-    profile in PipeDream's format; nothing is written then, nor with --sweep-gpus.
+    also for devices that are not here (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With --device-name, or a
+    datasheet in the cluster file, times are estimated for that device, also from a profile taken on a CPU. With
+    --from-pipedream, a profile in PipeDream's format; nothing is written then, nor with --sweep-gpus.
     """
     from autopipe.workflow import steps
     from autopipe.workflow.requests import PlanRequest
@@ -103,7 +104,11 @@ def _show(terminal: Terminal, result: PlanResult) -> None:
     terminal.notes(result.notes, result.warnings)
     terminal.table(
         tables.stage_table(result.plan, result.cluster),
-        tables.prediction_lines(result.plan, result.comparison.alone if result.comparison else None),
+        tables.prediction_lines(
+            result.plan,
+            result.comparison.alone if result.comparison else None,
+            estimated=bool(result.cluster.devices[0].datasheet),
+        ),
     )
     terminal.table(*plans.comparison(result.comparison), *plans.explanation(result.explanation))
     terminal.document("plan", documents.plan(result))

@@ -48,6 +48,7 @@ name = "V100-16GB"
 memory = "16GiB"
 speed = 1.0                     # relative to the device that the profile was taken on
 memory_speed = 1.0              # the same of the optimizer step; without it as speed
+# datasheet = "H100-SXM"        # in place of both speeds: memory and rates of a known device, see below
 [[level]]                       # innermost first
 name = "node"
 count = 4
@@ -58,6 +59,25 @@ name = "cluster"
 count = 4
 bandwidth = "1.25GB/s"
 latency = "20us"
+```
+
+`datasheet` names a device that autopipe knows; an unknown name is answered with the list. Where the profile was taken
+on a device without a datasheet, such as a CPU, times are an estimate: the operations and bytes of each node, counted
+while it was profiled, at 60 % of the device's peak and at its memory bandwidth. The precision is the profile's, so
+profile with `--precision bf16` for a plan of bf16 training. Two nodes of eight H100 with 400 Gbit/s between them:
+
+```toml
+[device]
+datasheet = "H100-SXM"
+[[level]]
+name = "node"
+count = 8
+bandwidth = "450GB/s"
+[[level]]
+name = "cluster"
+count = 2
+bandwidth = "400Gbit/s"
+latency = "10us"
 ```
 
 ## The schedule file

@@ -50,12 +50,14 @@ class ClusterDevice:
 
     ``speed``: of forwards and backwards, relative to the device the profile was taken on. ``memory_speed``: the same of
     what only moves memory, such as the step of an optimizer; 0: as ``speed``.
+    ``datasheet``: the name of the built-in datasheet that describes it, "" where its figures come from elsewhere.
     """
 
     name: str
     memory_bytes: int = 0
     speed: float = 1.0
     memory_speed: float = 0.0
+    datasheet: str = ""
 
     @property
     def update_speed(self) -> float:

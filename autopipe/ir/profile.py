@@ -64,17 +64,45 @@ class NodeCost:
 
 
 @dataclass(frozen=True, slots=True)
+class PassWork:
+    """What one pass over a node does, on any device.
+
+    ``flops``: floating-point operations of its matrix products, convolutions and attention. ``matrix_bytes``: what
+    these read and write. ``other_bytes``: what all other operations read and write.
+    """
+
+    flops: int = 0
+    matrix_bytes: int = 0
+    other_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.flops, self.matrix_bytes, self.other_bytes) < 0:
+            raise ValueError("operations and bytes are not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWork:
+    """What one node does for one microbatch: in its forward, and in its backward."""
+
+    forward: PassWork = PassWork()
+    backward: PassWork = PassWork()
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """All nodes at one microbatch size. ``spread``: relative interquartile range of the repeated whole passes.
 
     ``keepers``: value (an input, or a node's result) -> the node that is the first to keep its memory for the backward,
     and therefore counts it in ``saved_bytes``. Values that no node keeps are left out.
+    ``work``: node -> its operations and bytes, counted while it ran. Nodes that only name memory are left out; empty in
+    a profile of an earlier version.
     """
 
     microbatch_size: int
     costs: dict[str, NodeCost]
     spread: float = 0.0
     keepers: dict[str, str] = field(default_factory=dict)
+    work: dict[str, NodeWork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatch_size < 2**31 or self.spread < 0:
@@ -125,6 +153,8 @@ class Profile:
                 raise ValueError(f"microbatch size {measurement.microbatch_size}: costs do not cover the nodes")
             if not names.issuperset(measurement.keepers.values()):
                 raise ValueError(f"microbatch size {measurement.microbatch_size}: a keeper is no node of the graph")
+            if not names.issuperset(measurement.work):
+                raise ValueError(f"microbatch size {measurement.microbatch_size}: work of what is no node of the graph")
         sizes = [measurement.microbatch_size for measurement in self.measurements]
         if sizes != sorted(set(sizes)):
             raise ValueError(f"microbatch sizes {sizes} do not ascend")
@@ -139,7 +169,10 @@ class Profile:
         return sum(spec.num_bytes({}) for spec in self.graph.parameters.values() if spec.requires_grad)
 
     def at(self, microbatch_size: int) -> Measurement:
-        """Return the costs at a microbatch size: measured, or on the line through the two nearest measured sizes."""
+        """Return the costs at a microbatch size: measured, or on the line through the two nearest measured sizes.
+
+        The work of the nodes is left out between measured sizes.
+        """
         exact = [m for m in self.measurements if m.microbatch_size == microbatch_size]
         if exact:
             return exact[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.profile import Measurement, NodeCost
+from autopipe.ir.profile import Measurement, NodeCost, NodeWork
 from autopipe.measure.clock import Clock, Times, Windows, repeat
 from autopipe.measure.device import available_bytes
 from autopipe.measure.piece import Piece, State, storage_of, tensors_of
@@ -93,6 +93,7 @@ class SizeRun:
         self.rough: dict[str, tuple[float, float]] = {}
         self.output_bytes: dict[str, int] = {}
         self.workspace: dict[str, int] = {}
+        self.work: dict[str, NodeWork] = {}
         self.keepers: dict[str, str] = {}
         self.whole: Windows | None = Windows()  # None where it does not fit
 
@@ -117,7 +118,7 @@ class SizeRun:
         """Return what was found in all windows; the first one is taken here if there was none."""
         if not self.num_windows:
             self.window()
-        return Measurement(self.size, self._compared(), self._spread(), self.keepers)
+        return Measurement(self.size, self._compared(), self._spread(), self.keepers, self.work)
 
     def _start(self) -> Values:
         return Values({name: leaf.clone() for name, leaf in self.batch.items()})
@@ -132,6 +133,8 @@ class SizeRun:
                 key, forward, backward = weights.step(self.nodes[node.name], node, values, self.root)
             self.keys[node.name], self.rough[node.name] = key, (forward, backward)
             self.workspace[node.name] = weights.workspace[key]
+            if weights.work[key] != NodeWork():
+                self.work[node.name] = weights.work[key]
             result = values.by_name[node.name]
             self.output_bytes[node.name] = sum(t.numel() * t.element_size() for t in tensors_of(result))
             self._forget(values, index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch.utils import _pytree as pytree
 
 from autopipe.errors import AutopipeError, ProfileError
 from autopipe.ir.graph import Node
+from autopipe.ir.profile import NodeWork
 from autopipe.measure.clock import Clock
 from autopipe.measure.live import Workspace
 from autopipe.measure.piece import State, autocast_of, grad_of, storage_of, tensors_of
+from autopipe.measure.work import WorkCounter
 
 _REPEATS = 3
 
@@ -123,14 +125,15 @@ def signature(node: fx.Node, values: Values, state: State) -> Any:
 
 @dataclass
 class Weights:
-    """Rough forward and backward seconds of single nodes, and their workspace. ``timed``: signature -> seconds.
+    """Rough forward and backward seconds of single nodes, their workspace and work. ``timed``: signature -> seconds.
 
-    ``workspace``: signature -> bytes. Nodes of one kind are measured once.
+    ``workspace``: signature -> bytes. ``work``: signature -> operations and bytes. Nodes of one kind are measured once.
     """
 
     clock: Clock
     timed: dict[Any, tuple[float, float]] = field(default_factory=dict)
     workspace: dict[Any, int] = field(default_factory=dict)
+    work: dict[Any, NodeWork] = field(default_factory=dict)
     overhead: float = 0.0
 
     def calibrate(self) -> None:
@@ -152,7 +155,7 @@ class Weights:
         forward, backward, result = float("inf"), float("inf"), None
         given: dict[str, Any] = {}
         if key not in self.workspace:
-            self.workspace[key] = self._workspace(node, *self._given(names, about, values), state)
+            self.workspace[key], self.work[key] = self._counted(node, *self._given(names, about, values), state)
         for _ in range(repeats):
             given, leaves = self._given(names, about, values)
             with region(node, grad=True):
@@ -179,21 +182,37 @@ class Weights:
         # a leaf cannot be changed in place
         return (no_leaf(given, True) if about.mutates else given), leaves
 
-    def _workspace(self, node: fx.Node, given: dict[str, Any], leaves: list[Tensor], state: State) -> int:
-        """Return what the node's forward holds and gives back, or its backward holds at once, whichever is more."""
-        with Workspace(self.clock.device) as forward, region(node, grad=True):
+    def _counted(
+        self, node: fx.Node, given: dict[str, Any], leaves: list[Tensor], state: State
+    ) -> tuple[int, NodeWork]:
+        """Return what the node's forward holds and gives back, or its backward holds at once, whichever is more.
+
+        And how much both compute and move.
+        """
+        with Workspace(self.clock.device) as forward, WorkCounter() as ahead, region(node, grad=True):
             result = call(node, given, state)
         with Workspace(self.clock.device) as backward:
-            self._backward(result, [*leaves, *_trained(state)])
-        return max(forward.peak - forward.left, backward.peak)
+            run = _backward_of(result, [*leaves, *_trained(state)])
+            with WorkCounter() as behind:
+                if run is not None:
+                    run()
+        return max(forward.peak - forward.left, backward.peak), NodeWork(ahead.counted, behind.counted)
 
     def _backward(self, result: Any, leaves: list[Tensor]) -> float:
-        outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
-        if not outputs or not leaves:
+        run = _backward_of(result, leaves)
+        if run is None:
             return 0.0
-        grads = [torch.ones_like(output) for output in outputs]
-        _, seconds = self.clock.time(lambda: torch.autograd.grad(outputs, leaves, grads, allow_unused=True))
+        _, seconds = self.clock.time(run)
         return max(seconds - self.overhead, 1e-6)
+
+
+def _backward_of(result: Any, leaves: list[Tensor]) -> Callable[[], Any] | None:
+    """Return the backward of a result with gradients of ones, to be run once; None where no gradient flows."""
+    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    if not outputs or not leaves:
+        return None
+    grads = [torch.ones_like(output) for output in outputs]
+    return functools.partial(torch.autograd.grad, outputs, leaves, grads, allow_unused=True)
 
 
 def _trained(state: State) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from autopipe.errors import PlanError, unknown_choice
 from autopipe.ir.cluster import MOST_RANKS, Cluster, ClusterDevice, Level
+from autopipe.planning.datasheets import datasheet
 
 _REMEDY = "correct the file; the command reference (docs/cli.md) shows a whole one"
 SOURCES = ("datasheet", "measured")
@@ -139,8 +140,19 @@ def _level(entry: Any, where: str) -> Level:
 
 
 def _device(entry: Any, where: str) -> ClusterDevice:
-    _only_keys(entry, {"name", "memory", "speed", "memory_speed", "count"}, where)
+    _only_keys(entry, {"name", "memory", "speed", "memory_speed", "count", "datasheet"}, where)
     memory = parse_bytes(entry["memory"], where=f"{where}.memory") if "memory" in entry else 0
+    if "datasheet" in entry:
+        rates = [key for key in ("speed", "memory_speed") if key in entry]
+        if rates:
+            raise PlanError(
+                f"datasheet and {rates[0]} exclude each other: the datasheet says how fast the device is",
+                where=where,
+                remedy="leave one of them out",
+            )
+        sheet = datasheet(_text(entry, "datasheet", where, ""))
+        name = _text(entry, "name", where, sheet.name)
+        return ClusterDevice(name, memory or sheet.memory_bytes, datasheet=sheet.name)
     speed = _speed(entry, "speed", where, 1.0)
     return ClusterDevice(
         _text(entry, "name", where, "device"), memory, speed, _speed(entry, "memory_speed", where, 0.0)

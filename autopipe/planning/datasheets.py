@@ -95,23 +95,21 @@ def datasheet(name: str) -> Datasheet:
     return found
 
 
-def recognized(device: str) -> Datasheet:
-    """Return the datasheet of a device as its driver names it: ``NVIDIA A100-SXM4-80GB``.
+def recognized(device: str) -> Datasheet | None:
+    """Return the datasheet of a device as its driver names it (``NVIDIA A100-SXM4-80GB``); None where there is none.
 
-    Raises: PlanError when there is none, or the name leaves several.
+    Raises: PlanError when the name leaves several.
     """
     words = re.split(r"[\s-]+", device.lower())
     family = [sheet for sheet in DATASHEETS if sheet.name.split("-")[0].lower() in words]
     sized = [sheet for sheet in family if sheet.name.split("-")[-1].lower() in words]
-    found = sized or family
-    if len(found) != 1:
-        known = ", ".join(sheet.name for sheet in DATASHEETS)
+    matching = sized or family
+    if len(matching) > 1:
         raise PlanError(
-            f"the profile was taken on {device!r}, which has {'no' if not found else 'more than one'} datasheet here",
-            where=f"datasheets: {known}",
+            f"the profile was taken on {device!r}, which may be {' or '.join(sheet.name for sheet in matching)}",
             remedy="describe the device in a cluster file, with its speed relative to the profiled one",
         )
-    return found[0]
+    return matching[0] if matching else None
 
 
 def relative_speed(profiled: str, target: str, precision: str) -> Speed:
@@ -132,6 +130,5 @@ def device_like(profiled: str, target: str, precision: str) -> ClusterDevice:
     The optimizer's step moves memory and hardly computes: it runs as the ratio of the bandwidths.
     """
     sheet, memory_speed = datasheet(target), datasheet(target).memory_bandwidth / datasheet(profiled).memory_bandwidth
-    return ClusterDevice(
-        sheet.name, sheet.memory_bytes, relative_speed(profiled, target, precision).estimate, memory_speed
-    )
+    speed = relative_speed(profiled, target, precision).estimate
+    return ClusterDevice(sheet.name, sheet.memory_bytes, speed, memory_speed, sheet.name)

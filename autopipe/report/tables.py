@@ -137,12 +137,16 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
     return table
 
 
-def prediction_lines(plan: Plan, alone: Plan | None) -> str:
-    """Return what the plan should do, against the plan of one rank alone where there is one."""
+def prediction_lines(plan: Plan, alone: Plan | None, *, estimated: bool = False) -> str:
+    """Return what the plan should do, against the plan of one rank alone where there is one.
+
+    ``estimated``: its times come from a datasheet.
+    """
     predicted = plan.predicted
     one = alone.predicted.step_seconds if alone is not None else 0.0
     lines = [
-        f"predicted: {in_seconds(predicted.step_seconds)} a step, {predicted.samples_per_second:.1f} samples/s, "
+        f"{'estimated' if estimated else 'predicted'}: {in_seconds(predicted.step_seconds)} a step, "
+        f"{predicted.samples_per_second:.1f} samples/s, "
         f"{predicted.bubble_fraction:.1%} idle, slowest stage {in_seconds(predicted.bottleneck_seconds)} a microbatch",
     ]
     if one and predicted.step_seconds and plan.num_ranks > 1:

@@ -15,7 +15,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, Watch, make_best_plan
 from autopipe.schedules import lines_of
-from autopipe.workflow.clusters import cluster_of_figures, this_machine
+from autopipe.workflow.clusters import by_datasheet, cluster_of_figures, priced, this_machine
 from autopipe.workflow.peaks import fitting
 from autopipe.workflow.predict import judge, predict
 from autopipe.workflow.requests import PlanRequest
@@ -106,7 +106,7 @@ def search(
 
     Raises: PlanError where none can be made; ScheduleError where no schedule can run what was made.
     """
-    watch = Watch(later(progress))
+    watch, found = Watch(later(progress)), priced(found, cluster)
     score = judge(found, cluster, choices)
 
     def find(room: Cluster) -> Plan:
@@ -189,7 +189,7 @@ def ranks_of(request: PlanRequest, found: Profile) -> int:
 def cluster_of(request: PlanRequest, num_ranks: int, found: Profile, work: Work) -> Cluster:
     """Return the cluster that is meant: a file, figures, or this machine with its links as they were measured."""
     if request.cluster is not None:
-        return request.cluster
+        return by_datasheet(request.cluster, found)
     links = work.found(Links, work.store.links)
     if request.of_other_devices:
         given = request.gpu_memory_bytes, request.link, request.device_name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level, Links
 from autopipe.ir.profile import Device, Profile
 from autopipe.planning.datasheets import datasheet, device_like, recognized, relative_speed
+from autopipe.planning.roofline import describe, on_datasheet
 
 # one host and a GPU's own links, until they are measured: on a CPU round figures of a machine that was, on a GPU of
 # data sheets
@@ -28,21 +30,65 @@ def cluster_of_figures(
 ) -> Cluster:
     """Return a flat cluster from ``--gpu-memory``, ``--link`` and ``--device-name``; the rest is as on this machine.
 
-    Raises: PlanError for a device of no known name, or a profile from one without a datasheet.
+    Raises: PlanError for a device of no known name.
     """
-    here = this_machine(num_ranks, profile.device, links)
-    level, device, source = here.levels[0], here.devices[0], "command line"
     if device_name is not None:
-        wanted = datasheet(device_name).name  # first: an unknown name is what was typed wrong
-        profiled = recognized(profile.device.name).name
-        device = device_like(profiled, wanted, precision_of(profile))
-        source = relative_speed(profiled, wanted, precision_of(profile)).note
+        sheet = datasheet(device_name)
+        device = ClusterDevice(sheet.name, memory_bytes or sheet.memory_bytes, datasheet=sheet.name)
         level = Level("assumed", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
+        if link is not None:
+            level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
+        return by_datasheet(Cluster((level,), (device,), "command line"), profile)
+    here = this_machine(num_ranks, profile.device, links)
+    level, device = here.levels[0], here.devices[0]
     if link is not None:
         level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
     if memory_bytes is not None:
         device = dataclasses.replace(device, memory_bytes=memory_bytes)
-    return Cluster((level,), (device,), source, here.host)
+    return Cluster((level,), (device,), "command line", here.host)
+
+
+def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
+    """Return the cluster with the speeds of the devices that have a datasheet; ``source`` says how they were found.
+
+    They are relative to the device that was profiled, where that has a datasheet too; else to the first device, on
+    which ``priced`` estimates the profile.
+
+    Raises: PlanError where only some of the devices have one.
+    """
+    named = [device.datasheet for device in cluster.devices if device.datasheet]
+    if not named:
+        return cluster
+    if len(named) < len(cluster.devices):
+        raise PlanError(
+            "some devices of the cluster have a datasheet and others a speed: they cannot be compared",
+            remedy="give every [[device]] a datasheet, or every one a speed",
+        )
+    precision, profiled = precision_of(profile), recognized(profile.device.name)
+    reference = profiled or datasheet(named[0])
+    devices = []
+    for device in cluster.devices:
+        scaled = device_like(reference.name, device.datasheet, precision)
+        devices.append(dataclasses.replace(device, speed=scaled.speed, memory_speed=scaled.memory_speed))
+    if profiled is None:
+        source = describe(reference, precision, profile.device.name)
+    else:
+        source = relative_speed(reference.name, named[0], precision).note
+    return dataclasses.replace(cluster, devices=tuple(devices), source=source)
+
+
+def priced(profile: Profile, cluster: Cluster) -> Profile:
+    """Return the profile whose times the speeds of the cluster are relative to.
+
+    It is the profile itself, but where the cluster's devices have datasheets and the profiled one has none: then its
+    times are estimated from the operations and bytes of its nodes.
+
+    Raises: PlanError where the profile does not hold them.
+    """
+    first = cluster.devices[0].datasheet
+    if not first or recognized(profile.device.name) is not None:
+        return profile
+    return on_datasheet(profile, datasheet(first), precision_of(profile))
 
 
 def precision_of(profile: Profile) -> str:

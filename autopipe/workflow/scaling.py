@@ -12,6 +12,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions
 from autopipe.workflow.choose import batch_of, cluster_of, search
+from autopipe.workflow.clusters import by_datasheet
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.models import ensure_profile
 from autopipe.workflow.requests import PlanRequest
@@ -106,12 +107,13 @@ def _cluster(base: _Base, count: int) -> Cluster:
             "the devices of the cluster file differ; which are the first few is not known",
             remedy="give one [device] for all",
         )
-    return Cluster(levels, given.devices[:1], given.source)
+    return by_datasheet(Cluster(levels, given.devices[:1], given.source), base.found)
 
 
 def _notes(base: _Base) -> tuple[str, ...]:
     notes = list(base.work.notes)
-    name = base.request.device_name
-    if name is not None:
-        notes.append(f"{name}: {cluster_of(base.request, 1, base.found, base.work).source}")
+    given = base.request.cluster
+    cluster = cluster_of(base.request, given.num_ranks if given is not None else 1, base.found, base.work)
+    if cluster.devices[0].datasheet:
+        notes.append(f"{cluster.devices[0].name}: {cluster.source}")
     return tuple(notes)

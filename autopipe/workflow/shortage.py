@@ -12,6 +12,7 @@ from dataclasses import replace
 from autopipe.errors import AutopipeError, WorkerError, counted
 from autopipe.ir.plan import Plan
 from autopipe.planning import PlanOptions, make_plan
+from autopipe.workflow.clusters import priced
 from autopipe.workflow.peaks import fitting
 from autopipe.workflow.steps import Prepared
 
@@ -47,7 +48,8 @@ def _remedy(limit: int, prepared: Prepared) -> str:
     memory = f"--gpu-memory {limit / _GIB:.3g}GiB"
     try:
         room = replace(prepared.cluster, devices=devices)
-        found = fitting(prepared.profile, room, lambda least: make_plan(prepared.profile, least, options))
+        profile = priced(prepared.profile, room)
+        found = fitting(profile, room, lambda least: make_plan(profile, least, options))
     except AutopipeError as error:
         return f"{error.remedy}; plan for it with {memory}"
     return f"{memory}: then {_difference(plan, found)}"

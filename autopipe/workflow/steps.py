@@ -25,6 +25,7 @@ from autopipe.report.perfetto import chrome_trace
 from autopipe.schedules import render
 from autopipe.workflow import evaluation
 from autopipe.workflow.choose import batch_of, choose_plan, ensure_plan
+from autopipe.workflow.clusters import priced
 from autopipe.workflow.contenders import compared
 from autopipe.workflow.contenders import explained as explain
 from autopipe.workflow.locks import only_one
@@ -103,6 +104,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
         chosen = choose_plan(found, request, work, batch_size)
         made, record = chosen.plan, chosen.record
+        found = priced(found, record.cluster)
         against = reasons = None
         try:
             against = compared(made, found, record, chosen.space, every=chosen.every)
@@ -158,7 +160,7 @@ def simulate(
     with only_one(work_dir, "simulates"):
         store = Work.begin(work_dir, progress).store
         made, record = store.stored_plan()
-        found = store.stored_profile()
+        found = priced(store.stored_profile(), record.cluster)
         refuse_disagreement(made, found.graph)
         said = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
         made, notes = reordered(made, PlanRequest.of(said))
@@ -257,11 +259,18 @@ def _stages_hold(store: Store, made: Plan, divisor: str) -> bool:
 def assumptions(record: PlanRecord) -> tuple[str, ...]:
     """Return what a plan takes for granted and nobody measured, for people."""
     level, device = record.cluster.levels[0], record.cluster.devices[0]
-    if record.request.device_name is not None:
-        return (f"{device.name}: {record.cluster.source}",)
+    if device.datasheet:
+        return (f"{device.name}: {record.cluster.source}", *_assumed_links(record))
     if record.cluster.source != "assumed":
         return ()
     return (
         f"assumed: {level.bandwidth / 1e9:.3g} GB/s between ranks, {device.memory_bytes / 2**30:.1f} GiB a rank "
         "(--cluster, --gpu-memory and --link say otherwise; autopipe doctor --links measures)",
     )
+
+
+def _assumed_links(record: PlanRecord) -> tuple[str, ...]:
+    level = record.cluster.levels[0]
+    if level.name != "assumed":
+        return ()
+    return (f"assumed: {level.bandwidth / 1e9:.3g} GB/s between devices (--link or --cluster say otherwise)",)

@@ -12,7 +12,7 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
+from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
 from autopipe.workflow import contenders, steps
 from autopipe.workflow.store import PlanRecord
@@ -183,6 +183,27 @@ def test_a_device_by_name_makes_an_estimate_that_says_so(run):
     assert any("H100-80GB: estimate from datasheets" in note for note in fast["notes"])
     assert fast["cluster"]["devices"][0]["memory_bytes"] == 80 * 10**9
     assert "Did you mean 'H100-80GB'?" in run("--gpus", "2", "--device-name", "H100-80G", code=1).stderr
+
+
+def test_a_profile_of_a_cpu_is_planned_on_a_device_by_name_and_labelled_an_estimate(run):
+    profile = stored_profile()
+    work = NodeWork(PassWork(10**12, 10**6, 10**6), PassWork(2 * 10**12, 10**6, 10**6))
+    measurements = tuple(dataclasses.replace(m, work=dict.fromkeys(m.costs, work)) for m in profile.measurements)
+    device = Device("cpu", "some cpu", 2**34)
+    artifact.save(
+        dataclasses.replace(profile, device=device, measurements=measurements), Path(".autopipe/profile.json")
+    )
+    options = "--gpus", "2", "--num-microbatches", "4", "--schedule", "1f1b", "--device-name", "H100-SXM"
+    found = document(run(*options, *STRAIGHT, "--json"))
+    # 3 TFLOP a layer at 60 % of 67 TFLOP/s, four layers a stage, four microbatches and one to fill
+    assert found["predicted"]["step_seconds"] == pytest.approx(5 * 4 * 3 / (0.6 * 67), rel=0.01)
+    assert found["estimate"].startswith("estimate, nothing was measured on such a device: operations and bytes counted")
+    shown = run(*options)
+    assert "\nestimated: " in shown.stdout
+    assert "at 60% of 67 TFLOP/s (fp32) and 3350 GB/s" in " ".join(shown.stderr.split())
+    run(*options, *STRAIGHT)
+    simulated = json.loads(CliRunner().invoke(autopipe, ["simulate", "--json"]).stdout)
+    assert simulated["seconds"] == pytest.approx(found["predicted"]["step_seconds"])
 
 
 def test_a_stored_record_keeps_what_was_asked(run):

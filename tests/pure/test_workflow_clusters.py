@@ -49,11 +49,6 @@ def test_memory_that_was_said_goes_before_the_datasheets():
     assert (found.device(0).name, found.device(0).memory_bytes) == ("H200-141GB", 2**30)
 
 
-def test_a_profile_of_a_device_without_a_datasheet_cannot_be_scaled():
-    with pytest.raises(PlanError, match="the profile was taken on 'some cpu', which has no datasheet"):
-        cluster_of_figures(2, CPU_PROFILE, None, None, "H100-SXM")
-
-
 def test_a_device_of_an_unknown_name_is_said_before_what_the_profile_was_taken_on():
     with pytest.raises(PlanError, match=r"unknown device 'H100-80G'; known: A100-40GB, .*Did you mean 'H100-80GB'"):
         cluster_of_figures(2, CPU_PROFILE, None, None, "H100-80G")

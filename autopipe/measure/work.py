@@ -1,0 +1,117 @@
+"""Floating-point operations and bytes of what runs, counted as it is dispatched: on any device, also on ``meta``.
+
+Flops are those of ``torch.utils.flop_counter`` (two for a multiplication with an addition), and formulas here for
+kernels of the CPU that it does not know. Bytes: every operand once and every result once; views, and memory that is
+made and not filled, move nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from autopipe.ir.profile import PassWork
+
+# what only names memory, or leaves it as it is
+_STILL = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_local_scalar_dense", "set_")
+# what reads of its first operand as much as it returns
+_GATHER = ("embedding", "index", "index_select", "gather", "_unsafe_index", "select_backward", "slice_backward")
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _recurrent(steps: Tensor, *given: Any, **_: Any) -> int:
+    """Count one layer of a recurrent network: its two weights (4 gates by inputs, by hidden units) at every step."""
+    samples = math.prod(steps.shape[:-1])
+    weights = [entry for entry in given[:2] if isinstance(entry, Tensor)]
+    return 2 * samples * sum(weight.numel() for weight in weights)
+
+
+def _recurrent_backward(steps: Tensor, *given: Any, **_: Any) -> int:
+    return 2 * _recurrent(steps, *given)
+
+
+def _vector(matrix: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _added_vector(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * matrix.numel()
+
+
+_OWN: dict[str, Callable[..., int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "mkldnn_rnn_layer": _recurrent,
+    "mkldnn_rnn_layer_backward": _recurrent_backward,
+    "mv": _vector,
+    "dot": _vector,
+    "addmv": _added_vector,
+}
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts what this thread dispatches, and the backward that it starts. Use one for each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        self._flops = self._matrix_bytes = self._other_bytes = 0
+
+    @property
+    def counted(self) -> PassWork:
+        """What was counted so far."""
+        return PassWork(self._flops, self._matrix_bytes, self._other_bytes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.rpartition("::")[2]
+        if getattr(func, "is_view", False) or name.startswith(_STILL):
+            return result
+        flops = _flops_of(func, name, args, kwargs or {}, result)
+        moved = _bytes_of(name, args, kwargs or {}, result)
+        self._flops += flops
+        if flops:
+            self._matrix_bytes += moved
+        else:
+            self._other_bytes += moved
+        return result
+
+
+def _flops_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    if name in _OWN:
+        return _OWN[name](*args, **kwargs)
+    count = flop_registry.get(func.overloadpacket)
+    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+def _bytes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return what is read and written: each tensor once as operand and once as result."""
+    made = sum(_size(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    operands = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    sizes = [_size(leaf) for leaf in operands.values()]
+    if name in _GATHER and sizes:
+        sizes[0] = min(sizes[0], made)
+    return made + sum(sizes)
+
+
+def _size(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; one that is expanded is read from the memory that it has."""
+    if tensor.layout != torch.strided:
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
