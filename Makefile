@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas docs docs-check check
+.PHONY: help setup demo chaos test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,6 +62,11 @@ zoo: $(READY) ## capture every kind of model that is known, and say what each ne
 
 zoo-dozen: $(READY) ## a dozen of them, in about two minutes
 	$(BIN)/python -m benchmarks.zoo --representative --jobs 2 --limit 120
+
+REPOSITORIES ?=
+zoo-third: $(READY) ## models of public repositories, checked out in a folder: make zoo-third REPOSITORIES=FOLDER
+	@test -n "$(REPOSITORIES)" || { echo "usage: make zoo-third REPOSITORIES=FOLDER (benchmarks/third_party/README.md lists them)"; exit 2; }
+	$(BIN)/python -m benchmarks.third_party "$(REPOSITORIES)" --jobs $(JOBS)
 
 bench: $(READY) ## two ranks against one process, side by side
 	$(BIN)/python benchmarks/two_ranks.py

@@ -1,0 +1,1 @@
+"""Models of public repositories, their code unmodified, through ``autopipe check``."""
