@@ -31,6 +31,7 @@ else the only `nn.Module` subclass that the file defines. Optional names in the 
 |---|---|---|
 | `example_inputs` | `(batch_size) -> tuple or dict` | the first batch of `data` |
 | `loss` | `(output, target) -> scalar`, or `(scalar, weight)` | `output.loss`, `output["loss"]`, or a scalar output |
+| `batch_dim` | a number, or a structure of numbers | found from `data`: [batches.md](batches.md) |
 | `data` | `(batch_size)` or `() -> iterable` of `(inputs, target)` or `dict` | made-up batches from `example_inputs` |
 | `optimizer` | `(named_parameters) -> Optimizer`; built once a stage | AdamW |
 | `scheduler` | `(optimizer) -> LRScheduler` | none |

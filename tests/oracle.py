@@ -106,11 +106,12 @@ def train(
     clip_norm: float = 0.0,
     order: Order | None = None,
     divisor: Callable[[Any], float] = samples,
+    cut: Callable[[Any, int], list[Any]] = chunks,
 ) -> tuple[list[float], torch.nn.Module, list[dict[str, torch.Tensor]]]:
     """Return the losses, the trained model, and the gradients of every step.
 
     ``order``: in which a plan adds up, where that is not one process's. ``divisor``: what the loss of a batch divides
-    by; a part of it weighs its own divisor over the whole one.
+    by; a part of it weighs its own divisor over the whole one. ``cut``: cuts a batch into microbatches.
     """
     torch.manual_seed(seed)
     module = load(path)
@@ -137,7 +138,7 @@ def train(
         for name, p in parameters.items():
             p.data = versions[max(t - staleness(name), 0)][name].clone()
         total, weights, n = 0.0, 0.0, divisor(item)
-        for j, part in enumerate(chunks(item, num_microbatches)):
+        for j, part in enumerate(cut(item, num_microbatches)):
             with Seeds(seed, t, j), order.begin(t, j) if order else contextlib.nullcontext():
                 loss = loss_of(module, model, part)
             weight = None

@@ -22,7 +22,6 @@ from autopipe.runtime.threads import run_in_threads
 from autopipe.trace import Capture, capture
 from autopipe.workflow.named import remember, remember_stages
 from autopipe.workload import LoadOptions, Workload, load_workload
-from autopipe.workload.items import resized
 
 SAMPLES = Path(__file__).resolve().parents[1] / "sample_models"
 # smaller than the samples' own defaults: the same layers, fewer and narrower
@@ -114,5 +113,5 @@ def minibatches(workload: Workload, count: int, batch_size: int, last: int = 0) 
     found: Iterator[Any] = workload.items(batch_size)
     items = list(itertools.islice(found, count))
     if last:
-        items[-1] = resized(items[-1], last)
+        items[-1] = workload.resized(items[-1], last)
     return items

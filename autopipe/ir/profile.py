@@ -17,7 +17,8 @@ class WorkloadSpec:
     """How to find the user's model again: TARGET, its arguments, and hooks given as options. See ``workload``.
 
     ``optimizer``: one of torch's by name, "" for the file's own hook or AdamW. ``lr``: None for the optimizer's own.
-    ``precision``: fp32, or bf16/fp16 for a forward and loss under autocast.
+    ``precision``: fp32, or bf16/fp16 for a forward and loss under autocast. ``batch_dims``: see
+    ``workload.cutting.BatchDimensions``; None where no batch was read yet.
     """
 
     target: str
@@ -28,6 +29,7 @@ class WorkloadSpec:
     optimizer: str = ""
     lr: float | None = None
     precision: str = "fp32"
+    batch_dims: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -41,7 +41,9 @@ ENOUGH_SECONDS = 3.0
 class Fed(Protocol):
     """The part of a workload that is used here."""
 
-    spec: WorkloadSpec
+    @property
+    def spec(self) -> WorkloadSpec:
+        """How to find it again."""
 
     def example_item(self, batch_size: int, /) -> Any:
         """Return a batch of so many samples."""

@@ -161,7 +161,7 @@ class OneReads:
     def _send(self, step: int, item: Any, minibatch: Minibatch) -> None:
         workload, layout = self.recordings.workload, self.recordings.layout
         whole = workload.leaves(item)
-        count, parts = workload.num_samples(item), minibatch.parts
+        count, dimensions, parts = workload.num_samples(item), workload.batch_dims(item), minibatch.parts
         fields = [field.name for field in dataclasses.fields(Microbatch) if field.name not in _NOT_IN_HEADER]
         described = [
             {"recording": part.recording.name, **{name: getattr(part, name) for name in fields}} for part in parts
@@ -182,7 +182,7 @@ class OneReads:
                     "dtype": str(leaf.dtype).removeprefix("torch."),
                     "shape": list(leaf.shape),
                     "order": order,
-                    "cut": leaf.dim() > 0 and leaf.shape[0] == count,
+                    "cut": dimensions.get(name),
                 }
                 for name, (leaf, order) in leaves.items()
             }
@@ -232,7 +232,8 @@ class OneReads:
                 batch_channel(self.transport.rank), stored, getattr(torch, fields_of_leaf["dtype"])
             )
             leaf = unpacked(elements.wait(), shape, order)
-            cut[name] = leaf.tensor_split(parts) if fields_of_leaf["cut"] else (leaf,) * parts
+            dimension = fields_of_leaf["cut"]
+            cut[name] = (leaf,) * parts if dimension is None else leaf.tensor_split(parts, dimension)
         known = {recording.name: recording for recording in self.recordings.known(training=self.training)}
         microbatches = []
         for j, fields in enumerate(described):

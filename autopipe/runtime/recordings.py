@@ -37,7 +37,7 @@ from autopipe.stage import Stage
 from autopipe.trace import Capture, capture, with_own_constants
 from autopipe.workload import Workload
 from autopipe.workload.forms import form_of
-from autopipe.workload.items import resized, shapes
+from autopipe.workload.items import shapes
 
 EVALUATION = "evaluation"
 
@@ -248,4 +248,5 @@ class _OneBatch:
 
     def example_item(self, batch_size: int) -> Any:
         """Return the batch, its samples repeated where there are too few."""
-        return resized(self._item, batch_size)
+        resized: Any = self._workload.resized(self._item, batch_size)
+        return resized

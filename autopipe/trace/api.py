@@ -7,10 +7,9 @@ import dataclasses
 import gc
 import logging
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Container, Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
@@ -18,7 +17,7 @@ from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.coupling import coupling_notes
 from autopipe.trace.divisor import find_divisor
 from autopipe.trace.ladder import Ladder
-from autopipe.trace.lengths import Length, cut, found_lengths, shorter, sizes_of
+from autopipe.trace.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
 from autopipe.trace.result import Capture
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observe import Ran, observed
@@ -66,12 +65,12 @@ def _capture(
 ) -> Capture:
     ran: dict[types.CodeType, Ran] = {}
     item = observed(lambda: workload.example_item(batch_size), ran)
-    distinct = _distinct(model, workload.leaves(item).values(), batch_size)
+    distinct = _distinct(sizes_of(model) | other_sizes(workload, item), batch_size)
     if distinct != batch_size:
         batch_size, item = distinct, workload.example_item(distinct)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     ladder = Ladder(workload, model, item, batch_size)
-    lengths = found_lengths(model, workload.leaves(item), batch_size) if free else ()
+    lengths = found_lengths(model, workload.leaves(item), workload.batch_dims(item), batch_size) if free else ()
     with _nothing_collected():
         captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
     if trains(model) and not on_meta:
@@ -161,9 +160,8 @@ def _bounded(captured: Capture, lengths: tuple[Length, ...], part: int) -> Captu
     return dataclasses.replace(captured, graph=graph)
 
 
-def _distinct(model: nn.Module, leaves: Iterable[Tensor], start: int) -> int:
-    """Return the first number from ``start`` on that is no size of the model or of the batch's other dimensions."""
-    sizes = sizes_of(model) | {int(size) for leaf in leaves for size in leaf.shape[1:]}
+def _distinct(sizes: Container[int], start: int) -> int:
+    """Return the first number from ``start`` on that is none of ``sizes``."""
     candidate = max(start, 2)
     while candidate in sizes:
         candidate += 1
@@ -174,10 +172,9 @@ def _other(workload: Workload, batch_size: int) -> Item:
     """Return a batch of another size, of other samples where the data has them."""
     other = 3 if batch_size != 3 else 4
     both = workload.example_item(batch_size + other)
-    leaves = workload.leaves(both)
-    count = workload.num_samples(both)
-    found: dict[str, Any] = {
-        name: laid_out(leaf[batch_size:], leaf) if leaf.dim() and leaf.shape[0] == count else leaf
+    leaves, dimensions = workload.leaves(both), workload.batch_dims(both)
+    found = {
+        name: laid_out(leaf.narrow(dimensions[name], batch_size, other), leaf) if name in dimensions else leaf
         for name, leaf in leaves.items()
     }
     return workload.with_leaves(both, found)

@@ -41,8 +41,8 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
     Raises: NotExportable where it fails, or the model has a custom ``autograd.Function``.
     """
     leaves = {name: laid_out(leaf, leaf) for name, leaf in workload.leaves(item).items()}
-    count = workload.num_samples(item)
-    free = {name: {0: torch.export.Dim.AUTO} if _is_batched(leaf, count) else None for name, leaf in leaves.items()}
+    dimensions = workload.batch_dims(item)
+    free = {name: {dimensions[name]: torch.export.Dim.AUTO} if name in dimensions else None for name in leaves}
     before, whole = Snapshot(model), _Whole(workload, model, item)
     try:
         with _custom_functions_refused(), quiet_fakes(), warnings.catch_warnings():
@@ -83,10 +83,6 @@ class _Whole(nn.Module):
     def forward(self, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
         loss, weight = self._workload.loss(self.model, self._workload.with_leaves(self._item, leaves))
         return (loss,) if weight is None else (loss, weight)
-
-
-def _is_batched(leaf: Tensor, count: int) -> bool:
-    return leaf.dim() > 0 and leaf.shape[0] == count
 
 
 def _is_transform(node: fx.Node) -> bool:

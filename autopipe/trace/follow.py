@@ -41,6 +41,7 @@ Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
 class Followed:
     """What one pass found. ``sizes``: its number of samples, and its ``lengths``, where they are free to vary.
 
+    ``batch``: the input, and its dimension, that the number of samples is read from.
     ``reads_training``: the user's code asks for the mode. ``calls``: as they were recorded, before tidying up.
     """
 
@@ -49,6 +50,7 @@ class Followed:
     symbols: Symbols
     sizes: tuple[int, ...]
     reads_training: bool
+    batch: tuple[str, int]
     lengths: tuple[Length, ...] = ()
     calls: tuple[fx.Node, ...] = ()
 
@@ -58,17 +60,10 @@ class Followed:
         return self.recorder.graph
 
     @property
-    def batch_input(self) -> fx.Node:
-        """The input whose dimension 0 is the batch size: the first that has a dimension."""
-        found: fx.Node = next(n for n in self.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() > 0)
-        return found
-
-    @property
     def places(self) -> list[tuple[fx.Node, int]]:
         """Where each of ``sizes`` is read: an input and its dimension."""
         inputs = {str(node.target): node for node in self.graph.nodes if node.op == "placeholder"}
-        lengths = [(inputs[length.places[0][0]], length.places[0][1]) for length in self.lengths]
-        return [(self.batch_input, 0), *lengths]
+        return [(inputs[name], dimension) for name, dimension in (self.batch, *(x.places[0] for x in self.lengths))]
 
 
 def follow(
@@ -86,7 +81,7 @@ def follow(
 ) -> Followed:
     """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
 
-    Dimension 0 of every leaf with as many entries as the first one is the batch. ``batch``: follow a batch of so many
+    ``workload.batch_dims`` says where the samples are counted. ``batch``: follow a batch of so many
     samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
     end the pass at the first call after a draw from Python's or numpy's random numbers. ``answer``: keep data-dependent
     decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
@@ -98,7 +93,8 @@ def follow(
     sized = [leaf for leaf in leaves.values() if leaf.dim() > 0]
     if not sized:
         raise TraceError("the batch holds no tensor with a dimension", remedy="give samples-first tensors")
-    count = sized[0].shape[0]
+    dimensions = workload.batch_dims(item)
+    first, count = next(iter(dimensions.items())), workload.num_samples(item)
     shape_env = FollowingShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     symbols = Symbols(shape_env)
@@ -107,7 +103,9 @@ def follow(
         recorder = Recorder(borrowed, symbols, watch=watch)
         recorder.most, recorder.beside = most, beside
         given = {place: size for length, size in lengths for place in length.places}
-        fakes = {name: _fake_leaf(mode, name, leaf, count, batch, given) for name, leaf in leaves.items()}
+        fakes = {
+            name: _fake_leaf(mode, name, leaf, dimensions.get(name), batch, given) for name, leaf in leaves.items()
+        }
         for name, fake in fakes.items():
             recorder.add_input(name, fake)
         if answer:
@@ -128,7 +126,7 @@ def follow(
     remove_unused(recorder.graph)
     sizes = (batch or count, *(size for _, size in lengths))
     free = tuple(length for length, _ in lengths)
-    return Followed(recorder, borrowed, symbols, sizes, reads.seen, free, calls)
+    return Followed(recorder, borrowed, symbols, sizes, reads.seen, first, free, calls)
 
 
 @contextlib.contextmanager
@@ -152,20 +150,22 @@ def _fake_leaf(
     mode: FakeTensorMode,
     name: str,
     leaf: Tensor,
-    count: int,
+    counting: int | None,
     batch: int | None,
     lengths: Mapping[tuple[str, int], int],
 ) -> Tensor:
-    """Return the fake of an input; an object of its own even where the user passes one tensor twice."""
-    batched = leaf.dim() > 0 and leaf.shape[0] == count
+    """Return the fake of an input; an object of its own even where the user passes one tensor twice.
+
+    ``counting``: the dimension that counts the samples.
+    """
     if batch is not None:
         shape = [lengths.get((name, dimension), size) for dimension, size in enumerate(leaf.shape)]
-        if batched:
-            shape[0] = batch
+        if counting is not None:
+            shape[counting] = batch
         with mode:
             return _empty(leaf, shape)
     real = _empty(leaf, leaf.shape)
-    sizes = [DimDynamic.DUCK if d == 0 and batched else DimDynamic.STATIC for d in range(leaf.dim())]
+    sizes = [DimDynamic.DUCK if d == counting else DimDynamic.STATIC for d in range(leaf.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(real, source=LocalSource(name), symbolic_context=context)
 

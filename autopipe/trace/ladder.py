@@ -11,13 +11,12 @@ Whichever it was, ``api.capture`` compares the graph with the model before it is
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from autopipe.errors import TraceError
 from autopipe.ir.batch import STRIDES
@@ -30,7 +29,7 @@ from autopipe.trace.explain import MORE_CALLS, OTHER_CALLS, depends_on_data, pla
 from autopipe.trace.exported import NotExportable, export
 from autopipe.trace.fit import Fit
 from autopipe.trace.follow import Followed, Forward, follow
-from autopipe.trace.lengths import Length, other_lengths, sizes_of
+from autopipe.trace.lengths import Length, other_lengths, other_sizes, sizes_of
 from autopipe.trace.naming import rename
 from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.result import Capture
@@ -91,7 +90,7 @@ class Ladder:
 
     def _fit(self, narrow: Followed, lengths: tuple[Length, ...]) -> Fit | None:
         """Return the fit of a second recording, with other lengths if possible; None where none fits."""
-        taken = sizes_of(self.model) | {int(size) for leaf in self._leaves for size in leaf.shape[1:]}
+        taken = sizes_of(self.model) | other_sizes(self.workload, self.item)
         many = next(n for n in range(_WIDE, 2 * _WIDE) if n not in taken and _is_prime_step(n - self.batch))
         whys: list[Exception] = []
         others = [other_lengths(length.size, taken) for length in lengths]
@@ -118,10 +117,6 @@ class Ladder:
         finally:
             if whys:
                 logger.info("sequence lengths stay fixed: %s", whys[-1])
-
-    @functools.cached_property
-    def _leaves(self) -> list[Tensor]:
-        return list(self.workload.leaves(self.item).values())
 
     def _symbolic(self, method: str, *, answer: bool) -> Capture:
         found = self._follow(answer=answer)

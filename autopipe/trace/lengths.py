@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from autopipe.workload import Item, Workload
 from autopipe.workload.layouts import laid_out
 
 _SHORTEST = 4  # a size below is a number of classes or coordinates rather than a length
@@ -28,21 +29,24 @@ class Length:
     size: int
 
 
-def found_lengths(model: nn.Module, leaves: Mapping[str, Tensor], count: int) -> tuple[Length, ...]:
-    """Return the lengths of a batch of ``count`` samples.
+def found_lengths(
+    model: nn.Module, leaves: Mapping[str, Tensor], dimensions: Mapping[str, int], count: int
+) -> tuple[Length, ...]:
+    """Return the lengths of a batch of ``count`` samples. ``dimensions``: by tensor, the one that counts them.
 
-    The second dimension of integers (tokens, labels), and dimensions of vectors in a row, ``[batch, length, width]``,
-    that no size of the model equals. Wherever a tensor has that size again, it is taken for the same length.
+    The first other dimension of integers (tokens, labels), and dimensions of vectors in a row, ``[batch, length,
+    width]``, that no size of the model equals. Wherever a tensor has that size again, it is taken for the same length.
     """
     taken = sizes_of(model)
     wanted: dict[int, None] = {}
-    for leaf in leaves.values():
-        if leaf.dim() not in (2, 3) or leaf.shape[0] != count:
+    for name, leaf in leaves.items():
+        if leaf.dim() not in (2, 3) or name not in dimensions:
             continue
+        others = [int(size) for dimension, size in enumerate(leaf.shape) if dimension != dimensions[name]]
         if not leaf.is_floating_point() and not leaf.is_complex():
-            wanted[int(leaf.shape[1])] = None
+            wanted[others[0]] = None
         else:
-            wanted.update({int(size): None for size in leaf.shape[1:] if int(size) not in taken})
+            wanted.update({size: None for size in others if size not in taken})
     found = []
     for size in wanted:
         if size < _SHORTEST or size == count:
@@ -51,7 +55,7 @@ def found_lengths(model: nn.Module, leaves: Mapping[str, Tensor], count: int) ->
             (name, dimension)
             for name, leaf in leaves.items()
             for dimension in range(leaf.dim())
-            if leaf.shape[dimension] == size and (dimension or leaf.shape[0] != count)
+            if leaf.shape[dimension] == size and dimension != dimensions.get(name)
         ]
         found.append(Length(tuple(places), size))
     return tuple(found) if len(found) <= _MOST else ()
@@ -61,6 +65,17 @@ def sizes_of(model: nn.Module) -> set[int]:
     """Return every size of the model's parameters and buffers."""
     state = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
     return {int(size) for tensor in state for size in tensor.shape}
+
+
+def other_sizes(workload: Workload, item: Item) -> set[int]:
+    """Return every size of a batch but the number of its samples."""
+    dimensions = workload.batch_dims(item)
+    return {
+        int(size)
+        for name, leaf in workload.leaves(item).items()
+        for dimension, size in enumerate(leaf.shape)
+        if dimension != dimensions.get(name)
+    }
 
 
 def other_lengths(size: int, taken: set[int]) -> tuple[int, ...]:

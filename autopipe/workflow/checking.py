@@ -25,7 +25,7 @@ from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
 from autopipe.workflow.whole import compared_with_the_whole
-from autopipe.workload.items import kept, resized
+from autopipe.workload.items import kept
 from autopipe.workload.targets import in_full
 
 # before a new plan's first step: one step more, so that what begins with the second one is seen
@@ -72,7 +72,7 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     samples = workload.num_samples(items[-1])
     if samples > 1 and not _leaves_one(prepared, samples):
-        items[-1] = resized(items[-1], samples - 1)
+        items[-1] = workload.resized(items[-1], samples - 1)
     job = Job(
         steps=len(items),
         epochs=0,

@@ -184,5 +184,8 @@ def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
 
 
 def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:
-    """Return the part of a spec that decides what the model costs: any seed and learning rate cost the same."""
-    return dataclasses.replace(spec, seed=0, lr=None)
+    """Return the part of a spec that decides what the model costs: any seed and learning rate cost the same.
+
+    Other dimensions of the batch make another graph.
+    """
+    return dataclasses.replace(spec, seed=0, lr=None, batch_dims=None)

@@ -141,6 +141,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         staleness=_staleness(subject, stale) if stale else None,
         autocast="torch.bfloat16" if spec.precision == "bf16" else "",
         divisor=_divisor(subject, item),
+        dimensions=workload.cutting.of(item) if workload.cutting.known else {},
         notes=_notes(subject),
     )
     return script(loop), loop

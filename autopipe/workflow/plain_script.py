@@ -30,6 +30,7 @@ class PlainLoop:
     import. ``build``, ``data``, ``loss``, ``optimizer``, ``scheduler``: calls of theirs; ``loss`` "" where the output
     carries it. ``batch``: how the model is called, "dict", "mapping", "tuple" or "tensor". ``staleness``: of each
     parameter, or one number for all; None for 0. ``autocast``: a dtype, "" for none.
+    ``dimensions``: place among the leaves of a batch -> the dimension that counts the samples; empty for dimension 0.
     """
 
     title: str
@@ -54,6 +55,7 @@ class PlainLoop:
     staleness: int | Mapping[str, int] | None = None
     autocast: str = ""
     divisor: DivisorText | None = None
+    dimensions: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
 
@@ -135,8 +137,9 @@ def batches():
             outside = random_state()
             random_state(inside)
         random_state(outside)
+'''
 
-
+_SPLIT = '''
 def samples(batch):
     return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
 
@@ -148,6 +151,21 @@ def split(batch):
     parts = min(MICROBATCHES, n)
     cut = [leaf.tensor_split(parts) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == n
            else [leaf] * parts for leaf in leaves]
+    return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
+'''
+
+_SPLIT_ALONG = '''
+def samples(batch):
+    place, dimension = next(iter(DIMENSIONS.items()))
+    return pytree.tree_leaves(batch)[place].shape[dimension]
+
+
+def split(batch):
+    """Cut each tensor along the dimension that counts the samples; the rest goes to each microbatch."""
+    leaves, structure = pytree.tree_flatten(batch)
+    parts = min(MICROBATCHES, samples(batch))
+    cut = [leaf.tensor_split(parts, DIMENSIONS[place]) if place in DIMENSIONS else [leaf] * parts
+           for place, leaf in enumerate(leaves)]
     return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
 '''
 
@@ -175,7 +193,8 @@ def script(loop: PlainLoop) -> str:
     """Return the text of the script."""
     parts = [_docstring(loop), _imports(loop), _constants(loop), _HEAD]
     parts += [_DRAWS] if loop.draws else []
-    parts += [_BATCHES.format(data=loop.data), _shares(loop), _loss(loop), _training(loop), _COMPARE]
+    parts += [_BATCHES.format(data=loop.data), _SPLIT_ALONG if loop.dimensions else _SPLIT]
+    parts += [_shares(loop), _loss(loop), _training(loop), _COMPARE]
     return "\n".join(part.strip("\n") + "\n" for part in _spaced(parts))
 
 
@@ -219,6 +238,8 @@ def _constants(loop: PlainLoop) -> str:
     ]
     if loop.batch_size is not None:
         lines.insert(1, f"BATCH_SIZE = {loop.batch_size}")
+    if loop.dimensions:
+        lines.insert(1, f"DIMENSIONS = {dict(loop.dimensions)}  # tensor of a batch -> dimension of its samples")
     if loop.device != "cpu":
         lines.insert(1, f"DEVICE = {loop.device!r}")
     if loop.staleness is not None:

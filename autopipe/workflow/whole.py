@@ -10,7 +10,6 @@ from autopipe.runtime.shares import shares_of
 from autopipe.trace.coupling import normalised_layers
 from autopipe.workflow.results import FullBatchParameter, FullBatchReport
 from autopipe.workflow.steps import Prepared
-from autopipe.workload.items import resized
 
 _MOST_SAMPLES = 64
 
@@ -24,7 +23,7 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     item = next(workload.items(plan.batch_size if workload.takes_batch_size else None))
     whole = workload.split(item, plan.num_microbatches)
     if not step:
-        item = resized(item, min(workload.num_samples(item), _MOST_SAMPLES))
+        item = workload.resized(item, min(workload.num_samples(item), _MOST_SAMPLES))
     parts = workload.split(item, plan.num_microbatches)
     samples = [workload.num_samples(part) for part in parts]
     divisor = load_divisor(prepared.stages, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)

@@ -3,6 +3,7 @@
 from autopipe.workload.batches import DEFAULT_BATCH_SIZE
 from autopipe.workload.hooks import HOOKS
 from autopipe.workload.items import Item
-from autopipe.workload.workload import LoadOptions, Workload, load_workload
+from autopipe.workload.load_options import LoadOptions
+from autopipe.workload.workload import Workload, load_workload
 
 __all__ = ["DEFAULT_BATCH_SIZE", "HOOKS", "Item", "LoadOptions", "Workload", "load_workload"]

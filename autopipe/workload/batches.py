@@ -17,6 +17,8 @@ from torch import Tensor
 from autopipe.draws import seed_of
 from autopipe.errors import ModelFileError, with_article
 from autopipe.workload import items
+from autopipe.workload.cutting import BatchDimensions
+from autopipe.workload.cutting.find import Unanswered, asked, is_plain
 from autopipe.workload.hooks import Hook
 from autopipe.workload.isolation import PrivateRandom
 from autopipe.workload.items import Item, SyntheticInput
@@ -28,10 +30,11 @@ _TRAINING, _EVALUATION, _EXAMPLE = 0, 1, 2  # streams of random numbers, so that
 _DATA = 1 << 40  # a position that no operation of a model has
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batches:
     """The batches of one workload. ``name`` and ``path`` are for errors; ``arguments`` gives the forward's names.
 
+    ``dimensions``: which of them count the samples; None until the first batch is read.
     ``read``: by hook, the last iterator that it handed out, to tell one that is handed out a second time.
     ``lengths``: by hook, how many batches its last epoch said that it has; nothing where it does not say.
     """
@@ -42,6 +45,7 @@ class Batches:
     hooks: Mapping[str, Hook]
     inputs: Sequence[SyntheticInput]
     arguments: Callable[[], tuple[str, ...]]
+    dimensions: BatchDimensions | None = None
     read: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
 
@@ -60,7 +64,12 @@ class Batches:
         else:
             size = batch_size if "data" in self.hooks and self.hooks["data"].takes_batch_size else None
             item = next(self.training(size, 0))
-        return item if batch_size is None else items.resized(item, batch_size)
+        return item if batch_size is None else self.cutting.resized(item, batch_size)
+
+    @property
+    def cutting(self) -> BatchDimensions:
+        """How batches are cut, as far as it is known."""
+        return self.dimensions or BatchDimensions()
 
     def training(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
         """Iterate one epoch of training data: the same minibatches in the same order in every process.
@@ -153,7 +162,7 @@ class Batches:
         if self.inputs:
             with private.active():
                 item = items.synthetic(self.inputs, batch_size, self.arguments())
-            items.check_samples_first(item, "--input", batch_size)
+            self.cutting.check(item, "--input", batch_size)
             return item
         hook = self.hooks.get("example_inputs")
         if hook is None:
@@ -164,18 +173,46 @@ class Batches:
             )
         with private.active():
             found = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
-        if not isinstance(found, Mapping) and ("loss" not in self.hooks or isinstance(found, Tensor)):
-            found = self._as_item(found, hook)
-        return self._checked(found, hook, batch_size)
+        return self._checked(self._normalised_example(found, hook), hook, batch_size)
 
-    @staticmethod
-    def _checked(found: Any, hook: Hook, batch_size: int | None) -> Item:
+    def _checked(self, found: Any, hook: Hook, batch_size: int | None) -> Item:
         try:
             item = items.normalised(found, hook.label)
-            items.check_samples_first(item, hook.label, batch_size)
+            if self.dimensions is None:
+                self.dimensions = self._found_dimensions(item, hook, batch_size)
+            self.dimensions.check(item, hook.label, batch_size)
         except ModelFileError as error:
             raise ModelFileError(error.what, where=error.where or hook.path, remedy=error.remedy) from None
         return item
+
+    def _found_dimensions(self, item: Item, hook: Hook, batch_size: int | None) -> BatchDimensions:
+        """Return which dimensions count the samples. Where the first batch leaves that open, the data is asked."""
+        if batch_size is None or is_plain(item, batch_size):
+            return BatchDimensions()
+
+        def read(size: int) -> Item:
+            try:
+                return first_of(size)
+            except ModelFileError as error:
+                raise Unanswered from error
+
+        def first_of(size: int) -> Item:
+            private = PrivateRandom(self._stream(_EXAMPLE if hook.name == "example_inputs" else _TRAINING, 0))
+            with private.active(), users_code(hook.label, hook.path):
+                if hook.name == "example_inputs":
+                    return self._normalised_example(hook.function(size), hook)
+                return items.normalised(next(iter(hook.source(size))), hook.label)
+
+        try:
+            return asked(read)
+        except Unanswered:  # it does not give batches of every size
+            return BatchDimensions()
+
+    def _normalised_example(self, found: Any, hook: Hook) -> Item:
+        """Return example inputs as an item; of the arguments of the model alone without a target."""
+        if not isinstance(found, Mapping) and ("loss" not in self.hooks or isinstance(found, Tensor)):
+            found = self._as_item(found, hook)
+        return items.normalised(found, hook.label)
 
     def _as_item(self, found: Any, hook: Hook) -> Any:
         """Read a tuple of example inputs where no loss hook asks for a target: the arguments of the model."""

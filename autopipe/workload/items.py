@@ -1,9 +1,6 @@
-"""One minibatch as the user's data gives it: checked, named leaf by leaf, cut along dimension 0, rebuilt.
+"""One minibatch as the user's data gives it: checked, and named leaf by leaf. ``workload.cutting`` cuts it.
 
-An ``Item`` is ``(inputs, target)`` or a dict. Its tensors are *samples-first*: dimension 0 counts samples, ``n`` of
-them, and ``n`` is that of the first tensor with a dimension. A tensor whose dimension 0 differs from ``n`` (a table, a
-class weight) and everything that is no tensor belongs to the whole batch and goes to every microbatch as it is. That is
-only believed where other leaves do agree; a batch in which nothing agrees is not samples-first.
+An ``Item`` is ``(inputs, target)`` or a dict.
 """
 
 from __future__ import annotations
@@ -68,10 +65,14 @@ def paths(item: Item) -> Iterator[tuple[str, Any]]:
     """Give every leaf with the path of people: ``inputs[0]``, ``target``, ``['labels']``."""
     leaves, _ = pytree.tree_flatten_with_path(item)
     for path, leaf in leaves:
-        text = pytree.keystr(path)
-        if isinstance(item, tuple):
-            text = ("inputs" if path[0] == _INPUTS else "target") + pytree.keystr(path[1:])
-        yield text, leaf
+        yield path_text(path, isinstance(item, tuple)), leaf
+
+
+def path_text(path: Sequence[Any], pair: bool) -> str:
+    """Return the path of a leaf or container as text. ``pair``: the item is (inputs, target)."""
+    if not pair or not path:
+        return pytree.keystr(tuple(path))
+    return ("inputs" if path[0] == _INPUTS else "target") + pytree.keystr(tuple(path[1:]))
 
 
 def shapes(item: Item) -> str:
@@ -92,80 +93,6 @@ def kept(item: Any) -> Any:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map_only(Tensor, copy, item)
-
-
-def num_samples(item: Item) -> int:
-    """Return n: dimension 0 of the first tensor that has one.
-
-    Raises: ModelFileError when there is none.
-    """
-    for leaf in pytree.tree_leaves(item):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
-    raise ModelFileError(
-        "the batch holds no tensor with a dimension",
-        remedy="give samples-first tensors: dimension 0 counts the samples",
-    )
-
-
-def check_samples_first(item: Item, origin: str, batch_size: int | None = None) -> None:
-    """Refuse an item whose tensors do not agree on dimension 0. ``batch_size``: what was asked for.
-
-    Raises: ModelFileError with all shapes.
-    """
-    count = num_samples(item)
-    leaves = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    sized = [leaf for leaf in leaves if leaf.shape[0] != 1 or count == 1]  # 1 broadcasts
-    problem = ""
-    if len(sized) > 1 and all(leaf.shape[0] != count for leaf in sized[1:]):
-        problem = "its tensors differ in dimension 0"
-    elif isinstance(item, tuple):
-        targets = [leaf for leaf in pytree.tree_leaves(item[1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        if targets and all(leaf.shape[0] != count for leaf in targets):
-            problem = "the target's dimension 0 differs from the inputs'"
-    if not problem and batch_size is not None and count > batch_size:
-        problem = f"it was asked for {batch_size} samples and gave {count}"
-    if not problem and batch_size not in (None, count) and all(leaf.shape[1:2] == (batch_size,) for leaf in leaves):
-        problem = f"the {batch_size} samples that it was asked for are in dimension 1"
-    if problem:
-        raise ModelFileError(
-            f"{origin} gave a batch that is not samples-first: {problem} ({shapes(item)})",
-            remedy="dimension 0 of every tensor must count the samples; transpose in the model what needs it otherwise",
-        )
-
-
-def split(item: Item, num_microbatches: int) -> list[Item]:
-    """Cut an item as ``torch.tensor_split`` does; parts without a sample are left out."""
-    count = num_samples(item)
-    leaves, structure = pytree.tree_flatten(item)
-    parts = min(num_microbatches, count)
-    cut = [leaf.tensor_split(parts) if _is_batched(leaf, count) else (leaf,) * parts for leaf in leaves]
-    return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
-
-
-def resized(item: Item, batch_size: int) -> Item:
-    """Return an item of exactly ``batch_size`` samples: the first ones, repeated from the start where too few.
-
-    Its tensors lie in memory as those of ``item`` do.
-    """
-    count = num_samples(item)
-    if count == batch_size:
-        return item
-    if count == 0:
-        raise ModelFileError(f"the batch has no samples ({shapes(item)})", remedy="leave empty batches out of the data")
-    index = torch.arange(batch_size) % count
-
-    def choose(leaf: Any) -> Any:
-        if not _is_batched(leaf, count):
-            return leaf
-        return laid_out(leaf[index.to(leaf.device)], leaf).requires_grad_(leaf.requires_grad)
-
-    found: Item = pytree.tree_map(choose, item)
-    return found
-
-
-def _is_batched(leaf: Any, count: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
 
 
 def leaf_names(item: Item, arguments: Sequence[str]) -> dict[int, str]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,48 +34,18 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import items
 from autopipe.workload.batches import Batches
 from autopipe.workload.building import Builder, find_builder, forward_names
+from autopipe.workload.cutting import BatchDimensions
+from autopipe.workload.cutting.find import declared
 from autopipe.workload.empty import parameters_without_memory
 from autopipe.workload.hooks import find_hooks
 from autopipe.workload.items import Item, SyntheticInput
+from autopipe.workload.load_options import LoadOptions
 from autopipe.workload.modes import for_training
 from autopipe.workload.optimizer_hook import OptimizerHook, trained_parameters
 from autopipe.workload.optimizers import default_optimizer, make_scheduler, named_optimizer
 from autopipe.workload.targets import Target, import_target, user_line
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What the command line says about the model. ``hooks``: hook name -> TARGET. ``inputs``: ``--input`` texts.
-
-    ``optimizer``: a name of ``torch.optim``, or a TARGET. ``lr``: None for the optimizer's own.
-    """
-
-    target: str
-    arguments: Mapping[str, str] = field(default_factory=dict)
-    hooks: Mapping[str, str] = field(default_factory=dict)
-    inputs: Sequence[str] = ()
-    optimizer: str = ""
-    lr: float | None = None
-    seed: int = 0
-    precision: str = "fp32"
-
-    def spec(self) -> WorkloadSpec:
-        """Return the same as a spec, in which an optimizer that is a TARGET is a hook. Nothing is imported."""
-        hooks, optimizer = dict(self.hooks), self.optimizer
-        if ":" in optimizer or optimizer.endswith(".py"):
-            hooks["optimizer"], optimizer = optimizer, ""
-        return WorkloadSpec(
-            self.target,
-            dict(self.arguments),
-            hooks,
-            tuple(self.inputs),
-            self.seed,
-            optimizer,
-            self.lr,
-            self.precision,
-        )
 
 
 def load_workload(options: LoadOptions) -> Workload:
@@ -90,7 +60,7 @@ class Workload:
     """The user's model file: ``builder`` and ``hooks`` are what it and the options name."""
 
     def __init__(self, spec: WorkloadSpec) -> None:
-        self.spec = spec
+        self._spec = spec
         target = Target.parse(spec.target)
         with _seeded(spec.seed):  # a model may be built by the import
             module = import_target(target)
@@ -99,7 +69,11 @@ class Workload:
         with _seeded(spec.seed):  # so that a file of hooks draws the same in every process that imports it
             self.hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
-        self._batches = Batches(self.name, self._path, spec.seed, self.hooks, inputs, lambda: self._forward_names)
+        cutting = None if spec.batch_dims is None else BatchDimensions(spec.batch_dims)
+        if vars(module).get("batch_dim") is not None:
+            cutting = declared(vars(module)["batch_dim"], target.label, self._path)
+        names = functools.partial(getattr, self, "_forward_names")
+        self._batches = Batches(self.name, self._path, spec.seed, self.hooks, inputs, names, cutting)
         self._losses: dict[torch.device, nn.Module] = {}
         self.modes_note = ""
         self.optimizer_class = named_optimizer(spec.optimizer or "adamw")
@@ -113,6 +87,12 @@ class Workload:
         Raises: ModelFileError as ``load_workload`` does.
         """
         return cls(spec)
+
+    @property
+    def spec(self) -> WorkloadSpec:
+        """How to load the same workload again, in another process too."""
+        known = self._batches.dimensions
+        return self._spec if known is None else dataclasses.replace(self._spec, batch_dims=dict(known.known))
 
     @property
     def name(self) -> str:
@@ -213,13 +193,27 @@ class Workload:
     def _names(self, item: Item) -> dict[int, str]:
         return items.leaf_names(item, self._forward_names if isinstance(item, tuple) else ())
 
+    @property
+    def cutting(self) -> BatchDimensions:
+        """How batches are cut, as far as it is known: what was read of them tells."""
+        return self._batches.cutting
+
     def num_samples(self, item: Item) -> int:
         """Return how many samples an item holds."""
-        return items.num_samples(item)
+        return self.cutting.num_samples(item)
+
+    def batch_dims(self, item: Item) -> dict[str, int]:
+        """Return which dimension counts the samples, of each tensor that is cut, by the names of ``leaves``."""
+        names = self._names(item)
+        return {names[place]: dimension for place, dimension in self.cutting.of(item).items()}
 
     def split(self, item: Item, num_microbatches: int) -> list[Item]:
-        """Cut an item along dimension 0 as ``torch.tensor_split`` does; parts without a sample are left out."""
-        return items.split(item, num_microbatches)
+        """Cut an item into microbatches as ``torch.tensor_split`` does; parts without a sample are left out."""
+        return self.cutting.split(item, num_microbatches)
+
+    def resized(self, item: Item, batch_size: int) -> Item:
+        """Return an item of exactly ``batch_size`` samples: the first ones, repeated where there are too few."""
+        return self.cutting.resized(item, batch_size)
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 

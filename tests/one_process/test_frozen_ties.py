@@ -17,7 +17,6 @@ from autopipe.ir.plan import Plan
 from autopipe.runtime.checkpoint import Checkpoint
 from autopipe.runtime.threads import run_in_threads
 from autopipe.schedules import make
-from autopipe.workload.items import resized
 
 HEAD = """
 import torch
@@ -182,6 +181,6 @@ def test_only_trained_ties_are_exchanged_and_compared(tmp_path: Path) -> None:
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
     assert {tie.parameter for tie in pipeline.plan.ties} == {"words.weight", "mix"}
     assert {tie.parameter for tie in pipeline.layout.routes.ties} == {"mix"}
-    trained(pipeline, [resized(item, 8) for item in minibatches(subject.workload, 2, 8)])
+    trained(pipeline, [subject.workload.resized(item, 8) for item in minibatches(subject.workload, 2, 8)])
     saved = Checkpoint.latest(pipeline.run.checkpoints)
     assert saved is not None and [set(file.ties) for file in saved.manifest.files] == [{"mix"}, {"mix"}]

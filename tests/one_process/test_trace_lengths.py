@@ -53,18 +53,18 @@ def test_a_rounded_length_is_no_line(size, multiple):
 def test_lengths_are_the_second_dimension_of_integers_and_what_has_that_size_too():
     model = nn.Linear(16, 16)
     ids, mask = torch.zeros(5, 9, dtype=torch.int64), torch.ones(5, 1, 9, 9)
-    (length,) = found_lengths(model, {"ids": ids, "mask": mask, "table": torch.zeros(9, 2)}, 5)
+    (length,) = found_lengths(model, {"ids": ids, "mask": mask, "table": torch.zeros(9, 2)}, {"ids": 0, "mask": 0}, 5)
     assert length.size == 9
     assert length.places == (("ids", 1), ("mask", 2), ("mask", 3), ("table", 0))
 
 
 def test_a_row_of_features_is_no_length_and_a_row_of_vectors_is():
     model = nn.Linear(16, 16)
-    assert found_lengths(model, {"x": torch.zeros(5, 16)}, 5) == ()
-    assert found_lengths(model, {"x": torch.zeros(5, 16, 3), "y": torch.zeros(5)}, 5) == ()
-    (length,) = found_lengths(model, {"x": torch.zeros(5, 30, 16)}, 5)
+    assert found_lengths(model, {"x": torch.zeros(5, 16)}, {"x": 0}, 5) == ()
+    assert found_lengths(model, {"x": torch.zeros(5, 16, 3), "y": torch.zeros(5)}, {"x": 0, "y": 0}, 5) == ()
+    (length,) = found_lengths(model, {"x": torch.zeros(5, 30, 16)}, {"x": 0}, 5)
     assert length.places == (("x", 1),)
-    assert found_lengths(model, {"x": torch.zeros(5, 3, 32, 32)}, 5) == ()  # images are captured size by size
+    assert found_lengths(model, {"x": torch.zeros(5, 3, 32, 32)}, {"x": 0}, 5) == ()  # images are captured size by size
 
 
 def test_the_shortest_real_batch_comes_first():

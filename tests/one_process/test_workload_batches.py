@@ -8,7 +8,8 @@ import pytest
 import torch
 from workload_cases import DATA, MODEL, fails
 
-from autopipe.workload.items import leaf_names, normalised, resized, split
+from autopipe.workload.cutting import BatchDimensions
+from autopipe.workload.items import leaf_names, normalised
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -188,22 +189,22 @@ def test_a_table_that_broadcasts_is_no_disagreement(load):
 def test_splitting_is_tensor_split_of_every_batched_leaf_and_the_rest_is_shared():
     table, nested = torch.arange(3), {"b": [torch.arange(14).view(7, 2), None], "c": "text"}
     item = ((torch.arange(7), nested), torch.arange(7) * 2)
-    parts = split(item, 3)
+    parts = BatchDimensions().split(item, 3)
     assert [part[0][0].tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [part[1].tolist() for part in parts] == [[0, 2, 4], [6, 8], [10, 12]]
     assert parts[1][0][1]["b"][0].tolist() == [[6, 7], [8, 9]] and parts[1][0][1]["b"][1] is None
-    shared = split({"x": torch.zeros(4, 2), "table": table, "labels": torch.zeros(4)}, 2)
+    shared = BatchDimensions().split({"x": torch.zeros(4, 2), "table": table, "labels": torch.zeros(4)}, 2)
     assert all(part["table"] is table for part in shared)
 
 
 def test_parts_without_a_sample_are_left_out():
-    assert [part[0].shape[0] for part in split((torch.zeros(2, 3), torch.zeros(2)), 5)] == [1, 1]
+    assert [part[0].shape[0] for part in BatchDimensions().split((torch.zeros(2, 3), torch.zeros(2)), 5)] == [1, 1]
 
 
 def test_resizing_takes_the_first_samples_or_repeats_them():
     item = (torch.arange(3), torch.arange(3) * 2)
-    assert resized(item, 2)[0].tolist() == [0, 1]
-    assert resized(item, 5)[1].tolist() == [0, 2, 4, 0, 2]
+    assert BatchDimensions().resized(item, 2)[0].tolist() == [0, 1]
+    assert BatchDimensions().resized(item, 5)[1].tolist() == [0, 2, 4, 0, 2]
 
 
 @pytest.mark.parametrize(

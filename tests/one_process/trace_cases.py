@@ -35,6 +35,10 @@ class Toy:
     def num_samples(self, item):
         return next(v.shape[0] for v in item.values() if isinstance(v, torch.Tensor) and v.dim())
 
+    def batch_dims(self, item):
+        leaves = self.leaves(item)
+        return {name: 0 for name, leaf in leaves.items() if leaf.dim() and leaf.shape[0] == self.num_samples(item)}
+
     def split(self, item, num_microbatches):
         count = self.num_samples(item)
         parts = min(num_microbatches, count)

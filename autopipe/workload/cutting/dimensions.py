@@ -1,0 +1,184 @@
+"""``BatchDimensions``: which dimension of each tensor of a batch counts the samples, and what follows from that.
+
+A tensor is cut along that dimension as ``torch.tensor_split`` does. One that has none (a table, a class weight), and
+everything that is no tensor, belongs to the whole batch and goes to every microbatch as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopipe.errors import ModelFileError, counted
+from autopipe.workload.items import Item, path_text, paths, shapes
+from autopipe.workload.layouts import laid_out
+
+WHOLE = -1  # stands for the dimension of a tensor that is never cut
+
+REMEDY = (
+    "define batch_dim in the model file: the dimension that counts the samples, one number for all tensors or "
+    "(inputs, target), such as batch_dim = 1 for sequence-first tensors"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDimensions:
+    """``known``: by path of a tensor, or of a container of tensors (``inputs[0]``, ``['ids']``, "" for all), the
+    dimension, or WHOLE. The longest path that leads to a tensor decides.
+
+    A tensor that is not in ``known`` counts its samples in dimension 0, where it has as many entries there as the batch
+    has samples: as many as the first tensor with a dimension.
+    """
+
+    known: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, item: Item) -> dict[int, int]:
+        """Return, by its place among the leaves of an item, the dimension of each tensor that is cut.
+
+        Raises: ModelFileError where a tensor does not have the dimension that is known of it.
+        """
+        leaves, structure = pytree.tree_flatten(item)
+        tensors = {p: leaf for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+        known = self._by_place(structure, isinstance(item, tuple)) if self.known else {}
+        dimensions = {place: known[place] for place in tensors if known.get(place, WHOLE) != WHOLE}
+        for place, dimension in dimensions.items():
+            if dimension >= tensors[place].dim():
+                raise _no_such_dimension(item, place, dimension)
+        first = next(iter(dimensions), None)
+        if first is None:
+            first = next((place for place in tensors if place not in known), None)
+        if first is None:
+            return {}
+        count = _entries(tensors[first], dimensions.get(first, 0))
+        for place, leaf in tensors.items():
+            if place not in known and leaf.shape[0] == count:
+                dimensions[place] = 0
+        return dict(sorted(dimensions.items()))
+
+    def _by_place(self, structure: pytree.TreeSpec, pair: bool) -> dict[int, int]:
+        try:
+            leading = _leading_paths(structure, pair)
+        except TypeError:  # a container of the user's own whose context cannot be hashed
+            leading = _leading_paths.__wrapped__(structure, pair)
+        return {
+            place: next(self.known[path] for path in some if path in self.known)
+            for place, some in enumerate(leading)
+            if any(path in self.known for path in some)
+        }
+
+    def num_samples(self, item: Item) -> int:
+        """Return how many samples an item has.
+
+        Raises: ModelFileError when no tensor of it counts them.
+        """
+        leaves = pytree.tree_leaves(item)
+        for place, dimension in self.of(item).items():
+            return _entries(leaves[place], dimension)
+        raise ModelFileError(
+            "the batch holds no tensor with a dimension",
+            remedy="give samples-first tensors: dimension 0 counts the samples",
+        )
+
+    def split(self, item: Item, num_microbatches: int) -> list[Item]:
+        """Cut an item as ``torch.tensor_split`` does; parts without a sample are left out."""
+        leaves, structure = pytree.tree_flatten(item)
+        dimensions, parts = self.of(item), min(num_microbatches, self.num_samples(item))
+        cut = [
+            leaf.tensor_split(parts, dimensions[place]) if place in dimensions else (leaf,) * parts
+            for place, leaf in enumerate(leaves)
+        ]
+        return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
+
+    def resized(self, item: Item, batch_size: int) -> Item:
+        """Return an item of exactly ``batch_size`` samples: the first ones, repeated from the start where too few.
+
+        Its tensors lie in memory as those of ``item`` do.
+
+        Raises: ModelFileError where the item has no samples.
+        """
+        count = self.num_samples(item)
+        if count == batch_size:
+            return item
+        if count == 0:
+            raise ModelFileError(
+                f"the batch has no samples ({shapes(item)})", remedy="leave empty batches out of the data"
+            )
+        index = torch.arange(batch_size) % count
+        leaves, structure = pytree.tree_flatten(item)
+        for place, dimension in self.of(item).items():
+            leaf = leaves[place]
+            chosen = leaf.index_select(dimension, index.to(leaf.device))
+            leaves[place] = laid_out(chosen, leaf).requires_grad_(leaf.requires_grad)
+        changed: Item = pytree.tree_unflatten(leaves, structure)
+        return changed
+
+    def check(self, item: Item, origin: str, batch_size: int | None = None) -> None:
+        """Refuse an item whose tensors do not agree on the number of samples. ``batch_size``: what was asked for.
+
+        Raises: ModelFileError with all shapes.
+        """
+        if not self.known:
+            check_samples_first(item, origin, batch_size)
+            return
+        leaves, count, places = pytree.tree_leaves(item), self.num_samples(item), list(paths(item))
+        problem = ""
+        for place, dimension in self.of(item).items():
+            entries = _entries(leaves[place], dimension)
+            if entries != count:
+                problem = f"{places[place][0]} has {entries} samples in dimension {dimension}, and others have {count}"
+                break
+        if not problem and batch_size is not None and count > batch_size:
+            problem = f"it was asked for {batch_size} samples and gave {count}"
+        if problem:
+            raise ModelFileError(f"{origin} gave a batch that cannot be cut: {problem} ({shapes(item)})", remedy=REMEDY)
+
+
+@functools.lru_cache(maxsize=256)
+def _leading_paths(structure: pytree.TreeSpec, pair: bool) -> Sequence[Sequence[str]]:
+    """Return, by place of a leaf, its own path and those of the containers around it, the longest first."""
+    empty = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+    keyed, _ = pytree.tree_flatten_with_path(empty)
+    return [[path_text(keys[:count], pair) for count in range(len(keys), -1, -1)] for keys, _ in keyed]
+
+
+def _no_such_dimension(item: Item, place: int, dimension: int) -> ModelFileError:
+    path, leaf = list(paths(item))[place]
+    return ModelFileError(
+        f"batch_dim is {dimension} for {path}, which has {counted(leaf.dim(), 'dimension')} ({shapes(item)})",
+        remedy="give every tensor its own dimension, such as batch_dim = (1, 0) for inputs and target; None for a "
+        "tensor that has none",
+    )
+
+
+def _entries(leaf: Tensor, dimension: int) -> int:
+    return int(leaf.shape[dimension])
+
+
+def check_samples_first(item: Item, origin: str, batch_size: int | None = None) -> None:
+    """Refuse an item whose tensors do not agree on dimension 0. ``batch_size``: what was asked for.
+
+    Raises: ModelFileError with all shapes.
+    """
+    count = BatchDimensions().num_samples(item)
+    leaves = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    sized = [leaf for leaf in leaves if leaf.shape[0] != 1 or count == 1]  # 1 broadcasts
+    problem = ""
+    if len(sized) > 1 and all(leaf.shape[0] != count for leaf in sized[1:]):
+        problem = "its tensors differ in dimension 0"
+    elif isinstance(item, tuple):
+        targets = [leaf for leaf in pytree.tree_leaves(item[1]) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if targets and all(leaf.shape[0] != count for leaf in targets):
+            problem = "the target's dimension 0 differs from the inputs'"
+    if not problem and batch_size is not None and count > batch_size:
+        problem = f"it was asked for {batch_size} samples and gave {count}"
+    if not problem and batch_size not in (None, count) and all(leaf.shape[1:2] == (batch_size,) for leaf in leaves):
+        problem = f"the {batch_size} samples that it was asked for are in dimension 1"
+    if problem:
+        raise ModelFileError(
+            f"{origin} gave a batch that is not samples-first: {problem} ({shapes(item)})", remedy=REMEDY
+        )
