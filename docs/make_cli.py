@@ -37,6 +37,11 @@ else the only `nn.Module` subclass that the file defines. Optional names in the 
 | `scheduler` | `(optimizer) -> LRScheduler` | none |
 | `evaluate_data` | as `data` | none |
 
+`loss` may be an `nn.Module`, or a class of one, with parameters of its own (uncertainty weighting, ArcFace, a learnable
+temperature). They are trained, saved and exported with the model's, under names that begin with `loss.`, or with
+`loss_hook.` where the model has an attribute `loss`; the `optimizer` hook gets them too. To load an export into the
+model alone, leave these names out. A function that calls such a module is refused: name the module itself.
+
 `data` is called again for each epoch, and what it gives is iterated from its start. Stages work on copies: where a
 forward changes its batch in place, what `data` keeps stays as it is, while a plain loop would change it.
 

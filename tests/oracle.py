@@ -86,13 +86,12 @@ def by_owner(stages: Sequence[Sequence[str]], deltas: Sequence[int]) -> Callable
     return owner.__getitem__
 
 
-def loss_of(module: ModuleType, model: torch.nn.Module, batch: Any) -> Any:
+def loss_of(criterion: Any, model: torch.nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
         return model(**batch).loss
     inputs, target = batch
     output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-    loss = module.loss() if isinstance(module.loss, type) else module.loss
-    return loss(output, target)
+    return criterion(output, target)
 
 
 def train(
@@ -123,6 +122,11 @@ def train(
     if len({module.training for module in model.modules()}) == 1:  # mixed modes are the user's choice
         model.train()
     parameters = dict(model.named_parameters())
+    criterion = getattr(module, "loss", None)
+    criterion = criterion() if isinstance(criterion, type) else criterion
+    if isinstance(criterion, torch.nn.Module):  # its own parameters are trained with the model's
+        parameters.update(criterion.named_parameters(prefix="loss"))
+        vars(model)["criterion"] = criterion  # for comparisons; not as a child of the model
     make = getattr(module, "optimizer", None)
     optimizer = (
         make(list(parameters.items()))
@@ -140,7 +144,7 @@ def train(
         total, weights, n = 0.0, 0.0, divisor(item)
         for j, part in enumerate(cut(item, num_microbatches)):
             with Seeds(seed, t, j), order.begin(t, j) if order else contextlib.nullcontext():
-                loss = loss_of(module, model, part)
+                loss = loss_of(criterion, model, part)
             weight = None
             if isinstance(loss, tuple):  # (mean, what the mean divides by)
                 loss, weight = loss

@@ -54,7 +54,7 @@ def assembled(
     mine = [stage for stage in plan.stages if transport.rank in stage.ranks]
     constants = load_constants(run.stages)
     fresh = job.init_from and job.start_step < 0
-    weights = weights_of(job.init_from, graph, trust=job.trust) if fresh else None
+    weights = weights_of(job.init_from, graph, workload, trust=job.trust) if fresh else None
     for stage in mine:
         reporter.at(f"building stage {stage.index}", waiting=False)
         cls = load_stage(run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)

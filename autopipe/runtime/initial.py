@@ -16,9 +16,10 @@ from autopipe.stage import Stage
 from autopipe.workload import Workload
 
 
-def weights_of(init_from: str, graph: Graph, *, trust: bool) -> Matched:
+def weights_of(init_from: str, graph: Graph, workload: Workload, *, trust: bool) -> Matched:
     """Open the weights that a run starts from. Raises: RunError, ArtifactError."""
-    return Matched(open_weights(Path(init_from), trust=trust), graph, init_from)
+    own = workload.own_loss.among(graph.parameters)
+    return Matched(open_weights(Path(init_from), trust=trust), graph, init_from, own)
 
 
 def built(

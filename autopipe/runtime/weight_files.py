@@ -178,11 +178,12 @@ def _open_folder(path: Path, trust: bool) -> Weights:
 class Matched:
     """Weights under the names of a model. ``names``: the model's name -> the file's, of every tensor that is there.
 
-    The file's names may all stand behind one more prefix, or one fewer, than the model's.
+    The file's names may all stand behind one more prefix, or one fewer, than the model's. ``own``: the names of
+    parameters that a file need not hold, those of the loss: a file without them leaves them as they are built.
     """
 
-    def __init__(self, weights: Weights, graph: Graph, where: str) -> None:
-        self._weights, self._where = weights, where
+    def __init__(self, weights: Weights, graph: Graph, where: str, own: Collection[str] = ()) -> None:
+        self._weights, self._where, self._own = weights, where, own
         others: dict[str, list[str]] = {}
         for other, first in graph.aliases.items():
             others.setdefault(first, []).append(other)
@@ -192,7 +193,7 @@ class Matched:
 
     def _refuse(self, graph: Graph) -> None:
         """Raises: RunError naming the first parameter that is missing or has another shape."""
-        missing = [name for name in graph.parameters if name not in self.names]
+        missing = [name for name in graph.parameters if name not in self.names and name not in self._own]
         if missing:
             raise RunError(
                 f"the weights lack {missing[0]!r} ({len(missing)} of {len(graph.parameters)} parameters missing)",

@@ -86,7 +86,8 @@ class Known:
             if value.requires_grad:
                 raise unsupported(
                     f"a tensor of shape {tuple(value.shape)} that requires a gradient is no parameter of the model",
-                    "register it in the model as an nn.Parameter, or detach() it",
+                    "register it in the model as an nn.Parameter; let a loss that has parameters be the nn.Module "
+                    "itself (loss = criterion, not a function that calls it); or detach() it",
                 )
             fake = self.borrowed.mode.from_tensor(value, static_shapes=True)
             self.borrowed.plain[id(fake)] = str(len(self.borrowed.plain)), value

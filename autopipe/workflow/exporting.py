@@ -122,6 +122,11 @@ def _model(run: RunDirectory, source: Checkpoint, named: ModelSettings) -> nn.Mo
     """
     workload, graph = model_of(run, named, "export", hooks=()), run.graph()
     model, held = skeleton(workload), set(source.names)
+    own = run.plan().workload.hooks
+    if "loss" in own and not named.said and graph.parameters.keys() - dict(model.named_parameters()):
+        # an option named a loss with parameters of its own
+        workload = model_of(run, named, "export", hooks=("loss",))
+        model = skeleton(workload)
     wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
     if not all(f"model.{name}" in held or name in graph.parameters for name in wanted):
         model = workload.build_model()

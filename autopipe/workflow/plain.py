@@ -142,6 +142,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         autocast="torch.bfloat16" if spec.precision == "bf16" else "",
         divisor=_divisor(subject, item),
         dimensions=workload.cutting.of(item) if workload.cutting.known else {},
+        own_loss=_own_loss(workload),
         notes=_notes(subject),
     )
     return script(loop), loop
@@ -219,6 +220,11 @@ def _called(hook: Hook | None, name: str) -> str:
     if hook is None:
         return ""
     return f"{name}()" if hook.from_class else name
+
+
+def _own_loss(workload: Workload) -> str:
+    workload.stepped_parameters()  # the model is built for them, and the loss with it
+    return workload.own_loss.prefix
 
 
 def _optimizer(workload: Workload, hook: Hook | None, name: str) -> str:

@@ -31,6 +31,7 @@ class PlainLoop:
     carries it. ``batch``: how the model is called, "dict", "mapping", "tuple" or "tensor". ``staleness``: of each
     parameter, or one number for all; None for 0. ``autocast``: a dtype, "" for none.
     ``dimensions``: place among the leaves of a batch -> the dimension that counts the samples; empty for dimension 0.
+    ``own_loss``: what the names of the loss's own parameters begin with, "" where it has none.
     """
 
     title: str
@@ -56,6 +57,7 @@ class PlainLoop:
     autocast: str = ""
     divisor: DivisorText | None = None
     dimensions: Mapping[int, int] = field(default_factory=dict)
+    own_loss: str = ""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -171,7 +173,7 @@ def split(batch):
 
 _COMPARE = """
 if len(sys.argv) == 1:
-    torch.save(model.state_dict(), "plain.pt")
+    torch.save({state}, "plain.pt")
     sys.exit("written: plain.pt")
 if sys.argv[1].endswith(".safetensors"):
     from safetensors.torch import load_file
@@ -179,12 +181,12 @@ if sys.argv[1].endswith(".safetensors"):
     other = load_file(sys.argv[1])
 else:
     other = torch.load(sys.argv[1], weights_only=True)
-mine = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+mine = {{name: tensor.cpu() for name, tensor in ({state}).items()}}
 unequal = [name for name in mine if name not in other or not torch.equal(mine[name], other[name])]
 for name in unequal:
     apart = (mine[name].double() - other[name].double()).abs().max() if name in other else "all: it is missing"
-    print(f"{name}: differs by {apart}")
-print(f"{len(mine) - len(unequal)} of {len(mine)} tensors are equal, bit for bit")
+    print(f"{{name}}: differs by {{apart}}")
+print(f"{{len(mine) - len(unequal)}} of {{len(mine)}} tensors are equal, bit for bit")
 sys.exit(bool(unequal))
 """
 
@@ -194,7 +196,7 @@ def script(loop: PlainLoop) -> str:
     parts = [_docstring(loop), _imports(loop), _constants(loop), _HEAD]
     parts += [_DRAWS] if loop.draws else []
     parts += [_BATCHES.format(data=loop.data), _SPLIT_ALONG if loop.dimensions else _SPLIT]
-    parts += [_shares(loop), _loss(loop), _training(loop), _COMPARE]
+    parts += [_shares(loop), _loss(loop), _training(loop), _COMPARE.format(state=_state(loop))]
     return "\n".join(part.strip("\n") + "\n" for part in _spaced(parts))
 
 
@@ -308,6 +310,12 @@ def _loss(loop: PlainLoop) -> str:
     return f"def loss_of(batch):\n    {call}\n    {result}\n"
 
 
+def _state(loop: PlainLoop) -> str:
+    if not loop.own_loss:
+        return "model.state_dict()"
+    return f"{{**model.state_dict(), **criterion.state_dict(prefix={loop.own_loss!r})}}"
+
+
 def _training(loop: PlainLoop) -> str:
     loads = [f"{name} = load({place!r})" for name, place in loop.modules.items()]
     lines = ["", "seed_all(SEED)", loads[0], *(["seed_all(SEED)", *loads[1:]] if loads[1:] else [])]
@@ -320,7 +328,10 @@ def _training(loop: PlainLoop) -> str:
     lines += ["    model.train()"]
     lines += ["model.to(DEVICE)"] if loop.device != "cpu" else []
     lines += [f"criterion = {loop.loss}"] if loop.loss else []
+    lines += ["criterion.to(DEVICE)"] if loop.own_loss and loop.device != "cpu" else []
     lines += ["parameters = dict(model.named_parameters())"]
+    if loop.own_loss:
+        lines += [f"parameters.update(criterion.named_parameters(prefix={loop.own_loss.rstrip('.')!r}))"]
     lines += ["trained = [(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad]"]
     lines += [f"optimizer = {loop.optimizer}"]
     if loop.learning_rate is not None:

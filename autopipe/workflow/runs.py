@@ -111,7 +111,7 @@ def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) 
 
 def _look_at_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
     """Compare weights to start from with the model, before any rank does. Raises: RunError, ArtifactError."""
-    found = weights_of(str(path), prepared.graph, trust=trust)
+    found = weights_of(str(path), prepared.graph, prepared.workload, trust=trust)
     events("note", {"text": f"starts from {path}: {counted(len(found.names), 'tensor')}"})
     if found.unused:
         text = f"{counted(len(found.unused), 'tensor')} of {path} {'is' if len(found.unused) == 1 else 'are'} not used"

@@ -10,6 +10,8 @@ optimizer          (named_parameters) -> Optimizer       AdamW
 scheduler          (optimizer) -> LRScheduler            none
 evaluate_data      as ``data``                           none
 =================  ====================================  ===============================================
+
+A loss that is a module with parameters: see ``own_loss``.
 """
 
 from __future__ import annotations
@@ -179,8 +181,6 @@ def _checked(hook: Hook) -> Hook:
             raise _wrong(hook, f"cannot be called with {_ARGUMENTS[hook.name]} argument(s)", wanted)
     elif not takes(value, 0) and not takes(value, 1):
         raise _wrong(hook, "can be called neither with a batch size nor without", wanted)
-    if hook.name == "loss" and isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
-        raise _wrong(hook, "has parameters of its own, which no stage would train", "make them part of the model")
     return hook
 
 

@@ -13,7 +13,6 @@ with the shapes of the batch: put it around the first real call.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import random
@@ -43,6 +42,7 @@ from autopipe.workload.load_options import LoadOptions
 from autopipe.workload.modes import for_training
 from autopipe.workload.optimizer_hook import OptimizerHook, trained_parameters
 from autopipe.workload.optimizers import default_optimizer, make_scheduler, named_optimizer
+from autopipe.workload.own_loss import OwnLoss
 from autopipe.workload.targets import Target, import_target, user_line
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +74,7 @@ class Workload:
             cutting = declared(vars(module)["batch_dim"], target.label, self._path)
         names = functools.partial(getattr, self, "_forward_names")
         self._batches = Batches(self.name, self._path, spec.seed, self.hooks, inputs, names, cutting)
-        self._losses: dict[torch.device, nn.Module] = {}
+        self.own_loss = OwnLoss(self.hooks.get("loss"))
         self.modes_note = ""
         self.optimizer_class = named_optimizer(spec.optimizer or "adamw")
         hook = None if spec.optimizer else self.hooks.get("optimizer")
@@ -136,8 +136,9 @@ class Workload:
         without = parameters_without_memory(shifted=shifted) if empty else contextlib.nullcontext()
         with _seeded(self.spec.seed), without:
             model = self.builder.build()
-        self._forward_names = forward_names(model)
-        model, self.modes_note = for_training(model)
+            self._forward_names = forward_names(model)
+            model, self.modes_note = for_training(model)
+            self.own_loss.hang_into(model)
         return model
 
     @functools.cached_property
@@ -240,18 +241,6 @@ class Workload:
             weight = torch.full((), weight, dtype=found.dtype, device=found.device)
         return found, weight
 
-    def _loss_function(self, output: Any) -> Any:
-        """Return the loss hook; one that holds tensors (class weights) is copied once to the device of the output."""
-        function = self.hooks["loss"].function
-        held = list(function.buffers()) if isinstance(function, nn.Module) else []
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] if held else []
-        if not tensors or all(buffer.device == tensors[0].device for buffer in held):
-            return function
-        device = tensors[0].device
-        if device not in self._losses:
-            self._losses[device] = copy.deepcopy(function).to(device)
-        return self._losses[device]
-
     def _autocast(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Open autocast where the precision asks for it, as a plain script would around its forward and loss."""
         if self.spec.precision == "fp32":
@@ -261,16 +250,12 @@ class Workload:
 
     def _output_and_loss(self, model: nn.Module, item: Item) -> tuple[Any, Any]:
         """Return what the model gives for a batch, and what the loss hook (or the output) says of it."""
-        if isinstance(item, Mapping):
-            output, target = model(**item), item
-        else:
-            inputs, target = item
-            if isinstance(inputs, Mapping):
-                output = model(**inputs)
-            else:
-                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        hook = self.hooks.get("loss")
-        return output, _carried(output) if hook is None else self._loss_function(output)(output, target)
+        with self.own_loss.taken_out(model):
+            output = _output(model, item)
+        if self.own_loss.hook is None:
+            return output, _carried(output)
+        target = item if isinstance(item, Mapping) else item[1]
+        return output, self.own_loss.function(model, output)(output, target)
 
     def _no_loss(self, output: Any, found: Any) -> ModelFileError:
         if "loss" in self.hooks:
@@ -367,6 +352,16 @@ class Workload:
         """
         hook = self.hooks.get("scheduler")
         return None if hook is None else make_scheduler(hook, optimizer)
+
+
+def _output(model: nn.Module, item: Item) -> Any:
+    """Return what the model gives for a batch."""
+    if isinstance(item, Mapping):
+        return model(**item)
+    inputs = item[0]
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def _carried(output: Any) -> Any:

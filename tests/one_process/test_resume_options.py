@@ -186,7 +186,7 @@ def test_a_new_rate_is_applied_from_there_on(stages: int, network: Captured, tmp
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for step, item in enumerate(items):
         for part in chunks(item, 2):
-            (loss_of(module, model, part) / 2).backward()
+            (loss_of(module.loss, model, part) / 2).backward()
         optimizer.param_groups[0]["lr"] = 0.01 if step < STEP else 0.2
         optimizer.step()
         optimizer.zero_grad()

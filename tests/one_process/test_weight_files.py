@@ -204,7 +204,7 @@ def test_a_parameter_with_two_names_stays_one_without_memory() -> None:
 
 def refused(made: Pipeline, path: Path, **options: Any) -> tuple[str, str]:
     with pytest.raises((RunError, ArtifactError)) as caught:
-        weights_of(str(path), made.captured.capture.graph, **{"trust": False, **options})
+        weights_of(str(path), made.captured.capture.graph, made.captured.workload, **{"trust": False, **options})
     assert caught.value.exit_code == 1
     return caught.value.what, caught.value.remedy
 

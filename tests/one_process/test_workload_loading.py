@@ -302,8 +302,21 @@ def test_an_iterator_as_data_is_refused_because_it_can_be_read_once(write):
     assert "can be read only once" in fails(write(LINEAR + "\ndata = iter([1])\n")).what
 
 
-def test_a_loss_with_parameters_is_refused(write):
-    assert "has parameters of its own" in fails(write(LINEAR + "\nloss = nn.Bilinear(2, 2, 1)\n")).what
+def test_a_loss_with_parameters_becomes_a_child_of_the_model(write):
+    workload = load_workload(LoadOptions(write(LINEAR + "\nloss = nn.Bilinear(2, 2, 1)\n")))
+    assert workload.own_loss.prefix == "" and list(workload.stepped_parameters())[-2:] == ["loss.weight", "loss.bias"]
+    model = workload.build_model()
+    assert workload.own_loss.prefix == "loss."
+    assert model.loss is not workload.hooks["loss"].function, "every build has a loss of its own"
+
+
+def test_a_loss_with_parameters_takes_another_name_where_the_model_has_one_of_its_own(write):
+    text = LINEAR.replace("def forward", "def loss(self):\n        return 0\n    def forward", 1)
+    assert text != LINEAR
+    workload = load_workload(LoadOptions(write(text + "\nloss = nn.Bilinear(2, 2, 1)\n")))
+    assert list(workload.build_model().state_dict())[-2:] == ["loss_hook.weight", "loss_hook.bias"]
+    names = list(workload.build_model().state_dict())
+    assert workload.own_loss.among(names) == {"loss_hook.weight", "loss_hook.bias"}
 
 
 def test_an_unknown_hook_option_is_answered_with_the_known_ones(write):

@@ -1,0 +1,130 @@
+"""A loss with parameters of its own is trained with the model, and is what a plain loop makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import by_owner, train
+from pipelines import Pipeline, build, captured_file, minibatches, plan_for
+
+from autopipe.errors import TraceError
+from autopipe.runtime.check import compare
+from autopipe.schedules import make
+from autopipe.trace import capture
+from autopipe.workload import LoadOptions, load_workload
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 12))
+
+def optimizer(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        yield torch.randn(batch_size, 8, generator=g), torch.randint(0, 5, (batch_size,), generator=g)
+
+evaluate_data = data
+"""
+LOSSES = {
+    "arcface": """
+class ArcFace(nn.Module):
+    def __init__(self, features=12, classes=5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(classes, features))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.project = nn.Linear(features, features)
+    def forward(self, output, target):
+        cosine = F.normalize(self.project(output)) @ F.normalize(self.weight).T
+        return F.cross_entropy(self.scale.exp() * (cosine - 0.2 * F.one_hot(target, 5)), target)
+
+loss = ArcFace
+""",
+    "uncertainty": """
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_variances = nn.Parameter(torch.tensor([0.3, -0.2]))
+    def forward(self, output, target):
+        first = F.cross_entropy(output[:, :5], target)
+        second = (output[:, 5] - target).square().mean()
+        weights = (-self.log_variances).exp()
+        return weights[0] * first + weights[1] * second + self.log_variances.sum()
+
+loss = Weighted()
+""",
+    "frozen features and centers": """
+class Centers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(12, 6).requires_grad_(False)
+        self.centers = nn.Embedding(5, 6)
+        self.register_buffer("margin", torch.tensor(0.5))
+    def forward(self, output, target):
+        away = self.features(output) - self.centers(target)
+        return away.square().sum(1).mul(self.margin).mean() + F.cross_entropy(output[:, :5], target)
+
+loss = Centers()
+""",
+}
+
+
+def pipeline_of(folder: Path, loss: str, stages: int, schedule: str, **job: object) -> tuple[Path, Pipeline]:
+    path = folder / "own.py"
+    path.write_text(MODEL + LOSSES[loss])
+    made = captured_file(path)
+    return path, build(made, plan_for(made, stages, schedule, 4, 8), folder / "run", **job)
+
+
+@pytest.mark.parametrize(
+    ("loss", "stages", "schedule"),
+    [("arcface", 3, "1f1b"), ("uncertainty", 2, "2bw"), ("frozen features and centers", 3, "pipedream")],
+)
+def test_it_is_trained_as_a_plain_loop_trains_it(loss: str, stages: int, schedule: str, tmp_path: Path) -> None:
+    path, pipeline = pipeline_of(tmp_path, loss, stages, schedule)
+    items = minibatches(pipeline.captured.workload, 5, 8, last=7)
+    ours = pipeline.weights(pipeline.train(items))
+    deltas = make(schedule, pipeline.plan.request()).staleness
+    staleness = by_owner([stage.parameters for stage in pipeline.plan.stages], deltas)
+    _, model, _ = train(path, items, 4, staleness=staleness)
+    expected = model.state_dict() | vars(model)["criterion"].state_dict(prefix="loss.")
+    assert expected.keys() == ours.keys()
+    assert [name for name in expected if not torch.equal(expected[name], ours[name])] == []
+    initial = pipeline.captured.workload.build_model().state_dict()
+    moved = {n for n in ours if n.startswith("loss.") and not torch.equal(ours[n], initial[n])}
+    assert moved == {n for n in ours if n.startswith("loss.") and "features" not in n and "margin" not in n}
+
+
+def test_a_check_compares_it_too(tmp_path: Path) -> None:
+    _, pipeline = pipeline_of(tmp_path, "arcface", 3, "1f1b", steps=2)
+    items = minibatches(pipeline.captured.workload, 2, 8)
+    found = compare(pipeline.captured.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=True)
+    assert found.bitwise
+    assert {"loss.weight", "loss.scale", "loss.project.bias"} <= {difference.name for difference in found.differences}
+
+
+def test_its_initial_weights_are_drawn_after_the_models(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(MODEL + LOSSES["arcface"])
+    workload = load_workload(LoadOptions(str(path), seed=5))
+    torch.manual_seed(5)
+    torch.nn.ModuleList([torch.nn.Linear(8, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 12)])
+    wanted = torch.randn(5, 12)
+    for _ in range(2):
+        assert torch.equal(dict(workload.build_model().named_parameters())["loss.weight"], wanted)
+
+
+def test_a_function_over_a_module_with_parameters_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    text = LOSSES["uncertainty"].replace("loss = Weighted()", "criterion = Weighted()")
+    path.write_text(MODEL + text + "def loss(output, target):\n    return criterion(output, target)\n")
+    with pytest.raises(TraceError, match="no parameter of the model") as caught:
+        capture(load_workload(LoadOptions(str(path))))
+    assert "loss = criterion" in caught.value.remedy
