@@ -64,7 +64,7 @@ class Reference:
 def references(spec: WorkloadSpec) -> tuple[Reference, ...]:
     """Return everything that a workload names and that decides which code runs, with what."""
     target = Target.parse(spec.target)
-    location = str(files_of(target)[0]) if target.is_file else target.location
+    location = str(files_of(target)[-1]) if target.is_file else target.location
     references_of_spec = [Reference(MODEL, spec.target, location, target.attribute)]
     for name, value in sorted(spec.arguments.items()):
         references_of_spec.append(
@@ -75,7 +75,7 @@ def references(spec: WorkloadSpec) -> tuple[Reference, ...]:
             references_of_spec.append(Reference(name, text, location, text[1:]))
             continue
         hook = Target.parse(text)
-        place = str(files_of(hook)[0]) if hook.is_file else hook.location
+        place = str(files_of(hook)[-1]) if hook.is_file else hook.location
         references_of_spec.append(Reference(name, text, place, hook.attribute))
     return tuple(references_of_spec)
 

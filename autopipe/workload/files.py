@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from autopipe.workload.scripts import package_of
 from autopipe.workload.targets import Target
 
 
@@ -16,7 +17,9 @@ def files_of(target: Target) -> tuple[Path, ...]:
     Links are followed. Nothing is imported, not even a parent package.
     """
     if target.is_file:
-        return (Path(target.location).expanduser().resolve(),)
+        path = Path(target.location).expanduser().resolve()
+        package = package_of(path)
+        return (*(package.files if package is not None else ()), path)
     _search_here()
     files: list[Path] = []
     within: Sequence[str] | None = None

@@ -5,8 +5,10 @@
     TARGET := path/to/file.py[:ATTR] | package.module[:ATTR]
 
 A file is run as ``python file.py`` would run it, with its folder first on ``sys.path``, but under the name of its stem
-instead of ``__main__``. A stem that the standard library or an installed package owns (``random.py``) gets a private
-name instead, so that nobody else's import is answered with it. Loading a file again runs it again.
+instead of ``__main__``. A stem that the standard library or an installed package owns (``random.py``), or that the file
+itself imports (``mingpt.py`` imports ``mingpt.model``), gets a private name instead, so that no import is answered with
+the file. A file of a package that imports with leading dots is imported as ``python -m`` does, under its full name.
+Loading a file again runs it again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.workload.scripts import Package, imports_its_name, package_of
 
 _MARK = "__autopipe_loaded__"
 
@@ -98,9 +101,31 @@ def _import_file(location: str) -> ModuleType:
         raise ModelFileError(f"{location} is a folder, not a Python file", where=str(path), remedy="name the .py file")
     if not path.is_file():
         raise ModelFileError(f"there is no file {location}", where=str(path), remedy=_nearby(path))
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    package = package_of(path)
+    if package is not None:
+        return _import_member(package, path)
+    if sys.path[:1] != [str(path.parent)]:
+        sys.path.insert(0, str(path.parent))  # before installed packages, as python does
     name = _module_name(path)
+    try:
+        return _run(path, name, location)
+    except ModelFileError as error:
+        if name == _private(path) or not _meant_another(error.__cause__, path):
+            raise
+    return _run(path, _private(path), location)
+
+
+def _import_member(package: Package, path: Path) -> ModuleType:
+    """Import a file as the module of its package, as ``python -m`` does from the folder of the package."""
+    if str(package.root) not in sys.path:
+        sys.path.insert(0, str(package.root))
+    sys.modules.pop(package.name, None)  # loaded again, it runs again
+    importlib.invalidate_caches()
+    with users_code(f"importing {path.name}", str(path)):
+        return importlib.import_module(package.name)
+
+
+def _run(path: Path, name: str, location: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ModelFileError(f"{location} is no Python file", where=str(path), remedy="give a file that ends in .py")
@@ -129,8 +154,28 @@ def _nearby(path: Path) -> str:
     return f"{hint}Python files in that folder: {', '.join(files[:8]) or 'none'}"
 
 
+def _private(path: Path) -> str:
+    return f"autopipe_model_{path.stem}"
+
+
+def _meant_another(error: BaseException | None, path: Path) -> bool:
+    """Whether an import failed because the file stands under a name that the import meant a package by.
+
+    As a script, the file would not have had that name.
+    """
+    if isinstance(error, ImportError):
+        if (error.name or "").partition(".")[0] != path.stem:
+            return False
+    elif not isinstance(error, AttributeError) or getattr(error.obj, "__file__", None) != str(path):
+        return False
+    found = importlib.machinery.PathFinder.find_spec(path.stem)
+    return found is not None and found.origin != str(path)
+
+
 def _module_name(path: Path) -> str:
-    private = f"autopipe_model_{path.stem}"
+    private = _private(path)
+    if imports_its_name(path):
+        return private
     present = sys.modules.get(path.stem)
     if present is not None:
         same = getattr(present, "__file__", None) == str(path)
@@ -216,7 +261,9 @@ def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
     if isinstance(error, SystemExit):
         what, remedy = f"{doing} ended the program (sys.exit)", 'put that part under `if __name__ == "__main__":`'
     elif isinstance(error, ImportError) and "attempted relative import" in str(error):
-        remedy = "the file is part of a package: name it as package.module:ATTR, from the folder of the package"
+        folder = Path(path).parent
+        named = f"{folder.name}.{Path(path).stem}, from the folder {folder.parent}" if path else "package.module:ATTR"
+        remedy = f"the file is part of a package: name it as {named}"
     elif isinstance(error, ModuleNotFoundError) and error.name is not None and " " not in error.name:
         remedy = f"install {error.name}, or correct the import"
     return ModelFileError(what, where=user_line(error, path), remedy=remedy)

@@ -385,10 +385,3 @@ def test_a_file_name_typed_wrong_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(ModelFileError) as caught:
         load_workload(LoadOptions(str(tmp_path / "modle.py")))
     assert caught.value.remedy.startswith("did you mean model.py?")
-
-
-def test_a_relative_import_is_answered_with_the_name_of_the_package(tmp_path):
-    (tmp_path / "part.py").write_text("from . import other\n")
-    with pytest.raises(ModelFileError) as caught:
-        load_workload(LoadOptions(str(tmp_path / "part.py")))
-    assert "package.module:ATTR" in caught.value.remedy
