@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from autopipe import sparse
 from autopipe.errors import ArtifactError
 from autopipe.stage import Stage
 
@@ -86,6 +87,6 @@ def load_constants(directory: Path, name: str = CONSTANTS_FILE) -> dict[str, tor
     if not path.exists():
         return {}
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
+        return sparse.assembled(load_file(path))
+    except (OSError, SafetensorError, ValueError) as error:
         raise ArtifactError(f"{name} is damaged: {error}", where=str(path), remedy=_RENEW) from error

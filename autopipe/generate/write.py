@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from autopipe import sparse
 from autopipe.errors import ArtifactError
 from autopipe.generate.divisor import write_divisor
 from autopipe.generate.loader import CONSTANTS_FILE, stage_file
@@ -54,5 +55,6 @@ def _write_constants(capture: Captured, parts: Iterable[Part], directory: Path) 
         path.unlink(missing_ok=True)
         return
     temporary = path.with_suffix(".tmp")
-    save_file({name: capture.constants[name].detach().cpu().contiguous().clone() for name in used}, temporary)
+    held = sparse.encoded({name: capture.constants[name].detach().cpu() for name in used})
+    save_file({name: tensor.contiguous().clone() for name, tensor in held.items()}, temporary)
     temporary.replace(path)

@@ -16,6 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopipe import sparse
+
 
 class Meter(Protocol):
     """Tells how many bytes a rank's device holds. Within ``with`` it watches."""
@@ -62,7 +64,7 @@ class HostMeter(TorchDispatchMode):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor's memory, once, however many tensors share it."""
-        storage = tensor.untyped_storage()
+        storage = sparse.memory_of(tensor)
         key, size = storage._cdata, storage.nbytes()
         if key in self._held or tensor.device.type != self._kind:
             return

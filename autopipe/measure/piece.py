@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autopipe import sparse
+
 
 class State:
     """Copies of parameters, buffers, constants and modules, made when first asked for. Ties stay ties."""
@@ -173,7 +175,7 @@ def autocast_of(node: fx.Node) -> tuple[Any, ...]:
 
 def storage_of(tensor: Tensor) -> int:
     """Name the memory of a tensor, for as long as it is held."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(sparse.memory_of(tensor)._cdata)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

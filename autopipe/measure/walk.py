@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autopipe import sparse
 from autopipe.errors import AutopipeError, ProfileError
 from autopipe.ir.graph import Node
 from autopipe.ir.profile import NodeWork
@@ -89,7 +90,8 @@ def inputs_of(nodes: Sequence[fx.Node]) -> list[str]:
 def describe(value: Any) -> Any:
     """Return what of a value decides how long its use takes, as something to compare."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), str(value.dtype)
+        strides = str(value.layout) if sparse.is_sparse(value) else value.stride()
+        return tuple(value.shape), strides, str(value.dtype)
     if isinstance(value, (tuple, list)):
         return type(value).__name__, *map(describe, value)
     if isinstance(value, dict):
@@ -237,7 +239,7 @@ class Saved:
                 if memory not in counted and memory not in state.storages():
                     counted.add(memory)
                     self.keepers[memory] = name
-                    self.bytes[name] += tensor.untyped_storage().nbytes()
+                    self.bytes[name] += sum(part.untyped_storage().nbytes() for part in sparse.stored(tensor))
                 self._held.append(tensor.detach())
                 return tensor
 

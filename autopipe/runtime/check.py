@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autopipe import sparse
 from autopipe.ir.gradients import trained_ties
 from autopipe.runtime.comparison import Comparison, TensorDifference, Worst, nonfinite
 from autopipe.runtime.job import Job, RunDirectory
@@ -235,7 +236,7 @@ def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], S
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.shape == other.shape and torch.equal(one, other)
+    return sparse.equal(one, other)
 
 
 def _unlike(one: _Trained, other: _Trained, loop: _Plain) -> bool:

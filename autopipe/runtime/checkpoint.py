@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from autopipe import sparse
 from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.artifact import write_text
@@ -282,7 +283,7 @@ class Checkpoint:
         """Read everything once. Raises: ArtifactError naming the first file that is not what was written."""
         for stage in self.manifest.files:
             with _opened(self._verify(stage.file)) as file:
-                lacking = sorted(set(stage.tensors) - set(file.keys()))
+                lacking = sorted(set(stage.tensors) - set(sparse.names_in(file.keys())))
                 if lacking:
                     raise ArtifactError(f"{stage.file} lacks {lacking[0]!r}", where=str(self.directory / stage.file))
 
@@ -291,7 +292,8 @@ class Checkpoint:
         found: dict[str, tuple[int, ...]] = {}
         for stage in self.manifest.files:
             with _opened(self._verify(stage.file)) as file:
-                found.update({name: tuple(file.get_slice(name).get_shape()) for name in stage.tensors})
+                keys = sparse.names_in(file.keys())
+                found.update({name: sparse.shape_of(keys[name], name, file) for name in stage.tensors})
         return found
 
     @staticmethod
@@ -340,9 +342,10 @@ class Checkpoint:
             by_file.setdefault(self._file_of[name], []).append(name)
         for file, wanted in by_file.items():
             with _opened(self._verify(file)) as opened:
+                keys = sparse.names_in(opened.keys())
                 for name in wanted:
                     # memory of its own: the file may be removed, and kernels round by how memory is aligned
-                    tensors[name] = opened.get_tensor(name).clone()
+                    tensors[name] = sparse.decoded(keys[name], name, opened.get_tensor).clone()
         return tensors
 
 
@@ -352,5 +355,5 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise ArtifactError(f"{path.name} is damaged: {error}", where=str(path)) from error

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autopipe import sparse
+
 # float32 sums in another order, where the order itself is not known: autocast, another device, a library's shortcut
 TOLERANCE = 1e-6
 # one other order is one sample of the noise; another may be a few times as far off
@@ -116,15 +118,14 @@ class Worst:
         self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, may_overflow: bool = False
     ) -> float:
         """Compare a tensor; return its relative error."""
-        ours, theirs = _dense(ours), _dense(theirs)
         if ours is None or theirs is None:
             same = ours is None and theirs is None
             error = 0.0 if same else float("inf")
         else:
-            same = ours.shape == theirs.shape and torch.equal(ours, theirs)
+            same = sparse.equal(ours, theirs)
             same = same or (may_overflow and _overflowed(ours) and _overflowed(theirs))
             error = 0.0 if same else relative_error(ours, theirs)
-            if _holds_nan(ours) and _holds_nan(theirs) and not same:
+            if not same and _holds_nan(ours) and _holds_nan(theirs):
                 self.nonfinite.append(name)
         self.errors[name] = max(self.errors.get(name, 0.0), error)
         if not same:
@@ -136,7 +137,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return max |a - b| / max |b|; infinite where shapes differ, and where a value is NaN: that equals nothing."""
     if ours.shape != theirs.shape:
         return float("inf")
-    a, b = ours.double(), theirs.double()
+    a, b = sparse.dense(ours).double(), sparse.dense(theirs).double()
     same = a == b
     if bool(same.all()):
         return 0.0
@@ -144,17 +145,13 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not itself
 
 
-def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.layout is torch.strided else tensor.to_dense()
-
-
 def _holds_nan(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isnan().any())
+    return tensor.is_floating_point() and bool(sparse.dense(tensor).isnan().any())
 
 
 def _overflowed(tensor: torch.Tensor) -> bool:
     """Whether a gradient was too large for float16: the step is left out and the scale comes down, on both sides."""
-    return not bool(tensor.isfinite().all())
+    return not bool(sparse.dense(tensor).isfinite().all())
 
 
 def nonfinite(losses: Sequence[float], reference: Sequence[float], tensors: Sequence[str]) -> str:

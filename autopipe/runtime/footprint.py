@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autopipe import sparse
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction
 from autopipe.measure.live import HostMeter, meter_of
@@ -92,5 +93,9 @@ class Footprint:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of some tensors, memory that they share once."""
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {
+        storage._cdata: storage.nbytes()
+        for tensor in tensors
+        for storage in (part.untyped_storage() for part in sparse.stored(tensor))
+    }
     return sum(storages.values())

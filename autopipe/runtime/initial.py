@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autopipe import sparse
 from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import Graph
@@ -60,7 +61,7 @@ def _random(
     with exclusive():
         other = cls.adopt(workload.build_model(empty=True, shifted=True), constants)
     before, after = dict(stage.named_buffers()), dict(other.named_buffers())
-    return any(not torch.equal(before[name], after[name]) for name in names)
+    return any(not sparse.equal(before[name], after[name]) for name in names)
 
 
 def _fill(stage: Stage, weights: Matched, graph: Graph) -> list[str]:

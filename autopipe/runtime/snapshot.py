@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import _TYPES
 
+from autopipe import sparse
 from autopipe.errors import ArtifactError
 
 _CHUNK_BYTES = 64 * 2**20
@@ -27,7 +28,10 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class Snapshot:
-    """``pinned``: the buffer is host memory that a GPU copies into without the CPU's help."""
+    """``pinned``: the buffer is host memory that a GPU copies into without the CPU's help.
+
+    ``names``: of the tensors that were copied. A sparse one is in the file as its parts: see ``autopipe.sparse``.
+    """
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -48,6 +52,8 @@ class Snapshot:
 
         Raises: ArtifactError for a dtype that the format does not know.
         """
+        self.names = tuple(sorted(tensors))
+        tensors = sparse.encoded(tensors)
         # the largest elements first: then every offset is a multiple of its element
         names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         header: dict[str, object] = {}
@@ -71,7 +77,6 @@ class Snapshot:
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
         self._num_bytes = begin
-        self.names = tuple(sorted(names))
 
     def _fill(self, tensors: list[torch.Tensor]) -> None:
         begin = 0

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopipe import sparse
 from autopipe.ir.plan import Plan
 from autopipe.runtime.checkpoint import Checkpoint, TrainingOptions
 from autopipe.runtime.job import Job
@@ -95,6 +96,8 @@ def restore_weights(checkpoint: Checkpoint, runner: StageRunner) -> None:
 
 def _laid_out_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return ``value`` on the device and with the strides of ``like``: kernels round by the order in memory."""
+    if sparse.is_sparse(value) or sparse.is_sparse(like):
+        return value.to(like.device)  # no strides; one that is stored otherwise than the model's is refused by torch
     return torch.empty_like(like, requires_grad=False).copy_(value)
 
 

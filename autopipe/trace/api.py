@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator
 
 from torch import nn
 
+from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.borrowed import Snapshot
@@ -63,6 +64,7 @@ def capture(
 def _capture(
     workload: Workload, model: nn.Module, batch_size: int, allow_data_dependent: bool, verify: bool, free: bool
 ) -> Capture:
+    _refuse_sparse_parameters(model)
     ran: dict[types.CodeType, Ran] = {}
     item = observed(lambda: workload.example_item(batch_size), ran)
     distinct = _distinct(sizes_of(model) | other_sizes(workload, item), batch_size)
@@ -99,6 +101,16 @@ def _capture(
         said += coupling_notes(workload, model, item, captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
     return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))
+
+
+def _refuse_sparse_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if sparse.is_sparse(parameter):
+            layout = str(parameter.layout).removeprefix("torch.")
+            raise TraceError(
+                f"parameter {name} is stored sparse ({layout}): its gradient would be, too",
+                remedy="store it dense (to_dense()), or make it a buffer (register_buffer) where it is not trained",
+            )
 
 
 def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Capture:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopipe import sparse
 from autopipe.trace.explain import type_name
 from autopipe.trace.targets import qualified_name
 
@@ -55,6 +56,7 @@ def tensor_digest(tensor: Tensor) -> str:
     """Return 16 hex digits of a tensor's shape, dtype and bytes."""
     state = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if not tensor.is_meta:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        state.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        for part in sparse.stored(tensor):
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            state.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return state.hexdigest()[:16]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.tensor import DTYPE_BYTES, TensorSpec
@@ -94,6 +95,7 @@ class _Describer:
         meta = node.meta
         module = self.found.borrowed.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         _refuse_sparse(node, module)
+        _refuse_sparse_parts(node)
         read = [entry for entry in node.all_input_nodes if entry.op == "get_attr"]
         state = [str(entry.target) for entry in read if entry.target not in self.constants]
         if module is not None:
@@ -101,6 +103,7 @@ class _Describer:
             state += [names[id(t)] for t in (*module.parameters(), *module.buffers())]
         state = list(dict.fromkeys(state))
         inputs = tuple(entry.name for entry in node.all_input_nodes if entry.op != "get_attr")
+        _refuse_sparse_written(meta)
         changed = [key for key in map(storage_key, meta.get("changed", ())) if key is not None]
         written = self._written(changed, meta)
         after = self._after(node, inputs, state)
@@ -222,6 +225,38 @@ def _refuse_sparse(node: fx.Node, module: nn.Module | None) -> None:
             f"{node.target if module is not None else 'an embedding'} makes sparse gradients (sparse=True)",
             where=where_text(node.meta),
             remedy="leave sparse=True out: the gradient is the same, as a dense tensor",
+        )
+
+
+# what reads the number of stored values, which a followed tensor has not
+_PARTS_OF_SPARSE = {"indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices"}
+
+
+def _refuse_sparse_parts(node: fx.Node) -> None:
+    """Refuse to read what a sparse tensor is made of: its size is known from the values alone.
+
+    Raises: TraceError with the user's line.
+    """
+    name = str(node.target).lstrip("_")
+    sources = [source.meta.get("val") for source in node.all_input_nodes]
+    if name in _PARTS_OF_SPARSE and any(isinstance(value, Tensor) and sparse.is_sparse(value) for value in sources):
+        raise TraceError(
+            f"{name}() of a sparse tensor: how many entries it has depends on its values",
+            where=where_text(node.meta),
+            remedy="keep the indices and values as buffers of their own, or use the sparse tensor as a whole",
+        )
+
+
+def _refuse_sparse_written(meta: Mapping[str, Any]) -> None:
+    """Refuse a change of a tensor that is stored sparse: it has no storage by which its other readers are known.
+
+    Raises: TraceError with the user's line.
+    """
+    if any(sparse.is_sparse(tensor) for tensor in meta.get("changed", ())):
+        raise TraceError(
+            "the forward changes a tensor in place that is stored sparse",
+            where=where_text(meta),
+            remedy="keep what the forward changes as a dense tensor (to_dense()); a sparse one may be read",
         )
 
 

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopipe import draws
+from autopipe import draws, sparse
 from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.borrowed import Snapshot
@@ -206,11 +206,9 @@ def _compare_one(name: str, wanted: Tensor | None, found: Tensor | None, told: s
         raise TraceError(
             f"{name}: the model has {sides[0]}, the captured graph has {sides[1]} ({told})", where=where, remedy=remedy
         )
-    if wanted.is_sparse:
-        wanted, found = wanted.to_dense(), found.to_dense()
-    if wanted.shape == found.shape and torch.equal(wanted, found):
+    if sparse.equal(wanted, found):
         return True
-    a, b = wanted.double(), found.double()
+    a, b = sparse.dense(wanted).double(), sparse.dense(found).double()
     if a.shape == b.shape:
         if torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()):
             a, b = (t.nan_to_num(0.0, 0.0, 0.0) for t in (a, b))

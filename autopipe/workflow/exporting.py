@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from autopipe import sparse
 from autopipe.errors import RunError, disk_is_full, unknown_choice
 from autopipe.ir.graph import Graph
 from autopipe.runtime import checkpoint as checkpoints
@@ -55,6 +56,7 @@ def export(settings: ExportSettings) -> ExportResult:
     run = RunDirectory(find_run(settings.run, settings.work_dir))
     source = _checkpoint(run, settings.step)
     tensors = _Tensors(source, run.graph(), _model(run, source, settings.model))
+    _refuse_sparse(tensors, kind)
     temporary = settings.output.with_name(f".{settings.output.name}.tmp")
     _remove(temporary)
     try:
@@ -106,6 +108,18 @@ def _refuse_taken(output: Path, kind: str) -> None:
         raise RunError(f"{output} is a file", remedy="name a folder, or --format safetensors or pt")
 
 
+def _refuse_sparse(tensors: _Tensors, kind: str) -> None:
+    """Refuse a format that holds dense tensors alone. Raises: RunError naming the tensor."""
+    stored_sparse = [] if kind == "pt" else tensors.sparse
+    if stored_sparse:
+        raise RunError(
+            f"{stored_sparse[0]} is stored sparse, which the format {kind} cannot hold: a model that loads it dense "
+            "refuses it",
+            remedy="-o NAME.pt, by torch.save, holds sparse tensors; register_buffer(..., persistent=False) keeps a "
+            "buffer out of the state_dict",
+        )
+
+
 def _checkpoint(run: RunDirectory, step: int | None) -> Checkpoint:
     steps = checkpoints.steps(run.checkpoints)
     if not steps or (step is not None and step not in steps):
@@ -153,6 +167,11 @@ class _Tensors:
             )
         self._held = held
 
+    @property
+    def sparse(self) -> list[str]:
+        """The keys of tensors that the model stores sparse."""
+        return [key for key in self.keys if sparse.is_sparse(self._state[key])]
+
     def size(self, key: str) -> int:
         """Return the bytes of a tensor."""
         tensor: torch.Tensor = self._state[key]
@@ -163,7 +182,7 @@ class _Tensors:
         stored = sorted({self._names[key] for key in keys if self._names[key] in self._held})
         read = self._source.read(stored)
         found = {key: read.get(self._names[key], self._state[key]) for key in keys}
-        return {key: tensor.contiguous().clone() for key, tensor in found.items()}
+        return {key: (t if sparse.is_sparse(t) else t.contiguous()).clone() for key, t in found.items()}
 
 
 def _write_safetensors(path: Path, tensors: _Tensors) -> None:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from autopipe import sparse
 from autopipe.errors import ArtifactError
 from autopipe.runtime import state
 from autopipe.runtime.audit import batch
@@ -78,7 +79,8 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
     )
     take = functools.partial(_plain, run, layout, files, torch.device(job.device))
     plain = take(settings)
-    if not all(bool(t.isfinite().all()) for t in (*plain.tensors.values(), torch.tensor(plain.loss))):
+    parts = [part for tensor in plain.tensors.values() for part in sparse.stored(tensor)]
+    if not all(bool(part.isfinite().all()) for part in (*parts, torch.tensor(plain.loss))):
         return AuditResult(step, LEFT_OUT, reason="the step is not finite, and proves nothing")
     reasons = (*why_not_bitwise(layout, job), *([elsewhere] if elsewhere else []))
     compared = _compared(run_after, loss, plain, layout, reasons, take, settings)
@@ -107,7 +109,7 @@ def _after(files: AuditFiles, num_stages: int) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for stage in range(num_stages):
         try:
-            tensors.update(load_file(files.after_stage(stage)))
+            tensors.update(sparse.assembled(load_file(files.after_stage(stage))))
         except (OSError, RuntimeError, ValueError) as error:
             raise ArtifactError(f"a file of an audit cannot be read: {error}", where=str(files.after)) from error
     return tensors
@@ -197,7 +199,7 @@ def _compared(
     differences = []
     for name in names:
         error = relative_error(ours[name], plain.tensors[name]) if name in ours else float("inf")
-        same = name in ours and torch.equal(ours[name], plain.tensors[name])
+        same = name in ours and sparse.equal(ours[name], plain.tensors[name])
         differences.append(TensorDifference(name, error, same, owners.get(name, -1), noise.get(name, 0.0)))
     usual = statistics.median(noise.values()) if noise else 0.0
     return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, usual)
