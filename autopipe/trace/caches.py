@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.trace.containers import copied, refill
+from autopipe.trace.containers import attributes, copied, refill
 
 
 class Caches:
@@ -21,13 +21,14 @@ class Caches:
     def __init__(self, model: nn.Module) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._memoized: dict[int, tuple[Any, int]] = {}
-        for namespace in users_namespaces(model):
-            self._look_at(vars(namespace))
+        for users in users_namespaces(model):
+            self._look_at(vars(users))
         for module in model.modules():
             for value in vars(module).values():
                 if _is_helper(value):
-                    self._containers.append((vars(value), dict(vars(value))))
-                    self._look_at(vars(value))
+                    namespace = attributes(value) or {}
+                    self._containers.append((namespace, dict(namespace)))
+                    self._look_at(namespace)
         for kind in dict.fromkeys(type(module) for module in model.modules()):
             self._look_at(dict(vars(kind)), containers=False)
 
@@ -56,7 +57,7 @@ def users_namespaces(model: nn.Module) -> list[Any]:
 def _is_helper(value: Any) -> bool:
     place = type(value).__module__
     return (
-        hasattr(value, "__dict__")
+        attributes(value) is not None
         and not isinstance(value, (nn.Module, type))
         and not callable(value)
         and not place.startswith(("torch", "builtins", "collections"))

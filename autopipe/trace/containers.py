@@ -1,4 +1,4 @@
-"""Lists, dicts and sets of the user's: copied, compared and refilled without running a method of theirs.
+"""Lists, dicts, sets, deques and objects of the user's: read, compared and refilled without running a method of theirs.
 
 A subclass may forbid change (the configuration of every diffusers model is such a dict) or compare by asking tensors,
 so the base classes' own methods are called, and only on a container whose content differs.
@@ -6,16 +6,42 @@ so the base classes' own methods are called, and only on a container whose conte
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import Any
 
-CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, set, deque)
+
+
+def attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object, where it has a dictionary of them; its class is not asked."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def entries(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Give (key, value) of each entry of a dict, and (index, value) of a list, tuple or deque."""
+    if isinstance(container, dict):
+        return iter(_base(container).items(container))
+    base: Any = next(kind for kind in (list, tuple, deque) if isinstance(container, kind))
+    return enumerate(base.__iter__(container))
+
+
+def length(container: Any) -> int:
+    """Return the number of entries."""
+    base: Any = next(kind for kind in (list, dict, set, tuple, deque) if isinstance(container, kind))
+    return int(base.__len__(container))
 
 
 def copied(container: Any) -> Any:
-    """Return the content of a list, dict or set (subclasses too) as a plain list, dict or set; () where it is empty."""
+    """Return the content of a list, dict, set or deque (subclasses too) as a plain one; () where it is empty."""
     if isinstance(container, list):
         return list.copy(container) or ()
+    if isinstance(container, deque):
+        return list(deque.__iter__(container)) or ()
     if isinstance(container, set):
         return set.copy(container) or ()
     return dict(_base(container).items(container)) or ()
@@ -25,9 +51,9 @@ def same(container: Any, before: Any) -> bool:
     """Tell whether a container holds the very objects that ``copied`` returned, a dict in the same order."""
     if isinstance(container, set):
         return set.__len__(container) == len(before) and all(set.__contains__(container, entry) for entry in before)
-    if isinstance(container, list):
-        return list.__len__(container) == len(before) and all(
-            a is b for a, b in zip(list.__iter__(container), before, strict=True)
+    if isinstance(container, (list, deque)):
+        return length(container) == len(before) and all(
+            a is b for (_, a), b in zip(entries(container), before, strict=True)
         )
     if dict.__len__(container) != len(before):
         return False
@@ -41,6 +67,9 @@ def refill(container: Any, before: Any) -> None:
         return
     if isinstance(container, list):
         list.__setitem__(container, slice(None), before)
+    elif isinstance(container, deque):
+        deque.clear(container)
+        deque.extend(container, before)
     elif isinstance(container, set):
         set.clear(container)
         set.update(container, before)

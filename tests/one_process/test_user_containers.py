@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+import enum
+import types
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 
 import pytest
 import torch
@@ -50,6 +52,7 @@ class Truthless(list):
         (Counter("aab"), lambda c: c.update("b")),
         ({1, 2}, lambda c: c.discard(1)),
         ([1, 2], lambda c: c.reverse()),
+        (deque([1, 2], maxlen=2), lambda c: c.append(3)),
         ({}, lambda c: c.update(a=1)),
     ],
 )
@@ -89,3 +92,72 @@ def test_what_did_not_change_is_not_touched():
     snapshot.restore()
     assert model.seen == []
     assert not hasattr(model.layers[0], "extra")
+
+
+def refusing(base, *methods):
+    """Return a subclass each of whose named methods raises."""
+
+    def refuse(self, *args, **kwargs):
+        raise RuntimeError("not allowed")
+
+    return type(f"Refusing{base.__name__}", (base,), {**dict.fromkeys(methods, refuse), "__hash__": None})
+
+
+class Proxy:
+    """Raises another error than AttributeError for whatever it has not."""
+
+    def __getattribute__(self, name):
+        if name == "__class__":
+            return Proxy
+        raise RuntimeError(f"no {name}")
+
+
+class Frozen:
+    def __init__(self):
+        vars(self)["width"] = [8]
+
+    def __setattr__(self, name, value):
+        raise RuntimeError("frozen")
+
+    __delattr__ = __setattr__
+
+
+class FrozenType(type):
+    def __setattr__(cls, name, value):
+        raise RuntimeError("frozen")
+
+
+READING = ("__iter__", "__len__", "__contains__", "__eq__", "__bool__", "copy")
+GUARDED = {
+    "dict": lambda: refusing(dict, *READING, "items", "keys", "values", "update", "clear")(a=[1]),
+    "list": lambda: refusing(list, *READING, "__setitem__", "append", "clear", "extend")([1, [2]]),
+    "set": lambda: refusing(set, *READING, "update", "clear")({1}),
+    "tuple": lambda: refusing(tuple, *READING)((1, [2])),
+    "deque": lambda: refusing(deque, *READING, "clear", "extend")([1]),
+    "OrderedDict": lambda: FrozenDict(a=1),
+    "UserDict": lambda: refusing(UserDict, "__getitem__", "__iter__")(),
+    "ChainMap": lambda: ChainMap({"a": 1}, {"b": [2]}),
+    "mappingproxy": lambda: types.MappingProxyType({"a": [1]}),
+    "object": Proxy,
+    "frozen object": Frozen,
+    "frozen class": lambda: FrozenType("Constants", (), {"WIDTH": [8]}),
+    "enumeration": lambda: enum.Enum("Kind", "A B"),
+    "generator": lambda: (number for number in range(3)),
+}
+
+
+class Holding(nn.Module):
+    def __init__(self, thing):
+        super().__init__()
+        self.thing, self.nested, self.deep = thing, {"x": thing}, [(thing,)]
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).mean()
+
+
+@pytest.mark.parametrize("kind", GUARDED)
+def test_a_model_may_hold_what_refuses_to_be_read_or_changed(kind):
+    model = Holding(GUARDED[kind]())
+    capture(Toy(lambda: model, vectors), batch_size=4)
+    assert model.nested["x"] is model.thing and model.deep[0][0] is model.thing

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopipe.trace.containers import CONTAINERS, copied, refill
+from autopipe.trace.containers import CONTAINERS, attributes, copied, entries, length, refill
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
@@ -84,11 +84,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put containers, attributes and closure cells back. Generators of the user's own are left as they are."""
         for container, before in self._kept:
-            if isinstance(container, deque):
-                container.clear()
-                container.extend(before)
-            else:
-                refill(container, before)
+            refill(container, before)
         for cell, before in self._cells:
             cell.cell_contents = before
         for owner, name, value in self._bound:
@@ -118,7 +114,7 @@ class Snapshot:
             self.owners[id(value)] = value
             self.values[id(value), DRAWN] = ("==", _drawn(value))
             self.names[id(value), DRAWN] = path
-        elif isinstance(value, (*CONTAINERS, tuple, deque)):
+        elif isinstance(value, (*CONTAINERS, tuple)):
             yield from self._container(path, value)
         elif isinstance(value, types.FunctionType):
             yield from self._function(path, value)
@@ -132,17 +128,17 @@ class Snapshot:
     def _container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
         if isinstance(value, set):
-            self._kept.append((value, copied(value)))
-            self.values[id(value), WHOLE] = ("==", frozenset(e if type(e) in _PLAIN else id(e) for e in value))
+            content = copied(value)
+            self._kept.append((value, content))
+            self.values[id(value), WHOLE] = ("==", frozenset(e if type(e) in _PLAIN else id(e) for e in content))
             self.names[id(value), WHOLE] = path
             return
         if not isinstance(value, tuple):
-            self._kept.append((value, list(value) if isinstance(value, deque) else copied(value)))
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        first = list(itertools.islice(pairs, _MOST_ENTRIES))
+            self._kept.append((value, copied(value)))
+        first = list(itertools.islice(entries(value), _MOST_ENTRIES))
         self.values[id(value), WHOLE] = (
             "==",
-            (len(value), *((k for k, _ in first) if isinstance(value, dict) else ())),
+            (length(value), *((k for k, _ in first) if isinstance(value, dict) else ())),
         )
         self.names[id(value), WHOLE] = path
         for key, entry in first:
@@ -173,7 +169,8 @@ class Snapshot:
         self.owners[id(value)] = value
         is_torch = isinstance(value, nn.Module) and type(value).__module__.startswith("torch.")
         if not isinstance(value, (type, types.ModuleType)):
-            self._kept.append((vars(value), dict(vars(value))))
+            own = attributes(value) or {}
+            self._kept.append((own, dict(own)))
             if not is_torch:
                 yield type(value).__name__, type(value)
         if isinstance(value, nn.Module):
@@ -183,12 +180,12 @@ class Snapshot:
                     if type(entry) in _PLAIN and not name.startswith("_"):
                         self._put(value, name, entry, f"{path}.{name}")
                 return
-        for name, entry in list(vars(value).items()):
+        within = isinstance(value, (type, types.ModuleType))
+        for name, entry in list((vars(value) if within else attributes(value) or {}).items()):
             if name.startswith("__") or name in ("_parameters", "_buffers", "_modules", "_abc_impl"):
                 continue
             if name.endswith("_hooks") and isinstance(value, nn.Module):
                 continue
-            within = isinstance(value, (type, types.ModuleType))
             if within and isinstance(entry, (types.ModuleType, property, classmethod, staticmethod)):
                 continue
             if within and isinstance(entry, types.FunctionType) and not entry.__closure__ and not vars(entry):
@@ -225,8 +222,10 @@ def fingerprint(value: Any) -> tuple[Any, ...]:
         return "is", value
     if isinstance(value, np.generic) and not value.dtype.hasobject and value.size <= _LARGEST:
         return "==", (str(value.dtype), value.shape, value.tobytes())
-    if isinstance(value, (tuple, torch.Size)) and all(type(entry) in _PLAIN for entry in value):
-        return "==", (type(value), repr(tuple(value)))
+    if isinstance(value, tuple):  # torch.Size too
+        held = tuple(tuple.__iter__(value))
+        if all(type(entry) in _PLAIN for entry in held):
+            return "==", (type(value), repr(held))
     return "is", value
 
 
@@ -239,7 +238,7 @@ def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 def is_users_object(value: Any) -> bool:
     """Tell whether an object is of a class of the user's or a model library's, with attributes of its own."""
-    return hasattr(value, "__dict__") and is_users_module(type(value).__module__)
+    return attributes(value) is not None and is_users_module(type(value).__module__)
 
 
 @functools.lru_cache(maxsize=4096)

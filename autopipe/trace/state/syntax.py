@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from autopipe.trace.containers import attributes
+
 MOST_OBJECTS = 64
 
 # --- syntax -----------------------------------------------------------------------------------------------------------
@@ -102,15 +104,16 @@ def attribute(value: Any, name: str) -> list[Any]:
         for registry in (value._modules, value._parameters, value._buffers):
             if name in registry:
                 return [registry[name]]
-    if hasattr(value, "__dict__") and name in vars(value):
-        return [vars(value)[name]]
+    own = vars(value) if isinstance(value, type) else attributes(value)
+    if own is not None and name in own:
+        return [own[name]]
     try:
         entry = inspect.getattr_static(type(value) if not isinstance(value, type) else value, name)
     except AttributeError:
         return []
     if isinstance(entry, (classmethod, staticmethod)):
         return [entry.__func__]
-    return [] if isinstance(entry, property) or not hasattr(value, "__dict__") else [entry]
+    return [] if isinstance(entry, property) or own is None else [entry]
 
 
 def item(value: Any, index: ast.expr) -> list[Any]:
