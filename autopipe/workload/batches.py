@@ -17,7 +17,7 @@ from torch import Tensor
 from autopipe.draws import seed_of
 from autopipe.errors import ModelFileError, with_article
 from autopipe.workload import items
-from autopipe.workload.cutting import BatchDimensions
+from autopipe.workload.cutting.dimensions import BatchDimensions
 from autopipe.workload.cutting.find import Unanswered, asked, is_plain
 from autopipe.workload.hooks import Hook
 from autopipe.workload.isolation import PrivateRandom

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError, with_article
+from autopipe.workload.cutting.objects import register_objects
 from autopipe.workload.layouts import laid_out
 
 Item: TypeAlias = "tuple[Any, Any] | dict[str, Any]"
@@ -37,6 +38,9 @@ def normalised(item: Any, origin: str) -> Item:
             f"{origin} gave {with_article(type(item).__name__)}{size}; wanted (inputs, target) or a dict",
             remedy="put several inputs into one tuple: ((a, b), target)",
         )
+    if isinstance(found, tuple) and isinstance(found[0], Mapping) and type(found[0]) not in pytree.SUPPORTED_NODES:
+        found = ({str(key): value for key, value in found[0].items()}, found[1])  # keyword arguments of the model
+    register_objects(found)
     for path, leaf in paths(found):
         if not isinstance(leaf, Tensor):
             _check_other(leaf, path, origin)
@@ -54,10 +58,10 @@ def _check_other(leaf: Any, path: str, origin: str) -> None:
     inside = list(vars(leaf).values()) if hasattr(leaf, "__dict__") else []
     if dataclasses.is_dataclass(leaf):
         inside = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
-    if any(isinstance(value, Tensor) for value in inside):
+    if isinstance(leaf, torch.nn.Module) or any(isinstance(value, Tensor) for value in inside):
         raise ModelFileError(
             f"{origin} gave {with_article(kind)} at {path}, which holds tensors that cannot be cut",
-            remedy="give the tensors themselves in a tuple, list or dict",
+            remedy="give the tensors themselves in a tuple, list, dict or dataclass",
         )
 
 
@@ -117,9 +121,12 @@ def _argument(inputs: Any, keys: list[str], arguments: Sequence[str]) -> list[st
     """Name what lies at ``keys`` of the inputs by the argument that it becomes."""
     if isinstance(inputs, Mapping):
         return keys
-    position = int(keys[0]) if isinstance(inputs, (tuple, list)) else 0
+    position = 0
+    if isinstance(inputs, (tuple, list)):
+        fields = getattr(inputs, "_fields", ())
+        position, keys = fields.index(keys[0]) if keys[0] in fields else int(keys[0]), keys[1:]
     name = arguments[position] if position < len(arguments) else f"input_{position}"
-    return [name, *keys[1:]]
+    return [name, *keys]
 
 
 def _identifier(text: str) -> str:

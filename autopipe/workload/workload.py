@@ -33,7 +33,7 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import items
 from autopipe.workload.batches import Batches
 from autopipe.workload.building import Builder, find_builder, forward_names
-from autopipe.workload.cutting import BatchDimensions
+from autopipe.workload.cutting.dimensions import BatchDimensions
 from autopipe.workload.cutting.find import declared
 from autopipe.workload.empty import parameters_without_memory
 from autopipe.workload.hooks import find_hooks

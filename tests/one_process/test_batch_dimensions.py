@@ -14,7 +14,7 @@ from workload_cases import MODEL, fails
 
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, Workload, load_workload
-from autopipe.workload.cutting import BatchDimensions
+from autopipe.workload.cutting.dimensions import BatchDimensions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
