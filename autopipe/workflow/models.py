@@ -46,8 +46,7 @@ def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: P
     except TraceError:
         _refuse_misfit(workload)
         raise
-    if workload.modes_note and workload.modes_note not in work.notes:
-        work.notes.append(workload.modes_note)
+    work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     if stored is not None and stored.graph.digest == captured.graph.digest:
         # between which lengths the graph is the model, and how exactly, was found out on real batches
         known = dataclasses.replace(captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact)

@@ -44,6 +44,7 @@ from autopipe.workload.optimizer_hook import OptimizerHook, trained_parameters
 from autopipe.workload.optimizers import default_optimizer, make_scheduler, named_optimizer
 from autopipe.workload.own_loss import OwnLoss
 from autopipe.workload.targets import Target, import_target, user_line
+from autopipe.workload.uninitialized import ZeroedMemory
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,7 +76,7 @@ class Workload:
         names = functools.partial(getattr, self, "_forward_names")
         self._batches = Batches(self.name, self._path, spec.seed, self.hooks, inputs, names, cutting)
         self.own_loss = OwnLoss(self.hooks.get("loss"))
-        self.modes_note = ""
+        self.build_notes: tuple[str, ...] = ()
         self.optimizer_class = named_optimizer(spec.optimizer or "adamw")
         hook = None if spec.optimizer else self.hooks.get("optimizer")
         self._stepping = None if hook is None else OptimizerHook(hook, spec.lr, self.build_model)
@@ -128,16 +129,18 @@ class Workload:
     def build_model(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:
         """Build the model once, with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
 
-        ``modes_note`` then says what the user should know of its modes, "" for nothing. ``empty``: without memory for
-        its parameters, to be read from elsewhere; it and ``shifted``: ``workload.empty``.
+        ``build_notes`` then says what the user should know of it. ``empty``: without memory for its parameters, to be
+        read from elsewhere; it and ``shifted``: ``workload.empty``.
 
         Raises: ModelFileError when the user's code fails.
         """
         without = parameters_without_memory(shifted=shifted) if empty else contextlib.nullcontext()
-        with _seeded(self.spec.seed), without:
+        with _seeded(self.spec.seed), without, ZeroedMemory() as memory:
             model = self.builder.build()
+            uninitialized = memory.note(model)
             self._forward_names = forward_names(model)
-            model, self.modes_note = for_training(model)
+            model, modes = for_training(model)
+            self.build_notes = tuple(filter(None, (modes, uninitialized)))
             self.own_loss.hang_into(model)
         return model
 
