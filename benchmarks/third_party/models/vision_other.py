@@ -18,6 +18,11 @@ SMALL_VIDEO = {
 
 # model: its batches and its loss
 MODELS = {
+    "na_vit": ("na_vit_nested_tensor_batches", "torch.nn.functional:cross_entropy"),
+    "simple_vit_1d": ("vit_1d_batches", "torch.nn.functional:cross_entropy"),
+    "vivit_factorized_encoder": ("videos", "torch.nn.functional:cross_entropy"),
+    "vit_3d": ("videos", "torch.nn.functional:cross_entropy"),
+    "cct_3d": ("videos", "torch.nn.functional:cross_entropy"),
     "dino": ("dino_batches", "dino_loss"),
     "lejepa": ("dino_batches", "lejepa_loss"),
     "mpp": ("mpp_batches", "dino_loss"),
@@ -211,3 +216,52 @@ def vivit_factorized_sa():
     from vit_pytorch.vivit import ViViT
 
     return ViViT(**SMALL_VIDEO, frames=4, spatial_depth=2, temporal_depth=2, variant="factorized_self_attention")
+
+
+def cct_3d():
+    repository("vit-pytorch")
+    from vit_pytorch.cct_3d import CCT
+
+    return CCT(
+        img_size=16,
+        num_frames=4,
+        embedding_dim=32,
+        n_conv_layers=1,
+        frame_kernel_size=3,
+        kernel_size=3,
+        stride=1,
+        padding=1,
+        num_layers=3,
+        num_heads=2,
+        mlp_ratio=2.0,
+        num_classes=10,
+        positional_embedding="learnable",
+    )
+
+
+def vit_3d():
+    repository("vit-pytorch")
+    from vit_pytorch.vit_3d import ViT
+
+    return ViT(**SMALL_VIDEO, frames=4, depth=3)
+
+
+def vivit_factorized_encoder():
+    repository("vit-pytorch")
+    from vit_pytorch.vivit import ViViT
+
+    return ViViT(**SMALL_VIDEO, frames=4, spatial_depth=2, temporal_depth=2)
+
+
+def simple_vit_1d():
+    repository("vit-pytorch")
+    from vit_pytorch.simple_vit_1d import SimpleViT
+
+    return SimpleViT(seq_len=64, patch_size=8, num_classes=10, dim=32, depth=4, heads=2, dim_head=16, mlp_dim=64)
+
+
+def na_vit():
+    repository("vit-pytorch")
+    from vit_pytorch.na_vit import NaViT
+
+    return NaViT(**SMALL, depth=3, token_dropout_prob=0.1)
