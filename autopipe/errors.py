@@ -102,7 +102,8 @@ class AuditError(RunError):
 class WorkerError(AutopipeError):
     """A rank failed. The earliest failure leads; what it caused elsewhere is folded away.
 
-    ``shortage``: where memory ran out, the bytes that were ``predicted``, ``used``, ``asked`` for and ``available``.
+    ``modules``: of the model that the stage runs. ``shortage``: where memory ran out, the bytes that were
+    ``predicted``, ``used``, ``asked`` for and ``available``.
     """
 
     exit_code = 3
@@ -114,6 +115,7 @@ class WorkerError(AutopipeError):
         rank: int,
         host: str = "",
         stage: int | None = None,
+        modules: str = "",
         instruction: str = "",
         remote_traceback: str = "",
         where: str = "",
@@ -124,7 +126,7 @@ class WorkerError(AutopipeError):
         if host:
             place += f" on {host}"
         if stage is not None:
-            place += f", stage {stage}"
+            place += f", stage {stage}{f' ({modules})' if modules else ''}"
         if instruction:
             place += f", instruction {instruction}"
         super().__init__(what, where=f"{place}{'; ' + where if where else ''}", remedy=remedy)

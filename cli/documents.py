@@ -73,6 +73,7 @@ def _plan(found: Plan) -> dict[str, Any]:
                 "replicas": stage.replicas,
                 "first": stage.first,
                 "last": stage.last,
+                "modules": stage.modules,
                 "seconds": stage.seconds,
                 "peak_bytes": stage.peak_bytes,
                 "parameters": stage.parameters,

@@ -193,6 +193,17 @@ class Graph:
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     @functools.cached_property
+    def module_spans(self) -> Mapping[str, tuple[int, int]]:
+        """Path of a module, or of one around it -> places of its first and last call, ``input_only`` ones left out."""
+        spans: dict[str, tuple[int, int]] = {}
+        for index, node in enumerate(self.nodes):
+            path = "" if node.input_only else node.module_path
+            while path:
+                spans[path] = spans.get(path, (index, index))[0], index
+                path = path.rpartition(".")[0]
+        return spans
+
+    @functools.cached_property
     def last_use(self) -> Mapping[str, int]:
         """Value -> place of the last node that reads it; ``len(nodes)`` for an output."""
         last: dict[str, int] = {}

@@ -18,7 +18,8 @@ class Stage:
     """A run of nodes, ``start`` to ``stop`` (exclusive), on one rank or, replicated, on several.
 
     ``parameters``: every one it computes with, by first name, and what nothing reads but belongs here; ``buffers`` the
-    same. Seconds: per microbatch. ``peak_bytes``: on each rank.
+    same. Seconds: per microbatch. ``peak_bytes``: on each rank. ``modules``: what it runs in the words of the model
+    (``ir.module_names``), "" where no call is made in a module.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Stage:
     peak_bytes: int
     recompute: bool = False
     buffers: tuple[str, ...] = ()
+    modules: str = ""
 
     def __post_init__(self) -> None:
         if not self.ranks or len(set(self.ranks)) < len(self.ranks) or min(self.ranks) < 0:
@@ -46,6 +48,16 @@ class Stage:
     def replicas(self) -> int:
         """How many ranks run this stage, each on its share of the microbatches."""
         return len(self.ranks)
+
+    @property
+    def name(self) -> str:
+        """The stage for people: its modules; where it has none, its first and last call."""
+        return self.modules or f"{self.first} .. {self.last}"
+
+    @property
+    def label(self) -> str:
+        """The stage in a sentence: ``stage 1 (blocks.3 to blocks.5)``."""
+        return f"stage {self.index} ({self.modules})" if self.modules else f"stage {self.index}"
 
     @property
     def seconds(self) -> float:

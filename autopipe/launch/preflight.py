@@ -21,12 +21,12 @@ from typing import Any
 
 from autopipe import __version__
 from autopipe.errors import RunError
+from autopipe.ir.units import in_bytes
 from autopipe.launch import network
 from autopipe.launch.agent import file_digest
 from autopipe.launch.agents import Agents, hello
 from autopipe.launch.finding import Finding
 from autopipe.launch.request import LaunchSettings
-from autopipe.report.text import in_bytes
 
 LEAST_MEMORY_BYTES = 2 * 2**30
 CLOCK_SECONDS = 1.0

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from autopipe.ir.plan import Plan, bytes_by_rank
-from autopipe.report.text import in_bytes
+from autopipe.ir.units import in_bytes
 
 _TRIED = re.compile(r"ried to allocate (?P<number>[0-9.]+) ?(?P<unit>[KMGT]iB|bytes)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

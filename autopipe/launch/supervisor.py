@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autopipe.errors import WorkerError
+from autopipe.errors import AutopipeError, WorkerError
 from autopipe.launch import stacks
 from autopipe.launch.heartbeat import Beat
 from autopipe.launch.request import Launch
@@ -160,6 +160,7 @@ class Supervisor:
                 rank=state.rank,
                 host=host,
                 stage=error["stage"],
+                modules=self._modules(error["stage"]),
                 instruction=error["instruction"],
                 remote_traceback=error["traceback"],
                 where=error["where"],
@@ -171,7 +172,8 @@ class Supervisor:
             state.lost["message"] if state.lost is not None else death(state.code),
             rank=state.rank,
             host=host,
-            stage=self._stage(state.rank, doing),
+            stage=(stage := self._stage(state.rank, doing)),
+            modules=self._modules(stage),
             instruction=doing,
             remedy=state.lost["remedy"] if state.lost is not None else f"read what the rank printed: {log}",
         )
@@ -196,7 +198,8 @@ class Supervisor:
             f"no rank has moved for {seconds:.0f} s; {doing}{stacks.told(written)}",
             rank=rank,
             host=self.ranks.hosts[rank],
-            stage=self._stage(rank, beats[rank].doing),
+            stage=(stage := self._stage(rank, beats[rank].doing)),
+            modules=self._modules(stage),
             instruction=beats[rank].doing,
             where=stacks.innermost(written.get(rank, "")),
             remedy=f"the stack of every thread is in {self._log(rank)}; slow steps need a longer --watchdog",
@@ -208,6 +211,15 @@ class Supervisor:
             return int(match[1])
         stages = [stage.index for stage in self.run.plan().stages if rank in stage.ranks]
         return stages[0] if len(stages) == 1 else None
+
+    def _modules(self, stage: int | None) -> str:
+        """Return what a stage runs in the words of the model, "" where the plan does not say."""
+        if stage is None:
+            return ""
+        try:
+            return self.run.plan().stages[stage].modules
+        except (AutopipeError, IndexError):  # the failure that is reported matters more
+            return ""
 
     def _log(self, rank: int) -> str:
         host = self.ranks.hosts[rank]

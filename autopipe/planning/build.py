@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.errors import PlanError
+from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, bytes_by_rank
 from autopipe.planning.memory import gib
 from autopipe.planning.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
@@ -153,6 +154,7 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, coun
         peak_bytes=counted.peak(choice.held, choice.versions, choice.recompute, choice.waiting),
         recompute=choice.recompute,
         buffers=state[1],
+        modules=stage_modules(graph, choice.start, choice.stop),
     )
 
 

@@ -16,6 +16,7 @@ from autopipe.planning.options import PlanOptions
 
 SINGLE = "single device"
 PARALLEL = "data parallel"
+THIS = "this plan"
 Fit = Callable[[Callable[[Cluster], Plan]], Plan]
 
 
@@ -30,10 +31,16 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``verdict``: in plain words, what pays."""
+    """``verdict``: in plain words, what pays. ``made``: the plan that the command made, None where it made none."""
 
     contenders: tuple[Contender, ...]
     verdict: str
+    made: Plan | None = None
+
+    def title(self, contender: Contender) -> str:
+        """Return the name of a contender, with a mark where it is the plan that the command made."""
+        is_made = contender.plan is not None and self.made is not None and _same(contender.plan, self.made)
+        return f"{contender.name} ({THIS})" if is_made and contender.name != THIS else contender.name
 
     @property
     def alone(self) -> Plan | None:
@@ -54,6 +61,8 @@ def comparison(
     fit: Fit | None = None,
 ) -> Comparison:
     """Plan four ways for the same batch and memory. The best plan may replicate stages.
+
+    A plan that was made already is a fifth row where it is none of these.
 
     ``straight``, ``free``: the options among which the two pipelines are chosen; without them, those of ``options``.
     ``made``: a plan that was made already, and competes; ``every``: it is the best of ``free``.
@@ -78,17 +87,27 @@ def comparison(
     # of equally fast ones the plan that was made, then the pipeline
     known = [plan for plan in (made, *(row.plan for row in reversed(others))) if plan is not None]
     contenders = (*others, _contender("best plan", lambda: _best(None if every else lambda: fit(any_of(free)), known)))
-    return Comparison(contenders, verdict(contenders) + _advice(contenders, made))
+    text = verdict(contenders) + _advice(contenders, made)
+    known_already = made is None or any(row.plan is not None and _same(row.plan, made) for row in contenders)
+    return Comparison(contenders if known_already else (*contenders, Contender(THIS, made)), text, made)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return (one.digest, one.num_microbatches) == (other.digest, other.num_microbatches)
 
 
 def _advice(contenders: tuple[Contender, ...], made: Plan | None) -> str:
-    """Return how to get data parallel training where the plan that was made is a slower one without replicas."""
-    parallel = next(row.plan for row in contenders if row.name == PARALLEL)
-    if made is None or parallel is None or any(stage.replicas > 1 for stage in made.stages):
+    """Return that the best plan is not the one that was made, and the options that choose it."""
+    best = contenders[-1].plan
+    if made is None or best is None or best.predicted.samples_per_second <= made.predicted.samples_per_second:
         return ""
-    rates = [row.plan.predicted.samples_per_second for row in contenders if row.plan is not None]
-    is_best = parallel.predicted.samples_per_second == max(rates) > made.predicted.samples_per_second
-    return " --replicas auto chooses it." if is_best else ""
+    options = []
+    if any(stage.replicas > 1 for stage in best.stages) and all(stage.replicas == 1 for stage in made.stages):
+        options.append("--replicas auto")
+    if best.schedule != made.schedule:
+        options.append(f"--schedule {best.schedule}")
+    chosen = f"; {' '.join(options)} chooses the best one" if options else ""
+    return f" The plan of this command is not the best one: {made.predicted.samples_per_second:.4g} samples/s{chosen}."
 
 
 def _best(find: Callable[[], Plan] | None, known: Sequence[Plan]) -> Plan:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
+from autopipe.ir.module_names import cut_place
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
+from autopipe.ir.units import in_bytes, in_seconds
 from autopipe.planning.alternatives import Score, most_scored, runners_up, whole_model_plans
 from autopipe.planning.api import solve_problem
-from autopipe.planning.memory import gib
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.problem import Problem
 
@@ -21,22 +22,27 @@ LEAST_GAIN = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class CutReason:
-    """The cut before ``node``. ``seconds``: the slower of its two stages; ``earlier``/``later``: with the cut moved."""
+    """The cut before ``node``. ``seconds``: the slower of its two stages; ``earlier``/``later``: with the cut moved.
+
+    ``place``: where it lies in the words of the model (``ir.module_names``).
+    """
 
     node: str
     crossing_bytes: int
     seconds: float
     earlier_seconds: float | None
     later_seconds: float | None
+    place: str = ""
 
     def __str__(self) -> str:
         """Say it in one line."""
         text = (
-            f"before {self.node}: {gib(self.crossing_bytes)} cross; the slower side takes {self.seconds * 1e3:.4g} ms"
+            f"{self.place or f'before {self.node}'}: {in_bytes(self.crossing_bytes)} cross; the slower side takes "
+            f"{in_seconds(self.seconds)}"
         )
         for name, value in (("earlier", self.earlier_seconds), ("later", self.later_seconds)):
             if value is not None:
-                text += f", {value * 1e3:.4g} ms one cut {name}"
+                text += f", {in_seconds(value)} one cut {name}"
         return text
 
 
@@ -47,7 +53,8 @@ _MOST_PERCENT = 10  # a gap from here on is a multiple, and no percentage
 class Explanation:
     """``bound_seconds``: no plan takes a step in less. ``runner_up``: the best plan with other cuts.
 
-    ``left_out``: what was not considered, and why.
+    ``left_out``: what was not considered, and why. ``other_places``: of the runner-up's cuts in the words of the
+    model.
     """
 
     cuts: tuple[CutReason, ...]
@@ -56,19 +63,20 @@ class Explanation:
     gap: float
     runner_up: Plan | None
     left_out: tuple[str, ...] = ()
+    other_places: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return it as lines of text."""
         lines = [str(cut) for cut in self.cuts]
         lines.append(f"limited by {self.limit}")
         if self.gap < _MOST_PERCENT:
-            lines.append(f"{self.gap:.1%} above the lower bound of {self.bound_seconds:.4g} s a step")
+            lines.append(f"{self.gap:.1%} above the lower bound of {in_seconds(self.bound_seconds)} a step")
         else:
-            lines.append(f"{self.gap + 1:.0f}x the ideal {self.bound_seconds * 1e3:.4g} ms a step")
+            lines.append(f"{self.gap + 1:.0f}x the ideal {in_seconds(self.bound_seconds)} a step")
         if self.runner_up is not None:
-            starts = ", ".join(stage.first for stage in self.runner_up.stages[1:])
-            step = self.runner_up.predicted.step_seconds
-            lines.append(f"runner-up: cuts before {starts or 'nothing'}, {step:.4g} s a step")
+            step = in_seconds(self.runner_up.predicted.step_seconds)
+            cuts = f"cut {'; '.join(self.other_places)}" if self.other_places else "one stage"
+            lines.append(f"runner-up: {cuts}; {step} a step")
         return [*lines, *self.left_out]
 
 
@@ -86,7 +94,9 @@ def explain(
     if score is not None:
         others = [dataclasses.replace(other, predicted=score(other)) for other in others[: most_scored(score)]]
     others.sort(key=lambda other: other.predicted.step_seconds)
-    return Explanation(_cut_reasons(problem, plan), _limit(problem, plan), bound, gap, others[0] if others else None)
+    other = others[0] if others else None
+    places = () if other is None else tuple(cut_place(profile.graph, stage.start) for stage in other.stages[1:])
+    return Explanation(_cut_reasons(problem, plan), _limit(problem, plan), bound, gap, other, other_places=places)
 
 
 def lower_bound(problem: Problem) -> float:
@@ -123,6 +133,7 @@ def _cut_reasons(problem: Problem, plan: Plan) -> tuple[CutReason, ...]:
                 slower(behind.start),
                 slower(earlier) if earlier > before.start else None,
                 slower(later) if later < behind.stop else None,
+                cut_place(problem.profile.graph, behind.start),
             )
         )
     return tuple(reasons)
@@ -142,5 +153,6 @@ def _limit(problem: Problem, plan: Plan) -> str:
     same = limited is not None and limited.digest == plan.digest
     total = limited.predicted.bottleneck_seconds if same and limited is not None else plan.predicted.bottleneck_seconds
     if total and shares[slowest] < total * 0.5:
-        return f"links: of the slowest stage's {total * 1e3:.4g} ms, {1 - shares[slowest] / total:.0%} are transfers"
-    return f"compute of stage {slowest}: {shares[slowest] * 1e3:.4g} ms of a period of {total * 1e3:.4g} ms"
+        return f"links: of the slowest stage's {in_seconds(total)}, {1 - shares[slowest] / total:.0%} are transfers"
+    label = plan.stages[slowest].label
+    return f"compute of {label}: {in_seconds(shares[slowest])} of a period of {in_seconds(total)}"

@@ -18,6 +18,7 @@ from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.gradients import chains
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Stage
 
 _REMEDY = "pad the batches to one shape, or plan with fewer stages"
@@ -50,7 +51,7 @@ def recut(plan: Plan, graph: Graph, other: Graph) -> Plan:
         lacking = next((name for node in nodes for name in _state(node) if name not in held), "")
         if lacking:
             raise PlanError(
-                f"captured anew, the model reads {lacking} where stage {stage.index} does not hold it",
+                f"captured anew, the model reads {lacking} where {stage.label} does not hold it",
                 remedy=_REMEDY,
             )
     return moved
@@ -64,7 +65,8 @@ def _calls(graph: Graph) -> list[tuple[object, ...]]:
 
 
 def _moved(stage: Stage, other: Graph, start: int, stop: int) -> Stage:
-    return replace(stage, start=start, stop=stop, first=other.nodes[start].name, last=other.nodes[stop - 1].name)
+    first, last = other.nodes[start].name, other.nodes[stop - 1].name
+    return replace(stage, start=start, stop=stop, first=first, last=last, modules=stage_modules(other, start, stop))
 
 
 def _held(plan: Plan, graph: Graph) -> list[set[str]]:

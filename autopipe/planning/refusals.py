@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
+from autopipe.ir.module_names import stage_modules
 from autopipe.planning.memory import apart, at_least
 from autopipe.planning.options import PlanOptions, ScheduleNeeds
 from autopipe.planning.problem import Problem
@@ -82,8 +83,8 @@ def does_not_fit(problem: Problem) -> PlanError:
     overflow = [float(problem.overflow_table(k, stages)[edges[k], edges[k + 1]]) for k in range(stages)]
     worst = overflow.index(max(overflow))
     needed = overflow[worst] + problem.limit(worst)
-    first = problem.profile.graph.nodes[problem.tables.edges[edges[worst]]].name
-    last = problem.profile.graph.nodes[problem.tables.edges[edges[worst + 1]] - 1].name
+    graph, start, stop = problem.profile.graph, *(problem.tables.edges[edges[worst + k]] for k in (0, 1))
+    name = stage_modules(graph, start, stop) or f"{graph.nodes[start].name} .. {graph.nodes[stop - 1].name}"
     device = problem.device_of(worst)
     remedy = next((text for text, change in _changes(problem) if fits(change)), "")
     if not remedy:
@@ -95,7 +96,7 @@ def does_not_fit(problem: Problem) -> PlanError:
     texts = apart(needed, problem.limit(worst))
     return PlanError(
         f"stage {worst} needs {texts[0]} and {texts[1]} are available, in the plan that exceeds memory least",
-        where=f"stage {worst} of {stages} ({first} .. {last}) on {device.name}, "
+        where=f"stage {worst} of {stages} ({name}) on {device.name}, "
         f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.needs.name}",
         remedy=remedy,
     )

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from autopipe.ir.plan import Plan
-from autopipe.report.text import in_bytes, in_seconds
+from autopipe.ir.units import in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.ir.cluster import Links
@@ -43,13 +43,13 @@ def comparison(found: Comparison | None) -> tuple[Any, ...]:
             reasons.append(f"no {contender.name}: {contender.reason}")
             continue
         table.add_row(
-            contender.name,
+            found.title(contender),
             configuration(plan),
             plan.schedule,
             str(plan.num_microbatches),
             in_seconds(plan.predicted.step_seconds),
             f"{plan.predicted.samples_per_second:.4g}",
-            f"{plan.predicted.bubble_fraction:.0%}",
+            f"{plan.predicted.bubble_fraction:.0%}" if plan.num_ranks > 1 else "-",
             in_bytes(max(stage.peak_bytes for stage in plan.stages)),
         )
     return (table, *reasons, found.verdict)

@@ -12,7 +12,8 @@ from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.report.text import in_bytes, in_minutes, in_ranges, in_seconds
+from autopipe.ir.units import in_bytes, in_seconds
+from autopipe.report.text import in_minutes, in_ranges
 
 if TYPE_CHECKING:
     from autopipe.workflow.doctor import Examination
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         EvaluateResult,
         ExportResult,
         FullBatchReport,
+        ParameterError,
         SimulateResult,
         TrainResult,
     )
@@ -115,7 +117,7 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
         "stage",
         "ranks",
-        "first .. last",
+        "modules",
         "a microbatch",
         "memory",
         "to spare",
@@ -128,7 +130,7 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
         table.add_row(
             str(stage.index),
             in_ranges(stage.ranks),
-            f"{stage.first} .. {stage.last}" + (" (recompute)" if stage.recompute else ""),
+            stage.name + (" (recompute)" if stage.recompute else ""),
             in_seconds(stage.seconds),
             in_bytes(stage.peak_bytes),
             in_bytes(limit - stage.peak_bytes) if limit else "no limit",
@@ -187,13 +189,13 @@ def simulation(result: SimulateResult) -> tuple[Any, ...]:
 def _memory(plan: Plan, cluster: Cluster) -> Table:
     """Return one row a stage: the most that it holds, and what is left of its device, other stages there included."""
     used = bytes_by_rank(plan.stages)
-    table = _table(f"memory with {plan.schedule}", "stage", "ranks", "at most", "to spare", left=2)
+    table = _table(f"memory with {plan.schedule}", "stage", "ranks", "modules", "at most", "to spare", left=3)
     for stage in plan.stages:
         rank = max(stage.ranks, key=lambda rank: used[rank])
         limit = cluster.memory_of(rank)
         left = limit - used[rank]
         spare = "no limit" if not limit else in_bytes(left) if left >= 0 else f"{in_bytes(-left)} too much"
-        table.add_row(str(stage.index), in_ranges(stage.ranks), in_bytes(stage.peak_bytes), spare)
+        table.add_row(str(stage.index), in_ranges(stage.ranks), stage.name, in_bytes(stage.peak_bytes), spare)
     return table
 
 
@@ -248,25 +250,46 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
     if report.nonfinite:
         word = f"NOT proven, {report.nonfinite}"
     worst = sorted(report.parameters, key=lambda entry: (-entry.error, entry.name))[:WORST_PARAMETERS]
-    table = _table("largest differences", "parameter", "stage", "relative error")
+    table = _table("largest differences", "parameter", "stage", "relative error", left=2)
     for entry in worst:
-        table.add_row(entry.name, str(entry.owner), f"{entry.error:.3g}")
+        table.add_row(entry.name, _stage_of(entry, report), f"{entry.error:.3g}")
     verdict = f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}"
     if report.cause and report.max_relative_error == 0:  # the optimizer's probe found what these steps do not show
         return (f"{word}\n{report.cause}",)
-    if report.equal and report.max_relative_error > _ENLARGED * report.gradient_error:
+    if report.equal:
         verdict += (
-            f"\ngradients differ by {report.gradient_error:.1e} at most; an optimizer that divides by their size, as "
-            "Adam does, enlarges that in the weights"
+            f"\nallowed: {report.gradient_tolerance:.1e} in gradients, {report.tolerance:.1e} in weights; gradients "
+            f"differ by {report.gradient_error:.1e} at most"
         )
+        verdict += _enlarged(report.gradient_error, report.max_relative_error)
     return (verdict, table, *([report.cause] if report.cause else []))
 
 
+def _stage_of(entry: ParameterError, report: CheckReport) -> str:
+    """Return the index of the stage that owns a parameter and, behind it, the modules that the stage runs."""
+    name = report.modules[entry.owner] if 0 <= entry.owner < len(report.modules) else ""
+    return f"{entry.owner} ({name})" if name else str(entry.owner)
+
+
 def _order(report: CheckReport) -> str:
-    worst = max(report.parameters, key=lambda entry: entry.order)
+    """Return how far the plan's order of sums is from one process's: rounding, and what the optimizer makes of it."""
+    gradient = max(report.parameters, key=lambda entry: entry.order_gradient)
+    weight = max(report.parameters, key=lambda entry: entry.order_weight)
     return (
-        f"that order differs from one process's by up to {report.order_error:.1e} ({worst.name}): "
-        f"{'; '.join(report.orders)}"
+        f"that order differs from one process's: {'; '.join(report.orders)}\n"
+        f"the first step's gradients differ by up to {gradient.order_gradient:.1e} ({gradient.name}), the weights "
+        f"after {_losses(report)} by up to {weight.order_weight:.1e} ({weight.name})"
+        f"{_enlarged(gradient.order_gradient, weight.order_weight)}"
+    )
+
+
+def _enlarged(gradient: float, weight: float) -> str:
+    """Return why weights differ by more than gradients do, "" where they do not."""
+    if not gradient or weight <= _ENLARGED * gradient:
+        return ""
+    return (
+        f", {weight / gradient:.0f} times as much: an optimizer that divides by a gradient's size, as Adam does, "
+        "enlarges the rounding of gradients near zero"
     )
 
 
@@ -297,11 +320,13 @@ def peaks(result: TrainResult) -> tuple[Table, ...]:
     """Return one row a stage and rank of what memory was measured; nothing where it was not."""
     if not result.peaks:
         return ()
-    names = "stage", "rank", "at most", "planned", "between steps", "one version", "versions", "in flight"
-    table = _table("memory", *names, left=0)
+    names = "modules", "stage", "rank", "at most", "planned", "between steps", "one version", "versions", "in flight"
+    table = _table("memory", *names)
     for peak in result.peaks:
         sizes = peak.bytes, peak.planned_bytes, peak.held_bytes, peak.weight_bytes
-        table.add_row(str(peak.stage), str(peak.rank), *map(in_bytes, sizes), str(peak.versions), str(peak.in_flight))
+        name = result.modules[peak.stage] if peak.stage < len(result.modules) else ""
+        counts = str(peak.versions), str(peak.in_flight)
+        table.add_row(name, str(peak.stage), str(peak.rank), *map(in_bytes, sizes), *counts)
     return (table,)
 
 
@@ -357,6 +382,8 @@ def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str
         left = seconds_left(start, step)
         if left is not None:
             table.add_row("left", in_minutes(left))
+    stages = list(zip(start.get("modules", ()), start.get("stage_ranks", ()), strict=True))
     for rank, state in enumerate(states):
-        table.add_row(f"rank {rank}", state)
+        names = [name for name, ranks in stages if rank in ranks]
+        table.add_row(f"rank {rank}", f"{state:<20}  {'; '.join(names)}" if names else state)
     return table

@@ -158,13 +158,13 @@ def compare(
         trained, shares = _in_stages(loop)  # first: the rule for a batch of another shape is found while they run
         loop = replace(loop, settings=replace(settings, shares=shares))
         plain = loop.train()
-        orders: dict[str, float] = {}
+        orders = _Orders()
         reference = plain
         if order.shared and (why := _unlike_joined(loop, plain)):
             reasons, order = (*reasons, why), order.without_shared()
         if not order.plain:
             reference = loop.in_order(order)
-            orders = _noise(plain, reference).errors
+            orders = _Orders.between(plain, reference)
         worst = _differences(trained, reference, layout, job)
         if not reasons and _unlike(trained, reference, loop):
             reasons = _other_way(loop, order, trained)
@@ -187,7 +187,9 @@ def compare(
                 noise.errors.get(name, 0.0),
                 worst.gradients.get(name, 0.0),
                 noise.gradients.get(name, 0.0),
-                orders.get(name, 0.0),
+                orders.errors.get(name, 0.0),
+                orders.gradients.get(name, 0.0),
+                orders.weights.get(name, 0.0),
             )
             for name, error in worst.errors.items()
         ),
@@ -203,6 +205,30 @@ def compare(
         all(_same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),
         tuple(first),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """How far the plan's order of sums is from one process's, by tensor: see ``comparison.TensorDifference``."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def between(plain: _Trained, reference: _Trained) -> _Orders:
+        """Compare the two plain loops."""
+        first, last = Worst(), Worst()
+        for (step, name), gradient in plain.gradients.items():
+            if not step:
+                first.add(name, reference.gradients.get((step, name)), gradient)
+        for name, parameter in plain.parameters.items():
+            last.add(name, reference.parameters[name], parameter)
+        return _Orders(_noise(plain, reference).errors, _finite(first.errors), _finite(last.errors))
+
+
+def _finite(errors: Mapping[str, float]) -> dict[str, float]:
+    return {name: error for name, error in errors.items() if math.isfinite(error)}
 
 
 def _unlike_joined(loop: _Plain, plain: _Trained) -> str:
@@ -290,8 +316,7 @@ def _noise(one: _Trained, other: _Trained) -> Worst:
     for name, parameter in one.parameters.items():
         worst.add(name, other.parameters[name], parameter)
     # what is not finite is no noise: else it would excuse every difference
-    worst.errors = {name: error for name, error in worst.errors.items() if math.isfinite(error)}
-    worst.gradients = {name: error for name, error in worst.gradients.items() if math.isfinite(error)}
+    worst.errors, worst.gradients = _finite(worst.errors), _finite(worst.gradients)
     return worst
 
 

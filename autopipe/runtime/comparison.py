@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autopipe import sparse
-
-# float32 sums in another order, where the order itself is not known: autocast, another device, a library's shortcut
-TOLERANCE = 1e-6
-# one other order is one sample of the noise; another may be a few times as far off
-NOISE_FACTOR = 4.0
-# a tensor that came off lightly in that sample may be as far off as others are that did not
-USUAL_FACTOR = 16.0
+from autopipe.ir.rounding import allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +18,9 @@ class TensorDifference:
 
     ``gradient``: the same of its gradients alone. ``noise``, ``gradient_noise``: these two between two plain runs that
     add up in another order, where that was measured. ``order``: ``error`` between the plain loop in the plan's order of
-    sums and the plain loop in one process's; 0 where the two are one.
+    sums and the plain loop in one process's; 0 where the two are one. ``order_gradient``: the same of the first step's
+    gradient alone, which is rounding and nothing else; ``order_weight``: of the tensor after the last step, where the
+    optimizer has enlarged it.
     """
 
     name: str
@@ -35,6 +31,8 @@ class TensorDifference:
     gradient: float = 0.0
     gradient_noise: float = 0.0
     order: float = 0.0
+    order_gradient: float = 0.0
+    order_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,18 @@ class Comparison:
         return max((d.order for d in self.differences), default=0.0)
 
     @property
+    def tolerance(self) -> float:
+        """The largest difference that any tensor was allowed; 0 where every bit has to agree."""
+        return 0.0 if self.promised else max(allowed(self.noise, d.noise) for d in self.differences)
+
+    @property
+    def gradient_tolerance(self) -> float:
+        """The same of gradients."""
+        if self.promised:
+            return 0.0
+        return max(allowed(self.gradient_noise, d.gradient_noise) for d in self.differences)
+
+    @property
     def bitwise(self) -> bool:
         """Not one bit differs, losses included."""
         return not self.nonfinite and all(d.bitwise for d in self.differences) and self.losses == self.reference_losses
@@ -88,12 +98,9 @@ class Comparison:
             return False
         if self.promised:
             return self.bitwise
-        usual = max(TOLERANCE, USUAL_FACTOR * self.noise)
-        gradients = max(TOLERANCE, USUAL_FACTOR * self.gradient_noise)
         losses = zip(self.losses, self.reference_losses, strict=True)
-        return all(scalar_error(a, b) <= usual for a, b in losses) and all(
-            d.error <= max(usual, NOISE_FACTOR * d.noise)
-            and d.gradient <= max(gradients, NOISE_FACTOR * d.gradient_noise)
+        return all(scalar_error(a, b) <= allowed(self.noise) for a, b in losses) and all(
+            d.error <= allowed(self.noise, d.noise) and d.gradient <= allowed(self.gradient_noise, d.gradient_noise)
             for d in self.differences
         )
 

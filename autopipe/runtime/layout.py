@@ -87,7 +87,7 @@ def refuse_replicated_state(plan: Plan, graph: Graph) -> None:
             buffers = graph.replayed_buffers.intersection(node.buffers)
             if buffers:
                 raise PlanError(
-                    f"stage {stage.index} runs on {stage.replicas} ranks, and its forward reads the buffer "
+                    f"{stage.label} runs on {stage.replicas} ranks, and its forward reads the buffer "
                     f"{min(buffers)} that it writes: each replica would see only its own microbatches",
                     where=node.source,
                     remedy="--replicas never",

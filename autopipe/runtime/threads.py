@@ -69,13 +69,15 @@ def _first(failures: list[tuple[int, BaseException]], sessions: Sequence[RankSes
     rank, error = (own or failures)[0]
     session = sessions[rank]
     current = session.executor.current if session is not None else None
+    stage = session.layout.plan.stages[current.stage] if session is not None and current is not None else None
     if isinstance(error, AutopipeError) and current is None:
         return error
     what = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
     failure = WorkerError(
         what,
         rank=rank,
-        stage=current.stage if current is not None else None,
+        stage=None if stage is None else stage.index,
+        modules="" if stage is None else stage.modules,
         instruction=str(current) if current is not None else "",
         where=error.where
         if isinstance(error, AutopipeError)

@@ -93,7 +93,8 @@ class Attempts:
         plan = self.prepared.plan
         steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.epoch_length
         fields = {"ranks": plan.num_ranks, "steps": steps, "start_step": max(start, 0)}
-        self.events("start", {**fields, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
+        stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_ranks}
+        self.events("start", {**fields, **stages, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
 
     def _launch(self, stop: StopRequest | None) -> None:
         plan, settings = self.prepared.plan, self.settings.launch

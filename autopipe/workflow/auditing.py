@@ -29,10 +29,10 @@ import psutil
 
 import autopipe
 from autopipe.errors import ArtifactError, AuditError, AutopipeError
+from autopipe.ir.units import in_bytes
 from autopipe.launch.entry import die_with_parent
 from autopipe.launch.forked import preload
 from autopipe.launch.signals import leave_to_the_supervisor
-from autopipe.report.text import in_bytes
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult, clear_all
 from autopipe.runtime.audit.plain_step import MEMORY_SHARE, audit, memory_bytes
 from autopipe.runtime.job import RunDirectory

@@ -56,8 +56,8 @@ def looks_beyond(found: Finding, prepared: Prepared) -> RunError:
     """Return the error for a finding of the probe."""
     where = prepared.workload.optimizer_place
     seen = (
-        f"with the same gradients it steps {found.parameter} otherwise in stage {found.stage} than over the whole "
-        f"model (by {found.error:.1e} of its largest value, in step {found.step} of the probe)"
+        f"with the same gradients it steps {found.parameter} otherwise in {_label(prepared, found.stage)} than over "
+        f"the whole model (by {found.error:.1e} of its largest value, in step {found.step} of the probe)"
     )
     if found.draws:
         return RunError(
@@ -82,22 +82,24 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
     if written is not None and not found.first_gradients:
         node, name = written
         return RunError(
-            f"the forward changes its input {name} in place, and another stage reads it unchanged: {_by(found)}",
+            f"the forward changes its input {name} in place, and another stage reads it unchanged: "
+            f"{_by(found, prepared)}",
             where=node.source,
             remedy=f"work on a copy ({name} = {name}.clone()) before that line",
         )
     if found.first_gradients and not found.first_weights:
         return RunError(
             "the optimizer steps otherwise in stages: the gradients of the first step are those of plain training to "
-            f"the last bit, and the weights after it are not ({worst.name} differs by {worst.error:.1e} in stage "
-            f"{worst.owner})",
+            f"the last bit, and the weights after it are not ({worst.name} differs by {worst.error:.1e} in "
+            f"{_label(prepared, worst.owner)})",
             where=prepared.workload.optimizer_place,
             remedy="let the optimizer step each parameter by its own gradient and state alone: no norm or count over "
             "all parameters (--clip-grad-norm X clips over all stages), no place in the list, no random numbers, no "
             f"parameters that it was not given; {_ONE_STAGE}",
         )
     name, stage, node_ = _first_wrong(found, graph, Layout.of(plan, graph))
-    where = f"{node_.source} (node {node_.name}, stage {stage})" if node_ is not None else f"stage {stage}"
+    label = plan.stages[stage].label
+    where = f"{node_.source} (node {node_.name}, {label})" if node_ is not None else label
     if found.first_gradients:
         what = "the first step is plain training to the last bit, and a later one is not"
         cause = "something outside of parameters, buffers and the batch changes from step to step"
@@ -109,15 +111,20 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
         cause = "a backward of the model's own (an autograd.Function, a hook) reads more than what it saved"
     return RunError(
         f"one step in stages is not one step of plain training: {what}; nearest to the loss {name} is off, and most of "
-        f"all {worst.name}, by {worst.error:.1e} (stage {worst.owner})",
+        f"all {worst.name}, by {worst.error:.1e} ({_label(prepared, worst.owner)})",
         where=where,
         remedy=f"look at that line: {cause}. autopipe check lists every parameter; {_ONE_STAGE}",
     )
 
 
-def _by(found: Comparison) -> str:
+def _label(prepared: Prepared, stage: int) -> str:
+    stages = prepared.plan.stages
+    return stages[stage].label if 0 <= stage < len(stages) else "no stage's"
+
+
+def _by(found: Comparison, prepared: Prepared) -> str:
     worst = max(found.differences, key=lambda d: d.error)
-    return f"{worst.name} differs by {worst.error:.1e} (stage {worst.owner})"
+    return f"{worst.name} differs by {worst.error:.1e} ({_label(prepared, worst.owner)})"
 
 
 def _changes_input(graph: Graph) -> tuple[Node, str] | None:

@@ -139,7 +139,12 @@ def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
 
 
 def _report(found: Comparison, prepared: Prepared, cause: AutopipeError | None) -> CheckReport:
-    parameters = tuple(ParameterError(d.name, _finite(d.error), d.owner, _finite(d.order)) for d in found.differences)
+    parameters = tuple(
+        ParameterError(
+            d.name, _finite(d.error), d.owner, d.order, d.order_gradient, d.order_weight, _finite(d.gradient)
+        )
+        for d in found.differences
+    )
     return CheckReport(
         equal=found.equal and cause is None,
         bitwise=found.bitwise and cause is None,
@@ -153,6 +158,9 @@ def _report(found: Comparison, prepared: Prepared, cause: AutopipeError | None) 
         orders=found.orders,
         order_error=_finite(found.order_error),
         cause="" if cause is None else str(cause),
+        tolerance=found.tolerance,
+        gradient_tolerance=found.gradient_tolerance,
+        modules=tuple(stage.modules for stage in prepared.plan.stages),
         gradient_error=_finite(max((d.gradient for d in found.differences), default=0.0)),
     )
 

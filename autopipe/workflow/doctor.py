@@ -15,9 +15,9 @@ from pathlib import Path
 
 from autopipe import __version__
 from autopipe.errors import RunError
+from autopipe.ir.units import in_bytes
 from autopipe.launch.finding import Finding
 from autopipe.launch.request import LaunchSettings
-from autopipe.report.text import in_bytes
 from autopipe.workflow.settings import Progress
 
 OLDEST_PYTHON = (3, 11)

@@ -14,11 +14,11 @@ from pathlib import Path
 from autopipe.errors import RunError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Profile
+from autopipe.ir.units import in_bytes
 from autopipe.planning import PlanOptions
 from autopipe.planning.pipedream_format import LayerGraph, read_pipedream
 from autopipe.planning.pipedream_model import LayerPlan, Machine, data_parallel_seconds, plan_layers
 from autopipe.planning.pipedream_profile import profile_of_layers
-from autopipe.report.text import in_bytes
 from autopipe.workflow.choose import Chosen, search
 from autopipe.workflow.clusters import GPU_BANDWIDTH, GPU_LATENCY_SECONDS, LINK_LATENCY_SECONDS
 from autopipe.workflow.contenders import compared

@@ -16,9 +16,9 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
+from autopipe.ir.units import in_bytes
 from autopipe.planning.memory import gib
 from autopipe.planning.recount import recount
-from autopipe.report.text import in_bytes
 from autopipe.runtime.routes import Routes
 from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
 from autopipe.workflow.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes, schedule_of

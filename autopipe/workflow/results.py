@@ -114,13 +114,18 @@ class SimulateResult:
 class ParameterError:
     """How far one parameter is from plain training. ``error``: the largest relative one; ``owner``: its stage.
 
-    ``order``: by how much the plan's order of sums differs from one process's, 0 where it is the same.
+    ``order``: by how much the plan's order of sums differs from one process's, 0 where it is the same;
+    ``order_gradient``: the same of the first step's gradient, ``order_weight``: of the weight after the last step.
+    ``gradient``: the largest relative error of its gradients.
     """
 
     name: str
     error: float
     owner: int
     order: float = 0.0
+    order_gradient: float = 0.0
+    order_weight: float = 0.0
+    gradient: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,10 @@ class CheckReport:
 
     The plain loop adds up in the plan's order. ``orders``: why that is not one process's, empty where it is;
     ``order_error``: by how much the two differ. ``gradient_error``: the largest error of a gradient.
+    ``tolerance``, ``gradient_tolerance``: the largest differences that were allowed (``ir.rounding``), 0 where every
+    bit has to agree.
     ``cause``: why it is not equal, where, and what to do about it.
+    ``modules``: what each stage runs in the words of the model.
     ``nonfinite``: what is no finite number, and so proves nothing; "" where all is. ``full_batch``: what the loop is
     beside the step of one whole batch.
     """
@@ -174,7 +182,10 @@ class CheckReport:
     order_error: float = 0.0
     cause: str = ""
     gradient_error: float = 0.0
+    tolerance: float = 0.0
+    gradient_tolerance: float = 0.0
     full_batch: FullBatchReport | None = None
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +243,7 @@ class TrainResult:
     ``ranks``, ``schedule``, ``stages``: of the last attempt. ``step``: optimizer steps of the whole run so far.
     ``predicted_samples_per_second``: what the plan of the last attempt said.
     ``skipped``: the steps that were left out because they were not finite. ``peaks``: where memory was measured.
-    ``audits``: in the order of their ends.
+    ``audits``: in the order of their ends. ``modules``: what each stage runs in the words of the model.
     """
 
     losses: tuple[float, ...]
@@ -252,6 +263,7 @@ class TrainResult:
     peaks: tuple[StagePeak, ...] = ()
     audits: tuple[AuditReport, ...] = ()
     predicted_samples_per_second: float = 0.0
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, star
         skipped=tuple(listener.skipped),
         peaks=tuple(sorted(listener.peaks, key=lambda peak: (peak.stage, peak.rank))),
         audits=tuple(listener.audits),
+        modules=tuple(stage.modules for stage in plan.stages),
     )
 
 

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from autopipe.cli import documents
 from autopipe.errors import RunError
+from autopipe.ir.units import in_bytes, in_seconds
 from autopipe.report import tables
 from autopipe.report.frames import block_frame, block_of, cost_frame, metrics_frame
-from autopipe.report.text import in_bytes, in_seconds
 from autopipe.workflow.results import ProfileResult
 
 

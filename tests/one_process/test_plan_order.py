@@ -226,6 +226,11 @@ def test_exact_ties_always_adds_up_as_one_process_does(tmp_path: Path, monkeypat
     assert any("words.weight is tied over stages" in reason for reason in usual["orders"])
     assert 0 < usual["order_error"] < 1e-2
     assert any(entry["name"] == "words.weight" and entry["order"] > 0 for entry in usual["parameters"])
+    assert usual["tolerance"] == usual["gradient_tolerance"] == 0
+    gradients, weights = (
+        max(entry[key] for entry in usual["parameters"]) for key in ("order_gradient", "order_weight")
+    )
+    assert 0 < gradients < 1e-5 and 0 < weights <= usual["order_error"]
     assert command("check", "--clip-grad-norm", "0.1")["bitwise"]
     exact = command("check", "net.py", *plan, "--exact-ties", "always")
     assert exact["bitwise"] and not exact["orders"] and exact["order_error"] == 0

@@ -38,7 +38,10 @@ def test_a_pipeline_that_does_not_pay_is_called_so():
     assert result.verdict.startswith("A pipeline does not pay here: data parallel is the fastest, 16.67 samples/s.")
     assert "--replicas" not in result.verdict
     straight = make_plan(profile, cluster, dataclasses.replace(options, straight=True))
-    assert comparison(profile, cluster, options, made=straight).verdict.endswith(" --replicas auto chooses it.")
+    made = comparison(profile, cluster, options, made=straight)
+    assert "The plan of this command is not the best one: " in made.verdict
+    assert made.verdict.endswith(" samples/s; --replicas auto chooses the best one.")
+    assert [made.title(row) for row in made.contenders][2:] == ["best straight pipeline (this plan)", "best plan"]
 
 
 def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
@@ -111,12 +114,12 @@ def test_the_explanation_names_cuts_limit_bound_and_runner_up():
     lines = found.lines()
     assert (
         lines[0]
-        == "before layer2: 2 MiB cross; the slower side takes 120 ms, 180 ms one cut earlier, 180 ms one cut later"
+        == "before layer2: 2.00 MiB cross; the slower side takes 120 ms, 180 ms one cut earlier, 180 ms one cut later"
     )
     assert lines[-3].startswith("limited by compute of stage 0: 120 ms of a period of ")
     assert lines[-2].startswith(f"{found.gap:.1%} above the lower bound of 1.92 s a step")
-    assert lines[-1].startswith("runner-up: cuts before layer")
-    assert "18x the ideal 1920 ms a step" in dataclasses.replace(found, gap=17.1).lines()
+    assert lines[-1].startswith("runner-up: cut before layer")
+    assert "18x the ideal 1.92 s a step" in dataclasses.replace(found, gap=17.1).lines()
 
 
 def test_memory_and_links_are_named_where_they_limit():

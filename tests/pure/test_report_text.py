@@ -2,7 +2,8 @@
 
 import pytest
 
-from autopipe.report.text import in_bytes, in_ranges, in_seconds
+from autopipe.ir.units import in_bytes, in_seconds
+from autopipe.report.text import in_ranges
 
 
 @pytest.mark.parametrize(
