@@ -6,16 +6,25 @@ ordinal among the random ATen operations of one forward of the whole, unsplit mo
 
 ``Draws`` gives a whole forward its seeds (the plain loop uses it around the unmodified model); ``at`` gives them to one
 call of a generated stage.
+
+A module that runs as it is (``trace.opaque``) may draw another number of times at each call. Its call takes one
+position of the whole model, whatever it draws, and everything inside draws from seeds made of that position: torch's
+operations by their ordinal inside the module, Python's ``random`` and ``numpy.random`` from a seed that is set when the
+module is entered. ``opaque_calls`` does this in the plain loop, ``inside`` in a stage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
 
+import numpy as np
 import torch
+import torch.utils.checkpoint
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ranks may be threads of one process, which share the global generator: a seed and its draw must stay together
@@ -70,12 +79,22 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_s
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its __init__
         self.where = seed, minibatch, microbatch
         self.position = first
+        self.paused = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # nor have these two
+        _ACTIVE.draws = (*_active(), self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _ACTIVE.draws = _active()[:-1]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_random(func, args, kwargs):
+        if self.paused or not is_random(func, args, kwargs):
             return func(*args, **kwargs)
         with _GENERATOR:
             _reseed(seed_of(*self.where, self.position), kwargs.get("generator"))
@@ -96,3 +115,114 @@ def at(where: tuple[int, int, int], position: int, count: int = 1) -> Iterator[N
     with _GENERATOR:
         _reseed(seed_of(*where, position))
         yield
+
+
+@contextlib.contextmanager
+def flat_checkpoints() -> Iterator[None]:
+    """Run what user-level ``checkpoint()`` wraps once and keep everything, as the captured graph does.
+
+    The recomputation would draw other random numbers than the forward, since each draw is seeded by its position.
+    """
+    module: Any = torch.utils.checkpoint
+    function: Any = module.CheckpointFunction
+    generator, apply = module._checkpoint_without_reentrant_generator, vars(function).get("apply")
+
+    def once(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    module._checkpoint_without_reentrant_generator = once
+    function.apply = staticmethod(lambda run, preserve, *args: run(*args))
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        if apply is None:
+            del function.apply
+        else:
+            function.apply = apply
+
+
+# --- modules that run as they are -------------------------------------------------------------------------------------
+
+_ACTIVE = threading.local()
+
+
+def _active() -> tuple[Draws, ...]:
+    """Return the ``Draws`` that this thread is in, the innermost last."""
+    draws: tuple[Draws, ...] = getattr(_ACTIVE, "draws", ())
+    return draws
+
+
+@contextlib.contextmanager
+def inside(where: tuple[int, int, int], position: int) -> Iterator[None]:
+    """Give one call of a module that runs as it is its random numbers: torch's, Python's and numpy's.
+
+    ``where``: (run seed, minibatch, microbatch). Python's and numpy's generators are put back behind the call, so that
+    the order in which a data hook shuffles does not depend on the model.
+    """
+    seed = seed_of(*where, position)
+    with _GENERATOR:  # Python's and numpy's generators belong to the whole process
+        before = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            with Draws(seed, 0, 0), flat_checkpoints():
+                yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+class _Entered:
+    """The hooks around one plain forward: every outermost call of a module that runs as it is happens ``inside``."""
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+        self._depth = 0
+        self._stack = contextlib.ExitStack()
+
+    def enter(self, *_: Any) -> None:
+        """Take the next position for the module, unless it is called by another one that runs as it is."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        position, self.draws.position = self.draws.position, self.draws.position + 1
+        self._stack.enter_context(_suspended(self.draws))
+        self._stack.enter_context(inside(self.draws.where, position))
+
+    def leave(self, *_: Any) -> None:
+        """Go back to the positions of the whole model."""
+        self._depth -= 1
+        if not self._depth:
+            self._stack.close()
+
+
+@contextlib.contextmanager
+def _suspended(draws: Draws) -> Iterator[None]:
+    """Let a ``Draws`` pass everything on: another one, inside of it, gives the seeds."""
+    draws.paused = True
+    try:
+        yield
+    finally:
+        draws.paused = False
+
+
+@contextlib.contextmanager
+def opaque_calls(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Give the modules at ``paths`` the random numbers of their places, in a forward of the whole model.
+
+    Nothing is done where the model runs outside of ``Draws``: then its random numbers are not compared with a stage's.
+    """
+    active = _active()
+    modules = [model.get_submodule(path) for path in paths] if active else []
+    entered = _Entered(active[-1]) if active else None
+    hooks = []
+    for module in modules:
+        assert entered is not None
+        hooks.append(module.register_forward_pre_hook(entered.enter, prepend=True))
+        hooks.append(module.register_forward_hook(entered.leave, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -53,7 +53,12 @@ class ModelFileError(AutopipeError):
 
 
 class TraceError(AutopipeError):
-    """The model cannot be followed; ``where`` is the user's own ``file:line``."""
+    """The model cannot be followed; ``where`` is the user's own ``file:line``.
+
+    ``within``: paths of the modules whose forward was running, outermost first; () where that is not known.
+    """
+
+    within: tuple[str, ...] = ()
 
 
 class ProfileError(AutopipeError):

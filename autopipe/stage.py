@@ -5,7 +5,7 @@ under their original paths in plain containers (``self.transformer.h[1].ln1``). 
 names, a tied parameter stays one object, and hooks, parametrizations and non-persistent buffers stay what they were.
 
 What a stage needs beside the user's names is kept under names that no model uses, and reached through functions:
-``draw(self, position)`` and ``device_of(self)``.
+``draw(self, position)``, ``opaque_call(self, position)`` and ``device_of(self)``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Stage(Container):
     ``INPUTS``: tensors of the batch. ``RECEIVES``/``SENDS``: values from earlier and for later stages. ``RETURNS``:
     what the whole model returns (the loss, and its weight), on the last stage. ``MODULES``, ``PARAMETERS``,
     ``BUFFERS``: the paths it adopts; parameters and buffers of a module come with it and are not named again.
-    ``CONSTANTS``: tensors that the model made once and keeps nowhere.
+    ``CONSTANTS``: tensors that the model made once and keeps nowhere. ``OPAQUE``: the adopted modules that run as they
+    are, in the user's own code, because their calls are not the same for every batch.
     """
 
     MODEL_DIGEST: ClassVar[str] = ""
@@ -49,6 +50,7 @@ class Stage(Container):
     SENDS: ClassVar[tuple[str, ...]] = ()
     RETURNS: ClassVar[tuple[str, ...]] = ()
     MODULES: ClassVar[tuple[str, ...]] = ()
+    OPAQUE: ClassVar[tuple[str, ...]] = ()
     PARAMETERS: ClassVar[tuple[str, ...]] = ()
     BUFFERS: ClassVar[tuple[str, ...]] = ()
     CONSTANTS: ClassVar[tuple[str, ...]] = ()
@@ -176,6 +178,11 @@ def _hold(owner: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -
 def draw(stage: Stage, position: int, count: int = 1) -> contextlib.AbstractContextManager[None]:
     """Give the call inside its random numbers: those of its place in the whole model, whatever the layout."""
     return draws.at(stage._autopipe_draws, position, count)
+
+
+def opaque_call(stage: Stage, position: int) -> contextlib.AbstractContextManager[None]:
+    """Give the call of a module that runs as it is its random numbers, of torch, Python and numpy."""
+    return draws.inside(stage._autopipe_draws, position)
 
 
 def device_of(stage: Stage) -> torch.device:

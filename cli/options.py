@@ -126,6 +126,12 @@ profile_options: tuple[Callable[[Any], Any], ...] = (
     option("--microbatch-sizes", type=types.SIZES, help="Sizes to measure. [default: 1,2,4,8]"),
     option("--threads-per-rank", type=types.COUNT, help="Of each rank on a CPU. [default: 1]"),
     option("--allow-data-dependent", is_flag=True, help="Accept branches that depend on the data, as first taken."),
+    option(
+        "--opaque",
+        metavar="auto|never|MODULE",
+        help="Modules that run as they are, uncut, where their code cannot be one graph. MODULE: paths, separated by "
+        "commas, that do besides. [default: auto]",
+    ),
     option("--no-verify", is_flag=True, help="Skip the comparison of the captured model with the original."),
 )
 order_options: tuple[Callable[[Any], Any], ...] = (
@@ -222,6 +228,7 @@ def profile_settings(target: str | None, given: dict[str, Any]) -> ProfileSettin
         given["lr"],
         given["seed"],
         given["precision"],
+        given["opaque"],
     )
     return ProfileSettings(
         found,

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from autopipe.draws import Draws
+from autopipe.draws import Draws, flat_checkpoints
 from autopipe.generate import generate, load_constants, load_stage
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, Tie
 from autopipe.ir.profile import WorkloadSpec
-from autopipe.trace.patches import flat_checkpoints
 
 
 def even_cuts(graph: Graph, num_stages: int) -> list[int]:

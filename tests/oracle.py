@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from oracle_order import Order
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +46,40 @@ class Seeds(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
             torch.manual_seed(splitmix(*self.where, next(self.count)))
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def own_places(model: torch.nn.Module, paths: Iterable[str], seeds: Seeds):
+    """Let each call of these modules take one position, and seed what is drawn inside by that position.
+
+    The call is exchanged, where the code under test uses hooks.
+    """
+    modules = {model.get_submodule(path) for path in paths}
+    call = torch.nn.Module.__call__
+    inside = []
+
+    def placed(module, *args, **kwargs):
+        if module not in modules or inside:
+            return call(module, *args, **kwargs)
+        seed = splitmix(*seeds.where, next(seeds.count))
+        outer, states = (seeds.where, seeds.count), (random.getstate(), np.random.get_state())
+        seeds.where, seeds.count = (seed, 0, 0), itertools.count()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        inside.append(module)
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            inside.pop()
+            seeds.where, seeds.count = outer
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    torch.nn.Module.__call__ = placed
+    try:
+        yield
+    finally:
+        torch.nn.Module.__call__ = call
 
 
 def load(path: Path) -> ModuleType:
@@ -106,11 +142,13 @@ def train(
     order: Order | None = None,
     divisor: Callable[[Any], float] = samples,
     cut: Callable[[Any, int], list[Any]] = chunks,
+    opaque: Iterable[str] = (),
 ) -> tuple[list[float], torch.nn.Module, list[dict[str, torch.Tensor]]]:
     """Return the losses, the trained model, and the gradients of every step.
 
     ``order``: in which a plan adds up, where that is not one process's. ``divisor``: what the loss of a batch divides
-    by; a part of it weighs its own divisor over the whole one. ``cut``: cuts a batch into microbatches.
+    by; a part of it weighs its own divisor over the whole one. ``cut``: cuts a batch into microbatches. ``opaque``:
+    modules whose draws have their own places.
     """
     torch.manual_seed(seed)
     module = load(path)
@@ -143,7 +181,11 @@ def train(
             p.data = versions[max(t - staleness(name), 0)][name].clone()
         total, weights, n = 0.0, 0.0, divisor(item)
         for j, part in enumerate(cut(item, num_microbatches)):
-            with Seeds(seed, t, j), order.begin(t, j) if order else contextlib.nullcontext():
+            with (
+                Seeds(seed, t, j) as seeds,
+                own_places(model, opaque, seeds),
+                order.begin(t, j) if order else contextlib.nullcontext(),
+            ):
                 loss = loss_of(criterion, model, part)
             weight = None
             if isinstance(loss, tuple):  # (mean, what the mean divides by)

@@ -28,7 +28,11 @@ class Body:
             self._open(statement, indent)
             depth = indent + (4 if self._region else 0)
             about = ir(statement.node)
-            if about.num_random:
+            if about.opaque:
+                opaque_call = self.writer.imports.name("autopipe.stage", "opaque_call")
+                self.lines.append(" " * depth + f"with {opaque_call}(self, {about.random_position}):")
+                depth += 4
+            elif about.num_random:
                 draw = self.writer.imports.name("autopipe.stage", "draw")
                 count = f", {about.num_random}" if about.num_random > 1 else ""
                 self.lines.append(" " * depth + f"with {draw}(self, {about.random_position}{count}):")

@@ -65,6 +65,8 @@ class Node:
     ``input_only``: depends on the batch and on constants alone, so every stage can compute it for itself.
     ``random_position``/``num_random``: the place of its first random draw in the whole forward, and how many it makes.
     ``glued``: must stand in the stage of the node before it. ``context``: grad mode and autocast, "" being the default.
+    ``opaque``: a module of the user's that runs as it is, since its calls are not the same for every batch; its draws
+    take one position, whatever it draws.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Node:
     num_random: int = 0
     random_position: int = 0
     glued: bool = False
+    opaque: bool = False
     context: str = ""
     module_path: str = ""
     module_type: str = ""

@@ -18,7 +18,8 @@ class WorkloadSpec:
 
     ``optimizer``: one of torch's by name, "" for the file's own hook or AdamW. ``lr``: None for the optimizer's own.
     ``precision``: fp32, or bf16/fp16 for a forward and loss under autocast. ``batch_dims``: see
-    ``workload.cutting.BatchDimensions``; None where no batch was read yet.
+    ``workload.cutting.BatchDimensions``; None where no batch was read yet. ``opaque``: which modules may run as they
+    are: auto, never, or paths separated by commas; ``opaque_modules``: those that do, as the capture found them.
     """
 
     target: str
@@ -30,6 +31,8 @@ class WorkloadSpec:
     lr: float | None = None
     precision: str = "fp32"
     batch_dims: dict[str, int] | None = None
+    opaque: str = "auto"
+    opaque_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

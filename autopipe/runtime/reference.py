@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopipe.draws import Draws
+from autopipe.draws import Draws, flat_checkpoints
 from autopipe.runtime.deferred import DeferredStatistics, ReplicaStatistics
 from autopipe.runtime.order import Key, ReplicaBuffers, SumOrder
-from autopipe.trace.patches import flat_checkpoints
 from autopipe.workload import Workload
 
 OnGradients = Callable[[int, Mapping[str, nn.Parameter]], None]

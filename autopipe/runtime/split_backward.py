@@ -75,6 +75,8 @@ def backward_inputs(
     if not received:
         return PendingWeights([], (list(roots), list(gradients)))
     leaves = {get_gradient_edge(tensor).node for tensor in received}
+    if not roots:
+        return PendingWeights([])
     names = {get_gradient_edge(p).node: name for name, p in parameters.items() if p.requires_grad}
     starts = [get_gradient_edge(root).node for root in roots]
     on_chain, weights_below = _walk(starts, leaves, names)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, RunError
 from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.routes import tied
 from autopipe.runtime.scaler import LossScaler
@@ -98,6 +98,7 @@ class StageRunner:
         self.flights: dict[Key, _Flight] = {}
         self._pending: dict[Key, PendingWeights] = {}
         self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._reached: dict[int, dict[str, bool]] = {}  # minibatch -> received value -> whether a gradient came back
         self._buffer_places: dict[str, list[Place]] = {}
         first = names or {}
         for path, module in stage.named_modules(remove_duplicate=False):
@@ -155,7 +156,8 @@ class StageRunner:
     def _roots(self, flight: _Flight, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Keep the outputs that backward starts from; "" is the loss."""
         face = flight.face
-        roots = {value: outputs[value] for value in face.code.SENDS if value in face.carries_gradient}
+        # what a module that runs as it is gives may need no gradient in one batch, and need one in another
+        roots = {v: outputs[v] for v in face.code.SENDS if v in face.carries_gradient and outputs[v].requires_grad}
         if self.stage.RETURNS:
             loss = self._scaled(outputs, flight.factor)
             if loss.requires_grad:
@@ -216,6 +218,8 @@ class StageRunner:
         starts: list[torch.Tensor | None] = []
         for value, gradient in gradients.items():
             root = outputs.get(value, flight.received.get(value, ties.get(value)))
+            if root is None and value in flight.face.carries_gradient:
+                continue  # nothing of this stage led to it in this batch
             if root is None:
                 raise AutopipeError(
                     f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have"
@@ -233,6 +237,9 @@ class StageRunner:
             if value not in flight.face.carries_gradient:
                 continue
             arrived = flight.gradients.get(value)
+            if flight.face.code.OPAQUE:
+                reached = self._reached.setdefault(flight.draws[1], {})
+                reached[value] = reached.get(value, False) or arrived is not None
             # a call may give no gradient for what it reads (an autograd.Function that returns None for it)
             gradients[value] = torch.zeros_like(flight.received[value]) if arrived is None else arrived
         for name, owned in self.exact_ties.items():
@@ -242,6 +249,23 @@ class StageRunner:
             gradients[tied(name)] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = None
         return gradients
+
+    def refuse_unreached(self, minibatch: int) -> None:
+        """Refuse a minibatch in which a module that runs as it is led nowhere back to what this stage received.
+
+        Earlier stages have been sent zeros. Plain training leaves a parameter that nothing read without a gradient, and
+        its optimizer skips it: zeros would decay it.
+
+        Raises: RunError naming the value.
+        """
+        unused = [value for value, reached in self._reached.pop(minibatch, {}).items() if not reached]
+        if unused:
+            raise RunError(
+                f"no microbatch of minibatch {minibatch} led back from {', '.join(self.stage.OPAQUE)} to {unused[0]}: "
+                "plain training may leave parameters before it without a gradient",
+                where=f"stage {self.stage.INDEX}",
+                remedy="name a module around it with --opaque, so that no cut lies before it",
+            )
 
     def _values_of(self, names: frozenset[str]) -> dict[Place, torch.Tensor]:
         """Return copies of the stage's buffers of these names, by place; one that several modules hold is one copy."""

@@ -19,6 +19,7 @@ from autopipe.trace.coupling import coupling_notes
 from autopipe.trace.divisor import find_divisor
 from autopipe.trace.ladder import Ladder
 from autopipe.trace.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
+from autopipe.trace.opaque.choose import Opaque, paths_of
 from autopipe.trace.result import Capture
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observe import Ran, observed
@@ -51,7 +52,7 @@ def capture(
     Raises: TraceError with the user's line when the model cannot be followed, or when the graph is not the model.
     """
     model = workload.build_model() if model is None else model
-    before = Snapshot(model)
+    before, trained = Snapshot(model), workload.spec.opaque_modules
     if not training:
         model.eval()
     try:
@@ -59,6 +60,7 @@ def capture(
     finally:
         if not training:
             before.restore()
+            workload.run_opaque(trained)
 
 
 def _capture(
@@ -71,10 +73,12 @@ def _capture(
     if distinct != batch_size:
         batch_size, item = distinct, workload.example_item(distinct)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    ladder = Ladder(workload, model, item, batch_size)
     lengths = found_lengths(model, workload.leaves(item), workload.batch_dims(item), batch_size) if free else ()
+    opaque = _opaque(workload, model, item, batch_size, lengths)
+    ladder = Ladder(workload, model, item, batch_size, opaque=opaque)
     with _nothing_collected():
         captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
+    workload.run_opaque(opaque.modules)
     if trains(model) and not on_meta:
         refuse_changing_state(workload, model, item, ran)
     unread = () if on_meta else unread_paths(workload, model, item, captured.module)
@@ -85,7 +89,7 @@ def _capture(
         capture = dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, batch=form))
         return _with_divisor(workload, capture, item, other)
 
-    captured = completed(captured)
+    captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *captured.notes)))
     if not verify or on_meta:
         note = ("not verified: the model is on the meta device",) if on_meta else ()
         return dataclasses.replace(_bounded(captured, lengths, 0), notes=captured.notes + note)
@@ -111,6 +115,21 @@ def _refuse_sparse_parameters(model: nn.Module) -> None:
                 f"parameter {name} is stored sparse ({layout}): its gradient would be, too",
                 remedy="store it dense (to_dense()), or make it a buffer (register_buffer) where it is not trained",
             )
+
+
+def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, lengths: tuple[Length, ...]) -> Opaque:
+    """Return the modules that run as they are before anything was followed: those that were named, or ran so before."""
+
+    def others() -> list[Item]:
+        return [_other(workload, batch_size), workload.example_item(batch_size + 3)]
+
+    spec = workload.spec
+    workload.run_opaque(())  # while modules are observed, each draw is counted by itself
+    opaque = Opaque(workload, model, item, spec.opaque, lengths, others)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        opaque.require(paths_of(spec.opaque))
+        opaque.require(spec.opaque_modules, "it runs so in training")
+    return opaque
 
 
 def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Capture:

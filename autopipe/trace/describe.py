@@ -128,6 +128,7 @@ class _Describer:
             num_random=count,
             random_position=first if count else 0,
             glued=is_part(node),
+            opaque=bool(meta.get("opaque")),
             context=context_text(meta),
             module_path=stack[-1][0] if stack else "",
             module_type=stack[-1][1] if stack else "",

@@ -203,6 +203,8 @@ def explained(error: Exception, construct: str) -> TraceError:
     )
 
 
+COIN = "so another step takes another way"
+FIXED_BATCH = "the model only takes batches of"
 MORE_CALLS = "the model makes more calls than for a batch of another shape"
 OTHER_CALLS = "the model makes other calls than in training"
 UNSEEN = "was made by a call that cannot be followed"

@@ -21,10 +21,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 
 from autopipe.errors import TraceError
 from autopipe.trace.borrowed import Borrowed, Snapshot
-from autopipe.trace.explain import Line, explained, place_in, short_path, short_place_in
+from autopipe.trace.explain import COIN, FIXED_BATCH, Line, explained, place_in, short_path, short_place_in
 from autopipe.trace.joined import join
 from autopipe.trace.lengths import Length
 from autopipe.trace.lines.draws import DrawingLine
+from autopipe.trace.opaque.choose import Opaque
 from autopipe.trace.patches import TrainingReads, following
 from autopipe.trace.reads import FollowingShapeEnv, Reads
 from autopipe.trace.recorder import Recorder
@@ -78,6 +79,7 @@ def follow(
     forward: Forward | None = None,
     most: int = 0,
     beside: Callable[[fx.Node], None] | None = None,
+    opaque: Opaque | None = None,
 ) -> Followed:
     """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
 
@@ -85,7 +87,8 @@ def follow(
     samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
     end the pass at the first call after a draw from Python's or numpy's random numbers. ``answer``: keep data-dependent
     decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
-    ``beside``: is told every call as it is recorded, and may raise a TraceError that ends the pass.
+    ``beside``: is told every call as it is recorded, and may raise a TraceError that ends the pass. ``opaque``: the
+    modules that run as they are, each call of theirs being one node.
 
     Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
     """
@@ -101,7 +104,8 @@ def follow(
     borrowed = Borrowed(model, mode, sized[0].device)
     with borrowed:
         recorder = Recorder(borrowed, symbols, watch=watch)
-        recorder.most, recorder.beside = most, beside
+        recorder.most, recorder.beside, recorder.opaque = most, beside, opaque
+        shape_env.around = lambda: recorder.around
         given = {place: size for length, size in lengths for place in length.places}
         fakes = {
             name: _fake_leaf(mode, name, leaf, dimensions.get(name), batch, given) for name, leaf in leaves.items()
@@ -118,7 +122,7 @@ def follow(
             recorder.set_output((loss,) if weight is None else (loss, weight))
         drawn = borrowed.snapshot.random_drawn()
     if drawn and not watch:
-        raise _coin(workload, model, item, drawn, answer=answer)
+        raise _coin(workload, model, item, drawn, answer=answer, opaque=opaque)
     _check_batch(symbols, shape_env, count)
     calls = tuple(recorder.graph.nodes)
     _clone_changed_inputs(recorder.graph)
@@ -139,7 +143,9 @@ def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Ite
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        raise explained(error, recorder.construct) from error
+        failure = explained(error, recorder.construct)
+        failure.within = failure.within or recorder.within
+        raise failure from error
     finally:
         if recorder.reads is not None:
             with recorder.borrowed.returned():
@@ -178,31 +184,39 @@ def _empty(leaf: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
-def _coin(workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool) -> TraceError:
+def _coin(
+    workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool, opaque: Opaque | None
+) -> TraceError:
     """Return the error for a model that flips coins outside of torch: one way would be kept for ever."""
     before = Snapshot(model)
+    within: tuple[str, ...] = ()
     try:
         with DrawingLine(before.random_drawn) as line:
-            follow(workload, model, item, watch=True, answer=answer)
+            follow(workload, model, item, watch=True, answer=answer, opaque=opaque)
     except TraceError as error:
+        within = error.within
         logger.info("the pass that looks for the draw ended: %s", error.what)
-    return TraceError(
-        f"the model draws from {generator} in its forward, so another step takes another way",
+    coin = TraceError(
+        f"the model draws from {generator} in its forward, {COIN}",
         where=line.where,
         remedy="draw with torch and apply the result as a factor, or set the probability to 0 (layerdrop=0.0)",
     )
+    coin.within = within
+    return coin
 
 
 def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> None:
     for symbol, (node, dimension) in symbols.source.items():
         value = symbols.simplified(symbol)
         if value != symbol:
-            raise TraceError(
-                f"the model only takes batches of {value} samples: dimension {dimension} of {node.name} was taken for "
+            fixed = TraceError(
+                f"{FIXED_BATCH} {value} samples: dimension {dimension} of {node.name} was taken for "
                 f"a number (the batch had {batch})",
                 where=shape_env.fixed_at.get(symbol, ""),
                 remedy="compute with x.shape[0] as it is: no int(), no range() over it, no comparison with a number",
             )
+            fixed.within = shape_env.fixed_within.get(symbol, ())
+            raise fixed
 
 
 def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopipe.draws import flat_checkpoints
 from autopipe.errors import TraceError
 from autopipe.ir.batch import STRIDES
 from autopipe.trace.align import Beside, OtherWay, aligned
@@ -31,7 +32,7 @@ from autopipe.trace.fit import Fit
 from autopipe.trace.follow import Followed, Forward, follow
 from autopipe.trace.lengths import Length, other_lengths, other_sizes, sizes_of
 from autopipe.trace.naming import rename
-from autopipe.trace.patches import flat_checkpoints
+from autopipe.trace.opaque.choose import Opaque
 from autopipe.trace.result import Capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.forms import form_of
@@ -50,15 +51,31 @@ _WIDE = 131  # samples of the second pass: many, so that what a model does from 
 
 @dataclass(frozen=True)
 class Ladder:
-    """What is captured. ``batch``: the number of samples that is followed. ``forward``: what is run in the end."""
+    """What is captured. ``batch``: the number of samples that is followed. ``forward``: what is run in the end.
+
+    ``opaque``: the modules that run as they are; more are added where the model cannot be followed without.
+    """
 
     workload: Workload
     model: nn.Module
     item: Item
     batch: int
     forward: Forward | None = None
+    opaque: Opaque | None = None
 
     def climb(self, lengths: tuple[Length, ...], *, allow_data_dependent: bool) -> Capture:
+        """Return the capture by the first way that works, with as few modules that run as they are as it takes.
+
+        Raises: TraceError of the first way, saying what else was tried.
+        """
+        while True:
+            try:
+                return self._climb(lengths, allow_data_dependent=allow_data_dependent)
+            except TraceError as error:
+                if self.opaque is None or not self.opaque.take(error):
+                    raise
+
+    def _climb(self, lengths: tuple[Length, ...], *, allow_data_dependent: bool) -> Capture:
         """Return the capture by the first way that works. ``lengths``: sizes that should stay free.
 
         Raises: TraceError of the first way, saying what else was tried.
@@ -86,7 +103,7 @@ class Ladder:
         return dataclasses.replace(found, graph=dataclasses.replace(found.graph, symbols=symbols))
 
     def _follow(self, **options: Any) -> Followed:
-        return follow(self.workload, self.model, self.item, forward=self.forward, **options)
+        return follow(self.workload, self.model, self.item, forward=self.forward, opaque=self.opaque, **options)
 
     def _fit(self, narrow: Followed, lengths: tuple[Length, ...]) -> Fit | None:
         """Return the fit of a second recording, with other lengths if possible; None where none fits."""
@@ -128,12 +145,14 @@ class Ladder:
         self._refuse_what_fails_itself(error)
         try:
             forward = export(self.workload, self.model, self.item)
-            below = dataclasses.replace(self, forward=forward)
+            below = dataclasses.replace(self, forward=forward, opaque=None)
             found = below.climb((), allow_data_dependent=False)
         except (NotExportable, TraceError) as why:
             said = why.what if isinstance(why, TraceError) else str(why)
             remedy = "; ".join(part for part in (error.remedy, f"tried too: torch.export ({said})") if part)
-            raise TraceError(error.what, where=error.where, remedy=remedy) from error
+            failure = TraceError(error.what, where=error.where, remedy=remedy)
+            failure.within = error.within
+            raise failure from error.__cause__
         note = f"captured by torch.export, because recording its calls failed: {error.what} ({error.where})"
         graph = dataclasses.replace(found.graph, captured_by=f"{EXPORT} ({found.method})")
         return dataclasses.replace(

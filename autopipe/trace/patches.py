@@ -179,24 +179,3 @@ def as_compiled(asked: list[str] | None = None, only: str = "") -> Iterator[None
         yield
     finally:
         torch.compiler.is_compiling, torch.compiler.is_exporting = before
-
-
-@contextlib.contextmanager
-def flat_checkpoints() -> Iterator[None]:
-    """Run what user-level ``checkpoint()`` wraps once and keep everything, as the captured graph does.
-
-    The recomputation would draw other random numbers than the forward, since each draw is seeded by its position.
-    """
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-
-    def once(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = once
-    function: Any = torch.utils.checkpoint.CheckpointFunction
-    function.apply = staticmethod(lambda run, preserve, *args: run(*args))
-    try:
-        yield
-    finally:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator
-        del function.apply

@@ -74,7 +74,9 @@ class Reads:
         with contextlib.ExitStack() as stack:
             stack.enter_context(context_of(node.meta))
             stack.enter_context(torch.no_grad())
-            if count:
+            if node.meta.get("opaque"):
+                stack.enter_context(draws.inside((self.seed, *WHERE), position))
+            elif count:
                 stack.enter_context(draws.at((self.seed, *WHERE), position, count))
             if node.op == "call_module":
                 return self.borrowed.model.get_submodule(str(node.target))(*args, **kwargs)
@@ -104,6 +106,8 @@ class FollowingShapeEnv(ShapeEnv):
         super().__init__(allow_scalar_outputs=True)
         self.on_answer = on_answer
         self.fixed_at: dict[Any, str] = {}
+        self.fixed_within: dict[Any, tuple[str, ...]] = {}  # the modules that were running there
+        self.around: Callable[[], tuple[str, ...]] = tuple
 
     def _log_real_tensor_propagation(self, orig_expr: Any, unsound_result: Any) -> None:
         if self.on_answer is not None:
@@ -124,4 +128,5 @@ class FollowingShapeEnv(ShapeEnv):
 
     def _set_replacement(self, a: Any, *rest: Any, **more: Any) -> None:
         self.fixed_at.setdefault(a, here())
+        self.fixed_within.setdefault(a, self.around())
         super()._set_replacement(a, *rest, **more)

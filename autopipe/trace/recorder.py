@@ -16,7 +16,6 @@ What a later step must know of a call and cannot see in the graph goes into ``no
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +31,8 @@ from autopipe import guards
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import MORE_CALLS, calling_frame, here, places_of, unsupported, where_short
 from autopipe.trace.known import Known
-from autopipe.trace.leaves import is_leaf, written_statistics
-from autopipe.trace.opaque import Opaque
+from autopipe.trace.opaque.fakes import Fakes
+from autopipe.trace.opaque.record import ModuleCalls
 from autopipe.trace.reads import Reads
 from autopipe.trace.symbols import Symbols
 from autopipe.trace.targets import Call, property_name, written
@@ -53,11 +52,12 @@ from autopipe.trace.values import (
 )
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(ModuleCalls, TorchFunctionMode):
     """Records one forward. Use it inside ``patches.following``; then ``graph`` and ``constants`` are the result."""
 
     def __init__(self, borrowed: Borrowed, symbols: Symbols, *, watch: bool = False) -> None:
-        super().__init__()
+        TorchFunctionMode.__init__(self)
+        ModuleCalls.__init__(self, borrowed.model)
         self.borrowed, self.symbols, self.watch = borrowed, symbols, watch
         self.graph = fx.Graph()
         self.known = Known(self.graph, borrowed)
@@ -65,7 +65,7 @@ class Recorder(TorchFunctionMode):
         self.notes: list[str] = []
         self.custom_functions: list[str] = []
         self.construct = ""  # the call that runs now, for messages
-        self.opaque = Opaque(symbols.shape_env)
+        self.fakes = Fakes(symbols.shape_env)
         self.most = 0  # calls after which a second recording is given up; 0: none
         self.beside: Callable[[fx.Node], None] | None = None  # is told every call
         # the user's line and modules of what runs now, where another program stands in for the model
@@ -75,12 +75,7 @@ class Recorder(TorchFunctionMode):
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._owner = threading.get_ident()
         self._paused = 0
-        self._stack: list[tuple[str, str, int]] = []
-        self._calls: dict[str, int] = {}
         self._frames: dict[int, Any] = {}
-        self._paths: dict[int, str] = {}
-        for path, module in borrowed.model.named_modules():
-            self._paths.setdefault(id(module), path)
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -132,7 +127,7 @@ class Recorder(TorchFunctionMode):
             return self._set(func, args)
         if self.reads is not None and is_answered(name, args):
             return self._answer(func, name, args, kwargs)
-        run = self.opaque.function(name) or func
+        run = self.fakes.function(name) or func
         return self._call(lambda a, k: run(*a, **k), args, kwargs, lambda a, k: written(func, a, k), name=name)
 
     def _set(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -246,37 +241,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(node, fx.Node):
             self.expect(node, bool(result) if result in (True, False) else int(result))
 
-    # --- calls of modules and of custom autograd functions ------------------------------------------------------------
-
-    def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run ``module(*args, **kwargs)``: one node where it is a leaf, else what its forward calls."""
-        path = self._paths.get(id(module))
-        if not self.listening or path is None:
-            return original(module, *args, **kwargs)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise unsupported(
-                f"{path or 'the model'} was compiled by torch.jit.script, so its forward is no Python any more",
-                "leave torch.jit.script out of the model file: the plain module computes the same",
-            )
-        which = self._calls[path] = self._calls.get(path, -1) + 1
-        self._stack.append((path, type(module).__name__, which))
-        try:
-            if not path or not is_leaf(module, self.borrowed.state):
-                return original(module, *args, **kwargs)
-            if getattr(module, "max_norm", None) is not None:
-                raise unsupported(f"{path} changes its weight in the forward (max_norm)", "leave max_norm out")
-            run = self.opaque.module(module, args) or functools.partial(original, module)
-            return self._call(
-                lambda a, k: run(*a, **k),
-                args,
-                kwargs,
-                lambda a, k: Call("call_module", path, a, k),
-                name=path,
-                state=list(module.buffers()),
-                silent=written_statistics(module),
-            )
-        finally:
-            self._stack.pop()
+    # --- calls of custom autograd functions ---------------------------------------------------------------------------
 
     def call_custom(self, function: type, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``function.apply``: one node, so that the user's own backward is kept."""
@@ -380,8 +345,8 @@ class Recorder(TorchFunctionMode):
         self._track(value, self.known.node(of))
 
     def _tag(self, node: fx.Node) -> None:
-        if self.watch and self.borrowed.snapshot.random_drawn():
-            raise unsupported("random numbers from outside of torch", "")
+        if self.watch:
+            self.refuse_drawn()
         if self.most and len(self.graph.nodes) > self.most:
             raise unsupported(MORE_CALLS, "")
         frame = calling_frame()

@@ -38,7 +38,9 @@ class Replay(fx.Interpreter):
         with contextlib.ExitStack() as stack:
             if not n.meta.get("grad", True) or n.meta.get("autocast"):
                 stack.enter_context(context_of(n.meta))
-            if count:
+            if n.meta.get("opaque"):
+                stack.enter_context(draws.inside(self.where, position))
+            elif count:
                 stack.enter_context(draws.at(self.where, position, count))
             return super().run_node(n)
 

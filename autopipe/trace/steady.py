@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from autopipe.draws import Draws, is_random
+from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.trace.borrowed import Snapshot
-from autopipe.trace.patches import flat_checkpoints
 from autopipe.workload import Item, Workload
 
 _AWAY = 0.1  # of a tensor's root mean square

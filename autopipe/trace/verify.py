@@ -22,7 +22,6 @@ from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.explain import place_of, short_path
-from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.replay import replay
 from autopipe.workload import Item, Workload
 from autopipe.workload.layouts import laid_out
@@ -59,7 +58,7 @@ def verify(
     total = max((n.random_position + n.num_random for n in graph.nodes), default=0)
 
     def eager(item: Item, where: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, int]:
-        with flat_checkpoints(), draws.Draws(*where) as drawn:
+        with draws.flat_checkpoints(), draws.Draws(*where) as drawn:
             loss, weight = workload.loss(model, item)
         return loss, weight, drawn.position
 

@@ -87,6 +87,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
             model.learning_rate,
             model.seed or 0,
             model.precision or "fp32",
+            model.opaque or "auto",
         ).spec()
         workload = Workload(spec)
         remember(spec)
@@ -107,6 +108,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
         stored.lr if model.learning_rate is None else model.learning_rate,
         stored.seed if model.seed is None else model.seed,
         model.precision or stored.precision,
+        model.opaque or stored.opaque,
     ).spec()
     named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
     refuse_unnamed(spec, path, "autopipe plan", named=named)

@@ -135,6 +135,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         microbatches=plan.num_microbatches,
         threads=job.threads,
         device=job.device,
+        opaque=spec.opaque_modules,
         draws=any(node.num_random for node in subject.layout.graph.nodes),
         weighted=subject.layout.weighted,
         clip=job.clip_grad_norm,

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopipe.workflow.plain_draws import DRAWS, OPAQUE
+
 
 @dataclass(frozen=True, slots=True)
 class DivisorText:
@@ -28,7 +30,8 @@ class PlainLoop:
 
     ``title``: one sentence. ``modules``: name -> file or module of the user's. ``setup``: statements behind their
     import. ``build``, ``data``, ``loss``, ``optimizer``, ``scheduler``: calls of theirs; ``loss`` "" where the output
-    carries it. ``batch``: how the model is called, "dict", "mapping", "tuple" or "tensor". ``staleness``: of each
+    carries it. ``opaque``: paths of the modules that run as they are.
+    ``batch``: how the model is called, "dict", "mapping", "tuple" or "tensor". ``staleness``: of each
     parameter, or one number for all; None for 0. ``autocast``: a dtype, "" for none.
     ``dimensions``: place among the leaves of a batch -> the dimension that counts the samples; empty for dimension 0.
     ``own_loss``: what the names of the loss's own parameters begin with, "" where it has none.
@@ -50,6 +53,7 @@ class PlainLoop:
     threads: int
     device: str
     draws: bool
+    opaque: tuple[str, ...]
     weighted: bool
     learning_rate: float | None = None
     clip: float = 0.0
@@ -96,33 +100,6 @@ def load(place):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-'''
-
-_DRAWS = '''
-class Draws(TorchDispatchMode):
-    """The k-th random operation of a microbatch draws from seed_of(SEED, step, microbatch, k)."""
-
-    def __init__(self, step, microbatch):
-        super().__init__()
-        self.where, self.count = (SEED, step, microbatch), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        given = {a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
-                 for i, a in enumerate(func._schema.arguments) if a.name in ("dropout_p", "dropout")}
-        if torch.Tag.nondeterministic_seeded in func.tags and all(p is None or p > 0 for p in given.values()):
-            (kwargs.get("generator") or torch).manual_seed(seed_of(*self.where, self.count))
-            self.count += 1
-        return func(*args, **kwargs)
-
-
-def once(*args, **kwargs):
-    yield
-
-
-# checkpoint() would draw other numbers when it runs its function again: run it once
-torch.utils.checkpoint._checkpoint_without_reentrant_generator = once
-torch.utils.checkpoint.CheckpointFunction.apply = staticmethod(lambda run, preserve, *args: run(*args))
 '''
 
 _BATCHES = '''
@@ -194,7 +171,8 @@ sys.exit(bool(unequal))
 def script(loop: PlainLoop) -> str:
     """Return the text of the script."""
     parts = [_docstring(loop), _imports(loop), _constants(loop), _HEAD]
-    parts += [_DRAWS] if loop.draws else []
+    parts += [DRAWS] if loop.draws else []
+    parts += [OPAQUE] if loop.opaque else []
     parts += [_BATCHES.format(data=loop.data), _SPLIT_ALONG if loop.dimensions else _SPLIT]
     parts += [_shares(loop), _loss(loop), _training(loop), _COMPARE.format(state=_state(loop))]
     return "\n".join(part.strip("\n") + "\n" for part in _spaced(parts))
@@ -329,6 +307,10 @@ def _training(loop: PlainLoop) -> str:
     lines += ["model.to(DEVICE)"] if loop.device != "cpu" else []
     lines += [f"criterion = {loop.loss}"] if loop.loss else []
     lines += ["criterion.to(DEVICE)"] if loop.own_loss and loop.device != "cpu" else []
+    if loop.opaque:
+        lines += ["inside = Inside()", f"for path in {list(loop.opaque)!r}:"]
+        lines += ["    model.get_submodule(path).register_forward_pre_hook(inside.enter, prepend=True)"]
+        lines += ["    model.get_submodule(path).register_forward_hook(inside.leave, always_call=True)"]
     lines += ["parameters = dict(model.named_parameters())"]
     if loop.own_loss:
         lines += [f"parameters.update(criterion.named_parameters(prefix={loop.own_loss.rstrip('.')!r}))"]

@@ -51,7 +51,8 @@ restart      the fields of ``Restart``, and ``of``: how many there may be
 class ModelSettings:
     """The user's model. ``target`` "": the one of the stored profile. ``hooks``: hook name -> TARGET or short name.
 
-    ``arguments``: keyword arguments of the model, as typed. ``inputs``: ``--input`` texts.
+    ``arguments``: keyword arguments of the model, as typed. ``inputs``: ``--input`` texts. ``opaque``: see
+    ``WorkloadSpec``; None for what the stored profile has.
     """
 
     target: str = ""
@@ -61,6 +62,7 @@ class ModelSettings:
     learning_rate: float | None = None
     seed: int | None = None
     precision: str | None = None
+    opaque: str | None = None
 
     @property
     def said(self) -> bool:

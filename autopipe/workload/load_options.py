@@ -12,7 +12,8 @@ from autopipe.ir.profile import WorkloadSpec
 class LoadOptions:
     """What the command line says about the model. ``hooks``: hook name -> TARGET. ``inputs``: ``--input`` texts.
 
-    ``optimizer``: a name of ``torch.optim``, or a TARGET. ``lr``: None for the optimizer's own.
+    ``optimizer``: a name of ``torch.optim``, or a TARGET. ``lr``: None for the optimizer's own. ``opaque``: see
+    ``WorkloadSpec``.
     """
 
     target: str
@@ -23,6 +24,7 @@ class LoadOptions:
     lr: float | None = None
     seed: int = 0
     precision: str = "fp32"
+    opaque: str = "auto"
 
     def spec(self) -> WorkloadSpec:
         """Return the same as a spec, in which an optimizer that is a TARGET is a hook. Nothing is imported."""
@@ -38,4 +40,5 @@ class LoadOptions:
             optimizer,
             self.lr,
             self.precision,
+            opaque=self.opaque,
         )

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from autopipe.draws import exclusive
+from autopipe.draws import exclusive, opaque_calls
 from autopipe.errors import AutopipeError, ModelFileError, with_article
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import items
@@ -114,6 +114,10 @@ class Workload:
     def takes_batch_size(self) -> bool:
         """Whether somebody may say how large a minibatch is: only a ``data`` hook without ``batch_size`` decides."""
         return not self.has_data or self.hooks["data"].takes_batch_size
+
+    def run_opaque(self, modules: Sequence[str]) -> None:
+        """Say which modules run as they are: a plain forward under ``Draws`` then gives each of them its own place."""
+        self._spec = dataclasses.replace(self._spec, opaque_modules=tuple(modules))
 
     def functions(self) -> dict[str, Any]:
         """Return what the hooks call or iterate, by name of the hook."""
@@ -227,7 +231,7 @@ class Workload:
         Raises: ModelFileError when no scalar loss comes out; the user's own exceptions as they are.
         """
         hook = self.hooks.get("loss")
-        with self._autocast(model):
+        with opaque_calls(model, self.spec.opaque_modules), self._autocast(model):
             output, found = self._output_and_loss(model, item)
         weight = None
         if hook is not None and isinstance(found, (tuple, list)) and len(found) == 2:

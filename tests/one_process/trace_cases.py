@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from autopipe.draws import opaque_calls
+
 
 class Toy:
     """A workload of a builder and a function that makes a dict batch of n samples."""
@@ -16,7 +18,7 @@ class Toy:
     name = "toy.py:Model"
 
     def __init__(self, build, batch, loss=None):
-        self.spec = SimpleNamespace(seed=0, precision="fp32")
+        self.spec = SimpleNamespace(seed=0, precision="fp32", opaque="auto", opaque_modules=())
         self._build, self._batch, self._loss = build, batch, loss
 
     def build_model(self):
@@ -52,7 +54,11 @@ class Toy:
 
     def loss(self, model, item):
         made = self._loss or (lambda output, item: output if isinstance(output, torch.Tensor) else output.loss)
-        return made(model(**item), item), None
+        with opaque_calls(model, self.spec.opaque_modules):
+            return made(model(**item), item), None
+
+    def run_opaque(self, modules):
+        self.spec.opaque_modules = tuple(modules)
 
 
 def vectors(n, generator):

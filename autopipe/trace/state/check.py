@@ -18,7 +18,6 @@ from autopipe import draws
 from autopipe.errors import TraceError
 from autopipe.trace.borrowed import Snapshot as ModelSnapshot
 from autopipe.trace.caches import users_namespaces
-from autopipe.trace.patches import flat_checkpoints
 from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
 from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot, is_users_module
 from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key
@@ -119,7 +118,7 @@ class Look:
     def run(self, item: Item) -> Tensor:
         """Return the loss of a batch."""
         item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)
-        with flat_checkpoints(), draws.Draws(self.workload.spec.seed, 0, 0), torch.enable_grad():
+        with draws.flat_checkpoints(), draws.Draws(self.workload.spec.seed, 0, 0), torch.enable_grad():
             return self.workload.loss(self.model, item)[0].detach()
 
     # --- forward and loss ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 
 
-class Opaque:
+class Fakes:
     """Fake results of one pass. ``run`` is used in place of the call itself."""
 
     def __init__(self, shape_env: ShapeEnv) -> None:

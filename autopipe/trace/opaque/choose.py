@@ -1,0 +1,202 @@
+"""Which modules run as they are: the smallest around the code that cannot be one graph, tensors going in and out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from autopipe.errors import TraceError, unknown_choice
+from autopipe.trace.explain import COIN, FIXED_BATCH, depends_on_data, went_unseen
+from autopipe.trace.lengths import Length, cut, shorter
+from autopipe.trace.opaque.observe import Observed, observe
+from autopipe.trace.opaque.results import Form, Unfit, form_of
+from autopipe.workload import Item, Workload
+
+logger = logging.getLogger(__name__)
+
+AUTO, NEVER = "auto", "never"
+_RANDOM, _DATA, _BATCH, _UNSEEN = (
+    "its path is drawn at random",
+    "its path depends on the data",
+    "it makes other calls for other batch sizes",
+    "its calls cannot be recorded",
+)
+
+
+@dataclass
+class Opaque:
+    """The modules of one capture that run as they are. ``forms``: path -> what each of its calls gives.
+
+    ``policy``: auto, never, or paths separated by commas. ``lengths``: sizes of the batch that should stay free.
+    ``others``: makes two batches of other sizes: a line goes through any two points, and is believed through three.
+    """
+
+    workload: Workload
+    model: nn.Module
+    item: Item
+    policy: str = AUTO
+    lengths: tuple[Length, ...] = ()
+    others: Callable[[], list[Item]] = list
+    forms: dict[str, list[Form]] = field(default_factory=dict)
+    whys: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths, in the order of the model."""
+        return tuple(path for path, _ in self.model.named_modules() if path in self.forms)
+
+    def require(self, paths: Iterable[str], why: str = "") -> None:
+        """Let modules run as they are, whatever they call.
+
+        Raises: TraceError where the model has no such module, or more than tensors comes in or goes out.
+        """
+        known = dict(self.model.named_modules())
+        for path in paths:
+            if not path or path not in known:
+                names = [name for name in known if name]
+                raise TraceError(
+                    f"--opaque names {path!r}: {unknown_choice('module', path, names)}",
+                    remedy="give auto, never, or paths of modules as model.named_modules() has them",
+                )
+            try:
+                self._add(path, self._forms(path), why or "named by --opaque", "")
+            except Unfit as unfit:
+                raise TraceError(
+                    f"{path} cannot run as it is: {unfit}", remedy="name the module around it, or give --opaque auto"
+                ) from unfit
+
+    def take(self, error: TraceError) -> bool:
+        """Let the smallest module around what failed run as it is; False where that is no way out.
+
+        Modules of the same class fail in the same way: they are taken with it. The error is told why there is no way.
+        """
+        why = self._why(error)
+        if not why or not error.within or any(parameter.is_meta for parameter in self.model.parameters()):
+            return False
+        if self.policy == NEVER:
+            _advise(error, "--opaque auto, which runs such a module as it is")
+            return False
+        reasons = []
+        for path in self._candidates(error):
+            try:
+                forms = self._forms(path)
+            except Unfit as unfit:
+                reasons.append(f"{path}: {unfit}")
+                continue
+            self._add(path, forms, why, error.where)
+            kind = type(self.model.get_submodule(path))
+            for other, module in self.model.named_modules():
+                if type(module) is kind and other and other != path and not self._covered(other):
+                    self._add_alike(other, why, error.where)
+            return True
+        if reasons:
+            _advise(error, f"it cannot run as it is either ({'; '.join(reasons)})")
+        else:
+            _advise(error, "move these lines into a module of their own, which then runs as it is in one stage")
+        return False
+
+    def notes(self) -> tuple[str, ...]:
+        """Say which modules run as they are, and why."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for path in self.modules:
+            groups.setdefault(self.whys[path], []).append(path)
+        found = []
+        for (why, where), paths in groups.items():
+            more = f" and {len(paths) - 1} more modules run as they are" if len(paths) > 1 else ""
+            reason = why.replace("its ", "their ").replace("it makes", "they make") if more else why
+            place = f" ({where.partition(': ')[0]})" if where else ""
+            found.append(f"{paths[0]}{more or ' runs as it is'}: {reason}{place}")
+        return tuple(found)
+
+    def form(self, path: str, number: int) -> Form | None:
+        """Return what a call of a module gives, None where no batch made so many calls."""
+        forms = self.forms[path]
+        return forms[number] if number < len(forms) else None
+
+    @property
+    def written(self) -> Mapping[str, set[str]]:
+        """Path -> first names of the buffers that its calls write."""
+        return self._observed.written
+
+    # --- choosing -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _why(error: TraceError) -> str:
+        if depends_on_data(error.__cause__):
+            return _DATA
+        if COIN in error.what:
+            return _RANDOM
+        if FIXED_BATCH in error.what:
+            return _BATCH
+        return _UNSEEN if went_unseen(error) or "torch.autograd.grad inside" in error.what else ""
+
+    def _candidates(self, error: TraceError) -> list[str]:
+        """Return the modules around what failed, the smallest first, without what runs as it is already."""
+        around = list(error.within)
+        if went_unseen(error):  # what such a module leaves in an attribute is read outside of it
+            left = [path for path, forms in self.forms.items() if any(form.left for form in forms)]
+            around = [path for path in around if not left or any(f"{other}.".startswith(f"{path}.") for other in left)]
+        return [path for path in reversed(around) if path and not self._covered(path)]
+
+    def _covered(self, path: str) -> bool:
+        return any(f"{path}.".startswith(f"{taken}.") for taken in self.forms)
+
+    def _add(self, path: str, forms: list[Form], why: str, where: str) -> None:
+        for inner in [taken for taken in self.forms if taken.startswith(f"{path}.")]:
+            del self.forms[inner]
+        self.forms[path] = forms
+        self.whys[path] = why, where
+        logger.info("%s runs as it is: %s", path, why)
+
+    def _add_alike(self, path: str, why: str, where: str) -> None:
+        try:
+            self._add(path, self._forms(path), why, where)
+        except Unfit as unfit:
+            logger.info("%s does not run as it is: %s", path, unfit)
+
+    def _forms(self, path: str) -> list[Form]:
+        """Return what the calls of a module give. Raises: Unfit where it cannot be one node."""
+        module = self.model.get_submodule(path)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Unfit("it was compiled by torch.jit.script")
+        changed = self._observed.parameters.get(path)
+        if changed:
+            raise Unfit(f"its forward changes parameter {min(changed)} in place")
+        runs = [calls.get(path, []) for calls in self._observed.calls]
+        if len({len(calls) for calls in runs[:3]}) > 1 or not runs[0]:
+            raise Unfit("it is called another number of times from batch to batch")
+        runs = [calls for calls in runs if len(calls) == len(runs[0])]
+        return [form_of([calls[number] for calls in runs]) for number in range(len(runs[0]))]
+
+    # --- real batches -------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _observed(self) -> Observed:
+        seed = self.workload.spec.seed
+        found = observe(self.workload, self.model, [self.item, *self.others(), self.item], seed)
+        for part in range(min((len(shorter(length.size)) for length in self.lengths), default=0)):
+            leaves = cut(self.workload.leaves(self.item), self.lengths, part)
+            try:
+                more = observe(self.workload, self.model, [self.workload.with_leaves(self.item, leaves)], seed)
+            except Exception as why:  # the model itself may not take a shorter sequence
+                logger.info("no shorter sequence: %s", why)
+                continue
+            found.calls += more.calls
+            break
+        return found
+
+
+def _advise(error: TraceError, text: str) -> None:
+    """Add a way out to an error."""
+    if text not in error.remedy:
+        error.remedy = f"{error.remedy}; or {text}" if error.remedy else text
+
+
+def paths_of(policy: str) -> tuple[str, ...]:
+    """Return the modules that a policy names."""
+    return () if policy in (AUTO, NEVER) else tuple(path.strip() for path in policy.split(",") if path.strip())

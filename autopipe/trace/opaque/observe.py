@@ -1,0 +1,203 @@
+"""What comes in and goes out of a model's modules on real batches of several sizes, and what their forwards change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from autopipe.draws import Draws, flat_checkpoints
+from autopipe.trace.borrowed import Snapshot, first_names
+from autopipe.trace.values import version_of
+from autopipe.workload import Item, Workload
+from autopipe.workload.layouts import laid_out
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that came in or went out. ``alias``: place among the inputs of the tensor whose memory it has, or -1.
+
+    ``order``: its dimensions as they lie in memory, the slowest first.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    order: tuple[int, ...]
+    alias: int = -1
+    strided: bool = True
+
+
+@dataclass
+class Call:
+    """One call of a module. ``inputs``: its tensors. ``outputs``: tensors as leaves, other values as they are.
+
+    ``structure``: how the outputs are nested.
+
+    ``changed``: places of inputs that were changed in place. ``left``: (path, attribute) of attributes that were bound
+    to tensors. ``plain``: what comes in are tensors and plain values, in lists, tuples and dicts.
+    """
+
+    inputs: list[Leaf]
+    plain: bool
+    outputs: list[Leaf | Any] = field(default_factory=list)
+    structure: Any = None
+    changed: tuple[int, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class Observed:
+    """The runs of one model. ``calls``: run -> path -> its calls, in order.
+
+    ``written``: path of a module -> first names of the buffers that its calls were seen to write; ``parameters``: of
+    the parameters.
+    """
+
+    calls: list[dict[str, list[Call]]] = field(default_factory=list)
+    written: dict[str, set[str]] = field(default_factory=dict)
+    parameters: dict[str, set[str]] = field(default_factory=dict)
+
+
+def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) -> Observed:
+    """Run the model on each of ``items`` and note what its modules take and give. The model is left as it was.
+
+    Memory: the tensors that come into a module are held until it returns; nothing is kept for a backward afterwards.
+    """
+    observed = Observed()
+    for index, item in enumerate(items):
+        batch = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)
+        calls: dict[str, list[Call]] = {}
+        with contextlib.ExitStack() as stack:
+            for context in (left_as_it_was(model), _watched(model, calls, observed), flat_checkpoints()):
+                stack.enter_context(context)
+            stack.enter_context(Draws(seed + index, 0, index))
+            stack.enter_context(torch.enable_grad())
+            workload.loss(model, batch)
+        observed.calls.append(calls)
+    return observed
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put attributes, random states and buffers of a model back behind the block."""
+    snapshot = Snapshot(model)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, calls: dict[str, list[Call]], observed: Observed) -> Iterator[None]:
+    names = first_names(model)[0]
+    hooks: list[Any] = []
+    for path, module in model.named_modules():
+        if not path or (not module._modules and type(module).__module__.startswith("torch.nn.modules.")):
+            continue
+        watch = _Watch(path, module, names, calls, observed)
+        hooks.append(module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(watch.after, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Watch:
+    """Notes the calls of one module."""
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        names: Mapping[int, str],
+        calls: dict[str, list[Call]],
+        observed: Observed,
+    ) -> None:
+        self.path, self.names, self.observed = path, names, observed
+        self.parts = list(module.named_modules())
+        self.calls = calls.setdefault(path, [])
+        self._open: list[tuple[Call, list[Tensor], list[int], Any]] = []
+        observed.written.setdefault(path, set()).update(
+            names[id(tensor)]
+            for part in module.modules()
+            if isinstance(part, _NormBase) and part.training
+            for tensor in (part.running_mean, part.running_var, part.num_batches_tracked)
+            if tensor is not None and id(tensor) in names
+        )
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        call = Call([_leaf(tensor, ()) for tensor in tensors], plain)
+        self._open.append((call, tensors, [version_of(tensor) for tensor in tensors], self._state()))
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call, tensors, versions, state = self._open.pop()
+        leaves, call.structure = pytree.tree_flatten(output)
+        call.outputs = [_leaf(leaf, tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call.changed = tuple(i for i, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version_of(t) != v)
+        self._compare(call, state)
+        self.calls.append(call)
+
+    def _state(self) -> tuple[list[tuple[Any, str, Any, int]], list[tuple[str, dict[str, Any]]]]:
+        """Return the tensors of the module with their versions, and the other attributes of its parts."""
+        tensors: list[tuple[Any, str, Any, int]] = []
+        attributes = []
+        for path, part in self.parts:
+            for registry in (part._parameters, part._buffers):
+                for key, tensor in registry.items():
+                    tensors.append((registry, key, tensor, 0 if tensor is None else version_of(tensor)))
+            kept = {key: value for key, value in vars(part).items() if key not in _REGISTRIES}
+            attributes.append((path, kept))
+        return tensors, attributes
+
+    def _compare(self, call: Call, before: Any) -> None:
+        tensors, attributes = before
+        for registry, key, tensor, version in tensors:
+            if tensor is None or (registry.get(key) is tensor and version_of(tensor) == version):
+                continue
+            kept = self.observed.parameters if isinstance(tensor, nn.Parameter) else self.observed.written
+            if id(tensor) in self.names:
+                kept.setdefault(self.path, set()).add(self.names[id(tensor)])
+        parts = dict(self.parts)
+        call.left = tuple(
+            (path, key)
+            for path, kept in attributes
+            for key, value in vars(parts[path]).items()
+            if key not in _REGISTRIES and kept.get(key) is not value and _holds_tensor(value)
+        )
+
+
+def _leaf(tensor: Tensor, inputs: Any) -> Leaf:
+    strided = tensor.layout == torch.strided and not tensor.is_nested
+    strides = tensor.stride() if strided else ()
+    order = tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], d)))
+    alias = -1
+    if strided:
+        memory = tensor.untyped_storage()._cdata
+        owners = (i for i, t in enumerate(inputs) if t.layout == torch.strided and t.untyped_storage()._cdata == memory)
+        alias = next(owners, -1)
+    shape = tuple(int(size) for size in tensor.shape) if not tensor.is_nested else ()
+    return Leaf(shape, tensor.dtype, tensor.device, tensor.requires_grad, order, alias, strided)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))

@@ -1,0 +1,152 @@
+"""Calls of modules, as the recorder sees them: one node for a leaf, and for a module that runs as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopipe.trace.explain import unsupported
+from autopipe.trace.leaves import is_leaf, written_statistics
+from autopipe.trace.opaque.results import Form, tensors_of
+from autopipe.trace.targets import Call
+
+if TYPE_CHECKING:
+    from autopipe.trace.opaque.choose import Opaque
+
+
+class ModuleCalls:
+    """The part of the recorder that ``patches`` brings calls of modules to.
+
+    ``opaque``: the modules that run as they are. ``within``: the modules around what failed first, outermost first.
+    """
+
+    opaque: Opaque | None = None
+    within: tuple[str, ...] = ()
+    _call: Any
+    borrowed: Any
+    fakes: Any
+    graph: fx.Graph
+    random: Any
+    watch: bool
+    _paused: int
+
+    def __init__(self, model: nn.Module) -> None:
+        self._stack: list[tuple[str, str, int]] = []
+        self._calls: dict[str, int] = {}
+        self._paths: dict[int, str] = {}
+        for path, module in model.named_modules():
+            self._paths.setdefault(id(module), path)
+
+    @property
+    def listening(self) -> bool:
+        """Whether calls are recorded now."""
+        raise NotImplementedError
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The paths of the modules that are running, the outermost first."""
+        return tuple(path for path, *_ in self._stack)
+
+    def refuse_drawn(self) -> None:
+        """Refuse what was drawn from Python's or numpy's generator since the last call. Raises: TraceError."""
+        if self.borrowed.snapshot.random_drawn():
+            raise unsupported("random numbers from outside of torch", "")
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run ``module(*args, **kwargs)``: one node for a leaf or where it runs as it is."""
+        path = self._paths.get(id(module))
+        if not self.listening or path is None:
+            return original(module, *args, **kwargs)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise unsupported(
+                f"{path or 'the model'} was compiled by torch.jit.script, so its forward is no Python any more",
+                "leave torch.jit.script out of the model file: the plain module computes the same",
+            )
+        which = self._calls[path] = self._calls.get(path, -1) + 1
+        if self.watch:
+            self._noting(self.refuse_drawn)
+        self._stack.append((path, type(module).__name__, which))
+        try:
+            return self._noting(functools.partial(self._run, original, module, path, which, args, kwargs))
+        finally:
+            self._stack.pop()
+
+    def _noting(self, run: Callable[[], Any]) -> Any:
+        """Run something, and note the modules around it where it fails, or draws what is watched for."""
+        try:
+            result = run()
+            if self.watch:
+                self.refuse_drawn()
+        except Exception:
+            self.within = self.within or self.around
+            raise
+        return result
+
+    def _run(
+        self, original: Callable[..., Any], module: nn.Module, path: str, which: int, args: Any, kwargs: Any
+    ) -> Any:
+        if self.opaque is not None and path in self.opaque.forms:
+            return self._run_opaque(self.opaque, module, path, which, args, kwargs)
+        if not path or not is_leaf(module, self.borrowed.state):
+            return original(module, *args, **kwargs)
+        if getattr(module, "max_norm", None) is not None:
+            raise unsupported(f"{path} changes its weight in the forward (max_norm)", "leave max_norm out")
+        run = self.fakes.module(module, args) or functools.partial(original, module)
+        return self._call(
+            lambda a, k: run(*a, **k),
+            args,
+            kwargs,
+            lambda a, k: Call("call_module", path, a, k),
+            name=path,
+            state=list(module.buffers()),
+            silent=written_statistics(module),
+        )
+
+    # --- modules that run as they are ---------------------------------------------------------------------------------
+
+    def _run_opaque(self, opaque: Opaque, module: nn.Module, path: str, which: int, args: Any, kwargs: Any) -> Any:
+        """Record the call and return what stands for its result.
+
+        Raises: TraceError where it is called otherwise than on the batches that were run.
+        """
+        form = opaque.form(path, which)
+        if form is None:
+            raise unsupported(f"{path} is called more often than on the batches that were run", "")
+        parameters = list(module.parameters())
+
+        def results(args: Any, kwargs: Any) -> Any:
+            self.random.count += 1  # its place, whatever it draws
+            return form.results(args, kwargs, parameters)
+
+        inputs = tensors_of(args, kwargs)
+        changed = [inputs[place] for place in form.changed if place < len(inputs)]
+        changed += [self.borrowed.fake[name] for name in sorted(opaque.written.get(path, ()))]
+        out = self._call(results, args, kwargs, lambda a, k: Call("call_module", path, a, k), name=path, silent=changed)
+        node = next(n for n in reversed(self.graph.nodes) if n.op == "call_module" and n.target == path)
+        node.meta["opaque"] = True
+        self._leave_unknown(module, form)
+        return out
+
+    def _leave_unknown(self, module: nn.Module, form: Form) -> None:
+        """Put tensors that nobody made where a call of the module leaves some: what reads them cannot be followed."""
+        for path, attribute in form.left:
+            attributes = vars(module.get_submodule(path))
+            with self._deaf():
+                unknown = pytree.tree_map_only(Tensor, torch.empty_like, attributes.get(attribute))
+                if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(unknown)):
+                    unknown = torch.empty(())
+            attributes[attribute] = unknown
+
+    @contextlib.contextmanager
+    def _deaf(self) -> Iterator[None]:
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1

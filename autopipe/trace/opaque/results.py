@@ -1,0 +1,166 @@
+"""The results that stand for a module's own while the model is followed: their shapes, from what was seen of real ones.
+
+A dimension of a result is that of an input, a constant, or a line over a dimension of an input; whichever holds for all
+batches that were run. Where none does, its size depends on the data, and the module cannot be a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopipe.trace.opaque.observe import Call, Leaf
+
+_POINTS = 3  # sizes that a line must go through to be believed
+
+
+class Unfit(Exception):  # noqa: N818  # a finding, which the caller turns into a note or another attempt
+    """A call that cannot be a node; the text says why."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a result: ``factor`` times a dimension of an input, plus ``offset``.
+
+    ``place``: (input, dimension); () where the size is the constant ``offset``.
+    """
+
+    place: tuple[int, int] | tuple[()]
+    factor: int
+    offset: int
+
+    def of(self, inputs: Sequence[Tensor]) -> Any:
+        """Return it for these inputs, which may have symbolic sizes."""
+        if not self.place:
+            return self.offset
+        size: Any = inputs[self.place[0]].shape[self.place[1]]
+        return size if (self.factor, self.offset) == (1, 0) else size * self.factor + self.offset
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one call of a module gives: ``leaves`` are a leaf with its sizes, or the value itself where it is no tensor.
+
+    ``changed``: places of the inputs that some call changed in place. ``left``: attributes bound to tensors by a call.
+    """
+
+    leaves: tuple[tuple[Leaf, tuple[Size, ...]] | Any, ...]
+    structure: Any
+    changed: tuple[int, ...]
+    left: tuple[tuple[str, str], ...]
+
+    def results(self, args: Any, kwargs: Any, parameters: Sequence[Tensor]) -> Any:
+        """Return the stand-in for a call with these fake arguments. Gradients flow to them and to ``parameters``."""
+        inputs = list(tensors_of(args, kwargs))
+        made = [_made(leaf, inputs, parameters) if _is_sized(leaf) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(made, self.structure)
+
+
+def form_of(calls: Sequence[Call]) -> Form:
+    """Return what the same call gave in several runs, as one form.
+
+    Raises: Unfit where the runs do not agree, or something comes in or goes out that is no tensor.
+    """
+    first = calls[0]
+    if not all(call.plain for call in calls):
+        raise Unfit("something comes in that is neither a tensor nor a plain value")
+    for call in calls[1:]:
+        if call.structure != first.structure or len(call.inputs) != len(first.inputs):
+            raise Unfit("it takes or gives another number of tensors from batch to batch")
+        if [len(leaf.shape) for leaf in call.inputs] != [len(leaf.shape) for leaf in first.inputs]:
+            raise Unfit("its inputs have another number of dimensions from batch to batch")
+    leaves = tuple(_leaf(calls, number) for number in range(len(first.outputs)))
+    if not any(_is_sized(leaf) for leaf in leaves):
+        raise Unfit("no tensor goes out")
+    changed = tuple(sorted({place for call in calls for place in call.changed}))
+    left = tuple(dict.fromkeys(entry for call in calls for entry in call.left))
+    return Form(leaves, first.structure, changed, left)
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors of a call's arguments, in the order in which ``observe`` numbers them."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _is_sized(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], Leaf)
+
+
+def _leaf(calls: Sequence[Call], number: int) -> Any:
+    seen = [call.outputs[number] for call in calls]
+    first = seen[0]
+    if not isinstance(first, Leaf):
+        if any(isinstance(leaf, Leaf) or type(leaf) is not type(first) or leaf != first for leaf in seen):
+            raise Unfit(f"a value that goes out depends on the data ({first!r})")
+        if not isinstance(first, (type(None), bool, int, float, str)):
+            raise Unfit(f"a {type(first).__name__} goes out, which is no tensor")
+        return first
+    kinds = {(leaf.dtype, len(leaf.shape)) if isinstance(leaf, Leaf) else None for leaf in seen}
+    if len(kinds) > 1 or not all(leaf.strided for leaf in seen):
+        raise Unfit("a tensor that goes out has another type or number of dimensions from batch to batch")
+    shared = {leaf.alias for leaf in seen} - {-1}
+    whole_inputs = all(
+        leaf.alias < 0 or leaf.shape == call.inputs[leaf.alias].shape for call, leaf in zip(calls, seen, strict=True)
+    )
+    if len(shared) > 1 or not whole_inputs:
+        raise Unfit("a tensor that goes out is a part of one that comes in")
+    whole = Leaf(
+        first.shape,
+        first.dtype,
+        first.device,
+        any(leaf.requires_grad for leaf in seen),
+        first.order,
+        next(iter(shared), -1),
+    )
+    return whole, tuple(_size(calls, seen, dimension) for dimension in range(len(first.shape)))
+
+
+def _size(calls: Sequence[Call], seen: Sequence[Leaf], dimension: int) -> Size:
+    """Return what a dimension of a result is. A dimension at the same place of an input comes first."""
+    sizes = [leaf.shape[dimension] for leaf in seen]
+    places = [(i, d) for i, leaf in enumerate(calls[0].inputs) for d in range(len(leaf.shape))]
+    places.sort(key=lambda place: (place[1] != dimension, len(calls[0].inputs[place[0]].shape) != len(seen[0].shape)))
+    varying = len(set(sizes)) > 1
+    for input_, d in places:
+        if [call.inputs[input_].shape[d] for call in calls] == sizes and (varying or d == dimension):
+            return Size((input_, d), 1, 0)
+    if not varying:
+        return Size((), 0, sizes[0])
+    for input_, d in places:
+        line = _line([call.inputs[input_].shape[d] for call in calls], sizes)
+        if line is not None:
+            return Size((input_, d), *line)
+    raise Unfit(f"the size of what goes out depends on the data ({', '.join(str(size) for size in sizes)})")
+
+
+def _line(given: Sequence[int], sizes: Sequence[int]) -> tuple[int, int] | None:
+    """Return factor and offset of the line through the points, None where there is none."""
+    points = sorted(set(zip(given, sizes, strict=True)))
+    if len(points) < _POINTS or len({x for x, _ in points}) < len(points):
+        return None
+    (a, first), (b, second) = points[:2]
+    factor, rest = divmod(second - first, b - a)
+    offset = first - factor * a
+    return (factor, offset) if not rest and all(x * factor + offset == y for x, y in points) else None
+
+
+def _made(leaf: tuple[Leaf, tuple[Size, ...]], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    about, sizes = leaf
+    if about.alias >= 0:
+        given = inputs[about.alias]
+        return given.view_as(given)
+    order = about.order
+    shape = [sizes[dimension].of(inputs) for dimension in order]
+    device = inputs[0].device if inputs else about.device
+    made = torch.empty(shape, dtype=about.dtype, device=device)
+    made = made.permute([order.index(dimension) for dimension in range(len(order))]) if order else made
+    if about.requires_grad and torch.is_grad_enabled():
+        for source in (*inputs, *parameters):
+            if source.requires_grad:
+                return made + source.sum().to(made.dtype) * 0
+    return made
