@@ -48,6 +48,7 @@ def profile(result: ProfileResult) -> dict[str, Any]:
                 "output_bytes": sum(cost.output_bytes for cost in m.costs.values()),
                 "saved_bytes": sum(cost.saved_bytes for cost in m.costs.values()),
                 "workspace_bytes": max((cost.workspace_bytes for cost in m.costs.values()), default=0),
+                "flops": sum(work.forward.flops + work.backward.flops for work in m.work.values()),
                 "spread": m.spread,
             }
             for m in found.measurements

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +19,38 @@ if TYPE_CHECKING:
 @click.command("profile")
 @click.argument("target")
 @options.option("--links", is_flag=True, help="Also measure between two ranks -> links.json, which plan then uses.")
+@options.option(
+    "--estimate",
+    is_flag=True,
+    help="Time nothing and make no weights: count operations and bytes, for plan --device-name. Also for models that "
+    "are larger than this machine's memory.",
+)
 @options.profiling
 @options.output
-def profile_command(terminal: Terminal, target: str, links: bool, **given: Any) -> None:
+def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool, **given: Any) -> None:
     """Measure what each part of the model TARGET costs -> profile.json.
 
-    TARGET is path/to/file.py[:ATTR] or package.module[:ATTR]. The file is code, and it is run.
+    TARGET is path/to/file.py[:ATTR] or package.module[:ATTR]. The file is code, and it is run. A model whose weights
+    do not fit this machine's memory is refused with its size before they are made; --estimate takes it.
     """
-    from autopipe.report import plans, tables
+    from autopipe.report import estimates, plans, tables
     from autopipe.workflow import steps
     from autopipe.workflow.links import measure as measure_links
 
-    settings = options.profile_settings(target, given)
+    settings = dataclasses.replace(options.profile_settings(target, given), estimate=estimate)
+    if estimate:
+        for name, value in (("--links", links or None), ("--device", given["device"])):
+            if value is not None:
+                raise click.UsageError(f"{name} and --estimate exclude each other: nothing is timed; give one")
     with terminal.progress() as progress:
         result = steps.profile(settings, progress)
         measured = measure_links(settings.work_dir, result.profile.device.kind, progress) if links else None
     terminal.notes(result.notes, result.warnings)
+    if estimate:
+        terminal.table(*estimates.profile(result.profile))
+        terminal.document("profile", documents.profile(result))
+        terminal.next("autopipe plan --gpus 16 --device-name H100-SXM", work_dir=settings.work_dir)
+        return
     terminal.table(tables.profile_table(result.profile), tables.block_table(result.profile))
     terminal.table(tables.optimizer_line(result.profile), *plans.links(measured))
     terminal.document("profile", documents.profile(result) | documents.links(measured))

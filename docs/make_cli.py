@@ -70,7 +70,9 @@ latency = "20us"
 `datasheet` names a device that autopipe knows; an unknown name is answered with the list. Where the profile was taken
 on a device without a datasheet, such as a CPU, times are an estimate: the operations and bytes of each node, counted
 while it was profiled, at 60 % of the device's peak and at its memory bandwidth. The precision is the profile's, so
-profile with `--precision bf16` for a plan of bf16 training. Two nodes of eight H100 with 400 Gbit/s between them:
+profile with `--precision bf16` for a plan of bf16 training. A model that is larger than this machine's memory is
+counted with `autopipe profile TARGET --estimate`, which makes no weights. The search takes minutes for thousands of
+nodes on many devices; `--schedule` and `--microbatch-size` make it shorter. Two nodes of eight H100 with 400 Gbit/s:
 
 ```toml
 [device]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from autopipe.ir.graph import Graph
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+COUNTED = "none"
+"""The kind of device of a profile that was counted and not timed: all its seconds are 0."""
 _MOST_SECONDS = 1e9  # 30 years, for one call
 _MOST_BYTES = 2**60
 
@@ -124,8 +126,8 @@ class Device:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cpu", "cuda", "gpu"):  # gpu: what a foreign profile was taken on
-            raise ValueError(f"unknown kind of device {self.kind!r}; known: cpu, cuda, gpu")
+        if self.kind not in ("cpu", "cuda", "gpu", COUNTED):  # gpu: one that is not here
+            raise ValueError(f"unknown kind of device {self.kind!r}; known: cpu, cuda, gpu, {COUNTED}")
         if self.memory_bytes < 0 or self.threads < 1:
             raise ValueError(f"{self.name}: memory >= 0 and threads >= 1 are needed")
 

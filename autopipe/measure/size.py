@@ -120,6 +120,22 @@ class SizeRun:
             self.window()
         return Measurement(self.size, self._compared(), self._spread(), self.keepers, self.work)
 
+    def counted(self) -> Measurement:
+        """Return what nodes keep and how much they compute and move, without a time: also for fake tensors."""
+        self._walk()
+        about = self.graph.nodes
+        nodes = tuple(self.nodes[node.name] for node in about)
+        whole = Stretch(about, nodes, tuple(inputs_of(nodes)), tuple(self._outputs()))
+        with explained(about[0], self.size):
+            run = self._kept(whole, self._start(), {})
+        names = {place: name for name, place in whole.places.items()}
+        keepers = {names[place]: names[keeper] for place, keeper in reversed(run.keepers)}
+        costs = {
+            node.name: NodeCost(0.0, 0.0, self.output_bytes[node.name], saved, self.workspace[node.name])
+            for node, saved in zip(about, run.saved_bytes, strict=True)
+        }
+        return Measurement(self.size, costs, 0.0, keepers, self.work)
+
     def _start(self) -> Values:
         return Values({name: leaf.clone() for name, leaf in self.batch.items()})
 

@@ -25,16 +25,21 @@ class HasOptimizer(Protocol):
 
 
 def optimizer_cost(
-    root: nn.Module, parameters: Mapping[str, bool], workload: HasOptimizer, clock: Clock
+    root: nn.Module,
+    parameters: Mapping[str, bool],
+    workload: HasOptimizer,
+    clock: Clock,
+    *,
+    most_bytes: int = _MOST_BYTES,
 ) -> tuple[float, float]:
     """Return (seconds per byte, bytes of state per byte) of one step. ``parameters``: path -> whether it is trained.
 
-    The step runs on copies with random gradients.
+    ``most_bytes``: of parameters, after which no further one is taken. The step runs on copies with random gradients.
     """
     state, named, size = State(root, clock.device), [], 0
     held = {path for path, _ in root.named_parameters(remove_duplicate=False)}  # what no call reads is not there
     for path, trained in parameters.items():
-        copied = state.attribute(path) if trained and path in held and size < _MOST_BYTES else None
+        copied = state.attribute(path) if trained and path in held and size < most_bytes else None
         if isinstance(copied, nn.Parameter):
             named.append((path, copied))
             size += copied.numel() * copied.element_size()

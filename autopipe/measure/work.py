@@ -80,8 +80,8 @@ class WorkCounter(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count it."""
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.rpartition("::")[2]
-        if getattr(func, "is_view", False) or name.startswith(_STILL):
+        space, _, name = func._schema.name.rpartition("::")
+        if space == "prim" or getattr(func, "is_view", False) or name.startswith(_STILL):
             return result
         flops = _flops_of(func, name, args, kwargs or {}, result)
         moved = _bytes_of(name, args, kwargs or {}, result)

@@ -12,7 +12,7 @@ from autopipe.ir import artifact
 from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster, Links
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import Profile
+from autopipe.ir.profile import COUNTED, Profile
 from autopipe.planning import PlanOptions, Watch, make_best_plan
 from autopipe.schedules import lines_of
 from autopipe.workflow.clusters import by_datasheet, cluster_of_figures, priced, this_machine
@@ -104,9 +104,15 @@ def search(
 ) -> tuple[Plan, Watch]:
     """Return the best plan by the simulator, and how the search went.
 
-    Raises: PlanError where none can be made; ScheduleError where no schedule can run what was made.
+    Raises: PlanError where none can be made, or nothing says how long the model takes; ScheduleError where no schedule
+    can run what was made.
     """
     watch, found = Watch(later(progress)), priced(found, cluster)
+    if found.device.kind == COUNTED:
+        raise PlanError(
+            f"the profile of {found.graph.name} holds no times: it was taken with --estimate",
+            remedy="name the device to plan for: --device-name H100-SXM, or datasheet in a cluster file",
+        )
     score = judge(found, cluster, choices)
 
     def find(room: Cluster) -> Plan:

@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from autopipe.errors import RunError, TraceError, counted
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
-from autopipe.ir.profile import Profile, WorkloadSpec
-from autopipe.measure import measure
+from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
+from autopipe.measure import estimate, measure
 from autopipe.trace import Capture, capture
 from autopipe.workflow.named import refuse_unnamed, remember
 from autopipe.workflow.settings import ModelSettings, ProfileSettings
 from autopipe.workflow.store import Work
 from autopipe.workload import LoadOptions, Workload
+from autopipe.workload.room import build_within_memory, loading_within_memory
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
+_TOO_LARGE = (
+    "to plan for other devices, count it without memory: autopipe profile TARGET --estimate, then "
+    "autopipe plan --gpus N --device-name NAME; to train it here, use a machine with more memory, or a smaller model"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +39,25 @@ def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: P
     Raises: RunError where no model was ever named.
     """
     work.progress(f"importing the model: {settings.model.target}".removesuffix(": "), 0.0)
-    workload = _workload(settings.model, work)
+    with loading_within_memory(settings.model.target, _TOO_LARGE):
+        workload = _workload(settings.model, work)
     work.progress(f"capturing the model: {workload.name}", 0.0)
+    built = (
+        workload.build_model(empty=True)
+        if settings.estimate
+        else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
+    )
     try:
         captured = capture(
             workload,
+            model=built,
             allow_data_dependent=settings.allow_data_dependent,
-            verify=verify,
+            verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
         )
     except TraceError:
-        _refuse_misfit(workload)
+        if not settings.estimate:
+            _refuse_misfit(workload)
         raise
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     if stored is not None and stored.graph.digest == captured.graph.digest:
@@ -120,14 +133,17 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
 def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
     """Measure a captured model and write profile.json."""
     wanted = settings.microbatch_sizes or tuple(sorted({*MICROBATCH_SIZES, *sizes}))
-    found = measure(
-        model.capture,
-        model.workload,
-        device=settings.device or "auto",
-        microbatch_sizes=wanted,
-        threads=settings.threads or 1,
-        progress=work.progress,
-    )
+    if settings.estimate:
+        found = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
+    else:
+        found = measure(
+            model.capture,
+            model.workload,
+            device=settings.device or "auto",
+            microbatch_sizes=wanted,
+            threads=settings.threads or 1,
+            progress=work.progress,
+        )
     # so that a plan can be made later without the model file
     found = dataclasses.replace(found, batch_size=model.workload.num_samples(model.workload.example_item(None)))
     artifact.save(found, work.store.profile)
@@ -166,6 +182,8 @@ def ensure_profile(
 
 def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
     """Return why a stored profile no longer holds, "" where it does."""
+    if stored.device.kind == COUNTED and not settings.estimate:
+        return "the stored one was counted and not timed"
     if stored.graph.digest != model.capture.graph.digest:
         return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
     if _costs_of(stored.workload) != _costs_of(model.workload.spec):

@@ -72,7 +72,10 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """``device``: auto, cpu or cuda. ``microbatch_sizes``: what is measured. ``threads``: of one rank on a CPU."""
+    """``device``: auto, cpu or cuda. ``microbatch_sizes``: what is measured. ``threads``: of one rank on a CPU.
+
+    ``estimate``: nothing is timed, and no weight is made.
+    """
 
     model: ModelSettings
     work_dir: Path = WORK_DIRECTORY
@@ -81,6 +84,7 @@ class ProfileSettings:
     threads: int | None = None
     allow_data_dependent: bool = False
     verify: bool = True
+    estimate: bool = False
 
     @property
     def asks_for_model(self) -> bool:

@@ -1,0 +1,48 @@
+"""A profile that was counted and not timed, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from autopipe.ir.profile import PassWork, Profile
+from autopipe.ir.units import in_bytes
+
+
+def profile(found: Profile) -> tuple[Any, ...]:
+    """Return one row a microbatch size: what the model computes, moves and keeps; and its parameters."""
+    table = Table(
+        title=f"{found.graph.name}, counted: nothing was timed",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    for name in ("microbatch", "forward", "backward", "memory traffic", "kept for backward", "workspace"):
+        table.add_column(name, justify="right")
+    for measurement in found.measurements:
+        costs, work = measurement.costs.values(), measurement.work.values()
+        table.add_row(
+            str(measurement.microbatch_size),
+            in_flops(sum(entry.forward.flops for entry in work)),
+            in_flops(sum(entry.backward.flops for entry in work)),
+            in_bytes(sum(_moved(entry.forward) + _moved(entry.backward) for entry in work)),
+            in_bytes(sum(cost.saved_bytes for cost in costs)),
+            in_bytes(max((cost.workspace_bytes for cost in costs), default=0)),
+        )
+    state = found.optimizer_bytes_per_byte * found.trained_bytes
+    every = sum(spec.num_bytes({}) for spec in found.graph.parameters.values())
+    return table, f"{in_bytes(every)} of parameters; the optimizer keeps {in_bytes(state)}"
+
+
+def in_flops(count: int) -> str:
+    """Return a number of floating-point operations: ``1.65 TFLOP``."""
+    for factor, unit in ((10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP")):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} FLOP"
+
+
+def _moved(work: PassWork) -> int:
+    return work.matrix_bytes + work.other_bytes
