@@ -106,6 +106,7 @@ model_options: tuple[Callable[[Any], Any], ...] = (
     option("--data", metavar="TARGET", help="Training data, instead of the file's `data`."),
     option("--eval-data", metavar="TARGET", help="Held-out data, instead of the file's `evaluate_data`."),
     option("--optimizer", metavar="NAME|TARGET", help="Such as adamw, or a function of the named parameters."),
+    option("--after-step", metavar="TARGET", help="(named_parameters, step), called behind each optimizer step."),
     option(
         "--lr", type=types.NUMBER, metavar="RATE", help="Learning rate. [default: the optimizer's own; 1e-3 for AdamW]"
     ),
@@ -219,7 +220,7 @@ def planning(function: Function) -> Function:
 def profile_settings(target: str | None, given: dict[str, Any]) -> ProfileSettings:
     """Return the settings of the options that ``profiling`` adds."""
     hooks = {"loss": given["loss"], "data": given["data"], "optimizer": given["optimizer"]}
-    hooks["evaluate_data"] = given["eval_data"]
+    hooks["evaluate_data"], hooks["after_step"] = given["eval_data"], given["after_step"]
     found = ModelSettings(
         target or "",
         dict(given["arg"]),

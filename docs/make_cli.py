@@ -35,12 +35,22 @@ else the only `nn.Module` subclass that the file defines. Optional names in the 
 | `data` | `(batch_size)` or `() -> iterable` of `(inputs, target)` or `dict` | made-up batches from `example_inputs` |
 | `optimizer` | `(named_parameters) -> Optimizer`; built once a stage | AdamW |
 | `scheduler` | `(optimizer) -> LRScheduler` | none |
+| `after_step` | `(named_parameters, step)`, called behind each optimizer step | nothing |
 | `evaluate_data` | as `data` | none |
 
 `loss` may be an `nn.Module`, or a class of one, with parameters of its own (uncertainty weighting, ArcFace, a learnable
 temperature). They are trained, saved and exported with the model's, under names that begin with `loss.`, or with
 `loss_hook.` where the model has an attribute `loss`; the `optimizer` hook gets them too. To load an export into the
 model alone, leave these names out. A function that calls such a module is refused: name the module itself.
+
+`after_step` is what a training loop does beside the step: momentum teachers, normalised or clamped weights. It gets
+pairs of name and parameter, frozen ones too and no buffers, after `optimizer.step()` and `zero_grad()` and before
+`scheduler.step()`, and `step` counts from 0; a step that is left out (`--on-nonfinite skip`, an overflow of float16)
+has no call. It is called once for each stage that holds a parameter which it changes, with that stage's parameters
+and those of other stages that the changed ones depend on, such as a student's for its teacher; these are sent after
+every step. To find them it is tried beforehand on copies of all parameters, at steps 0 to 12 and at round numbers up
+to 100000. It must change the same parameters in a stage as over the whole model, draw no random numbers and keep no
+tensors of its own: else the run is refused. State that lasts belongs into parameters with `requires_grad=False`.
 
 `data` is called again for each epoch, and what it gives is iterated from its start. Stages work on copies: where a
 forward changes its batch in place, what `data` keeps stays as it is, while a plain loop would change it.

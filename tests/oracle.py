@@ -211,8 +211,10 @@ def train(
         if clip_norm:
             torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], clip_norm)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if hasattr(module, "after_step"):
+            module.after_step(list(parameters.items()), t)
         if scheduler is not None:
             scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
         versions.append({name: p.detach().clone() for name, p in parameters.items()})
     return losses, model, gradients

@@ -51,12 +51,17 @@ def chains(graph: Graph, plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def trained_ties(graph: Graph, plan: Plan) -> tuple[Tie, ...]:
-    """Return the ties whose stages exchange gradients and values.
+    """Return the ties whose stages exchange gradients.
 
-    The copies of a frozen parameter never change, so its stages exchange nothing, and it has one value at every weight
-    version. The plan lists it all the same: its digest names what was written.
+    A frozen parameter has none. Where nothing changes it, its stages exchange nothing at all, and it has one value at
+    every weight version. The plan lists it all the same: its digest names what was written.
     """
     return tuple(tie for tie in plan.ties if graph.parameters[tie.parameter].requires_grad)
+
+
+def moving_ties(graph: Graph, plan: Plan) -> tuple[Tie, ...]:
+    """Return the ties whose stages exchange values: of trained parameters, and of those that ``after_step`` changes."""
+    return tuple(tie for tie in plan.ties if tie.parameter in graph.moving)
 
 
 def _reads(nodes: Sequence[Node], value: str, reached: Sequence[bool], graph: Graph) -> bool:

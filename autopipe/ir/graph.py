@@ -116,6 +116,7 @@ class Graph:
     for people. ``divisor``: what the loss divides by, as readable text, where that is not the number of samples;
     ``stages/divisor.py`` computes it. ``exact``: False where the model, run plainly, was seen to round otherwise than
     its calls do: a library that may take another way with the same numbers, as transformers does for a mask of ones.
+    ``after_step``: parameter that the hook of this name changes -> the others that its new value depends on.
 
     Raises: ValueError when a node reads a value that is not made before it, or state that the model does not have.
     """
@@ -132,6 +133,7 @@ class Graph:
     exact: bool = True
     batch: BatchForm = field(default_factory=BatchForm)
     divisor: str = ""
+    after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}
@@ -149,6 +151,9 @@ class Graph:
         for other, first in self.aliases.items():
             if first not in self.parameters and first not in self.buffers:
                 raise ValueError(f"{other!r} is another name of {first!r}, which the model does not have")
+        for name in {*self.after_step, *(other for read in self.after_step.values() for other in read)}:
+            if name not in self.parameters:
+                raise ValueError(f"after_step changes or reads {name!r}, which the model does not have")
         if not self.outputs:
             raise ValueError("no output: the loss is wanted")
         for value in self.outputs:
@@ -188,7 +193,15 @@ class Graph:
             (n.name, n.kind, n.target, n.inputs, n.spec, n.arguments, n.parameters, n.buffers, n.context)
             for n in self.nodes
         ]
-        return digest((self.inputs, anonymous, self.outputs, self.parameters, self.buffers, self.aliases))
+        hook = (self.after_step,) if self.after_step else ()
+        return digest((self.inputs, anonymous, self.outputs, self.parameters, self.buffers, self.aliases, *hook))
+
+    @functools.cached_property
+    def moving(self) -> frozenset[str]:
+        """The parameters whose values change from step to step: trained ones, and what ``after_step`` changes."""
+        return frozenset(
+            name for name, spec in self.parameters.items() if spec.requires_grad or name in self.after_step
+        )
 
     @functools.cached_property
     def position(self) -> Mapping[str, int]:

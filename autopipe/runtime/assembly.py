@@ -9,6 +9,7 @@ import torch
 
 from autopipe.errors import PlanError
 from autopipe.generate import load_constants, load_stage
+from autopipe.runtime.after_step import AfterStep
 from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
@@ -66,7 +67,9 @@ def assembled(
         }
         runners[stage.index] = StageRunner(
             adopted,
-            WeightVersions(adopted, schedule.staleness[stage.index], graph.aliases),
+            WeightVersions(
+                adopted, schedule.staleness[stage.index], graph.aliases, graph.moving & graph.after_step.keys()
+            ),
             seed=plan.workload.seed,
             carries_gradient=carrying,
             exact_ties=ties,
@@ -85,6 +88,7 @@ def assembled(
         schedulers={},
         ties=plan.ties,
         trainable=list(trained),
+        moving=graph.moving,
         transport=transport,
         reporter=reporter,
         weighted=layout.weighted,
@@ -100,6 +104,9 @@ def assembled(
             stepper.kept_buffers[stage.index] = FiniteBuffers(runners[stage.index].stage, written)
         if stage.replicas > 1:
             stepper.bring_together(stage.index, used, written, graph.aliases)
+    if "after_step" in workload.hooks:
+        owned = {index: stepper.owned(index) for index in runners}
+        stepper.users_hook = AfterStep(workload, graph, request, transport, owned, layout.routes.loans)
     optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
     stepper.optimizers = optimizers
     stepper.schedulers = {i: None if o is None else workload.scheduler(o) for i, o in optimizers.items()}

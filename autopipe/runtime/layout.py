@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.errors import PlanError
 from autopipe.ir.agreement import refuse_disagreement
-from autopipe.ir.gradients import trained_ties
+from autopipe.ir.gradients import moving_ties
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Stage
 from autopipe.ir.schedule import Request
@@ -57,12 +57,12 @@ class Layout:
 
 
 def refuse_stale_ties(plan: Plan, graph: Graph, request: Request) -> None:
-    """Refuse a schedule under which the stages of a trained tied parameter would read different versions of it.
+    """Refuse a schedule under which the stages of a tied parameter that changes would read different versions of it.
 
     Raises: PlanError naming the parameter and the versions.
     """
     staleness = make(plan.schedule, request).staleness
-    for tie in trained_ties(graph, plan):
+    for tie in moving_ties(graph, plan):
         stages = (tie.owner, *tie.copies)
         found = {stage: staleness[stage] for stage in stages}
         if len(set(found.values())) > 1:

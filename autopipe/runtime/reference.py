@@ -150,9 +150,12 @@ def plain_training(
             on_gradients(step, parameters)
         if settings.clip_norm:
             torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
-        if optimizer is not None:
-            _step(optimizer, scheduler, scaler)
+        stepped = optimizer is None or _step(optimizer, scaler)
         run.model.zero_grad(set_to_none=True)  # of parameters that the optimizer leaves out too
+        if stepped:
+            workload.after_step(list(parameters.items()), step)
+        if scheduler is not None and stepped:
+            scheduler.step()
         sums.commit()
         history.append(_data(parameters))
         del history[: -1 - max(settings.staleness.values(), default=0)]
@@ -234,22 +237,15 @@ def _kind(device: torch.device | None) -> str:
     return "cpu" if device is None else device.type
 
 
-def _step(
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-    scaler: torch.amp.GradScaler | None,
-) -> None:
-    """Step, unless the scaler has found a gradient that is not finite; the learning rate moves with the steps."""
-    stepped = True
+def _step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
+    """Step, unless the scaler has found a gradient that is not finite; tell whether the optimizer has stepped."""
     if scaler is None:
         optimizer.step()
-    else:
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        stepped = scaler.get_scale() >= before
-    if scheduler is not None and stepped:
-        scheduler.step()
+        return True
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() >= before
 
 
 def _data(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.gradients import chains, trained_ties
+from autopipe.ir.gradients import chains, moving_ties, trained_ties
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Tie
 from autopipe.ir.schedule import Request, Traffic
+from autopipe.runtime.after_step.hook import loan_channel
+from autopipe.runtime.after_step.loans import Loan, loans
 from autopipe.runtime.transport import ACTIVATION, BATCH, CONTROL, GRADIENT, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
 
 Edge = tuple[int, int]
@@ -29,12 +31,14 @@ class Routes:
     """For every edge (from stage, to stage) the values that one message holds, in order.
 
     ``forward``: boundary values. ``backward``: boundary values whose gradient it carries, then tied parameters.
-    ``ties``: those of trained parameters.
+    ``ties``: those of trained parameters; ``shared``: those whose values move. ``loans``: for the ``after_step`` hook.
     """
 
     forward: dict[Edge, tuple[str, ...]]
     backward: dict[Edge, tuple[str, ...]]
     ties: tuple[Tie, ...]
+    shared: tuple[Tie, ...] = ()
+    loans: tuple[Loan, ...] = ()
 
     @staticmethod
     def of(plan: Plan, graph: Graph) -> Routes:
@@ -60,6 +64,8 @@ class Routes:
             {edge: tuple(values) for edge, values in sorted(forward.items())},
             {edge: tuple(values) for edge, values in sorted(backward.items())},
             ties,
+            moving_ties(graph, plan),
+            loans(plan, graph),
         )
 
     @property
@@ -88,13 +94,17 @@ def channels(routes: Routes, request: Request) -> list[Channel]:
         for from_rank in ranks[a]
         for to_rank in ranks[b]
     }
-    for tie in routes.ties:
+    for tie in routes.shared:
         for copy in tie.copies:
             owners = ranks[tie.owner]
             for index, rank in enumerate(ranks[copy]):
                 owner = owners[index % len(owners)]
                 found.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
-            found.update(Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in owners)
+    for tie in routes.ties:
+        for copy in tie.copies:
+            found.update(Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in ranks[tie.owner])
+    for loan in routes.loans:
+        found.update(loan_channel(loan, request, index) for index in range(len(ranks[loan.reader])))
     for rank in range(1, request.num_ranks):
         found.add(Channel(CONTROL, 0, 0, 0, rank))
         found.add(Channel(CONTROL, 0, 0, rank, 0))

@@ -23,6 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe.errors import RunError
 from autopipe.ir.plan import Tie
 from autopipe.ir.schedule import Request
+from autopipe.runtime.after_step import AfterStep
+from autopipe.runtime.clipping import clip_factor
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.finite import FiniteBuffers, all_finite, first_nonfinite
 from autopipe.runtime.reduction import BufferMean, GradientSum
@@ -47,7 +49,8 @@ class Stepper:
     ``norm_dtype``: of the norm of all gradients, as torch has it.
     ``before_step``: called before the first stage of a minibatch is stepped; raises where it must not be.
     ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.
-    ``after_step``: called for a stage that has stepped.
+    ``users_hook``: calls the user's ``after_step``; None without one. ``moving``: names of the parameters that change
+    from step to step. ``after_step``: called for a stage that has stepped.
     """
 
     request: Request
@@ -65,7 +68,9 @@ class Stepper:
     norm_dtype: torch.dtype = torch.float32
     on_nonfinite: str = "warn"
     kept_buffers: dict[int, FiniteBuffers] = field(default_factory=dict)
+    users_hook: AfterStep | None = None
     after_step: Callable[[int], None] | None = None
+    moving: frozenset[str] = frozenset()
     losses: dict[int, float] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     before_step: Callable[[], None] | None = None
@@ -84,9 +89,9 @@ class Stepper:
         return self.runners[stage].versions.masters
 
     @property
-    def trained_ties(self) -> list[Tie]:
-        """The ties whose stages exchange gradients and values: copies of a frozen parameter never change."""
-        return [tie for tie in self.ties if tie.parameter in self.trainable]
+    def moving_ties(self) -> list[Tie]:
+        """The ties whose stages exchange values: the copies of others never change."""
+        return [tie for tie in self.ties if tie.parameter in self.moving]
 
     def owned(self, stage: int) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage steps: its own, not its copies of tied ones."""
@@ -152,17 +157,22 @@ class Stepper:
         """Carry out S of a stage, and after the rank's last one report the loss."""
         if not self._stepped:
             self._complete(minibatch)
-        versions = self.runners[stage].versions
-        optimizer, scheduler = self.optimizers[stage], self.schedulers[stage]
-        if optimizer is not None and not self._skip:
-            optimizer.step()
-        for parameter in self.parameters(stage).values():
-            parameter.grad = None
+            if self._lends:
+                for other in self.runners:
+                    self._optimize(other)
+                assert self.users_hook is not None
+                self.users_hook.lend()
+        versions, scheduler = self.runners[stage].versions, self.schedulers[stage]
+        if not self._lends:
+            self._optimize(stage)
         deferred = self.runners[stage].deferred
         if deferred is not None:
             deferred.commit()
         if stage in self.kept_buffers:
             self.kept_buffers[stage].settle()
+        if self.users_hook is not None and not self._skip:
+            self.reporter.at(f"{stage}S", waiting=True)
+            self.users_hook.call(stage, minibatch)
         self._share_ties(stage)
         versions.end_step()
         if scheduler is not None and not self._skip:
@@ -175,6 +185,17 @@ class Stepper:
             if self.scaler is not None:
                 self.scaler.update(self._skip)
             self._report(minibatch)
+
+    @property
+    def _lends(self) -> bool:
+        return self.users_hook is not None and self.users_hook.exchanges and not self._skip
+
+    def _optimize(self, stage: int) -> None:
+        optimizer = self.optimizers[stage]
+        if optimizer is not None and not self._skip:
+            optimizer.step()
+        for parameter in self.parameters(stage).values():
+            parameter.grad = None
 
     def _complete(self, minibatch: int) -> None:
         """Bring all gradients of the rank to what the optimizer takes: ties summed, unscaled, averaged, clipped."""
@@ -207,7 +228,8 @@ class Stepper:
             for stage, parameters in owned.items():
                 self.on_gradients(stage, minibatch, parameters)
         if self.clip_norm is not None:
-            factor = self._clip_factor(owned)
+            leads = [owned[s] for s in owned if self.request.stage_ranks[s][0] == self.transport.rank]
+            factor = clip_factor(leads, self.trainable, self.clip_norm, self.norm_dtype, self._agree)
             for gradient in gradients:
                 gradient.mul_(factor)
 
@@ -269,7 +291,7 @@ class Stepper:
 
     def _share_ties(self, stage: int) -> None:
         """Give every copy of a tied parameter its owner's new value, so that they stay equal to the last bit."""
-        for tie in self.trained_ties:
+        for tie in self.moving_ties:
             if stage == tie.owner:
                 parameter = self.parameters(stage)[tie.parameter]
                 owners = self.request.stage_ranks[stage]
@@ -312,25 +334,6 @@ class Stepper:
         for other in range(1, world):
             self.transport.send(Channel(CONTROL, 0, 0, 0, other), total.clone())
         return total
-
-    def _clip_factor(self, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> torch.Tensor:
-        """Return what every gradient is multiplied with, from the norm over all stages; tied parameters count once.
-
-        The same arithmetic as torch.nn.utils.clip_grad_norm_, in the same order of parameters.
-        """
-        index = {name: position for position, name in enumerate(self.trainable)}
-        # a row of norms, and one that says which parameters have a gradient: torch leaves the others out of its sum
-        norms = torch.zeros(2, len(index), dtype=torch.float64)
-        for stage, parameters in owned.items():
-            if self.request.stage_ranks[stage][0] != self.transport.rank:
-                continue
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    norms[0, index[name]] = torch.linalg.vector_norm(parameter.grad).item()
-                    norms[1, index[name]] = 1.0
-        norms = self._agree(norms)
-        total = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(self.norm_dtype))
-        return torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
 
     # -- the loss --------------------------------------------------------------------------------------------------
 

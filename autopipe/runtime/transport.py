@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopipe.errors import AutopipeError
 from autopipe.runtime.strides import copied
 
-ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, CONTROL, LOSS, BATCH = (
+ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, LOAN, CONTROL, LOSS, BATCH = (
     "activation",
     "gradient",
     "tie-gradient",
     "tie-value",
+    "loan",
     "control",
     "loss",
     "batch",

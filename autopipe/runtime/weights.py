@@ -20,12 +20,19 @@ from autopipe.errors import AutopipeError
 
 class WeightVersions:
     """``staleness`` d keeps up to d + 1 versions. ``names``: other name -> the model's first name of a parameter.
+    ``changing``: frozen parameters that change all the same, and so have versions.
 
     ``masters``: first name -> the parameter that the optimizer steps. ``in_use``: what the modules hold now.
     """
 
-    def __init__(self, module: nn.Module, staleness: int, names: Mapping[str, str] | None = None) -> None:
-        self.staleness = staleness
+    def __init__(
+        self,
+        module: nn.Module,
+        staleness: int,
+        names: Mapping[str, str] | None = None,
+        changing: frozenset[str] = frozenset(),
+    ) -> None:
+        self.staleness, self._changing = staleness, changing
         self.masters: dict[str, nn.Parameter] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         first = names or {}
@@ -46,7 +53,7 @@ class WeightVersions:
         self.start_at(0)
 
     def _moving(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.masters.items() if parameter.requires_grad}
+        return {name: p for name, p in self.masters.items() if p.requires_grad or name in self._changing}
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -68,7 +75,8 @@ class WeightVersions:
         if self.staleness == 0:
             self._leaves[version] = self._moving()
         else:
-            self._leaves[version] = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+            trained = {name: master.requires_grad for name, master in self.masters.items()}
+            self._leaves[version] = {name: nn.Parameter(tensor, trained[name]) for name, tensor in tensors.items()}
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         """Return the values of a version."""

@@ -14,6 +14,7 @@ from torch import nn
 from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
+from autopipe.trace.after_step import effects_of
 from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.coupling import coupling_notes
 from autopipe.trace.divisor import find_divisor
@@ -56,7 +57,8 @@ def capture(
     if not training:
         model.eval()
     try:
-        return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
+        found = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
+        return _with_after_step(workload, model, found) if training and "after_step" in workload.hooks else found
     finally:
         if not training:
             before.restore()
@@ -130,6 +132,13 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
         opaque.require(paths_of(spec.opaque))
         opaque.require(spec.opaque_modules, "it runs so in training")
     return opaque
+
+
+def _with_after_step(workload: Workload, model: nn.Module, captured: Capture) -> Capture:
+    """Add what the hook after each step changes, and what that depends on. Raises: ModelFileError."""
+    effects = effects_of(workload, model)
+    graph = dataclasses.replace(captured.graph, after_step=effects.reads)
+    return dataclasses.replace(captured, graph=graph, notes=(*captured.notes, *effects.notes))
 
 
 def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Capture:

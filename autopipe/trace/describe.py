@@ -142,7 +142,7 @@ class _Describer:
                 raise TraceError(
                     f"the forward changes parameter {self.parameter_names[key]} in place",
                     where=where_text(meta),
-                    remedy="make it a buffer (register_buffer), or change it in the optimizer",
+                    remedy="make it a buffer (register_buffer), or change it in after_step(named_parameters, step)",
                 )
             if key in self.constant_memory:
                 raise TraceError(

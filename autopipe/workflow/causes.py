@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from torch import nn
 
-from autopipe.errors import RunError
+from autopipe.errors import RunError, counted
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.plan import Plan
+from autopipe.runtime.after_step import borrowed
+from autopipe.runtime.after_step.probe import probe as probe_after_step
 from autopipe.runtime.check import staleness
 from autopipe.runtime.comparison import Comparison
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.optimizer_probe import Finding, probe
 from autopipe.workflow.steps import Prepared
+from autopipe.workload import Workload
 from autopipe.workload.overlap import overlapping
 
 _ONE_STAGE = "or train in one stage (--gpus 1)"
+_MOST_BORROWED = 8  # parameters of other stages that one depends on: these are sent after every step
 
 
 def seen_beforehand(prepared: Prepared) -> RunError | None:
     """Return the error for what no few steps show for certain; None where there is nothing of the kind.
 
-    It is an optimizer that does not step each parameter by itself, and parameters of several stages in one memory.
+    It is an optimizer that does not step each parameter by itself, parameters of several stages in one memory, and an
+    ``after_step`` hook that looks beyond its stage.
 
     Raises: ModelFileError as the optimizer hook does.
     """
@@ -29,6 +35,9 @@ def seen_beforehand(prepared: Prepared) -> RunError | None:
     overlap = _overlap(prepared, model)
     if overlap is not None:
         return overlap
+    behind = refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph, model)
+    if behind is not None:
+        return behind
     copies = {(tie.parameter, stage) for tie in prepared.plan.ties for stage in tie.copies}
     stages = [
         [name for name in stage.parameters if (name, stage.index) not in copies] for stage in prepared.plan.stages
@@ -49,6 +58,43 @@ def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
         "the same memory, so a step of one changes the other; stages, and weight versions, have no memory in common",
         where=prepared.workload.name,
         remedy=f"tie them by using one nn.Parameter in both places, which is found and kept equal; {_ONE_STAGE}",
+    )
+
+
+def refusal_of_after_step(
+    workload: Workload, plan: Plan, graph: Graph, model: nn.Module | None = None
+) -> RunError | None:
+    """Return the error for a hook ``after_step`` that looks beyond its stage; None for any other."""
+    if not graph.after_step:
+        return None
+    hook = workload.hooks["after_step"]
+    far = {name: others for name, others in borrowed(plan, graph).items() if len(others) > _MOST_BORROWED}
+    for name, others in far.items():
+        return RunError(
+            f"after_step looks beyond its stage: the new value of {name} depends on {len(others)} parameters of other "
+            f"stages ({', '.join(others[:2])}, ...), as a norm over all parameters does",
+            where=hook.place,
+            remedy="let each parameter depend on itself and on the few that belong to it, such as a teacher's on its "
+            f"student's, one by one; {_ONE_STAGE}",
+        )
+    finding = probe_after_step(workload, plan, graph, model or workload.build_model())
+    if finding is None:
+        return None
+    count = counted(len(plan.stages[finding.stage].parameters), "parameter")
+    if finding.failure:
+        return RunError(
+            f"after_step fails on the {count} of stage {finding.stage}, and not on those of the whole model: "
+            f"{finding.failure}",
+            where=hook.place,
+            remedy="go through the pairs of name and parameter that are given, and take none for granted that is not "
+            f"among them; {_ONE_STAGE}",
+        )
+    return RunError(
+        f"after_step looks beyond its stage: given the {count} of stage {finding.stage}, it changes "
+        f"{finding.parameter} otherwise than given those of the whole model (at step {finding.step} of its trial)",
+        where=hook.place,
+        remedy="take no number out of the tensors (item(), float()) that decides over another parameter, and go by "
+        f"names, not by places or by how many parameters there are; {_ONE_STAGE}",
     )
 
 

@@ -144,6 +144,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         divisor=_divisor(subject, item),
         dimensions=workload.cutting.of(item) if workload.cutting.known else {},
         own_loss=_own_loss(workload),
+        after_step=_name(spec.hooks.get("after_step"), "after_step", modules) if "after_step" in hooks else "",
         notes=_notes(subject),
     )
     return script(loop), loop

@@ -34,6 +34,7 @@ class PlainLoop:
     ``batch``: how the model is called, "dict", "mapping", "tuple" or "tensor". ``staleness``: of each
     parameter, or one number for all; None for 0. ``autocast``: a dtype, "" for none.
     ``dimensions``: place among the leaves of a batch -> the dimension that counts the samples; empty for dimension 0.
+    ``after_step``: what is called behind each step, "" for nothing.
     ``own_loss``: what the names of the loss's own parameters begin with, "" where it has none.
     """
 
@@ -62,6 +63,7 @@ class PlainLoop:
     divisor: DivisorText | None = None
     dimensions: Mapping[int, int] = field(default_factory=dict)
     own_loss: str = ""
+    after_step: str = ""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -357,6 +359,7 @@ def _step(loop: PlainLoop, *, stale: bool) -> list[str]:
     if loop.clip:
         lines += [f"torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trained], {loop.clip!r})"]
     lines += ["optimizer.step()", "optimizer.zero_grad(set_to_none=True)"]
+    lines += [f"{loop.after_step}(list(parameters.items()), step)"] if loop.after_step else []
     lines += ["scheduler.step()"] if loop.scheduler else []
     if stale:
         most = "STALENESS" if isinstance(loop.staleness, int) else "max(STALENESS.values())"

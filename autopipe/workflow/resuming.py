@@ -92,7 +92,7 @@ def lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> str:
     step, held = source.manifest.step, set(source.names)
     for name, delta in staleness(Layout.of(plan, graph)).items():
         for version in range(max(step - delta, 0), step):
-            if graph.parameters[name].requires_grad and f"version.{version}.{name}" not in held:
+            if name in graph.moving and f"version.{version}.{name}" not in held:
                 return f"{plan.schedule} asks for {name} as it was after step {version}, and the checkpoint has it not"
     return ""
 

@@ -19,7 +19,7 @@ ELASTIC_RESTARTS = 3
 CHECKPOINT_SECONDS = 600.0
 EXPORT_FORMATS = ("safetensors", "pt", "hf", "dcp")
 DATA_READERS = ("auto", "each", "one")
-HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "evaluate_data")
+HOOKS = ("example_inputs", "loss", "data", "optimizer", "scheduler", "after_step", "evaluate_data")
 
 Progress = Callable[[str, float], None]
 """(what is done, the part of it that is done: 0 to 1)."""

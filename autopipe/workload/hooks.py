@@ -8,6 +8,7 @@ loss               (output, target) -> scalar[, weight]  ``output.loss``, ``outp
 data               (batch_size) or () -> iterable        synthetic batches from ``example_inputs``
 optimizer          (named_parameters) -> Optimizer       AdamW
 scheduler          (optimizer) -> LRScheduler            none
+after_step         (named_parameters, step)              nothing is done after a step
 evaluate_data      as ``data``                           none
 =================  ====================================  ===============================================
 
@@ -34,9 +35,10 @@ HOOKS = {
     "data": "(batch_size) or () -> iterable of (inputs, target) or dict",
     "optimizer": "(named_parameters) -> torch.optim.Optimizer",
     "scheduler": "(optimizer) -> LRScheduler",
+    "after_step": "(named_parameters, step) -> None",
     "evaluate_data": "(batch_size) or () -> iterable of (inputs, target) or dict",
 }
-_ARGUMENTS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1}
+_ARGUMENTS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "after_step": 2}
 
 
 @dataclass(frozen=True, slots=True)

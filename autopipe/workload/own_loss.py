@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopipe.errors import with_article
 from autopipe.workload.hooks import Hook
+from autopipe.workload.items import Item
 from autopipe.workload.targets import users_code
 
 # the first of them that the model has no attribute of
@@ -98,3 +99,22 @@ class OwnLoss:
     def _module(self) -> nn.Module | None:
         function = None if self.hook is None else self.hook.function
         return function if isinstance(function, nn.Module) else None
+
+
+def output_of(model: nn.Module, item: Item) -> Any:
+    """Return what the model gives for a batch."""
+    if isinstance(item, Mapping):
+        return model(**item)
+    inputs = item[0]
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def carried_by(output: Any) -> Any:
+    """Return the loss that a model's output carries, or None."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", None)

@@ -42,7 +42,7 @@ from autopipe.workload.load_options import LoadOptions
 from autopipe.workload.modes import for_training
 from autopipe.workload.optimizer_hook import OptimizerHook, trained_parameters
 from autopipe.workload.optimizers import default_optimizer, make_scheduler, named_optimizer
-from autopipe.workload.own_loss import OwnLoss
+from autopipe.workload.own_loss import OwnLoss, carried_by, output_of
 from autopipe.workload.targets import Target, import_target, user_line
 from autopipe.workload.uninitialized import ZeroedMemory
 
@@ -258,9 +258,9 @@ class Workload:
     def _output_and_loss(self, model: nn.Module, item: Item) -> tuple[Any, Any]:
         """Return what the model gives for a batch, and what the loss hook (or the output) says of it."""
         with self.own_loss.taken_out(model):
-            output = _output(model, item)
+            output = output_of(model, item)
         if self.own_loss.hook is None:
-            return output, _carried(output)
+            return output, carried_by(output)
         target = item if isinstance(item, Mapping) else item[1]
         return output, self.own_loss.function(model, output)(output, target)
 
@@ -341,6 +341,14 @@ class Workload:
             return self._stepping.chosen()
         return trained_parameters(self.build_model)
 
+    def after_step(self, named_parameters: Sequence[tuple[str, Parameter]], step: int) -> None:
+        """Call the hook of this name, where there is one, after optimizer step ``step`` (from 0).
+
+        Raises: ModelFileError when the user's hook fails.
+        """
+        if "after_step" in self.hooks:
+            self.hooks["after_step"](list(named_parameters), step)
+
     @property
     def optimizer_place(self) -> str:
         """Where the optimizer is made: ``file:line`` of the hook, or the name of torch's optimizer."""
@@ -359,25 +367,6 @@ class Workload:
         """
         hook = self.hooks.get("scheduler")
         return None if hook is None else make_scheduler(hook, optimizer)
-
-
-def _output(model: nn.Module, item: Item) -> Any:
-    """Return what the model gives for a batch."""
-    if isinstance(item, Mapping):
-        return model(**item)
-    inputs = item[0]
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-def _carried(output: Any) -> Any:
-    """Return the loss that a model's output carries, or None."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    return getattr(output, "loss", None)
 
 
 @contextlib.contextmanager

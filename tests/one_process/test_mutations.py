@@ -18,7 +18,7 @@ from schedule_cases import Case, compared
 
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Request, Schedule
-from autopipe.runtime import assembly, session
+from autopipe.runtime import assembly, session, stepper
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.recordings import Recordings
 from autopipe.runtime.reduction import GradientSum
@@ -183,11 +183,11 @@ def bucket_started_before_its_last_gradient(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def clip_norm_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def factor(self, owned):
-        gradients = [p.grad for parameters in owned.values() for p in parameters.values() if p.grad is not None]
-        return torch.clamp(self.clip_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
+    def factor(owned, trainable, limit, dtype, agree):
+        gradients = [p.grad for parameters in owned for p in parameters.values() if p.grad is not None]
+        return torch.clamp(limit / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
 
-    monkeypatch.setattr(Stepper, "_clip_factor", factor)
+    monkeypatch.setattr(stepper, "clip_factor", factor)
 
 
 def recompute_with_other_randomness(monkeypatch: pytest.MonkeyPatch) -> None:

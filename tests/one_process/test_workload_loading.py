@@ -286,6 +286,7 @@ WRONG_HOOKS = {
     "data": "data = 3",
     "optimizer": "def optimizer(): pass",
     "scheduler": "def scheduler(a, b): pass",
+    "after_step": "def after_step(named_parameters): pass",
     "evaluate_data": "def evaluate_data(a, b): pass",
 }
 

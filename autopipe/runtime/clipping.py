@@ -1,0 +1,33 @@
+"""The norm of all gradients over all stages, and what every gradient is multiplied with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+
+def clip_factor(
+    owned: Iterable[Mapping[str, nn.Parameter]],
+    trainable: Sequence[str],
+    limit: float,
+    dtype: torch.dtype,
+    agree: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the factor, from the norm over all stages; tied parameters count once.
+
+    The same arithmetic as torch.nn.utils.clip_grad_norm_, in the same order of parameters. ``owned``: those whose norms
+    this rank brings. ``agree``: adds a vector up over all ranks.
+    """
+    index = {name: position for position, name in enumerate(trainable)}
+    # a row of norms, and one that says which parameters have a gradient: torch leaves the others out of its sum
+    norms = torch.zeros(2, len(index), dtype=torch.float64)
+    for parameters in owned:
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                norms[0, index[name]] = torch.linalg.vector_norm(parameter.grad).item()
+                norms[1, index[name]] = 1.0
+    norms = agree(norms)
+    total = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype))
+    return torch.clamp(limit / (total + 1e-6), max=1.0)

@@ -1,0 +1,6 @@
+"""The hook ``after_step(named_parameters, step)``: what it changes, and what that depends on."""
+
+from autopipe.trace.after_step.effects import effects_of
+from autopipe.trace.after_step.flow import Flow
+
+__all__ = ["Flow", "effects_of"]

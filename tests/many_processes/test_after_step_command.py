@@ -1,0 +1,79 @@
+"""Through the command line: a momentum teacher in another stage than its student is that of the plain loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Commands
+
+MODEL = """
+import copy
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 8))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+    def forward(self, x):
+        with torch.no_grad():
+            theirs = self.teacher(x.flip(1))
+        return (F.normalize(self.student(x), dim=1) - F.normalize(theirs, dim=1)).square().sum(1).mean()
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return output
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        yield torch.randn(batch_size, 8, generator=g), torch.zeros(batch_size)
+"""
+HOOK = """
+import torch
+
+@torch.no_grad()
+def momentum(named_parameters, step):
+    named = dict(named_parameters)
+    for name, parameter in named.items():
+        if name.startswith("teacher."):
+            parameter.lerp_(named["student." + name.removeprefix("teacher.")], 0.5 / (step + 2))
+
+def average(named_parameters, step):
+    norm = sum(float(parameter.detach().square().sum()) for _, parameter in named_parameters) ** 0.5
+    for _, parameter in named_parameters:
+        parameter.data.div_(norm)
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path):
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "hook.py").write_text(HOOK)
+    runner = Commands(tmp_path)
+    yield runner
+    runner.end()
+
+
+def test_a_momentum_teacher_goes_through_every_command(commands: Commands, tmp_path: Path) -> None:
+    words = ["model.py", "--gpus", "3", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
+    words += ["--lr", "0.05", "--replicas", "never", "--schedule", "2bw"]
+    hook = ["--after-step", "hook.py:momentum"]
+    assert commands.document("check", *words, *hook, "--steps", "3")["bitwise"]
+    commands.run("train", *words, *hook, "--steps", "3", "--run-dir", "run", "--audit-every", "2")
+    commands.run("train", *words, *hook, "--steps", "6", "--run-dir", "run", "--resume")
+    commands.run("export", "run", "-o", "out.safetensors")
+    commands.run("plain", "run", "-o", "loop.py")
+    done = subprocess.run(
+        [sys.executable, "loop.py", "out.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.endswith("8 of 8 tensors are equal, bit for bit\n"), done.stdout + done.stderr
+    _, err = commands.run("train", *words, "--after-step", "hook.py:average", "--steps", "2", code=1)
+    assert "after_step looks beyond its stage" in err and "hook.py" in err and "--gpus 1" in err
