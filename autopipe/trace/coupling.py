@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.shares import Shares
 from autopipe.trace.divisor import Divisor
-from autopipe.trace.steady import difference, gradients_of, precision_of, steady
+from autopipe.trace.steady import difference, gradients_of, in_float32, item_in_float32, precision_of, steady
 from autopipe.workload import Item, Workload
 
 logger = logging.getLogger(__name__)
@@ -42,20 +43,53 @@ def coupling_notes(
         with steady(workload, model, item):
             whole = gradients_of(workload, model, [item], [1.0])
             halves = gradients_of(workload, model, parts, shares.factors)
+            apart = difference(whole, halves)
+            limit = max(COUPLED, _COARSE * precision_of(workload, model, graph))
+            if apart is not None and COUPLED < apart <= limit:
+                exact = _apart_in_float32(workload, model, item, parts, shares.factors)
+                apart, limit = (apart, limit) if exact is None else (exact, COUPLED)
+            is_sum = apart is not None and apart > limit and _is_sum(workload, model, whole, parts, limit)
     except Exception as error:
         logger.info("a batch was not compared with its microbatches: %s", error)
         return notes
-    apart = difference(whole, halves)
-    if apart is not None and apart > max(COUPLED, _COARSE * precision_of(workload, model)):
-        count = workload.num_samples(item)
-        cause = "the loss couples the samples of a batch"
-        if shares.disagreement and divisor is not None:
-            cause = f"the terms of the loss divide by different numbers ({divisor.text})"
-        notes.append(
-            f"{cause}: the gradient of {count} samples and that of two microbatches of them differ by {apart:.2g} of "
-            "its size; training then depends on the microbatch size"
+    if apart is None or apart <= limit:
+        return notes
+    count = workload.num_samples(item)
+    cause = "the loss couples the samples of a batch"
+    advice = ""
+    if shares.disagreement and divisor is not None:
+        cause = f"the terms of the loss divide by different numbers ({divisor.text})"
+    elif is_sum:
+        cause = "the loss is a sum over the samples of a batch, in a form that is not recognised"
+        advice = (
+            "; let it end in a torch.sum or reduction='sum', which is recognised and trained as one batch, or divide "
+            "it by the number of samples"
         )
+    notes.append(
+        f"{cause}: the gradient of {count} samples and that of two microbatches of them differ by {apart:.2g} of "
+        f"its size; training then depends on the microbatch size{advice}"
+    )
     return notes
+
+
+def _apart_in_float32(
+    workload: Workload, model: nn.Module, item: Item, parts: list[Item], factors: Sequence[float]
+) -> float | None:
+    """Return how far the gradients are apart without the rounding of a coarse type; None where that cannot be run."""
+    try:
+        wide, *wide_parts = map(item_in_float32, (item, *parts))
+        with in_float32(model):
+            whole = gradients_of(workload, model, [wide], [1.0])
+            return difference(whole, gradients_of(workload, model, wide_parts, factors))
+    except Exception as error:  # the forward itself converts to the coarse type
+        logger.info("a batch was not compared with its microbatches in float32: %s", error)
+        return None
+
+
+def _is_sum(workload: Workload, model: nn.Module, whole: Mapping[str, Tensor], parts: list[Item], limit: float) -> bool:
+    """Whether the losses of the parts add up to that of the whole batch, so that nothing was divided by the samples."""
+    apart = difference(whole, gradients_of(workload, model, parts, [1.0] * len(parts)))
+    return apart is not None and apart <= limit
 
 
 def normalised_layers(graph: Graph) -> list[str]:

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.draws import Draws, flat_checkpoints, is_random
+from autopipe.ir.graph import Graph
 from autopipe.trace.borrowed import Snapshot
 from autopipe.workload import Item, Workload
 
+_COARSE = (torch.bfloat16, torch.float16)
 _AWAY = 0.1  # of a tensor's root mean square
 _SMALL = 0.02  # what stands for that of a tensor of zeros
 _NORMAL = 0.37  # what a normal distribution gives to everybody
@@ -165,8 +168,57 @@ def difference(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> floa
     return math.sqrt(apart / size)
 
 
-def precision_of(workload: Workload, model: nn.Module) -> float:
-    """Return the step between numbers of the coarsest type that a model computes its gradients in."""
+def precision_of(workload: Workload, model: nn.Module, graph: Graph) -> float:
+    """Return the step between numbers of the coarsest type that a model computes in, regions of autocast included."""
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}}.get(workload.spec.precision, set())
+    made = {node.spec.dtype for node in graph.nodes if node.spec is not None}
+    types |= {kind for kind in _COARSE if str(kind).removeprefix("torch.") in made}
     return max((torch.finfo(kind).eps for kind in types), default=0.0)
+
+
+class _NothingCoarse(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own gap
+    """While active, an operation whose result is bfloat16 or float16 is an error."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) and leaf.dtype in _COARSE for leaf in pytree.tree_leaves(result)):
+            raise TypeError(f"{func} computes in a coarse type")
+        return result
+
+
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Give a model that computes in bfloat16 or float16 its weights and buffers in float32 for a while.
+
+    Raises: TypeError where it computes in one of these types all the same: autocast, a conversion in its forward.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype in _COARSE]
+    buffers = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in _COARSE
+    ]
+    try:
+        for parameter, data in parameters:
+            parameter.grad = None
+            parameter.data = data.float()
+        for registry, name, buffer in buffers:
+            registry[name] = buffer.float()
+        with _NothingCoarse():  # type: ignore[no-untyped-call]  # torch's own gap
+            yield
+    finally:
+        for parameter, data in parameters:
+            parameter.grad = None
+            parameter.data = data
+        for registry, name, buffer in buffers:
+            registry[name] = buffer
+
+
+def item_in_float32(item: Item) -> Item:
+    """Return a batch whose bfloat16 and float16 tensors are float32."""
+    wide: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.float() if leaf.dtype in _COARSE else leaf, item)
+    return wide

@@ -21,14 +21,17 @@ def data(batch_size=5):
         x = torch.randn(batch_size, 8, generator=g)%(cast)s
         yield x, torch.randint(0, 4, (batch_size,), generator=g)
 
-def loss(output, target):
-    return F.cross_entropy(output, target)
+%(loss)s
 
 class Noise(nn.Module):
     def forward(self, x):
         a, b = x.chunk(2, -1)
         return a + torch.randn_like(a) * (0.1 * b).exp()
 
+"""
+MEAN = """
+def loss(output, target):
+    return F.cross_entropy(output, target)
 """
 # what the model is, and whether its samples are coupled
 MODELS = {
@@ -42,12 +45,41 @@ MODELS = {
                   "nn.Flatten(), nn.Linear(8, 4))", False),
     "whitened": ("nn.Sequential(nn.Linear(8, 16), Whiten(), nn.Linear(16, 4))", True),
     "whitened noise": ("nn.Sequential(nn.Linear(8, 16), Noise(), Whiten(), nn.Dropout(0.1), nn.Linear(8, 4))", True),
+    "float16": ("nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 4)).half()", False),
+    "bfloat16 in the forward": ("Converts()", False),
+    "autocast": ("Autocast(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 4)))", False),
+    "whitened, autocast": ("Autocast(nn.Sequential(nn.Linear(8, 16), Whiten(), nn.Linear(16, 4)))", True),
+    "whitened, float16": ("nn.Sequential(nn.Linear(8, 16), Whiten(), nn.Linear(16, 4)).half()", True),
+    "a little whitened, bfloat16": ("nn.Sequential(nn.Linear(8, 16), Whiten(0.01), nn.Linear(16, 4)).bfloat16()", True),
     "whitened, bfloat16": ("nn.Sequential(nn.Linear(8, 16), Whiten(), nn.Linear(16, 4)).to(torch.bfloat16)", True),
 }  # fmt: skip
 TAIL = """
 class Whiten(nn.Module):
+    def __init__(self, part=1.0):
+        super().__init__()
+        self.part = part
+
     def forward(self, x):
-        return (x - x.mean(0)) / (x.std(0) + 0.1)
+        return (1 - self.part) * x + self.part * (x - x.mean(0)) / (x.std(0) + 0.1)
+
+class Converts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = (x.bfloat16() @ layer.weight.bfloat16()).float()
+        return x[:, :4]
+
+class Autocast(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(x)
 
 def zeroed(model):
     nn.init.zeros_(model[-1].weight)
@@ -62,7 +94,8 @@ def build_model():
 def test_only_coupled_samples_are_reported_and_the_model_stays_as_it_was(name: str, tmp_path: Path) -> None:
     text, coupled = MODELS[name]
     path = tmp_path / "model.py"
-    path.write_text(HEAD % {"cast": ".bfloat16()" if "bfloat16" in name else ""} + TAIL % text)
+    cast = ".bfloat16()" if name.endswith("bfloat16") else ".half()" if "float16" in name else ""
+    path.write_text(HEAD % {"cast": cast, "loss": MEAN} + TAIL % text)
     workload = load_workload(LoadOptions(str(path)))
     model = workload.build_model()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -77,3 +110,37 @@ def test_only_coupled_samples_are_reported_and_the_model_stays_as_it_was(name: s
     assert [parameter.data_ptr() for parameter in model.parameters()] == memory
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+VAE = "nn.Sequential(nn.Linear(8, 16), Noise(), nn.ReLU(), nn.Linear(8, 8))"
+DROPS = "nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 8))"
+UNREAD = "torch.linalg.vector_norm(output - one_hot(target), ord=1)"  # a sum, and no call that is known to be one
+# model, loss, what is reported, what the loss divides by
+LOSSES = {
+    "a mean": (DROPS, "F.mse_loss(output, one_hot(target))", "", ""),
+    "a sum": (VAE, 'F.mse_loss(output, one_hot(target), reduction="sum")', "", "a sum over the batch"),
+    "a VAE's two sums": (
+        VAE,
+        'F.binary_cross_entropy_with_logits(output, one_hot(target), reduction="sum")'
+        " - 0.5 * torch.sum(1 + output - output.pow(2) - output.exp())",
+        "", "a sum over the batch",
+    ),
+    "a sum with dropout": (DROPS, "(output - one_hot(target)).pow(2).sum(-1).sum()", "", "a sum over the batch"),
+    "a sum in another form, drawing": (VAE, UNREAD, "is a sum over the samples", ""),
+    "a sum in another form, dropping": (DROPS, UNREAD, "is a sum over the samples", ""),
+    "pairs, dropping": (DROPS, "F.cross_entropy(output @ output.T, torch.arange(len(output)))", "couples the samp", ""),
+    "pairs, drawing": (VAE, "torch.pdist(output).mean()", "couples the samples", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_sum_over_the_batch_is_read_or_reported_where_the_model_draws(name: str, tmp_path: Path) -> None:
+    model, loss, reported, divisor = LOSSES[name]
+    text = f"one_hot = lambda target: F.one_hot(target, 8).float()\n\ndef loss(output, target):\n    return {loss}\n"
+    path = tmp_path / "model.py"
+    path.write_text(HEAD % {"cast": "", "loss": text} + TAIL % model)
+    captured = capture(load_workload(LoadOptions(str(path))))
+    notes = [note for note in captured.notes if "training then depends on the microbatch size" in note]
+    assert [reported in note for note in notes] == ([True] if reported else []), captured.notes
+    assert divisor in captured.graph.divisor and bool(divisor) == bool(captured.graph.divisor)
+    assert all(("reduction='sum'" in note) == ("sum" in reported) for note in notes)
