@@ -113,6 +113,9 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if "generator" in kwargs and kwargs["generator"] is None:
+            # the default; where it is given, torch has no shape function for symbolic sizes
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         name = getattr(func, "_opname", "") or getattr(func, "__name__", "")
         if self.listening:
             self.layout_read = max(self.layout_read, READS_LAYOUT.get(name, ""))

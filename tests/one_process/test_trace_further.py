@@ -178,3 +178,19 @@ class Looked(Base):
 def test_a_layer_taken_by_a_name_of_the_datas_is_a_kept_decision():
     captured = capture(Toy(Looked, vectors), allow_data_dependent=True)
     assert [node.target for node in captured.graph.nodes if "guards" in node.target] == ["autopipe.guards.expect"]
+
+
+class ContiguousWhenLarge(Base):
+    """Two batch sizes are two graphs, so sizes are followed as symbols; the noise names the default generator."""
+
+    def forward(self, x):
+        h = self.a(x)
+        if h.shape[0] >= 64:
+            h = h.contiguous()
+        noise = torch.randn(h.shape, generator=None, device=h.device, dtype=h.dtype, layout=torch.strided)
+        return self.b(h + noise).pow(2).mean()
+
+
+def test_noise_of_a_symbolic_size_may_name_no_generator(tmp_path):
+    _, graph = in_stages(ContiguousWhenLarge, tmp_path)
+    assert "symbolic" in graph.captured_by
