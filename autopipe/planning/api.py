@@ -147,7 +147,8 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
     counts.update(least * 2**k for k in range(20))
     counts.update(math.ceil(batch / size) for size in measured)
     possible = sorted(count for count in counts if least <= count <= batch)
-    inside = [count for count in possible if min(measured) <= math.ceil(batch / count) <= max(measured)]
+    # the smallest microbatch is what batch norm may refuse, and then it was not measured
+    inside = [n for n in possible if min(measured) <= batch // n and math.ceil(batch / n) <= max(measured)]
     chosen = inside or possible
     if len(chosen) > MOST_MICROBATCH_SIZES:
         steps = range(MOST_MICROBATCH_SIZES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.recordings import EVALUATION
 from autopipe.trace.coupling import normalised_layers
+from autopipe.workflow.batch_sizes import PlainModel, refusal
 from autopipe.workflow.causes import seen_beforehand, unequal
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.repeating import Repeating, begin, explain
@@ -70,9 +72,10 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     size = batch_size_of(workload, plan)
     epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty one is an error of its own
     items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
-    samples = workload.num_samples(items[-1])
+    full = items[-1]
+    samples = workload.num_samples(full)
     if samples > 1 and not _leaves_one(prepared, samples):
-        items[-1] = workload.resized(items[-1], samples - 1)
+        items[-1] = workload.resized(full, samples - 1)
     job = Job(
         steps=len(items),
         epochs=0,
@@ -85,10 +88,32 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
         on_nonfinite="warn",
         **options,
     )
+    try:
+        result = _compared(prepared, job, items)
+    except Exception:
+        refused = refusal(prepared, full)
+        if refused is not None:
+            raise refused from None
+        if not _refuses(prepared, items[-1]):
+            raise
+    else:
+        if not result.nonfinite or not _refuses(prepared, items[-1]):
+            return result
+    # what training never asks of the model is not asked here either
+    return _compared(prepared, job, [*items[:-1], full])
+
+
+def _compared(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
     with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:
         run = write_run(Path(scratch), job, prepared)
         draws = any(node.num_random for node in prepared.graph.nodes)
-        return compare(workload, run, job, Layout.of(plan, prepared.graph), items, draws=draws)
+        return compare(prepared.workload, run, job, Layout.of(prepared.plan, prepared.graph), items, draws=draws)
+
+
+def _refuses(prepared: Prepared, item: Any) -> bool:
+    """Whether the model itself takes no microbatch as those of a shortened minibatch are: too few, or an odd number."""
+    model = PlainModel(prepared.workload, prepared.profile.device.kind)
+    return model.refuses(item, prepared.plan.num_microbatches) is not None
 
 
 def _leaves_one(prepared: Prepared, samples: int) -> bool:

@@ -128,7 +128,10 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     """
     job, plan, graph = run.job(), run.plan(), run.graph()
     lengths = len(graph.symbols) > 1
-    captured = capture(workload, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths)
+    built = workload.build_model()
+    captured = capture(
+        workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
+    )
     if captured.graph.digest != graph.digest:
         raise RunError(
             f"{workload.name} is not the model of this run: {captured.graph.digest}, and it was {graph.digest}",
@@ -139,7 +142,7 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     settings = ProfileSettings(ModelSettings(), allow_data_dependent=job.allow_data_dependent, verify=False)
     work = Work.begin(scratch, None)
     generate(captured, plan, work.store.stages)
-    record(Model(workload, captured), plan, settings, work)
+    record(Model(workload, captured, built), plan, settings, work)
     copy = RunDirectory(scratch)
     copy.write(job, plan, graph)
     copy.checkpoints.symlink_to(run.checkpoints.resolve())

@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from autopipe.errors import RunError, TraceError, counted
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
 from autopipe.trace import Capture, capture
+from autopipe.workflow.batch_sizes import taken
 from autopipe.workflow.named import refuse_unnamed, remember
 from autopipe.workflow.settings import ModelSettings, ProfileSettings
 from autopipe.workflow.store import Work
@@ -27,10 +30,11 @@ _TOO_LARGE = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The user's model file, loaded, and what was captured of it."""
+    """The user's model file, loaded, and what was captured of it. ``built``: the model, as it was built."""
 
     workload: Workload
     capture: Capture
+    built: nn.Module
 
 
 def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: Profile | None = None) -> Model:
@@ -64,7 +68,7 @@ def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: P
         # between which lengths the graph is the model, and how exactly, was found out on real batches
         known = dataclasses.replace(captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact)
         captured = dataclasses.replace(captured, graph=known)
-    return Model(workload, captured)
+    return Model(workload, captured, built)
 
 
 def _refuse_misfit(workload: Workload) -> None:
@@ -132,7 +136,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
 
 def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
     """Measure a captured model and write profile.json."""
-    wanted = settings.microbatch_sizes or tuple(sorted({*MICROBATCH_SIZES, *sizes}))
+    wanted = settings.microbatch_sizes or _usable(model, sizes, work)
     if settings.estimate:
         found = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
     else:
@@ -148,6 +152,18 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
     found = dataclasses.replace(found, batch_size=model.workload.num_samples(model.workload.example_item(None)))
     artifact.save(found, work.store.profile)
     return found
+
+
+def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]:
+    """Return the sizes to measure: what the model does not take in training, such as one sample, is not fed here."""
+    least = min(sizes, default=1)
+    wanted = sorted({*(size for size in MICROBATCH_SIZES if size >= least), *sizes})
+    if any(parameter.is_meta for parameter in model.built.parameters()):
+        return tuple(wanted)
+    usable, why = taken(model.workload, model.built, wanted)
+    if why:
+        work.notes.append(f"microbatches of {counted(usable[0], 'sample')} and more are measured: {why}")
+    return usable
 
 
 def ensure_profile(

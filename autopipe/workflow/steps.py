@@ -235,7 +235,8 @@ def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
     if settings.microbatch_size is not None:
         return (settings.microbatch_size,)
     if settings.batch_size is not None and settings.num_microbatches:
-        return (-(-settings.batch_size // settings.num_microbatches),)
+        whole, left = divmod(settings.batch_size, settings.num_microbatches)
+        return (whole, whole + 1) if whole and left else (max(whole, 1),)
     return ()
 
 

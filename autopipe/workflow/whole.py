@@ -12,6 +12,7 @@ from autopipe.workflow.results import FullBatchParameter, FullBatchReport
 from autopipe.workflow.steps import Prepared
 
 _MOST_SAMPLES = 64
+_FEWEST_PARTS = 2
 
 
 def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchReport:
@@ -22,9 +23,13 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     plan, graph, workload = prepared.plan, prepared.graph, prepared.workload
     item = next(workload.items(plan.batch_size if workload.takes_batch_size else None))
     whole = workload.split(item, plan.num_microbatches)
-    if not step:
-        item = workload.resized(item, min(workload.num_samples(item), _MOST_SAMPLES))
-    parts = workload.split(item, plan.num_microbatches)
+    sizes = [workload.num_samples(part) for part in whole]
+    count = len(sizes)
+    while not step and count > _FEWEST_PARTS and sum(sizes[:count]) > _MOST_SAMPLES:
+        count -= 1
+    if count < len(sizes):
+        item = workload.resized(item, sum(sizes[:count]))  # parts as large as training's
+    parts = workload.split(item, count)
     samples = [workload.num_samples(part) for part in parts]
     divisor = load_divisor(prepared.stages, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
     leaves = workload.leaves
@@ -38,7 +43,7 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return FullBatchReport(
         microbatches=len(whole),
-        samples=tuple(workload.num_samples(part) for part in whole),
+        samples=tuple(sizes),
         error=full.error,
         reason=reason,
         divisor=graph.divisor or "the samples",
