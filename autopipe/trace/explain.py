@@ -170,15 +170,23 @@ def depends_on_data(error: BaseException | None) -> bool:
     return isinstance(error, DATA_DEPENDENT) or (isinstance(error, RuntimeError) and _CONCRETE in str(error))
 
 
-def explained(error: Exception, construct: str) -> TraceError:
+def explained(error: Exception, construct: str, *, drawn: bool = False) -> TraceError:
     """Return the ``TraceError`` for what the user's forward raised while it was followed.
 
-    ``construct``: the torch call that was running, by name, or "".
+    ``construct``: the torch call that was running, by name, or "". ``drawn``: what it read was drawn at random, and the
+    batch has no part in it.
     """
     if isinstance(error, TraceError):
         return error
     where = place_of(error)
     name = construct.rpartition(".")[2]
+    if depends_on_data(error) and drawn:
+        return TraceError(
+            f"{name or 'a comparison of numbers'}: the model draws random numbers and decides by them, {COIN}",
+            where=where,
+            remedy="apply the draw as a factor or with torch.where, set the probability to 0 or 1, or, for a random "
+            "change of the inputs, make it in data()",
+        )
     if depends_on_data(error):
         what = (
             f"{name or 'a comparison of numbers'}: its result depends on the numbers in the batch, "

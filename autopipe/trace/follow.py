@@ -24,7 +24,7 @@ from autopipe.trace.borrowed import Borrowed, Snapshot
 from autopipe.trace.explain import COIN, FIXED_BATCH, Line, explained, place_in, short_path, short_place_in
 from autopipe.trace.joined import join
 from autopipe.trace.lengths import Length
-from autopipe.trace.lines.draws import DrawingLine
+from autopipe.trace.lines.draws import DrawingLine, is_drawn
 from autopipe.trace.opaque.choose import Opaque
 from autopipe.trace.patches import TrainingReads, following
 from autopipe.trace.reads import FollowingShapeEnv, Reads
@@ -143,7 +143,7 @@ def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Ite
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        failure = explained(error, recorder.construct)
+        failure = explained(error, recorder.construct, drawn=is_drawn(recorder, error))
         failure.within = failure.within or recorder.within
         raise failure from error
     finally:

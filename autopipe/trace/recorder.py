@@ -65,6 +65,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         self.notes: list[str] = []
         self.custom_functions: list[str] = []
         self.construct = ""  # the call that runs now, for messages
+        self.operands: list[Tensor] = []  # of that call
         self.fakes = Fakes(symbols.shape_env)
         self.most = 0  # calls after which a second recording is given up; 0: none
         self.beside: Callable[[fx.Node], None] | None = None  # is told every call
@@ -160,7 +161,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         """Run one call and record it. ``state``: tensors besides its arguments that it may change; ``silent``: does."""
         self.construct = name
         args, kwargs = self.known.faked(args), self.known.faked(kwargs)
-        touched = [*tensors_in((args, kwargs)), *state]
+        touched = self.operands = [*tensors_in((args, kwargs)), *state]
         versions = [version_of(tensor) for tensor in touched]
         first = self.random.count
         self._paused += 1
@@ -170,7 +171,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
             self._paused -= 1
         changed = [t for t, version in zip(touched, versions, strict=True) if version_of(t) != version]
         changed += self._written_silently(name, args, kwargs) if name in SILENT else silent
-        self.construct = ""
+        self.construct, self.operands = "", []
         if not changed and next(tensors_in(out), None) is None:
             if isinstance(out, SYMBOLIC) and name == "item":
                 self._bind_number(out, self._record(form(args, kwargs), [], (first, 0)))

@@ -72,6 +72,11 @@ class Symbols:
         """Say that ``node`` is the number that ``expression`` stands for."""
         self._made.setdefault(expression, node)
 
+    def read_from(self, symbol: Any) -> fx.Node | None:
+        """Return the call that read a number from a tensor, None for a symbol of another kind."""
+        node = self._made.get(symbol)
+        return node if isinstance(node, fx.Node) else None
+
     def simplified(self, expression: Any) -> Any:
         """Return the expression with what has been learnt about its symbols put in."""
         return self.shape_env.replace(expression)

@@ -193,3 +193,28 @@ def test_a_file_belongs_to_the_package_that_it_is_installed_in():
 )
 def test_the_innermost_frame_of_the_model_and_that_of_a_library(files, expected):
     assert own_and_library(files) == expected
+
+
+DECISIONS = {
+    "a tensor": "if torch.rand(1) < 0.5:  # THIS",
+    "its number": "if torch.rand(1).item() < 0.5:  # THIS",
+    "drawn in place": "if float(torch.empty(1).uniform_(0, 1)) < 0.5:  # THIS",
+    "one of two": "for _ in range(int(torch.randint(1, 3, ()))):  # THIS",
+}
+
+
+@pytest.mark.parametrize("case", DECISIONS)
+def test_a_decision_by_torchs_random_numbers_is_not_blamed_on_the_batch(case, model_of):
+    forward = f"x = self.a(x)\n{DECISIONS[case]}\n    x = x + 1\nreturn x.mean()"
+    with pytest.raises(TraceError, match="draws random numbers and decides by them, so another step") as caught:
+        capture(Toy(model_of(forward), vectors))
+    assert caught.value.where.endswith("# THIS")
+    assert "--allow-data-dependent" not in caught.value.remedy
+    assert "torch.where" in caught.value.remedy and "data()" in caught.value.remedy
+
+
+@pytest.mark.parametrize("value", ["(x * torch.rand(4)).sum()", "x.sum().item()", "torch.dropout(x, 0.5, True).max()"])
+def test_a_decision_by_the_batch_stays_one_whatever_is_drawn_too(value, model_of):
+    with pytest.raises(TraceError, match="depends on the numbers in the batch") as caught:
+        capture(Toy(model_of(f"x = self.a(x)\nif {value} > 0:  # THIS\n    x = x + 1\nreturn x.mean()"), vectors))
+    assert caught.value.where.endswith("# THIS")

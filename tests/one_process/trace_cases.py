@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ class Toy:
     """A workload of a builder and a function that makes a dict batch of n samples."""
 
     name = "toy.py:Model"
+    hooks: ClassVar[dict] = {}
 
     def __init__(self, build, batch, loss=None):
         self.spec = SimpleNamespace(seed=0, precision="fp32", opaque="auto", opaque_modules=())

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
 from autopipe.trace.explain import Line, is_users, lines_of, own_and_inner, place_in
 from autopipe.trace.lines.owner import STANDARD, library_of
+from autopipe.trace.recorder import Recorder
 
 
 class DrawingLine:
@@ -55,3 +59,24 @@ class DrawingLine:
         if not self.where and self._lines and self._drawn():
             own, inner = own_and_inner(self._lines)
             self.where = place_in(own, inner)
+
+
+def is_drawn(recorder: Recorder, error: Exception) -> bool:
+    """Tell whether torch drew what the failed call or comparison reads, and the batch has no part in it."""
+    known = recorder.known
+    stack = [known.node(tensor) for tensor in recorder.operands if known.has(tensor)]
+    if isinstance(error, GuardOnDataDependentSymNode):
+        numbers = (recorder.symbols.read_from(symbol) for symbol in error.cond.free_symbols)
+        stack.extend(node for node in numbers if node is not None)
+    seen: set[fx.Node] = set()
+    drawn = False
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            return False
+        drawn = drawn or node.meta.get("random", (0, 0))[1] > 0
+        stack.extend(node.all_input_nodes)
+    return drawn

@@ -127,10 +127,10 @@ class Opaque:
 
     @staticmethod
     def _why(error: TraceError) -> str:
-        if depends_on_data(error.__cause__):
-            return _DATA
         if COIN in error.what:
             return _RANDOM
+        if depends_on_data(error.__cause__):
+            return _DATA
         if FIXED_BATCH in error.what:
             return _BATCH
         return _UNSEEN if went_unseen(error) or "torch.autograd.grad inside" in error.what else ""
