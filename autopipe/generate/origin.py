@@ -52,8 +52,8 @@ def origin(text: str, line: int, column: int | None, graph: Graph) -> str:
     here = [call for call in calls if call.line <= line <= call.end_line]
     exact = [call for call in here if call.line == line and call.column == column]
     found = next((node for call in (*exact, *here) if (node := _node(call, calls, text, scope, graph))), None)
-    if found is not None and found.source:
-        place = found.source
+    if found is not None and found.place:
+        place = found.place
     module = f"{scope} ({kind})" if scope else kind
     return ", ".join(part for part in (module, place) if part)
 

@@ -65,6 +65,8 @@ class Node:
     ``input_only``: depends on the batch and on constants alone, so every stage can compute it for itself.
     ``random_position``/``num_random``: the place of its first random draw in the whole forward, and how many it makes.
     ``glued``: must stand in the stage of the node before it. ``context``: grad mode and autocast, "" being the default.
+    ``source``: ``file:line`` of the call; ``own_source``: of the model's own line that leads to it, where that is a
+    library's.
     ``opaque``: a module of the user's that runs as it is, since its calls are not the same for every batch; its draws
     take one position, whatever it draws.
     """
@@ -91,6 +93,12 @@ class Node:
     module_path: str = ""
     module_type: str = ""
     source: str = ""
+    own_source: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the call stands, for errors: the model's own line, and that of a library behind it; "" if unknown."""
+        return f"{self.own_source} ({self.source})" if self.own_source else self.source
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

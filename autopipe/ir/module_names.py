@@ -68,7 +68,7 @@ def cut_place(graph: Graph, position: int) -> str:
             return f"inside {_called(block)}, before {name.removeprefix(f'{block}.')}"
         return f"before {_called(name)}"
     inside = f"inside {_called(node.module_path)}, " if node.module_path else ""
-    return f"{inside}before {node.name}" + (f" ({node.source})" if node.source else "")
+    return f"{inside}before {node.name}" + (f" ({node.place})" if node.place else "")
 
 
 def _name(graph: Graph, path: str, start: int, stop: int) -> tuple[_Named, str]:

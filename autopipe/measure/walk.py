@@ -255,7 +255,7 @@ def no_leaf(value: Any, private: bool) -> Any:
 @contextlib.contextmanager
 def explained(node: Node, microbatch_size: int) -> Iterator[None]:
     """Turn what a node raises into a ProfileError with the user's line."""
-    where = node.source or node.module_path
+    where = node.place or node.module_path
     try:
         yield
     except AutopipeError:

@@ -89,6 +89,6 @@ def refuse_replicated_state(plan: Plan, graph: Graph) -> None:
                 raise PlanError(
                     f"{stage.label} runs on {stage.replicas} ranks, and its forward reads the buffer "
                     f"{min(buffers)} that it writes: each replica would see only its own microbatches",
-                    where=node.source,
+                    where=node.place,
                     remedy="--replicas never",
                 )

@@ -14,7 +14,7 @@ from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.tensor import DTYPE_BYTES, TensorSpec
 from autopipe.trace.canonical import arguments_text
-from autopipe.trace.follow import Followed, source_text, storage_key, where_text
+from autopipe.trace.follow import Followed, own_text, source_text, storage_key, where_text
 from autopipe.trace.naming import is_part
 from autopipe.trace.symbols import Symbols
 from autopipe.trace.targets import qualified_name
@@ -133,6 +133,7 @@ class _Describer:
             module_path=stack[-1][0] if stack else "",
             module_type=stack[-1][1] if stack else "",
             source=source_text(meta),
+            own_source=own_text(meta),
         )
 
     def _written(self, changed: Iterable[int], meta: Mapping[str, Any]) -> tuple[str, ...]:

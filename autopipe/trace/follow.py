@@ -296,6 +296,14 @@ def source_text(meta: Mapping[str, Any]) -> str:
     return f"{short_path(filename)}:{line}"
 
 
+def own_text(meta: Mapping[str, Any]) -> str:
+    """Return ``file:line`` of the model's own line that leads to a library's call, "" where the call is the model's."""
+    if "own" not in meta:
+        return ""
+    filename, line = meta["own"]
+    return f"{short_path(filename)}:{line}"
+
+
 def where_text(meta: Mapping[str, Any]) -> str:
     """Return ``file:line: source line`` of a node, "" where unknown: the model's own line, then a library's."""
     return place_in(*_own_and_inner(meta)) if "source" in meta else ""

@@ -186,7 +186,7 @@ def _function(hook: Any) -> str:
 
 def _first_user(graph: Graph, name: str) -> str:
     state = name.rpartition(" ")[2]
-    users = [node.source for node in graph.nodes if state in node.parameters or state in node.buffers]
+    users = [node.place for node in graph.nodes if state in node.parameters or state in node.buffers]
     return next((source for source in users if source), "")
 
 

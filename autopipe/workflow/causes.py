@@ -130,7 +130,7 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
         return RunError(
             f"the forward changes its input {name} in place, and another stage reads it unchanged: "
             f"{_by(found, prepared)}",
-            where=node.source,
+            where=node.place,
             remedy=f"work on a copy ({name} = {name}.clone()) before that line",
         )
     if found.first_gradients and not found.first_weights:
@@ -145,7 +145,7 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
         )
     name, stage, node_ = _first_wrong(found, graph, Layout.of(plan, graph))
     label = plan.stages[stage].label
-    where = f"{node_.source} (node {node_.name}, {label})" if node_ is not None else label
+    where = f"{node_.place} (node {node_.name}, {label})" if node_ is not None else label
     if found.first_gradients:
         what = "the first step is plain training to the last bit, and a later one is not"
         cause = "something outside of parameters, buffers and the batch changes from step to step"

@@ -56,7 +56,7 @@ def refuse_changed_data(prepared: Prepared) -> None:
             raise RunError(
                 f"the forward changes {name} in place, and data gives the same memory in every epoch: plain training "
                 "would read the changed numbers again, and stages work on copies",
-                where=node.source,
+                where=node.place,
                 remedy=f"work on a copy ({name} = {name}.clone()) before that line, or clone the batch in data",
             )
 

@@ -157,6 +157,15 @@ def test_where_a_library_decides_the_models_own_line_comes_first(forward, model_
     assert re.fullmatch(r"linelib/__init__\.py:\d+: if x\.sum\(\) > 0:  # the library decides", library)
 
 
+def test_a_call_of_a_library_keeps_the_models_own_line(model_of):
+    model = model_of("x = self.a(x)\nreturn linelib.twice(x).mean()  # THIS")
+    graph = capture(Toy(model, vectors)).graph
+    places = {node.target.rpartition(".")[2]: node.place for node in graph.nodes}
+    assert re.fullmatch(r"\S*linemodel_\d+\.py:\d+ \(linelib/__init__\.py:\d+\)", places["cos"])
+    assert re.fullmatch(r"\S*linemodel_\d+\.py:\d+", places["mean"])
+    assert all(bool(node.own_source) == (node.target.rpartition(".")[2] == "cos") for node in graph.nodes)
+
+
 def test_another_way_in_evaluation_is_named_in_the_model_first(model_of):
     model = model_of("x = self.a(x)\nif not hasattr(self, 'modes'):\n    pass\nreturn self.modes(x).mean()  # THIS")
 
