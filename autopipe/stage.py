@@ -38,8 +38,7 @@ class Stage(Container):
     ``INPUTS``: tensors of the batch. ``RECEIVES``/``SENDS``: values from earlier and for later stages. ``RETURNS``:
     what the whole model returns (the loss, and its weight), on the last stage. ``MODULES``, ``PARAMETERS``,
     ``BUFFERS``: the paths it adopts; parameters and buffers of a module come with it and are not named again.
-    ``CONSTANTS``: tensors that the model made once and keeps nowhere. ``OPAQUE``: the adopted modules that run as they
-    are, in the user's own code, because their calls are not the same for every batch.
+    ``CONSTANTS``: tensors that the model made once and keeps nowhere.
     """
 
     MODEL_DIGEST: ClassVar[str] = ""
@@ -50,7 +49,6 @@ class Stage(Container):
     SENDS: ClassVar[tuple[str, ...]] = ()
     RETURNS: ClassVar[tuple[str, ...]] = ()
     MODULES: ClassVar[tuple[str, ...]] = ()
-    OPAQUE: ClassVar[tuple[str, ...]] = ()
     PARAMETERS: ClassVar[tuple[str, ...]] = ()
     BUFFERS: ClassVar[tuple[str, ...]] = ()
     CONSTANTS: ClassVar[tuple[str, ...]] = ()

@@ -114,7 +114,216 @@ class Model(nn.Module):
         return self.last(y) + z
 """
 
-CASES = {"experts": EXPERTS, "layer_drop": LAYER_DROP, "statistics": STATISTICS}
+TIED = """
+class Pick(nn.Module):
+    def __init__(self, lin):
+        super().__init__()
+        self.a, self.b = lin, nn.Linear(8,8)
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else self.b(x).tanh()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8,8)
+        self.pick = Pick(self.first)
+        self.mid = nn.Linear(8,8)
+        self.last = nn.Linear(8,8)
+    def forward(self, x):
+        x = self.pick(self.first(x))
+        x = self.mid(x)
+        x = self.pick(x)
+        return self.last(x)
+"""
+
+LEFT_BEHIND = """
+class Moe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8,4)
+        self.ex = nn.ModuleList(nn.Linear(8,8) for _ in range(4))
+        self.aux = None
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        self.aux = p.mean((0,1)).pow(2).sum()
+        e = p.argmax(-1)
+        out = torch.zeros_like(x)
+        for i in e.unique().tolist():
+            m = e == i
+            out[m] = self.ex[i](x[m])
+        return out
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = Moe()
+    def forward(self, x):
+        y = self.moe(x)
+        return x + y, self.moe.aux
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8,8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(8,8)
+    def forward(self, x):
+        x = self.first(x)
+        t = 0
+        for b in self.blocks:
+            x, a = b(x)
+            t = t + a
+        return self.last(x) + t
+"""
+
+INNER_GRADIENTS = """
+class Energy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8,8)
+    def forward(self, x):
+        return x - 0.1*torch.func.grad(lambda z: self.l(z).tanh().pow(2).sum())(x)
+class E2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8,8)
+    def forward(self, x):
+        with torch.enable_grad():
+            z = x if x.requires_grad else x.requires_grad_()
+            g, = torch.autograd.grad(self.l(z).tanh().pow(2).sum(), z, create_graph=True)
+        return x - 0.1*g
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.e, self.m, self.e2, self.last = nn.Linear(8,8), Energy(), nn.Linear(8,8), E2(), nn.Linear(8,8)
+    def forward(self, x):
+        return self.last(self.e2(self.m(self.e(self.first(x)))))
+"""
+
+EARLY_EXIT = """
+class W(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.c = nn.Linear(8,8), nn.Parameter(torch.zeros(8))
+    def forward(self, x):
+        if x.abs().max() > 0.1:
+            return self.c.expand_as(x)
+        return self.l(x)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.f2, self.s, self.last = nn.Linear(8,8), nn.Linear(8,8), W(), nn.Linear(8,8)
+    def forward(self, x):
+        return self.last(self.s(self.f2(self.first(x))))
+"""
+
+OBJECTS = """
+import dataclasses
+@dataclasses.dataclass
+class Out:
+    hidden: torch.Tensor
+    stats: list
+    note: str = "x"
+@dataclasses.dataclass
+class Trail:
+    hiddens: list
+class D(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l, self.k = nn.Linear(8,8), nn.Linear(8,8)
+    def forward(self, x):
+        y = self.l(x) if x.abs().max().item() > 2 else self.k(x)
+        return Out(y, [y.mean((1,2)), (x > 0).long()])
+class S(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8,8) for _ in range(4))
+    def forward(self, x):
+        hiddens = []
+        for l in self.layers:
+            if random.random() < 0.5:
+                continue
+            x = x + l(x).tanh()
+            hiddens.append(x)
+        return x, Trail(hiddens), hiddens
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.d, self.s, self.last = nn.Linear(8,8), D(), S(), nn.Linear(8,8)
+    def forward(self, x):
+        o = self.d(self.first(x))
+        y = o.hidden + o.stats[0][:, None, None] * o.stats[1]
+        y, trail, more = self.s(y)
+        return self.last(y)
+"""
+
+ALIASES = """
+class Drop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8,8)
+    def forward(self, x):
+        if self.training and torch.rand(()) < 0.5:
+            return x
+        return self.l(x)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.o, self.p, self.last = nn.Linear(8,8), Drop(), Drop(), nn.Linear(8,8)
+    def forward(self, x):
+        x = self.first(x)
+        y = self.o(x)
+        y += 1
+        z = self.p(y * x)
+        z = z.mul_(2)
+        return self.last(z) + x
+"""
+
+CHECKPOINTED = """
+import torch.utils.checkpoint as cp
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and random.random() < 0.4:
+                continue
+            x = x + cp.checkpoint(layer, x, use_reentrant=False)
+        return x
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.s, self.m, self.t, self.last = nn.Linear(8,8), Stack(), nn.Linear(8,8), Stack(), nn.Linear(8,8)
+    def forward(self, x):
+        return self.last(self.t(self.m(self.s(self.first(x)))))
+"""
+
+AUGMENTED = """
+class Aug(nn.Module):
+    def forward(self, x):
+        if random.random() < 0.5:
+            x = x.flip(1)
+        return x * random.uniform(0.5, 1.5) + torch.randn_like(x) * float(np.random.rand())
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.aug, self.first, self.m, self.last = Aug(), nn.Linear(8,8), nn.Linear(8,8), nn.Linear(8,8)
+    def forward(self, x):
+        a, b = self.aug(x), self.aug(x)
+        return self.last(self.m(self.first(a)).tanh()) + self.m(b)
+"""
+
+CASES = {
+    "experts": EXPERTS,
+    "layer_drop": LAYER_DROP,
+    "statistics": STATISTICS,
+    "tied": TIED,
+    "left_behind": LEFT_BEHIND,
+    "inner_gradients": INNER_GRADIENTS,
+    "early_exit": EARLY_EXIT,
+    "objects": OBJECTS,
+    "aliases": ALIASES,
+    "checkpointed": CHECKPOINTED,
+    "augmented": AUGMENTED,
+}
 
 
 def write(name: str, folder: Path, text: str = "") -> Path:

@@ -71,10 +71,7 @@ class CapturedDivisor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stage. Names of values are those of the graph; paths are those of the model.
-
-    ``opaque``: those of ``modules`` that run as they are.
-    """
+    """One stage. Names of values are those of the graph; paths are those of the model."""
 
     index: int
     nodes: tuple[Node, ...]
@@ -83,7 +80,6 @@ class Part:
     sends: tuple[Boundary, ...]
     returns: tuple[str, ...]
     modules: tuple[str, ...]
-    opaque: tuple[str, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[str, ...]
@@ -130,7 +126,6 @@ def _part(graph: Graph, plan: Plan, index: int, nodes: tuple[Node, ...], buffers
         sends=tuple(boundary for boundary in plan.boundaries if boundary.producer == index),
         returns=returns,
         modules=modules,
-        opaque=tuple(dict.fromkeys(node.target for node in nodes if node.opaque)),
         parameters=_beside(modules, _all_names(graph, held, graph.parameters)),
         buffers=_beside(modules, _all_names(graph, dict.fromkeys(buffers), graph.buffers)),
         constants=tuple(dict.fromkeys(name for node in nodes for name in node.constants)),

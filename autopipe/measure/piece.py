@@ -178,6 +178,14 @@ def storage_of(tensor: Tensor) -> int:
     return int(sparse.memory_of(tensor)._cdata)
 
 
+def carrying(value: Any) -> list[Tensor]:
+    """Return the tensors of a result from which a backward can start.
+
+    A view of a parameter that was made without gradients says that it requires one, and has no history.
+    """
+    return [tensor for tensor in tensors_of(value) if tensor.requires_grad and tensor.grad_fn is not None]
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in a value, however nested."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

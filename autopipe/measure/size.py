@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.profile import Measurement, NodeCost, NodeWork
 from autopipe.measure.clock import Clock, Times, Windows, repeat
 from autopipe.measure.device import available_bytes
-from autopipe.measure.piece import Piece, State, storage_of, tensors_of
+from autopipe.measure.piece import Piece, State, carrying, storage_of, tensors_of
 from autopipe.measure.segments import segments
 from autopipe.measure.walk import Saved, Values, Weights, call, explained, inputs_of, no_leaf, region
 
@@ -230,7 +230,7 @@ class SizeRun:
         leaves = [values.fresh(name, private=private) for name in piece.inputs]
         given = [no_leaf(leaf, private) for leaf in leaves]
         results, forward = self.clock.time(lambda: piece(given))
-        outputs = [tensor for tensor in tensors_of(results) if tensor.requires_grad]
+        outputs = carrying(results)
         if not outputs:
             return forward, 0.0
         grads = [torch.ones_like(output) for output in outputs]

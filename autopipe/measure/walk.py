@@ -22,7 +22,7 @@ from autopipe.ir.graph import Node
 from autopipe.ir.profile import NodeWork
 from autopipe.measure.clock import Clock
 from autopipe.measure.live import Workspace
-from autopipe.measure.piece import State, autocast_of, grad_of, storage_of, tensors_of
+from autopipe.measure.piece import State, autocast_of, carrying, grad_of, storage_of, tensors_of
 from autopipe.measure.work import WorkCounter
 
 _REPEATS = 3
@@ -210,7 +210,7 @@ class Weights:
 
 def _backward_of(result: Any, leaves: list[Tensor]) -> Callable[[], Any] | None:
     """Return the backward of a result with gradients of ones, to be run once; None where no gradient flows."""
-    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    outputs = carrying(result)
     if not outputs or not leaves:
         return None
     grads = [torch.ones_like(output) for output in outputs]

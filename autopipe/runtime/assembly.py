@@ -76,6 +76,7 @@ def assembled(
             recompute=stage.recompute,
             replayed=graph.replayed_buffers,
             names=graph.aliases,
+            sparing=any(node.opaque for node in graph.nodes),
             scaler=scaler,
             deferred=DeferredStatistics.of(adopted) if job.deferred_batch_norm else None,
         )

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import AutopipeError
+from autopipe.runtime.absent import absent, is_absent
 from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.routes import tied
 from autopipe.runtime.scaler import LossScaler
@@ -70,7 +71,8 @@ class StageRunner:
     returns (loss, weight). ``exact_ties``: parameters whose gradient takes part in a chain: name -> whether this stage
     owns it. ``scaler``: for float16, the scale that the loss is multiplied with.
     ``deferred``: gathers the statistics of BatchNorm until the step. ``replayed``: as in ``Face``. ``names``: other
-    name -> the model's first name of a buffer.
+    name -> the model's first name of a buffer. ``sparing``: some module of the model runs as it is, and may leave what
+    it reads unused; then no gradient is told from one of zeros.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class StageRunner:
         deferred: DeferredStatistics | None = None,
         replayed: frozenset[str] = frozenset(),
         names: Mapping[str, str] | None = None,
+        sparing: bool = False,
     ) -> None:
         self.stage = stage
+        self.sparing = sparing
         self.seed = seed
         self.faces = {"": Face(type(stage), carries_gradient, replayed)}
         self.recompute = recompute
@@ -98,7 +102,6 @@ class StageRunner:
         self.flights: dict[Key, _Flight] = {}
         self._pending: dict[Key, PendingWeights] = {}
         self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._reached: dict[int, dict[str, bool]] = {}  # minibatch -> received value -> whether a gradient came back
         self._buffer_places: dict[str, list[Place]] = {}
         first = names or {}
         for path, module in stage.named_modules(remove_duplicate=False):
@@ -217,6 +220,8 @@ class StageRunner:
         roots: list[torch.Tensor] = []
         starts: list[torch.Tensor | None] = []
         for value, gradient in gradients.items():
+            if self.sparing and is_absent(gradient):
+                continue
             root = outputs.get(value, flight.received.get(value, ties.get(value)))
             if root is None and value in flight.face.carries_gradient:
                 continue  # nothing of this stage led to it in this batch
@@ -237,35 +242,19 @@ class StageRunner:
             if value not in flight.face.carries_gradient:
                 continue
             arrived = flight.gradients.get(value)
-            if flight.face.code.OPAQUE:
-                reached = self._reached.setdefault(flight.draws[1], {})
-                reached[value] = reached.get(value, False) or arrived is not None
             # a call may give no gradient for what it reads (an autograd.Function that returns None for it)
-            gradients[value] = torch.zeros_like(flight.received[value]) if arrived is None else arrived
+            gradients[value] = self._none(flight.received[value]) if arrived is None else arrived
         for name, owned in self.exact_ties.items():
             if owned:
                 continue
             parameter = self.versions.in_use[name]
-            gradients[tied(name)] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[tied(name)] = self._none(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = None
         return gradients
 
-    def refuse_unreached(self, minibatch: int) -> None:
-        """Refuse a minibatch in which a module that runs as it is led nowhere back to what this stage received.
-
-        Earlier stages have been sent zeros. Plain training leaves a parameter that nothing read without a gradient, and
-        its optimizer skips it: zeros would decay it.
-
-        Raises: RunError naming the value.
-        """
-        unused = [value for value, reached in self._reached.pop(minibatch, {}).items() if not reached]
-        if unused:
-            raise RunError(
-                f"no microbatch of minibatch {minibatch} led back from {', '.join(self.stage.OPAQUE)} to {unused[0]}: "
-                "plain training may leave parameters before it without a gradient",
-                where=f"stage {self.stage.INDEX}",
-                remedy="name a module around it with --opaque, so that no cut lies before it",
-            )
+    def _none(self, of: torch.Tensor) -> torch.Tensor:
+        """Return what is sent where no gradient has come."""
+        return absent(of) if self.sparing else torch.zeros_like(of)
 
     def _values_of(self, names: frozenset[str]) -> dict[Place, torch.Tensor]:
         """Return copies of the stage's buffers of these names, by place; one that several modules hold is one copy."""

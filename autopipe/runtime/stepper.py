@@ -140,7 +140,6 @@ class Stepper:
     def _finish_reduction(self, stage: int, minibatch: int) -> None:
         """Wait for what R started, and give replicas the mean of their statistics."""
         self.runners[stage].versions.begin_step(minibatch)
-        self.runners[stage].refuse_unreached(minibatch)
         if stage in self.sums:
             self.reporter.at(f"{stage}R", waiting=True)
             self.sums[stage].finish()

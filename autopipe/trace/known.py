@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autopipe.trace.borrowed import Borrowed
-from autopipe.trace.explain import UNSEEN, unsupported
+from autopipe.trace.explain import TRANSFORMED, UNSEEN, unsupported
 from autopipe.trace.values import tensors_in
 
 
@@ -83,6 +84,8 @@ class Known:
         """Return the fake of a real tensor that the forward met; its value becomes part of the graph."""
         fake = self.borrowed.of_real.get(id(value))
         if fake is None:
+            if torch._C._functorch.is_functorch_wrapped_tensor(value):
+                raise unsupported(f"a transformation of torch.func {TRANSFORMED}", "leave it out")
             if value.requires_grad:
                 raise unsupported(
                     f"a tensor of shape {tuple(value.shape)} that requires a gradient is no parameter of the model",

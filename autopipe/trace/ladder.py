@@ -87,7 +87,7 @@ class Ladder:
                 if not allow_data_dependent:
                     raise
                 return self._symbolic(KEPT, answer=True)
-            if self.forward is not None or not went_unseen(error):
+            if self.forward is not None or not went_unseen(error) or (self.opaque and self.opaque.forms):
                 raise
             return self._exported(error)
         fit = self._fit(narrow, lengths)

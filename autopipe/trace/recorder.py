@@ -16,6 +16,7 @@ What a later step must know of a call and cannot see in the graph goes into ``no
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe import guards
 from autopipe.trace.borrowed import Borrowed
-from autopipe.trace.explain import MORE_CALLS, calling_frame, here, places_of, unsupported, where_short
+from autopipe.trace.explain import MORE_CALLS, TRANSFORMED, calling_frame, here, places_of, unsupported, where_short
 from autopipe.trace.known import Known
 from autopipe.trace.opaque.fakes import Fakes
 from autopipe.trace.opaque.record import ModuleCalls
@@ -126,7 +127,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         if name in REFUSED and isinstance(args[0], Tensor):
             raise unsupported(f"{REFUSED[name][0]} cannot be cut into stages", REFUSED[name][1])
         if func is torch.autograd.grad:
-            raise unsupported("torch.autograd.grad inside the forward cannot be cut into stages", "leave it out")
+            raise unsupported(f"torch.autograd.grad {TRANSFORMED}", "leave it out")
         if name == "__set__":
             return self._set(func, args)
         if self.reads is not None and is_answered(name, args):
@@ -172,7 +173,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         changed = [t for t, version in zip(touched, versions, strict=True) if version_of(t) != version]
         changed += self._written_silently(name, args, kwargs) if name in SILENT else silent
         self.construct, self.operands = "", []
-        if not changed and next(tensors_in(out), None) is None:
+        if not changed and next(tensors_in(out), None) is None and not dataclasses.is_dataclass(out):
             if isinstance(out, SYMBOLIC) and name == "item":
                 self._bind_number(out, self._record(form(args, kwargs), [], (first, 0)))
             return out
@@ -324,10 +325,14 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         elif isinstance(out, dict):
             for key, item in out.items():
                 self._bind_item(item, node, key)
+        elif dataclasses.is_dataclass(out):
+            self._bind_object(out, node)
         return out
 
     def _bind_item(self, item: Any, node: fx.Node, key: Any) -> None:
-        if next(tensors_in(item), None) is None or (isinstance(item, Tensor) and self.known.has(item)):
+        if isinstance(item, Tensor) and self.known.has(item):
+            return
+        if self._is_unknown(item) or (next(tensors_in(item), None) is None and not dataclasses.is_dataclass(item)):
             return
         part = self.append("call_function", operator.getitem, (node, key))
         self._bind(item, part, in_place=True)

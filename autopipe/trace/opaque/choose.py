@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from autopipe.errors import TraceError, unknown_choice
-from autopipe.trace.explain import COIN, FIXED_BATCH, depends_on_data, went_unseen
+from autopipe.errors import TraceError, counted, unknown_choice
+from autopipe.trace.explain import COIN, FIXED_BATCH, TRANSFORMED, UNSEEN, depends_on_data, went_unseen
 from autopipe.trace.lengths import Length, cut, shorter
 from autopipe.trace.opaque.observe import Observed, observe
 from autopipe.trace.opaque.results import Form, Unfit, form_of
@@ -63,6 +63,8 @@ class Opaque:
                     f"--opaque names {path!r}: {unknown_choice('module', path, names)}",
                     remedy="give auto, never, or paths of modules as model.named_modules() has them",
                 )
+            if not known[path]._modules and type(known[path]).__module__.startswith("torch.nn."):
+                continue  # a layer of torch's is one node as it is
             try:
                 self._add(path, self._forms(path), why or "named by --opaque", "")
             except Unfit as unfit:
@@ -107,7 +109,7 @@ class Opaque:
             groups.setdefault(self.whys[path], []).append(path)
         found = []
         for (why, where), paths in groups.items():
-            more = f" and {len(paths) - 1} more modules run as they are" if len(paths) > 1 else ""
+            more = f" and {counted(len(paths) - 1, 'more module')} run as they are" if len(paths) > 1 else ""
             reason = why.replace("its ", "their ").replace("it makes", "they make") if more else why
             place = f" ({where.partition(': ')[0]})" if where else ""
             found.append(f"{paths[0]}{more or ' runs as it is'}: {reason}{place}")
@@ -133,15 +135,18 @@ class Opaque:
             return _DATA
         if FIXED_BATCH in error.what:
             return _BATCH
-        return _UNSEEN if went_unseen(error) or "torch.autograd.grad inside" in error.what else ""
+        return _UNSEEN if went_unseen(error) or TRANSFORMED in error.what else ""
 
     def _candidates(self, error: TraceError) -> list[str]:
         """Return the modules around what failed, the smallest first, without what runs as it is already."""
-        around = list(error.within)
-        if went_unseen(error):  # what such a module leaves in an attribute is read outside of it
-            left = [path for path, forms in self.forms.items() if any(form.left for form in forms)]
-            around = [path for path in around if not left or any(f"{other}.".startswith(f"{path}.") for other in left)]
-        return [path for path in reversed(around) if path and not self._covered(path)]
+        around = list(reversed(error.within))
+        if UNSEEN in error.what:  # what such a module leaves in an attribute is read outside of it
+            for path, forms in self.forms.items():
+                if any(form.left or any(entry.why for entry in form.entries) for form in forms):
+                    parents = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
+                    around = [*parents, *around]
+                    break
+        return [path for path in dict.fromkeys(around) if path and not self._covered(path)]
 
     def _covered(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{taken}.") for taken in self.forms)

@@ -16,6 +16,7 @@ from autopipe.draws import Draws, flat_checkpoints
 from autopipe.trace.borrowed import Snapshot, first_names
 from autopipe.trace.values import version_of
 from autopipe.workload import Item, Workload
+from autopipe.workload.cutting.objects import register_objects
 from autopipe.workload.layouts import laid_out
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -38,20 +39,27 @@ class Leaf:
     strided: bool = True
 
 
+@dataclass(frozen=True)
+class Part:
+    """An entry of a result. ``leaves``: tensors as ``Leaf``, other values as they are, nested as ``structure`` says."""
+
+    leaves: tuple[Any, ...]
+    structure: Any
+
+
 @dataclass
 class Call:
-    """One call of a module. ``inputs``: its tensors. ``outputs``: tensors as leaves, other values as they are.
+    """One call of a module. ``inputs``: its tensors. ``outputs``: its result, entry by entry where it is a container.
 
-    ``structure``: how the outputs are nested.
-
-    ``changed``: places of inputs that were changed in place. ``left``: (path, attribute) of attributes that were bound
-    to tensors. ``plain``: what comes in are tensors and plain values, in lists, tuples and dicts.
+    ``container``: what the entries are in. ``changed``: places of inputs that were changed in place. ``left``:
+    (path, attribute) of attributes that were bound to tensors. ``plain``: what comes in are tensors and plain values,
+    in lists, tuples and dicts.
     """
 
     inputs: list[Leaf]
     plain: bool
-    outputs: list[Leaf | Any] = field(default_factory=list)
-    structure: Any = None
+    outputs: list[Part] = field(default_factory=list)
+    container: Any = None
     changed: tuple[int, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
 
@@ -143,6 +151,7 @@ class _Watch:
         )
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        register_objects((args, kwargs))
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
@@ -151,8 +160,12 @@ class _Watch:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, tensors, versions, state = self._open.pop()
-        leaves, call.structure = pytree.tree_flatten(output)
-        call.outputs = [_leaf(leaf, tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        register_objects(output)
+        entries, call.container = pytree.tree_flatten(output, is_leaf=lambda value: value is not output)
+        for entry in entries:
+            leaves, structure = pytree.tree_flatten(entry)
+            seen = (_leaf(leaf, tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            call.outputs.append(Part(tuple(seen), structure))
         call.changed = tuple(i for i, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version_of(t) != v)
         self._compare(call, state)
         self.calls.append(call)

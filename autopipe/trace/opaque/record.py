@@ -28,7 +28,9 @@ class ModuleCalls:
 
     opaque: Opaque | None = None
     within: tuple[str, ...] = ()
+    _bind: Any
     _call: Any
+    append: Any
     borrowed: Any
     fakes: Any
     graph: fx.Graph
@@ -37,6 +39,7 @@ class ModuleCalls:
     _paused: int
 
     def __init__(self, model: nn.Module) -> None:
+        self._unknown: list[Any] = []  # parts of results that differ from batch to batch
         self._stack: list[tuple[str, str, int]] = []
         self._calls: dict[str, int] = {}
         self._paths: dict[int, str] = {}
@@ -122,7 +125,7 @@ class ModuleCalls:
 
         def results(args: Any, kwargs: Any) -> Any:
             self.random.count += 1  # its place, whatever it draws
-            return form.results(args, kwargs, parameters)
+            return form.results(args, kwargs, parameters, self._unknown)
 
         inputs = tensors_of(args, kwargs)
         changed = [inputs[place] for place in form.changed if place < len(inputs)]
@@ -132,6 +135,16 @@ class ModuleCalls:
         node.meta["opaque"] = True
         self._leave_unknown(module, form)
         return out
+
+    def _is_unknown(self, value: Any) -> bool:
+        return any(value is unknown for unknown in self._unknown)
+
+    def _bind_object(self, value: Any, node: fx.Node) -> None:
+        """Make attributes of ``node`` the source of the tensors in an object that a call has returned."""
+        for name in vars(value):
+            held = getattr(value, name)
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(held)):
+                self._bind(held, self.append("call_function", getattr, (node, name)), in_place=True)
 
     def _leave_unknown(self, module: nn.Module, form: Form) -> None:
         """Put tensors that nobody made where a call of the module leaves some: what reads them cannot be followed."""

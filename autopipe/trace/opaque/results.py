@@ -43,22 +43,42 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """An entry of a result. ``leaves``: a ``Leaf`` with its sizes, or the value itself where it is no tensor.
+
+    ``why``: why nothing is known of it, "" where it is the same in every batch.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Form:
-    """What one call of a module gives: ``leaves`` are a leaf with its sizes, or the value itself where it is no tensor.
+    """What one call of a module gives: ``entries`` of its result, in a ``container``.
 
     ``changed``: places of the inputs that some call changed in place. ``left``: attributes bound to tensors by a call.
     """
 
-    leaves: tuple[tuple[Leaf, tuple[Size, ...]] | Any, ...]
-    structure: Any
+    entries: tuple[Entry, ...]
+    container: Any
     changed: tuple[int, ...]
     left: tuple[tuple[str, str], ...]
 
-    def results(self, args: Any, kwargs: Any, parameters: Sequence[Tensor]) -> Any:
-        """Return the stand-in for a call with these fake arguments. Gradients flow to them and to ``parameters``."""
-        inputs = list(tensors_of(args, kwargs))
-        made = [_made(leaf, inputs, parameters) if _is_sized(leaf) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(made, self.structure)
+    def results(self, args: Any, kwargs: Any, parameters: Sequence[Tensor], unknown: list[Any]) -> Any:
+        """Return the stand-in for a call with these fake arguments. Gradients flow to them and to ``parameters``.
+
+        ``unknown``: gets the entries that are not the same in every batch. Who reads a tensor of theirs is refused.
+        """
+        inputs = tensors_of(args, kwargs)
+        made = []
+        for entry in self.entries:
+            leaves = [_made(leaf, inputs, parameters) if _is_sized(leaf) else leaf for leaf in entry.leaves]
+            made.append(pytree.tree_unflatten(leaves, entry.structure))
+            if entry.why:
+                unknown.append(made[-1])
+        return pytree.tree_unflatten(made, self.container)
 
 
 def form_of(calls: Sequence[Call]) -> Form:
@@ -70,16 +90,16 @@ def form_of(calls: Sequence[Call]) -> Form:
     if not all(call.plain for call in calls):
         raise Unfit("something comes in that is neither a tensor nor a plain value")
     for call in calls[1:]:
-        if call.structure != first.structure or len(call.inputs) != len(first.inputs):
+        if call.container != first.container or len(call.inputs) != len(first.inputs):
             raise Unfit("it takes or gives another number of tensors from batch to batch")
         if [len(leaf.shape) for leaf in call.inputs] != [len(leaf.shape) for leaf in first.inputs]:
             raise Unfit("its inputs have another number of dimensions from batch to batch")
-    leaves = tuple(_leaf(calls, number) for number in range(len(first.outputs)))
-    if not any(_is_sized(leaf) for leaf in leaves):
-        raise Unfit("no tensor goes out")
+    entries = tuple(_entry(calls, number) for number in range(len(first.outputs)))
+    if not any(_is_sized(leaf) for entry in entries if not entry.why for leaf in entry.leaves):
+        raise Unfit(next((entry.why for entry in entries if entry.why), "no tensor goes out"))
     changed = tuple(sorted({place for call in calls for place in call.changed}))
     left = tuple(dict.fromkeys(entry for call in calls for entry in call.left))
-    return Form(leaves, first.structure, changed, left)
+    return Form(entries, first.container, changed, left)
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
@@ -91,14 +111,30 @@ def _is_sized(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[0], Leaf)
 
 
-def _leaf(calls: Sequence[Call], number: int) -> Any:
-    seen = [call.outputs[number] for call in calls]
+def _entry(calls: Sequence[Call], number: int) -> Entry:
+    """Return an entry of a result as the runs agree on it, else as it was in the first."""
+    parts = [call.outputs[number] for call in calls]
+    first = parts[0]
+    try:
+        if any(part.structure != first.structure for part in parts):
+            raise Unfit("another number of tensors goes out from batch to batch")
+        places = range(len(first.leaves))
+        return Entry(tuple(_leaf(calls, [part.leaves[place] for part in parts]) for place in places), first.structure)
+    except Unfit as unfit:
+        leaves = (
+            (leaf, tuple(Size((), 0, size) for size in leaf.shape)) if isinstance(leaf, Leaf) else leaf
+            for leaf in first.leaves
+        )
+        return Entry(tuple(leaves), first.structure, str(unfit))
+
+
+def _leaf(calls: Sequence[Call], seen: Sequence[Any]) -> Any:
     first = seen[0]
     if not isinstance(first, Leaf):
-        if any(isinstance(leaf, Leaf) or type(leaf) is not type(first) or leaf != first for leaf in seen):
-            raise Unfit(f"a value that goes out depends on the data ({first!r})")
         if not isinstance(first, (type(None), bool, int, float, str)):
             raise Unfit(f"a {type(first).__name__} goes out, which is no tensor")
+        if any(type(leaf) is not type(first) or leaf != first for leaf in seen):
+            raise Unfit(f"a value that goes out depends on the data ({first!r})")
         return first
     kinds = {(leaf.dtype, len(leaf.shape)) if isinstance(leaf, Leaf) else None for leaf in seen}
     if len(kinds) > 1 or not all(leaf.strided for leaf in seen):

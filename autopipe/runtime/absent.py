@@ -1,0 +1,40 @@
+"""A gradient that is not there, as a tensor: what a stage sends where its backward led nowhere.
+
+A module that runs as it is may leave what it reads unused in one batch. Plain training then gives the parameters before
+it no gradient, and their optimizer skips them; zeros would decay them. A message between stages always holds a tensor,
+so a NaN with a payload that no arithmetic makes stands for "none". Copies and transports keep its bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_BITS = {
+    2: (torch.int16, 0x7FE7),
+    4: (torch.int32, 0x7FC0A7E1),
+    8: (torch.int64, 0x7FF8A7E1A7E1A7E1),
+}  # of a NaN in float16 and bfloat16, float32, and float64
+
+
+def absent(like: torch.Tensor) -> torch.Tensor:
+    """Return what stands for no gradient of a tensor of this shape, type and layout."""
+    made = torch.zeros_like(like, requires_grad=False)
+    _as_bits(made).fill_(_BITS[_real(made).element_size()][1])
+    return made
+
+
+def is_absent(gradient: torch.Tensor) -> bool:
+    """Tell whether a gradient that was received stands for none. Reads one number, for which a device is waited for."""
+    if not gradient.numel():
+        return False
+    first = _as_bits(gradient.detach()).flatten()[0]
+    return int(first) == _BITS[_real(gradient).element_size()][1]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    real = _real(tensor)
+    return real.view(_BITS[real.element_size()][0])
