@@ -30,7 +30,7 @@ class _Named:
 
     @property
     def text(self) -> str:
-        return f"part of {_called(self.path)}" if self.part else _called(self.path)
+        return f"part of {called(self.path)}" if self.part else called(self.path)
 
 
 def stage_modules(graph: Graph, start: int, stop: int) -> str:
@@ -65,9 +65,9 @@ def cut_place(graph: Graph, position: int) -> str:
         begins = around[len(begun) :]
         name = next((path for path in begins if _is_block(path) and _is_container(graph, path)), begins[0])
         if block:
-            return f"inside {_called(block)}, before {name.removeprefix(f'{block}.')}"
-        return f"before {_called(name)}"
-    inside = f"inside {_called(node.module_path)}, " if node.module_path else ""
+            return f"inside {called(block)}, before {name.removeprefix(f'{block}.')}"
+        return f"before {called(name)}"
+    inside = f"inside {called(node.module_path)}, " if node.module_path else ""
     return f"{inside}before {node.name}" + (f" ({node.place})" if node.place else "")
 
 
@@ -98,7 +98,7 @@ def _is_container(graph: Graph, path: str) -> bool:
     return any(other.startswith(f"{path}.") for other in graph.module_spans)
 
 
-def _called(path: str) -> str:
+def called(path: str) -> str:
     """Return the name of a module; an entry of a model that is a ``Sequential`` has a number alone."""
     return f"module {path}" if path[:1].isdecimal() else path
 

@@ -275,9 +275,10 @@ def _order(report: CheckReport) -> str:
     """Return how far the plan's order of sums is from one process's: rounding, and what the optimizer makes of it."""
     gradient = max(report.parameters, key=lambda entry: entry.order_gradient)
     weight = max(report.parameters, key=lambda entry: entry.order_weight)
+    rounding = f"by up to {gradient.order_gradient:.1e} ({gradient.name})" if gradient.order_gradient else "by nothing"
     return (
         f"that order differs from one process's: {'; '.join(report.orders)}\n"
-        f"the first step's gradients differ by up to {gradient.order_gradient:.1e} ({gradient.name}), the weights "
+        f"the first step's gradients differ {rounding}, the weights "
         f"after {_losses(report)} by up to {weight.order_weight:.1e} ({weight.name})"
         f"{_enlarged(gradient.order_gradient, weight.order_weight)}"
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from autopipe.ir.graph import Graph
+from autopipe.ir.module_names import called
 from autopipe.ir.shares import Shares
 from autopipe.trace.divisor import Divisor
 from autopipe.trace.steady import difference, gradients_of, in_float32, item_in_float32, precision_of, steady
@@ -32,8 +33,8 @@ def coupling_notes(
     if normalised:
         others = f" and {len(normalised) - 1} more" if len(normalised) > 1 else ""
         notes.append(
-            f"batch statistics ({normalised[0]}{others}) are taken over each microbatch, as in a plain accumulation "
-            "loop, not over the minibatch"
+            f"batch statistics ({called(normalised[0])}{others}) are taken over each microbatch, as in a plain "
+            "accumulation loop, not over the minibatch"
         )
     parts = workload.split(item, 2)
     if len(parts) < 2:

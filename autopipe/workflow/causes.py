@@ -145,7 +145,7 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
         )
     name, stage, node_ = _first_wrong(found, graph, Layout.of(plan, graph))
     label = plan.stages[stage].label
-    where = f"{node_.place} (node {node_.name}, {label})" if node_ is not None else label
+    where = f"{node_.place}, node {node_.name} of {label}" if node_ is not None else label
     if found.first_gradients:
         what = "the first step is plain training to the last bit, and a later one is not"
         cause = "something outside of parameters, buffers and the batch changes from step to step"
@@ -157,7 +157,7 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
         cause = "a backward of the model's own (an autograd.Function, a hook) reads more than what it saved"
     return RunError(
         f"one step in stages is not one step of plain training: {what}; nearest to the loss {name} is off, and most of "
-        f"all {worst.name}, by {worst.error:.1e} ({_label(prepared, worst.owner)})",
+        f"all {worst.name}, by {worst.error:.1e}, in {_label(prepared, worst.owner)}",
         where=where,
         remedy=f"look at that line: {cause}. autopipe check lists every parameter; {_ONE_STAGE}",
     )
@@ -165,12 +165,12 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
 
 def _label(prepared: Prepared, stage: int) -> str:
     stages = prepared.plan.stages
-    return stages[stage].label if 0 <= stage < len(stages) else "no stage's"
+    return stages[stage].label if 0 <= stage < len(stages) else "no stage"
 
 
 def _by(found: Comparison, prepared: Prepared) -> str:
     worst = max(found.differences, key=lambda d: d.error)
-    return f"{worst.name} differs by {worst.error:.1e} ({_label(prepared, worst.owner)})"
+    return f"{worst.name} differs by {worst.error:.1e} in {_label(prepared, worst.owner)}"
 
 
 def _changes_input(graph: Graph) -> tuple[Node, str] | None:

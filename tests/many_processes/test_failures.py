@@ -68,7 +68,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(start, tmp_path: Path) -> No
     _, err = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "killed by SIGKILL" in err
-    assert "rank 1, stage 1, instruction" in " ".join(err.split())
+    assert "rank 1, stage 1 (last), instruction" in " ".join(err.split())
     assert_gone(family)
 
 

@@ -44,6 +44,6 @@ def test_a_rank_that_hangs_in_the_users_code_is_named_with_their_line(commands: 
     said = " ".join(err.split())
     assert process.returncode == 3
     assert f"model.py:{line} in data" in said
-    assert "at: rank 1, stage 1, instruction reading data" in said
+    assert "at: rank 1, stage 1 (last), instruction reading data" in said
     assert "rank 0:" in said  # where the other one stands
     assert "Traceback" not in err

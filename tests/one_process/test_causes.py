@@ -83,7 +83,7 @@ def test_a_wrong_forward_is_told_from_a_wrong_step(tmp_path: Path, monkeypatch: 
         assert "the loss of the first step is" in report["cause"]
         line = (tmp_path / "net.py").read_text().splitlines().index("        return self.d(h) + x") + 1
         assert "nearest to the loss d." in report["cause"]
-        assert f"net.py:{line}" in report["cause"] and "stage 1)" in report["cause"], report["cause"]
+        assert f"net.py:{line}" in report["cause"] and "of stage 1 (c, d)" in report["cause"], report["cause"]
     with monkeypatch.context() as patch:
         step = Stepper.step
 
