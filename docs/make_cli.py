@@ -37,6 +37,7 @@ else the only `nn.Module` subclass that the file defines. Optional names in the 
 | `scheduler` | `(optimizer) -> LRScheduler` | none |
 | `after_step` | `(named_parameters, step)`, called behind each optimizer step | nothing |
 | `evaluate_data` | as `data` | none |
+| `split` | `(batch, parts) -> list of batches` | cut along the samples: [batches.md](batches.md) |
 
 `loss` may be an `nn.Module`, or a class of one, with parameters of its own (uncertainty weighting, ArcFace, a learnable
 temperature). They are trained, saved and exported with the model's, under names that begin with `loss.`, or with

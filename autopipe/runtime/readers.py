@@ -160,32 +160,42 @@ class OneReads:
 
     def _send(self, step: int, item: Any, minibatch: Minibatch) -> None:
         workload, layout = self.recordings.workload, self.recordings.layout
-        whole = workload.leaves(item)
-        count, dimensions, parts = workload.num_samples(item), workload.batch_dims(item), minibatch.parts
+        count, parts = workload.num_samples(item), minibatch.parts
+        # what each part reads: of the whole minibatch, to be cut there, or of the part itself
+        shared = workload.cuts_by_dimension(item)
+        dimensions = workload.batch_dims(item) if shared else {}
+        sources = [workload.leaves(item)] if shared else [part.leaves for part in parts]
         fields = [field.name for field in dataclasses.fields(Microbatch) if field.name not in _NOT_IN_HEADER]
         described = [
             {"recording": part.recording.name, **{name: getattr(part, name) for name in fields}} for part in parts
         ]
         place = dataclasses.asdict(minibatch.place)
         for rank in range(1, self.transport.world_size):
-            names = {
-                name
+            wanted = {
+                (0 if shared else j, name)
                 for stage in layout.plan.stages
                 if rank in stage.ranks
                 for j, part in enumerate(parts)
                 if layout.request.rank_of(stage.index, step, j) == rank
                 for name in self._read_by(part.recording, stage.index)
             }
-            leaves = {name: (leaf.cpu(), memory_order(leaf)) for name, leaf in whole.items() if name in names}
-            described_leaves = {
-                name: {
+            leaves = [
+                (j, name, leaf.cpu(), memory_order(leaf))
+                for j, source in enumerate(sources)
+                for name, leaf in source.items()
+                if (j, name) in wanted
+            ]
+            described_leaves = [
+                {
+                    "name": name,
+                    "part": None if shared else j,
                     "dtype": str(leaf.dtype).removeprefix("torch."),
                     "shape": list(leaf.shape),
                     "order": order,
                     "cut": dimensions.get(name),
                 }
-                for name, (leaf, order) in leaves.items()
-            }
+                for j, name, leaf, order in leaves
+            ]
             header = {
                 "kind": "minibatch",
                 "parts": described,
@@ -195,7 +205,7 @@ class OneReads:
             }
             header["weight"] = minibatch.weight
             self._tell(rank, header)
-            for leaf, order in leaves.values():
+            for _, _, leaf, order in leaves:
                 # the user may fill the same memory with the next minibatch
                 self.transport.send(batch_channel(rank), packed(leaf, order).clone())
 
@@ -224,8 +234,9 @@ class OneReads:
     def _minibatch(self, header: Mapping[str, Any]) -> Minibatch:
         described: Sequence[dict[str, Any]] = header["parts"]
         parts = len(described)
-        cut: dict[str, Sequence[torch.Tensor]] = {}
-        for name, fields_of_leaf in header["leaves"].items():
+        cut: list[dict[str, torch.Tensor]] = [{} for _ in described]
+        for fields_of_leaf in header["leaves"]:
+            name, part = fields_of_leaf["name"], fields_of_leaf["part"]
             shape, order = fields_of_leaf["shape"], fields_of_leaf["order"]
             stored = [shape[d] for d in order[: len(shape)]]
             elements = self.transport.receive(
@@ -233,13 +244,17 @@ class OneReads:
             )
             leaf = unpacked(elements.wait(), shape, order)
             dimension = fields_of_leaf["cut"]
-            cut[name] = (leaf,) * parts if dimension is None else leaf.tensor_split(parts, dimension)
+            if part is not None:
+                cut[part][name] = leaf
+                continue
+            for j, piece in enumerate([leaf] * parts if dimension is None else leaf.tensor_split(parts, dimension)):
+                cut[j][name] = piece
         known = {recording.name: recording for recording in self.recordings.known(training=self.training)}
         microbatches = []
         for j, fields in enumerate(described):
             name = fields.pop("recording")
             if name not in known:
                 raise AutopipeError(f"rank 0 follows a recording that this rank does not have: {name!r}")
-            leaves = {leaf: pieces[j].to(self.device, non_blocking=True) for leaf, pieces in cut.items()}
+            leaves = {leaf: piece.to(self.device, non_blocking=True) for leaf, piece in cut[j].items()}
             microbatches.append(Microbatch(leaves=leaves, recording=known[name], **fields))
         return Minibatch(microbatches, header["samples"], header["weight"], Place(**header["place"]))

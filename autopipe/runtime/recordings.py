@@ -30,7 +30,7 @@ from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.recording import Recording, refuse_other_kinds
-from autopipe.runtime.shares import shares_of
+from autopipe.runtime.shares import shares_of, shares_of_parts
 from autopipe.runtime.stage_runner import Face, StageRunner
 from autopipe.runtime.transport import Transport
 from autopipe.stage import Stage
@@ -98,7 +98,7 @@ class Recordings:
             self.latest = item
         parts = self.workload.split(item, self.layout.plan.num_microbatches)
         followed = [self._of(part, training=training) for part in parts]
-        shares = self.shares(item, parts, followed[0])
+        shares = self.shares(item, parts, followed)
         found = []
         for part, recording, factor in zip(parts, followed, shares.factors, strict=True):
             leaves = self.workload.leaves(part)
@@ -107,14 +107,19 @@ class Recordings:
         self.weight = shares.total
         return found
 
-    def shares(self, item: Any, parts: Sequence[Any], recording: Recording | None = None) -> Shares:
-        """Return what the parts of a minibatch weigh. ``recording``: that of the first part, found where it is None.
+    def shares(self, item: Any, parts: Sequence[Any], followed: Sequence[Recording] | None = None) -> Shares:
+        """Return what the parts of a minibatch weigh. ``followed``: their recordings, found where they are None.
 
         The first minibatch whose loss has terms that ask for different shares is reported.
         """
-        recording = recording or self._of(parts[0], training=True)
+        followed = followed or [self._of(part, training=True) for part in parts]
+        recording = followed[0]
         leaves, samples = self.workload.leaves, [self.workload.num_samples(part) for part in parts]
-        shares = shares_of(recording.divisor, leaves(item), [leaves(part) for part in parts], samples)
+        each = [leaves(part) for part in parts]
+        if self.workload.cuts_by_dimension(item):
+            shares = shares_of(recording.divisor, leaves(item), each, samples)
+        else:
+            shares = shares_of_parts([entry.divisor for entry in followed], each, samples)
         if shares.disagreement and not self._disagreement:
             self._disagreement = shares.disagreement
             if self.transport.rank == 0:
@@ -248,5 +253,5 @@ class _OneBatch:
 
     def example_item(self, batch_size: int) -> Any:
         """Return the batch, its samples repeated where there are too few."""
-        resized: Any = self._workload.resized(self._item, batch_size)
-        return resized
+        fixed = self._workload.is_fixed(self._item)
+        return self._item if fixed else self._workload.resized(self._item, batch_size)

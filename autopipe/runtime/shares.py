@@ -23,6 +23,23 @@ def shares_of(
     return Shares.of(_values(divisor, whole), [_values(divisor, part) for part in parts], samples, penalty=penalty)
 
 
+def shares_of_parts(
+    divisors: Sequence[Stage | None], parts: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
+) -> Shares:
+    """Return the shares of parts that have other tensors than the whole minibatch, each by the divisor of its own code.
+
+    What the loss divides by in the minibatch is then the sum over the parts.
+    """
+    known = [divisor for divisor in divisors if divisor is not None]
+    if len(known) < len(divisors):
+        return Shares.of_samples(samples)
+    each = [_values(divisor, leaves) for divisor, leaves in zip(known, parts, strict=True)]
+    if len({len(values) for values in each}) > 1:
+        return Shares.of_samples(samples)
+    penalty = any(bool(divisor.PENALTY) for divisor in known)
+    return Shares.of([sum(terms) for terms in zip(*each, strict=True)], each, samples, penalty=penalty)
+
+
 def _values(divisor: Stage, leaves: Mapping[str, torch.Tensor]) -> list[float]:
     """Return what each term of the loss divides by."""
     with torch.no_grad():

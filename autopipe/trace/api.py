@@ -71,11 +71,16 @@ def _capture(
     _refuse_sparse_parameters(model)
     ran: dict[types.CodeType, Ran] = {}
     item = observed(lambda: workload.example_item(batch_size), ran)
+    fixed = workload.is_fixed(item)
     distinct = _distinct(sizes_of(model) | other_sizes(workload, item), batch_size)
-    if distinct != batch_size:
+    if fixed:
+        batch_size = workload.num_samples(item)
+    elif distinct != batch_size:
         batch_size, item = distinct, workload.example_item(distinct)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    lengths = found_lengths(model, workload.leaves(item), workload.batch_dims(item), batch_size) if free else ()
+    lengths: tuple[Length, ...] = ()
+    if free and not fixed:
+        lengths = found_lengths(model, workload.leaves(item), workload.batch_dims(item), batch_size)
     opaque = _opaque(workload, model, item, batch_size, lengths)
     ladder = Ladder(workload, model, item, batch_size, opaque=opaque)
     with _nothing_collected():
@@ -84,12 +89,12 @@ def _capture(
     if trains(model) and not on_meta:
         refuse_changing_state(workload, model, item, ran)
     unread = () if on_meta else unread_paths(workload, model, item, captured.module)
-    other = _other(workload, batch_size)
+    items = [item] if fixed else [item, _other(workload, batch_size)]
 
     def completed(capture: Capture) -> Capture:
         form = dataclasses.replace(capture.graph.batch, unread=unread)
         capture = dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, batch=form))
-        return _with_divisor(workload, capture, item, other)
+        return _with_divisor(workload, capture, *items)
 
     captured = completed(dataclasses.replace(captured, notes=(*opaque.notes(), *captured.notes)))
     if not verify or on_meta:
@@ -101,9 +106,8 @@ def _capture(
             captured = completed(ladder.climb((), allow_data_dependent=allow_data_dependent))
         else:
             captured = _bounded(captured, lengths, part)
-    items = [item, other]
     exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
-    if trains(model):
+    if trains(model) and not fixed:
         said += coupling_notes(workload, model, item, captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
     return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))
@@ -123,6 +127,8 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
     """Return the modules that run as they are before anything was followed: those that were named, or ran so before."""
 
     def others() -> list[Item]:
+        if workload.is_fixed(item):
+            return []
         return [_other(workload, batch_size), workload.example_item(batch_size + 3)]
 
     spec = workload.spec
@@ -193,7 +199,7 @@ def _verified_at(
 
 def _bounded(captured: Capture, lengths: tuple[Length, ...], part: int) -> Capture:
     """Write down from which length on the graph is known to be the model: that of the shortest batch compared."""
-    symbols = [captured.graph.symbols[0]]
+    symbols = list(captured.graph.symbols[:1])
     for symbol, length in zip(captured.graph.symbols[1:], lengths, strict=False):
         symbols.append(dataclasses.replace(symbol, low=shorter(length.size)[part]))
     graph: Graph = dataclasses.replace(captured.graph, symbols=tuple(symbols))
@@ -211,6 +217,8 @@ def _distinct(sizes: Container[int], start: int) -> int:
 def _other(workload: Workload, batch_size: int) -> Item:
     """Return a batch of another size, of other samples where the data has them."""
     other = 3 if batch_size != 3 else 4
+    if not workload.cuts_by_dimension(workload.example_item(batch_size)):
+        return workload.example_item(other)  # part of a batch may be no batch
     both = workload.example_item(batch_size + other)
     leaves, dimensions = workload.leaves(both), workload.batch_dims(both)
     found = {

@@ -54,14 +54,16 @@ class Divisor:
 def find_divisor(graph: Graph, module: fx.GraphModule) -> Divisor | None:
     """Return what the loss of a captured model divides by; None where it is the samples, or cannot be read.
 
-    None too where the loss brings its own weight, or where the number of samples is fixed.
+    None too where the loss brings its own weight.
     """
-    if len(graph.outputs) != 1 or not graph.symbols:
+    if len(graph.outputs) != 1:
         return None
     walk = Walk(graph, module)
     products = walk.products()
     if not products or products == [SAMPLES]:
         return None
+    if not graph.symbols and any(factor in SAMPLES for product in products for factor in product):
+        return None  # nothing to read the number of samples from
     return _Writer(walk).divisor(products)
 
 

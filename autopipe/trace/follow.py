@@ -42,7 +42,7 @@ Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
 class Followed:
     """What one pass found. ``sizes``: its number of samples, and its ``lengths``, where they are free to vary.
 
-    ``batch``: the input, and its dimension, that the number of samples is read from.
+    ``batch``: the input, and its dimension, that the number of samples is read from; None where it is in none.
     ``reads_training``: the user's code asks for the mode. ``calls``: as they were recorded, before tidying up.
     """
 
@@ -51,7 +51,7 @@ class Followed:
     symbols: Symbols
     sizes: tuple[int, ...]
     reads_training: bool
-    batch: tuple[str, int]
+    batch: tuple[str, int] | None
     lengths: tuple[Length, ...] = ()
     calls: tuple[fx.Node, ...] = ()
 
@@ -64,7 +64,8 @@ class Followed:
     def places(self) -> list[tuple[fx.Node, int]]:
         """Where each of ``sizes`` is read: an input and its dimension."""
         inputs = {str(node.target): node for node in self.graph.nodes if node.op == "placeholder"}
-        return [(inputs[name], dimension) for name, dimension in (self.batch, *(x.places[0] for x in self.lengths))]
+        places = [] if self.batch is None else [self.batch, *(length.places[0] for length in self.lengths)]
+        return [(inputs[name], dimension) for name, dimension in places]
 
 
 def follow(
@@ -97,7 +98,9 @@ def follow(
     if not sized:
         raise TraceError("the batch holds no tensor with a dimension", remedy="give samples-first tensors")
     dimensions = workload.batch_dims(item)
-    first, count = next(iter(dimensions.items())), workload.num_samples(item)
+    first, count = next(iter(dimensions.items()), None), workload.num_samples(item)
+    if workload.is_fixed(item):
+        dimensions, first = {}, None
     shape_env = FollowingShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     symbols = Symbols(shape_env)
@@ -128,7 +131,7 @@ def follow(
     _clone_changed_inputs(recorder.graph)
     join(recorder.graph, batch or count)
     remove_unused(recorder.graph)
-    sizes = (batch or count, *(size for _, size in lengths))
+    sizes = () if first is None else (batch or count, *(size for _, size in lengths))
     free = tuple(length for length, _ in lengths)
     return Followed(recorder, borrowed, symbols, sizes, reads.seen, first, free, calls)
 

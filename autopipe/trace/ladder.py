@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 QUICK = "calls of the model, at two batch sizes"
 LENGTHS = "calls of the model, at two batch sizes and lengths"
 SYMBOLIC = "calls of the model, batch size symbolic"
+FIXED = "calls of the model, for batches of one structure"
 KEPT = f"{SYMBOLIC}, data-dependent decisions kept"
 EXPORT = "torch.export"
 _WIDE = 131  # samples of the second pass: many, so that what a model does from some number on shows
@@ -90,6 +91,10 @@ class Ladder:
             if self.forward is not None or not went_unseen(error) or (self.opaque and self.opaque.forms):
                 raise
             return self._exported(error)
+        if self.workload.is_fixed(self.item):
+            raw = _arguments(narrow)
+            same, note = self._in_evaluation(narrow, batch=self.batch)
+            return self._finished(narrow, FIXED, same, raw, note)
         fit = self._fit(narrow, lengths)
         if fit is None:
             return self._symbolic(SYMBOLIC, answer=False)

@@ -63,7 +63,8 @@ class Walk:
     penalty: bool = False
 
     def __post_init__(self) -> None:
-        self.batch = self.graph.symbols[0].name
+        # "" where the number of samples is in no shape: then every dimension may count some
+        self.batch = self.graph.symbols[0].name if self.graph.symbols else ""
         self.nodes = {node.name: node for node in self.module.graph.nodes}
         self.of = {node.name: node for node in self.graph.nodes}
         self.inputs = {entry.name: entry.spec for entry in self.graph.inputs}
@@ -92,6 +93,8 @@ class Walk:
     def has_batch(self, value: Any) -> bool:
         """Whether the number of samples is in a value's shape."""
         spec = self.spec(value)
+        if not self.batch:
+            return spec is not None and bool(spec.shape) and self._on_batch(value)
         return spec is not None and any(self.batch in symbols_of(size) for size in spec.shape)
 
     def _is_trained(self, value: Any) -> bool:
@@ -151,6 +154,8 @@ class Walk:
         spec = self.spec(value)
         if spec is None:
             return False
+        if not self.batch:
+            return 0 not in spec.shape
         sizes = {symbol.name: symbol.hint for symbol in self.graph.symbols}
 
         def elements(samples: int) -> int:

@@ -74,7 +74,7 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     full = items[-1]
     samples = workload.num_samples(full)
-    if samples > 1 and not _leaves_one(prepared, samples):
+    if samples > 1 and workload.cuts_by_dimension(full) and not _leaves_one(prepared, samples):
         items[-1] = workload.resized(full, samples - 1)
     job = Job(
         steps=len(items),

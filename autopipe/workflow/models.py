@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from autopipe.errors import RunError, TraceError, counted
+from autopipe.errors import ModelFileError, RunError, TraceError, counted
 from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
@@ -19,9 +20,14 @@ from autopipe.workflow.named import refuse_unnamed, remember
 from autopipe.workflow.settings import ModelSettings, ProfileSettings
 from autopipe.workflow.store import Work
 from autopipe.workload import LoadOptions, Workload
+from autopipe.workload.cutting.dimensions import REMEDY
+from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.items import kept, shapes
 from autopipe.workload.room import build_within_memory, loading_within_memory
+from autopipe.workload.targets import user_line
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
+_ENOUGH = 5  # samples, of which each half has several
 _TOO_LARGE = (
     "to plan for other devices, count it without memory: autopipe profile TARGET --estimate, then "
     "autopipe plan --gpus N --device-name NAME; to train it here, use a machine with more memory, or a smaller model"
@@ -37,32 +43,55 @@ class Model:
     built: nn.Module
 
 
-def load_model(settings: ProfileSettings, work: Work, *, verify: bool, stored: Profile | None = None) -> Model:
+def load_model(
+    settings: ProfileSettings,
+    work: Work,
+    *,
+    verify: bool,
+    stored: Profile | None = None,
+    minibatch: Minibatch | None = None,
+) -> Model:
     """Load the model that is meant and capture it. ``stored``: what was found of it before, which is not found anew.
+
+    ``minibatch``: how its batches are asked for and cut, where that is known.
 
     Raises: RunError where no model was ever named.
     """
     work.progress(f"importing the model: {settings.model.target}".removesuffix(": "), 0.0)
     with loading_within_memory(settings.model.target, _TOO_LARGE):
         workload = _workload(settings.model, work)
+    if minibatch is not None:
+        workload.trains_with(minibatch)
     work.progress(f"capturing the model: {workload.name}", 0.0)
     built = (
         workload.build_model(empty=True)
         if settings.estimate
         else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
     )
-    try:
-        captured = capture(
+
+    def captured_now() -> Capture:
+        return capture(
             workload,
             model=built,
             allow_data_dependent=settings.allow_data_dependent,
             verify=verify and not settings.estimate,
             lengths=stored is None or len(stored.graph.symbols) > 1,
         )
-    except TraceError:
-        if not settings.estimate:
-            _refuse_misfit(workload)
-        raise
+
+    try:
+        captured = captured_now()
+    except TraceError as error:
+        if settings.estimate:
+            raise
+        _refuse_misfit(workload)
+        uncut = _not_cut(workload)
+        if uncut is None or type(uncut.__cause__).__name__ not in error.what:
+            raise  # for another reason
+        if minibatch is None or minibatch.parts > 1:
+            raise uncut from None
+        workload.trains_whole()
+        captured = captured_now()
+        work.notes.append("each batch is trained whole: the model fails on a part of one")
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     if stored is not None and stored.graph.digest == captured.graph.digest:
         # between which lengths the graph is the model, and how exactly, was found out on real batches
@@ -80,6 +109,30 @@ def _refuse_misfit(workload: Workload) -> None:
     model = workload.build_model()
     with workload.explained(item):
         workload.loss(model, item)
+
+
+def _not_cut(workload: Workload) -> ModelFileError | None:
+    """Return the error for a model that takes a whole batch of its data and fails on a part of it; None otherwise."""
+    item = workload.example_item(None)
+    if workload.is_fixed(item):
+        return None
+    halves = workload.split(item, 2) if workload.num_samples(item) >= _ENOUGH else []
+    model = workload.build_model()
+    for part in (workload.example_item(_ENOUGH), *halves):
+        try:
+            with torch.no_grad():
+                workload.loss(model, kept(part))
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            uncut = ModelFileError(
+                f"the model takes a batch of its data ({shapes(item)}), and fails on {workload.num_samples(part)} "
+                f"samples of it ({shapes(part)}): {type(error).__name__}: {text}",
+                where=user_line(error, workload.files[0] if workload.files else ""),
+                remedy=f"its samples depend on one another, or are counted elsewhere: {REMEDY}",
+            )
+            uncut.__cause__ = error
+            return uncut
+    return None
 
 
 def keeps_decisions(work: Work) -> bool:
@@ -136,7 +189,10 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
 
 def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
     """Measure a captured model and write profile.json."""
-    wanted = settings.microbatch_sizes or _usable(model, sizes, work)
+    if not model.capture.graph.symbols:  # one microbatch is all that there is to measure
+        wanted = sizes or (model.workload.num_samples(model.workload.example_item(1)),)
+    else:
+        wanted = settings.microbatch_sizes or _usable(model, sizes, work)
     if settings.estimate:
         found = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
     else:
@@ -171,18 +227,20 @@ def ensure_profile(
     work: Work,
     sizes: tuple[int, ...] = (),
     accept: Callable[[Graph], None] | None = None,
+    minibatch: Minibatch | None = None,
 ) -> tuple[Model, Profile]:
     """Return the model and its profile: the stored one where model, device and sizes are still the same.
 
-    ``accept``: raises where the captured model is refused; called before it is measured.
+    ``accept``: raises where the captured model is refused; called before it is measured. ``minibatch``: see
+    ``load_model``.
     """
     stored = work.found(Profile, work.store.profile)
     # a graph that was verified once, and is the same again, needs no second proof
-    model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored)
+    model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored, minibatch=minibatch)
     reason = "no profile found" if stored is None else _stale(stored, model, settings)
     reused = stored is not None and not reason
     if stored is not None and not reused and settings.verify:
-        model = load_model(settings, work, verify=True)
+        model = load_model(settings, work, verify=True, minibatch=minibatch)
     if accept is not None:
         accept(model.capture.graph)
     if stored is not None and reused:

@@ -31,6 +31,7 @@ from autopipe.workflow.steps import batch_size_of, prepare
 from autopipe.workflow.store import Store
 from autopipe.workload import Workload
 from autopipe.workload.batches import DEFAULT_BATCH_SIZE
+from autopipe.workload.forms import form_of
 from autopipe.workload.hooks import Hook
 from autopipe.workload.targets import Target, absolute
 
@@ -142,7 +143,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         staleness=_staleness(subject, stale) if stale else None,
         autocast="torch.bfloat16" if spec.precision == "bf16" else "",
         divisor=_divisor(subject, item),
-        dimensions=workload.cutting.of(item) if workload.cutting.known else {},
+        **_cut(workload, item),
         own_loss=_own_loss(workload),
         after_step=_name(spec.hooks.get("after_step"), "after_step", modules) if "after_step" in hooks else "",
         notes=_notes(subject),
@@ -150,15 +151,29 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
     return script(loop), loop
 
 
+def _cut(workload: Workload, item: Any) -> dict[str, Any]:
+    """Return what the script says about how batches are cut. ``item``: a batch, or where fixed a microbatch."""
+    cutting = workload.cutting
+    dimensions = cutting.of(item) if cutting.known else {}
+    counted = "target" if cutting.is_whole else "along" if dimensions else "first"
+    cut = "hook" if "split" in workload.hooks else "whole" if cutting.is_whole else counted
+    return {"dimensions": dimensions, "counted": counted, "cut": cut}
+
+
 def _refuse(subject: Subject) -> None:
     job, spec = subject.job, subject.workload.spec
     hooks = subject.workload.hooks
+    batch = subject.workload.example_item(None)
+    parts = subject.workload.split(batch, subject.plan.num_microbatches)
+    structures = {form_of(part).structure for part in parts}
     reasons = {
         "the batches are synthetic, made from example_inputs or --input": spec.inputs or "data" not in hooks,
         "it begins from other weights than the model's own (--init-from)": job.init_from,
         "it scales the loss for float16 (--precision fp16)": spec.precision == "fp16",
         "it updates batch statistics once a minibatch (--deferred-batch-norm)": job.deferred_batch_norm,
         "it leaves out steps that are not finite (--on-nonfinite skip)": job.on_nonfinite == "skip",
+        "its microbatches have different structures, such as lists of images": len(structures) > 1
+        or ("split" not in hooks and not subject.workload.cutting.is_whole and subject.workload.is_fixed(batch)),
         "its learning rate was changed on going on from a checkpoint": job.learning_rate is not None,
     }
     for reason, applies in reasons.items():

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopipe.workflow.plain_cutting import SAMPLES, SPLIT
 from autopipe.workflow.plain_draws import DRAWS, OPAQUE
 
 
@@ -34,6 +35,8 @@ class PlainLoop:
     ``batch``: how the model is called, "dict", "mapping", "tuple" or "tensor". ``staleness``: of each
     parameter, or one number for all; None for 0. ``autocast``: a dtype, "" for none.
     ``dimensions``: place among the leaves of a batch -> the dimension that counts the samples; empty for dimension 0.
+    ``cut``: what is cut into microbatches: dimension "first", "along" ``dimensions``, by the user's "hook", or nothing:
+    "whole". ``counted``: where samples are counted, "first", "along", or dimension 0 of the "target".
     ``after_step``: what is called behind each step, "" for nothing.
     ``own_loss``: what the names of the loss's own parameters begin with, "" where it has none.
     """
@@ -62,6 +65,8 @@ class PlainLoop:
     autocast: str = ""
     divisor: DivisorText | None = None
     dimensions: Mapping[int, int] = field(default_factory=dict)
+    cut: str = "first"
+    counted: str = "first"
     own_loss: str = ""
     after_step: str = ""
     notes: tuple[str, ...] = field(default=())
@@ -120,36 +125,6 @@ def batches():
         random_state(outside)
 '''
 
-_SPLIT = '''
-def samples(batch):
-    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
-
-
-def split(batch):
-    """Cut what is as long as the batch into microbatches; the rest goes to each of them."""
-    leaves, structure = pytree.tree_flatten(batch)
-    n = samples(batch)
-    parts = min(MICROBATCHES, n)
-    cut = [leaf.tensor_split(parts) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == n
-           else [leaf] * parts for leaf in leaves]
-    return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
-'''
-
-_SPLIT_ALONG = '''
-def samples(batch):
-    place, dimension = next(iter(DIMENSIONS.items()))
-    return pytree.tree_leaves(batch)[place].shape[dimension]
-
-
-def split(batch):
-    """Cut each tensor along the dimension that counts the samples; the rest goes to each microbatch."""
-    leaves, structure = pytree.tree_flatten(batch)
-    parts = min(MICROBATCHES, samples(batch))
-    cut = [leaf.tensor_split(parts, DIMENSIONS[place]) if place in DIMENSIONS else [leaf] * parts
-           for place, leaf in enumerate(leaves)]
-    return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
-'''
-
 _COMPARE = """
 if len(sys.argv) == 1:
     torch.save({state}, "plain.pt")
@@ -175,7 +150,7 @@ def script(loop: PlainLoop) -> str:
     parts = [_docstring(loop), _imports(loop), _constants(loop), _HEAD]
     parts += [DRAWS] if loop.draws else []
     parts += [OPAQUE] if loop.opaque else []
-    parts += [_BATCHES.format(data=loop.data), _SPLIT_ALONG if loop.dimensions else _SPLIT]
+    parts += [_BATCHES.format(data=loop.data), SAMPLES[loop.counted], SPLIT[loop.cut]]
     parts += [_shares(loop), _loss(loop), _training(loop), _COMPARE.format(state=_state(loop))]
     return "\n".join(part.strip("\n") + "\n" for part in _spaced(parts))
 
@@ -244,7 +219,7 @@ def _shares(loop: PlainLoop) -> str:
         return '''
 def shares(parts, batch):
     """The loss is a mean over samples."""
-    return [samples(part) / samples(batch) for part in parts]
+    return [samples(part) / sum(map(samples, parts)) for part in parts]
 '''
     divisor = loop.divisor
     leaves = "".join(f"    {name} = leaves[{place}]\n" for place, name in divisor.names.items())
@@ -259,9 +234,10 @@ def divisors(batch):
 
 def shares(parts, batch):
     """A microbatch counts what the loss divides by in it, of what it divides by in the whole batch."""
-    whole, each = divisors(batch), [divisors(part) for part in parts]
+    each = [divisors(part) for part in parts]
+    whole = {"[sum(terms) for terms in zip(*each)]" if loop.cut in ("hook", "whole") else "divisors(batch)"}
     found = [[numbers[term] / total for numbers in each] for term, total in enumerate(whole) if total]
-    by_samples = [samples(part) / samples(batch) for part in parts]
+    by_samples = [samples(part) / sum(map(samples, parts)) for part in parts]
 '''
     if divisor.terms == 1 and not divisor.penalty:
         return text + "    return found[0] if found else by_samples\n"

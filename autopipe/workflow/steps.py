@@ -47,6 +47,7 @@ from autopipe.workflow.settings import (
 )
 from autopipe.workflow.store import PlanRecord, Store, Work
 from autopipe.workload import Workload
+from autopipe.workload.cutting.hook import Minibatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
     """Capture and measure the model, and write profile.json."""
     with only_one(settings.work_dir, "measures a model"):
         work = Work.begin(settings.work_dir, progress)
-        model = load_model(settings, work, verify=settings.verify)
+        model = load_model(settings, work, verify=settings.verify, minibatch=Minibatch())
         found = measure_model(model, settings, work)
         work.notes.append(f"profiled {counted(len(found.graph.nodes), 'op')}, captured by {model.capture.method}")
         return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
@@ -99,7 +100,10 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             found = stored
             work.notes.append(f"planned from the stored profile of {found.graph.name}; its file was not read")
         else:
-            model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings))
+            minibatch = minibatch_of(settings, work)
+            model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings), minibatch=minibatch)
+            if not found.graph.symbols and request.num_microbatches is None is request.microbatch_size:
+                request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
             batch_size, warnings = batch_of(model.workload, request), model.capture.notes
             artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
         chosen = choose_plan(found, request, work, batch_size)
@@ -133,7 +137,7 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
         work = Work.begin(work_dir, progress)
         made, _ = work.store.stored_plan()
         settings = ProfileSettings(ModelSettings(), work_dir, allow_data_dependent=keeps_decisions(work))
-        model = load_model(settings, work, verify=False)
+        model = load_model(settings, work, verify=False, minibatch=Minibatch(made.num_microbatches, made.batch_size))
         if model.capture.graph.digest != made.graph_digest:
             raise ArtifactError(
                 f"the plan is of model {made.graph_digest}, and the model is now {model.capture.graph.digest}",
@@ -198,7 +202,11 @@ def prepare(
     Raises: RunError where the number of ranks is not known; what ``accept`` raises; what the steps raise.
     """
     work = Work.begin(settings.work_dir, progress)
-    model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings), accept)
+    minibatch = minibatch_of(settings, work)
+    sizes = microbatch_sizes(settings)
+    model, found = ensure_profile(settings.profile, work, sizes, accept, minibatch)
+    if not found.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
+        settings = dataclasses.replace(settings, num_microbatches=1 if minibatch is None else minibatch.parts)
     made, record = ensure_plan(model.workload, found, settings, work)
     # a seed or a learning rate of this command alone changes what is trained, not how it is cut
     made = dataclasses.replace(made, workload=model.workload.spec)
@@ -228,6 +236,17 @@ def prepare(
 def batch_size_of(workload: Workload, plan: Plan) -> int | None:
     """Return the batch size to ask the data for: None where the data decides for itself."""
     return plan.batch_size if workload.takes_batch_size else None
+
+
+def minibatch_of(settings: PlanSettings, work: Work) -> Minibatch | None:
+    """Return how the minibatches are asked for and cut, as the settings or the stored plan say; None where neither."""
+    stored = work.found(Plan, work.store.plan)
+    size = settings.batch_size or (None if stored is None else stored.batch_size)
+    if settings.num_microbatches is not None:
+        return Minibatch(settings.num_microbatches, size)
+    if settings.microbatch_size is not None and size is not None:
+        return Minibatch(-(-size // settings.microbatch_size), size)
+    return None if stored is None else Minibatch(stored.num_microbatches, size)
 
 
 def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import torch
 
 from autopipe.generate import load_divisor
 from autopipe.runtime.full_batch import FullBatch, full_batch
-from autopipe.runtime.shares import shares_of
+from autopipe.runtime.shares import shares_of, shares_of_parts
 from autopipe.trace.coupling import normalised_layers
 from autopipe.workflow.results import FullBatchParameter, FullBatchReport
 from autopipe.workflow.steps import Prepared
@@ -25,15 +25,21 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     whole = workload.split(item, plan.num_microbatches)
     sizes = [workload.num_samples(part) for part in whole]
     count = len(sizes)
-    while not step and count > _FEWEST_PARTS and sum(sizes[:count]) > _MOST_SAMPLES:
-        count -= 1
+    if workload.cuts_by_dimension(item):
+        while not step and count > _FEWEST_PARTS and sum(sizes[:count]) > _MOST_SAMPLES:
+            count -= 1
     if count < len(sizes):
         item = workload.resized(item, sum(sizes[:count]))  # parts as large as training's
     parts = workload.split(item, count)
     samples = [workload.num_samples(part) for part in parts]
     divisor = load_divisor(prepared.stages, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
-    leaves = workload.leaves
-    shares = shares_of(divisor, leaves(item), [leaves(part) for part in parts], samples)
+    each = [workload.leaves(part) for part in parts]
+    if workload.cuts_by_dimension(item):
+        shares = shares_of(divisor, workload.leaves(item), each, samples)
+    else:
+        # parts of other structures than the first one have code of their own, which is not made for this
+        same = all(part.keys() == each[0].keys() for part in each)
+        shares = shares_of_parts([divisor if same else None] * len(each), each, samples)
     device = torch.device(prepared.profile.device.kind)
     reason = ""
     try:

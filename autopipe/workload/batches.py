@@ -17,8 +17,9 @@ from torch import Tensor
 from autopipe.draws import seed_of
 from autopipe.errors import ModelFileError, with_article
 from autopipe.workload import items
-from autopipe.workload.cutting.dimensions import BatchDimensions
+from autopipe.workload.cutting.dimensions import WHOLE, BatchDimensions
 from autopipe.workload.cutting.find import Unanswered, asked, is_plain
+from autopipe.workload.cutting.hook import Minibatch, split_by
 from autopipe.workload.hooks import Hook
 from autopipe.workload.isolation import PrivateRandom
 from autopipe.workload.items import Item, SyntheticInput
@@ -26,7 +27,7 @@ from autopipe.workload.targets import users_code
 
 DEFAULT_BATCH_SIZE = 32
 SYNTHETIC_BATCHES = 64  # in one epoch, where nothing but example_inputs says what the data is
-_TRAINING, _EVALUATION, _EXAMPLE = 0, 1, 2  # streams of random numbers, so that none repeats another's
+_TRAINING, _EVALUATION, _EXAMPLE, _SPLIT = 0, 1, 2, 3  # streams of random numbers, so that none repeats another's
 _DATA = 1 << 40  # a position that no operation of a model has
 
 
@@ -35,6 +36,7 @@ class Batches:
     """The batches of one workload. ``name`` and ``path`` are for errors; ``arguments`` gives the forward's names.
 
     ``dimensions``: which of them count the samples; None until the first batch is read.
+    ``minibatch``: how the batches of this training are asked for and cut; None where that is not decided yet.
     ``read``: by hook, the last iterator that it handed out, to tell one that is handed out a second time.
     ``lengths``: by hook, how many batches its last epoch said that it has; nothing where it does not say.
     """
@@ -46,6 +48,7 @@ class Batches:
     inputs: Sequence[SyntheticInput]
     arguments: Callable[[], tuple[str, ...]]
     dimensions: BatchDimensions | None = None
+    minibatch: Minibatch | None = None
     read: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
 
@@ -57,14 +60,46 @@ class Batches:
     def example(self, batch_size: int | None) -> Item:
         """Return one batch of exactly ``batch_size`` samples (None: as many as it comes with). The same every time.
 
+        Where the number of samples is no dimension of the inputs (lists of images, whole graphs), return the first
+        microbatch of the training, whatever its size.
+
         Raises: ModelFileError when there is nothing to make one from, or it has the wrong shape.
         """
+        item = self._first(batch_size)
+        if batch_size is None:
+            return item
+        if self.is_fixed(item):
+            cut = self.minibatch or Minibatch()
+            return self.split(self._first(cut.batch_size), cut.parts)[0]
+        return self.cutting.resized(item, batch_size)
+
+    def _first(self, batch_size: int | None) -> Item:
         if self.inputs or "example_inputs" in self.hooks:
-            item = self._synthetic(PrivateRandom(self._stream(_EXAMPLE, 0)), batch_size)
-        else:
-            size = batch_size if "data" in self.hooks and self.hooks["data"].takes_batch_size else None
-            item = next(self.training(size, 0))
-        return item if batch_size is None else self.cutting.resized(item, batch_size)
+            return self._synthetic(PrivateRandom(self._stream(_EXAMPLE, 0)), batch_size)
+        size = batch_size if "data" in self.hooks and self.hooks["data"].takes_batch_size else None
+        return next(self.training(size, 0))
+
+    def is_fixed(self, item: Item) -> bool:
+        """Tell whether the number of samples is no dimension of the model's inputs.
+
+        With a ``split`` hook it is one only where the data gives batches of any size: the hook's parts may not be
+        batches of other samples put together.
+        """
+        source = self.hooks.get("example_inputs") or self.hooks.get("data")
+        sized = source is None or source.name == "example_inputs" or source.takes_batch_size
+        return self.cutting.is_fixed(item) or ("split" in self.hooks and not sized)
+
+    def split(self, item: Item, num_microbatches: int) -> list[Item]:
+        """Cut an item into microbatches: as the ``split`` hook does, else along the samples.
+
+        Raises: ModelFileError for what cannot be cut, or where the hook gives no list of batches.
+        """
+        hook = self.hooks.get("split")
+        if hook is None or num_microbatches == 1:
+            return self.cutting.split(item, num_microbatches)
+        private = PrivateRandom(self._stream(_SPLIT, 0))
+        with private.active():
+            return split_by(hook, item, num_microbatches)
 
     @property
     def cutting(self) -> BatchDimensions:
@@ -180,14 +215,32 @@ class Batches:
             item = items.normalised(found, hook.label)
             if self.dimensions is None:
                 self.dimensions = self._found_dimensions(item, hook, batch_size)
-            self.dimensions.check(item, hook.label, batch_size)
+            if "split" not in self.hooks:
+                self.dimensions.check(item, hook.label, batch_size)
         except ModelFileError as error:
             raise ModelFileError(error.what, where=error.where or hook.path, remedy=error.remedy) from None
         return item
 
     def _found_dimensions(self, item: Item, hook: Hook, batch_size: int | None) -> BatchDimensions:
-        """Return which dimensions count the samples. Where the first batch leaves that open, the data is asked."""
-        if batch_size is None or is_plain(item, batch_size):
+        """Return which dimensions count the samples. Where the first batch leaves that open, the data is asked.
+
+        A batch that cannot be cut is refused, unless it need not be, or is cut by the ``split`` hook.
+
+        Raises: ModelFileError saying why it cannot be cut.
+        """
+        try:
+            dimensions = self._asked(item, hook, batch_size)
+            dimensions.check(item, hook.label, batch_size)
+        except ModelFileError:
+            if "split" in self.hooks or (self.minibatch is not None and self.minibatch.parts == 1):
+                return BatchDimensions({"": WHOLE})
+            raise
+        return dimensions
+
+    def _asked(self, item: Item, hook: Hook, batch_size: int | None) -> BatchDimensions:
+        if batch_size is not None and is_plain(item, batch_size):
+            return BatchDimensions()
+        if hook.name != "example_inputs" and not hook.takes_batch_size:
             return BatchDimensions()
 
         def read(size: int) -> Item:

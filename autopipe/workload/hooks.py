@@ -10,6 +10,7 @@ optimizer          (named_parameters) -> Optimizer       AdamW
 scheduler          (optimizer) -> LRScheduler            none
 after_step         (named_parameters, step)              nothing is done after a step
 evaluate_data      as ``data``                           none
+split              (batch, parts) -> list of batches     cut along the samples
 =================  ====================================  ===============================================
 
 A loss that is a module with parameters: see ``own_loss``.
@@ -143,7 +144,19 @@ def find_hooks(
             value = vars(module)[name]
             instance = _instance(value, name, label, path)
             found[name] = _checked(Hook(name, instance, label, path, instance is not value))
+    if _is_split(vars(module).get("split"), module.__name__):
+        found["split"] = Hook("split", vars(module)["split"], label, getattr(module, "__file__", None) or "")
     return found
+
+
+def _is_split(value: Any, module: str) -> bool:
+    """Tell whether the name ``split`` of a file stands for the hook: a function ``split(batch, parts)`` of that file.
+
+    Scripts have other functions of that name, such as one that parts training from validation data.
+    """
+    if not inspect.isfunction(value) or value.__module__ != module:
+        return False
+    return list(inspect.signature(value).parameters)[:2] == ["batch", "parts"]
 
 
 def _from_option(name: str, text: str, model_module: ModuleType, model_label: str) -> Hook:

@@ -55,3 +55,18 @@ class PrivateRandom:
             finally:
                 self._state = _take()
                 _put(outside)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed every generator for a build. torch's is left as the build leaves it; the others are put back."""
+    with exclusive():
+        numpy_state, random_state = np.random.get_state(), random.getstate()
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(random_state)

@@ -72,6 +72,17 @@ def paths(item: Item) -> Iterator[tuple[str, Any]]:
         yield path_text(path, isinstance(item, tuple)), leaf
 
 
+def containers(item: Item) -> Iterator[tuple[str, Any]]:
+    """Give every list and tuple inside an item with its path."""
+    seen: set[str] = set()
+    for keys, _ in pytree.tree_flatten_with_path(item)[0]:
+        for count in range(1, len(keys)):
+            path = path_text(keys[:count], isinstance(item, tuple))
+            if isinstance(keys[count], pytree.SequenceKey) and path not in seen:
+                seen.add(path)
+                yield path, pytree.key_get(item, keys[:count])
+
+
 def path_text(path: Sequence[Any], pair: bool) -> str:
     """Return the path of a leaf or container as text. ``pair``: the item is (inputs, target)."""
     if not pair or not path:

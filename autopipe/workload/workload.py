@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -33,10 +31,12 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload import items
 from autopipe.workload.batches import Batches
 from autopipe.workload.building import Builder, find_builder, forward_names
-from autopipe.workload.cutting.dimensions import BatchDimensions
+from autopipe.workload.cutting.dimensions import WHOLE, BatchDimensions
 from autopipe.workload.cutting.find import declared
+from autopipe.workload.cutting.hook import Minibatch
 from autopipe.workload.empty import parameters_without_memory
 from autopipe.workload.hooks import find_hooks
+from autopipe.workload.isolation import seeded
 from autopipe.workload.items import Item, SyntheticInput
 from autopipe.workload.load_options import LoadOptions
 from autopipe.workload.modes import for_training
@@ -63,11 +63,11 @@ class Workload:
     def __init__(self, spec: WorkloadSpec) -> None:
         self._spec = spec
         target = Target.parse(spec.target)
-        with _seeded(spec.seed):  # a model may be built by the import
+        with seeded(spec.seed):  # a model may be built by the import
             module = import_target(target)
         self._path = getattr(module, "__file__", None) or ""
         self.builder: Builder = find_builder(module, target.attribute, target.label, spec.arguments)
-        with _seeded(spec.seed):  # so that a file of hooks draws the same in every process that imports it
+        with seeded(spec.seed):  # so that a file of hooks draws the same in every process that imports it
             self.hooks = find_hooks(module, target.label, spec.hooks, ("optimizer",) if spec.optimizer else ())
         inputs = tuple(SyntheticInput.parse(text) for text in spec.inputs)
         cutting = None if spec.batch_dims is None else BatchDimensions(spec.batch_dims)
@@ -139,7 +139,7 @@ class Workload:
         Raises: ModelFileError when the user's code fails.
         """
         without = parameters_without_memory(shifted=shifted) if empty else contextlib.nullcontext()
-        with _seeded(self.spec.seed), without, ZeroedMemory() as memory:
+        with seeded(self.spec.seed), without, ZeroedMemory() as memory:
             model = self.builder.build()
             uninitialized = memory.note(model)
             self._forward_names = forward_names(model)
@@ -216,8 +216,24 @@ class Workload:
         return {names[place]: dimension for place, dimension in self.cutting.of(item).items()}
 
     def split(self, item: Item, num_microbatches: int) -> list[Item]:
-        """Cut an item into microbatches as ``torch.tensor_split`` does; parts without a sample are left out."""
-        return self.cutting.split(item, num_microbatches)
+        """Cut an item into microbatches: as the ``split`` hook does, else along the samples; none is empty."""
+        return self._batches.split(item, num_microbatches)
+
+    def is_fixed(self, item: Item) -> bool:
+        """Tell whether the number of samples is no dimension of the inputs, so that each is captured by itself."""
+        return self._batches.is_fixed(item)
+
+    def cuts_by_dimension(self, item: Item) -> bool:
+        """Tell whether a microbatch has the leaves of the whole batch, each cut along its dimension or whole."""
+        return "split" not in self.hooks and not self.cutting.is_fixed(item)
+
+    def trains_with(self, minibatch: Minibatch) -> None:
+        """Say how the training asks for minibatches and cuts them, before the first batch is read."""
+        self._batches.minibatch = minibatch
+
+    def trains_whole(self) -> None:
+        """Say that no batch can be cut."""
+        self._batches.dimensions = BatchDimensions({"": WHOLE})
 
     def resized(self, item: Item, batch_size: int) -> Item:
         """Return an item of exactly ``batch_size`` samples: the first ones, repeated where there are too few."""
@@ -367,18 +383,3 @@ class Workload:
         """
         hook = self.hooks.get("scheduler")
         return None if hook is None else make_scheduler(hook, optimizer)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed every generator for a build. torch's is left as the build leaves it; the others are put back."""
-    with exclusive():
-        numpy_state, random_state = np.random.get_state(), random.getstate()
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(random_state)

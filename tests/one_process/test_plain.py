@@ -88,9 +88,9 @@ def compared(made: Captured, plan: Any, steps: int, folder: Path, **job: Any) ->
     """Train in stages, write the script, run it, and return its last line."""
     pipeline = build(made, plan, folder / "run", **job)
     items = []
-    epoch = 0
+    epoch, size = 0, plan.batch_size if made.workload.takes_batch_size else None
     while len(items) < steps:
-        items += list(made.workload.items(plan.batch_size, epoch=epoch))[: steps - len(items)]
+        items += list(made.workload.items(size, epoch=epoch))[: steps - len(items)]
         epoch += 1
     weights = pipeline.weights(pipeline.train(items))
     aliases = made.capture.graph.aliases

@@ -39,7 +39,7 @@ def test_a_plain_model_is_the_calls_its_forward_makes():
     assert str(nodes["first"].spec) == "float32[s0, 8]"
     assert nodes["first"].spec.requires_grad
     assert (nodes["hidden_2"].num_random, nodes["hidden_2"].random_position) == (1, 0)
-    assert nodes["first"].source.endswith("trace_cases.py:88")
+    assert nodes["first"].source.endswith("trace_cases.py:96")
     assert nodes["hidden"].module_type == "Plain"
     assert nodes["first"].module_type == "Linear"
 

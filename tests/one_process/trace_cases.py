@@ -43,6 +43,12 @@ class Toy:
         leaves = self.leaves(item)
         return {name: 0 for name, leaf in leaves.items() if leaf.dim() and leaf.shape[0] == self.num_samples(item)}
 
+    def is_fixed(self, item):
+        return False
+
+    def cuts_by_dimension(self, item):
+        return True
+
     def split(self, item, num_microbatches):
         count = self.num_samples(item)
         parts = min(num_microbatches, count)

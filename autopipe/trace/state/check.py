@@ -45,7 +45,8 @@ def refuse_changing_state(
     Raises: TraceError naming the state, the line that writes it and the line that reads it.
     """
     hooks = workload.functions() if hasattr(workload, "functions") else {}
-    half = workload.split(item, 2)[0] if workload.num_samples(item) >= _ENOUGH else item
+    halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
+    half = workload.split(item, 2)[0] if halves else item
     look = Look(workload, model, half, hooks)
     with look.restored():
         try:

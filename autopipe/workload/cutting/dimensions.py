@@ -9,27 +9,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError, counted
-from autopipe.workload.items import Item, path_text, paths, shapes
+from autopipe.workload.items import Item, containers, path_text, paths, shapes
 from autopipe.workload.layouts import laid_out
 
 WHOLE = -1  # stands for the dimension of a tensor that is never cut
+LIST = -2  # stands for a list with one entry a sample
 
 REMEDY = (
-    "define batch_dim in the model file: the dimension that counts the samples, one number for all tensors or "
-    "(inputs, target), such as batch_dim = 1 for sequence-first tensors"
+    "define batch_dim in the model file, the dimension that counts the samples, such as batch_dim = 1 for "
+    "sequence-first tensors; or split(batch, parts), which returns the microbatches of a batch; or train each batch "
+    "whole: --num-microbatches 1"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDimensions:
     """``known``: by path of a tensor, or of a container of tensors (``inputs[0]``, ``['ids']``, "" for all), the
-    dimension, or WHOLE. The longest path that leads to a tensor decides.
+    dimension, WHOLE, or LIST. The longest path that leads to a tensor decides.
 
     A tensor that is not in ``known`` counts its samples in dimension 0, where it has as many entries there as the batch
     has samples: as many as the first tensor with a dimension.
@@ -45,7 +48,7 @@ class BatchDimensions:
         leaves, structure = pytree.tree_flatten(item)
         tensors = {p: leaf for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0}
         known = self._by_place(structure, isinstance(item, tuple)) if self.known else {}
-        dimensions = {place: known[place] for place in tensors if known.get(place, WHOLE) != WHOLE}
+        dimensions = {place: known[place] for place in tensors if known.get(place, WHOLE) >= 0}
         for place, dimension in dimensions.items():
             if dimension >= tensors[place].dim():
                 raise _no_such_dimension(item, place, dimension)
@@ -71,26 +74,65 @@ class BatchDimensions:
             if any(path in self.known for path in some)
         }
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of a batch can be cut."""
+        return self.known.get("") == WHOLE
+
+    def is_fixed(self, item: Item) -> bool:
+        """Tell whether the number of samples is no dimension of the tensors, so that each is another structure."""
+        return bool(self._lists(item)) or not self.of(item)
+
+    def _lists(self, item: Item) -> list[Any]:
+        """Return the lists that have one entry a sample."""
+        wanted = {path for path, dimension in self.known.items() if dimension == LIST}
+        return [node for path, node in containers(item) if path in wanted] if wanted else []
+
     def num_samples(self, item: Item) -> int:
         """Return how many samples an item has.
+
+        A batch that cannot be cut counts by the first tensor of its target: that is what losses average over.
 
         Raises: ModelFileError when no tensor of it counts them.
         """
         leaves = pytree.tree_leaves(item)
         for place, dimension in self.of(item).items():
             return _entries(leaves[place], dimension)
+        for samples in self._lists(item):
+            return len(samples)
+        if self.is_whole:
+            targets = pytree.tree_leaves(item[1]) if isinstance(item, tuple) else []
+            sizes = (leaf.shape[0] for leaf in (*targets, *leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+            return int(next(sizes, 1))
         raise ModelFileError(
             "the batch holds no tensor with a dimension",
             remedy="give samples-first tensors: dimension 0 counts the samples",
         )
 
     def split(self, item: Item, num_microbatches: int) -> list[Item]:
-        """Cut an item as ``torch.tensor_split`` does; parts without a sample are left out."""
-        leaves, structure = pytree.tree_flatten(item)
-        dimensions, parts = self.of(item), min(num_microbatches, self.num_samples(item))
+        """Cut an item as ``torch.tensor_split`` does; parts without a sample are left out.
+
+        Raises: ModelFileError for more than one part of what cannot be cut.
+        """
+        if self.is_whole:
+            if num_microbatches > 1:
+                raise ModelFileError(
+                    f"the batch cannot be cut into {num_microbatches} microbatches ({shapes(item)})", remedy=REMEDY
+                )
+            return [item]
+        count = self.num_samples(item)
+        parts = min(num_microbatches, count)
+        if parts == 1:
+            return [item]
+        leaves, structure, dimensions = self._flat(item)
+        places = torch.arange(count).tensor_split(parts)
         cut = [
-            leaf.tensor_split(parts, dimensions[place]) if place in dimensions else (leaf,) * parts
-            for place, leaf in enumerate(leaves)
+            [type(leaf)(leaf[int(some[0]) : int(some[-1]) + 1]) for some in places]
+            if dimensions.get(index) == LIST
+            else leaf.tensor_split(parts, dimensions[index])
+            if index in dimensions
+            else (leaf,) * parts
+            for index, leaf in enumerate(leaves)
         ]
         return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
 
@@ -108,14 +150,31 @@ class BatchDimensions:
             raise ModelFileError(
                 f"the batch has no samples ({shapes(item)})", remedy="leave empty batches out of the data"
             )
+        if self.is_whole:
+            return item
         index = torch.arange(batch_size) % count
-        leaves, structure = pytree.tree_flatten(item)
-        for place, dimension in self.of(item).items():
+        leaves, structure, dimensions = self._flat(item)
+        for place, dimension in dimensions.items():
             leaf = leaves[place]
+            if dimension == LIST:
+                leaves[place] = type(leaf)(leaf[int(number)] for number in index)
+                continue
             chosen = leaf.index_select(dimension, index.to(leaf.device))
             leaves[place] = laid_out(chosen, leaf).requires_grad_(leaf.requires_grad)
         changed: Item = pytree.tree_unflatten(leaves, structure)
         return changed
+
+    def _flat(self, item: Item) -> tuple[list[Any], pytree.TreeSpec, dict[int, int]]:
+        """Return the leaves of an item, lists of samples among them, its structure, and their dimensions by place."""
+        dimensions = self.of(item)
+        lists = {id(node) for node in self._lists(item)}
+        if not lists:
+            leaves, structure = pytree.tree_flatten(item)
+            return leaves, structure, dimensions
+        by_tensor = {id(leaf): dimensions.get(place) for place, leaf in enumerate(pytree.tree_leaves(item))}
+        leaves, structure = pytree.tree_flatten(item, is_leaf=lambda node: id(node) in lists)
+        found = {place: LIST if id(leaf) in lists else by_tensor.get(id(leaf)) for place, leaf in enumerate(leaves)}
+        return leaves, structure, {place: dimension for place, dimension in found.items() if dimension is not None}
 
     def check(self, item: Item, origin: str, batch_size: int | None = None) -> None:
         """Refuse an item whose tensors do not agree on the number of samples. ``batch_size``: what was asked for.
@@ -125,8 +184,12 @@ class BatchDimensions:
         if not self.known:
             check_samples_first(item, origin, batch_size)
             return
+        if self.is_whole:
+            return
         leaves, count, places = pytree.tree_leaves(item), self.num_samples(item), list(paths(item))
-        problem = ""
+        problem = next(
+            (f"a list has {len(n)} samples, and others have {count}" for n in self._lists(item) if len(n) != count), ""
+        )
         for place, dimension in self.of(item).items():
             entries = _entries(leaves[place], dimension)
             if entries != count:

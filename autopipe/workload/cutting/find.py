@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError
-from autopipe.workload.cutting.dimensions import REMEDY, WHOLE, BatchDimensions
-from autopipe.workload.items import Item, path_text, paths
+from autopipe.workload.cutting.dimensions import LIST, REMEDY, WHOLE, BatchDimensions
+from autopipe.workload.items import Item, containers, path_text, paths
 
 SIZES = (5, 7, 11)
 """The batch sizes that the data is asked for; the last one only where the first two leave two dimensions of a tensor
@@ -75,10 +75,16 @@ def asked(read: Callable[[int], Item]) -> BatchDimensions:
 
     Raises: ModelFileError for a tensor in which two dimensions do; whatever ``read`` raises.
     """
-    batches = [_shapes(read(size)) for size in SIZES[:2]]
-    sizes = _sizes(batches)
+    items = [read(size) for size in SIZES[:2]]
+    batches, lists = [_shapes(item) for item in items], [_lengths(item) for item in items]
+    sizes = _sizes([{**shapes, **lengths} for shapes, lengths in zip(batches, lists, strict=True)])
     if sizes is None:
         return BatchDimensions()
+    samples = [path for path, dimensions in _following(lists, sizes).items() if dimensions]
+    batches = [
+        {path: shape for path, shape in shapes.items() if not path.startswith(tuple(f"{name}[" for name in samples))}
+        for shapes in batches
+    ]
     candidates = _following(batches, sizes)
     if any(len(dimensions) > 1 for dimensions in candidates.values()):
         batches.append(_shapes(read(SIZES[2])))
@@ -91,11 +97,17 @@ def asked(read: Callable[[int], Item]) -> BatchDimensions:
                 remedy=REMEDY,
             )
     known = {path: dimensions[0] if dimensions else WHOLE for path, dimensions in candidates.items()}
+    known.update(dict.fromkeys(samples, LIST))
     return BatchDimensions(known if any(dimension != 0 for dimension in known.values()) else {})
 
 
 def _shapes(item: Item) -> dict[str, tuple[int, ...]]:
     return {path: tuple(leaf.shape) for path, leaf in paths(item) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+
+
+def _lengths(item: Item) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of the lists and tuples in a batch; of those in other ones that of the outermost."""
+    return {path: (len(node),) for path, node in containers(item) if type(node) in (list, tuple)}
 
 
 def _sizes(batches: list[dict[str, tuple[int, ...]]]) -> tuple[int, int] | None:

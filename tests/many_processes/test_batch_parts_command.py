@@ -1,0 +1,74 @@
+"""Through the command: graphs cut by the ``split`` hook train, resume and evaluate as the written loop does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import Commands
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3)
+    def forward(self, x, edges):
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]))
+        return self.head(x)
+
+build_model = Net
+
+def data():
+    g = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        edges = torch.cat([torch.randint(0, 4, (2, 5), generator=g) + 4 * i for i in range(6)], 1)
+        yield (torch.randn(24, 6, generator=g), edges), torch.randint(0, 3, (24,), generator=g)
+
+evaluate_data = data
+loss = nn.CrossEntropyLoss
+"""
+SPLIT = """
+def split(batch, parts):
+    (x, edges), target = batch
+    microbatches = []
+    for some in torch.arange(6).tensor_split(parts):
+        low, high = int(some[0]) * 4, (int(some[-1]) + 1) * 4
+        inside = (edges[0] >= low) & (edges[0] < high)
+        microbatches.append(((x[low:high], edges[:, inside] - low), target[low:high]))
+    return microbatches
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    runner = Commands(tmp_path)
+    yield runner
+    runner.end()
+
+
+@pytest.mark.parametrize("way", ["split", "whole"])
+def test_graphs_train_resume_and_evaluate_as_the_written_loop(commands: Commands, tmp_path: Path, way: str) -> None:
+    (tmp_path / "model.py").write_text(MODEL + (SPLIT if way == "split" else ""))
+    words = ["--gpus", "2", "--replicas", "never", "--device", "cpu", "--schedule", "1f1b"]
+    words += ["--num-microbatches", "3" if way == "split" else "1"]
+    if way == "whole":
+        _, err = commands.run("plan", "model.py", *words[:4], "--num-microbatches", "2", code=1)
+        assert "index" in err and "--num-microbatches 1" in err and "split(batch, parts)" in err
+    run = ["train", "model.py", *words, "--run-dir", "run", "--no-check"]
+    commands.run(*run, "--steps", "3", "--data-reader", "one")
+    commands.run(*run, "--steps", "5", "--resume", "--data-reader", "each")
+    commands.run("export", "run", "-o", "model.safetensors")
+    document = commands.document("eval", "run")
+    assert document["loss"] > 0
+    commands.run("plain", "run", "-o", "loop.py")
+    done = subprocess.run(
+        [sys.executable, "loop.py", "model.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
