@@ -27,6 +27,8 @@ class Fit:
 
     def __init__(self, narrow: Followed, wide: Followed) -> None:
         self.narrow, self.wide = narrow, wide
+        if narrow.recorder.fixed.seen != wide.recorder.fixed.seen:
+            raise OtherWay(": a number that is read from a tensor depends on the size of the batch")
         self.same = aligned(narrow, wide)
         self.arguments: dict[fx.Node, Arguments] = {}
         for other, node in self.same.items():

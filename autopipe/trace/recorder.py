@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe import guards
 from autopipe.trace.borrowed import Borrowed
 from autopipe.trace.explain import MORE_CALLS, TRANSFORMED, calling_frame, here, places_of, unsupported, where_short
+from autopipe.trace.fixed import NOT_FIXED, Fixed
 from autopipe.trace.known import Known
 from autopipe.trace.opaque.fakes import Fakes
 from autopipe.trace.opaque.record import ModuleCalls
@@ -72,6 +73,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         self.beside: Callable[[fx.Node], None] | None = None  # is told every call
         # the user's line and modules of what runs now, where another program stands in for the model
         self.given: tuple[tuple[str, int] | None, tuple[tuple[str, str, int], ...]] | None = None
+        self.fixed = Fixed()
         self.reads: Reads | None = None
         self.layout_read = ""  # what the forward reads of how tensors lie in memory, see ``ir.batch``
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
@@ -130,6 +132,9 @@ class Recorder(ModuleCalls, TorchFunctionMode):
             raise unsupported(f"torch.autograd.grad {TRANSFORMED}", "leave it out")
         if name == "__set__":
             return self._set(func, args)
+        number = self._fixed_number(name, args)
+        if number is not NOT_FIXED:
+            return format(number, args[1]) if name == "__format__" else OF_ITSELF.get(name, lambda n: n)(number)
         if self.reads is not None and is_answered(name, args):
             return self._answer(func, name, args, kwargs)
         run = self.fakes.function(name) or func
@@ -221,6 +226,16 @@ class Recorder(ModuleCalls, TorchFunctionMode):
     def _hint(self, symbol: Any, value: int | float) -> None:
         value = int(value) if isinstance(value, bool) else value
         self.symbols.shape_env.set_real_tensor_prop_unbacked_vals(symbol, value)
+
+    def _fixed_number(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Return what every batch reads from a value that is made of no batch; NOT_FIXED for any other."""
+        if not (name == "item" or (name in OF_ITSELF and is_answered(name, args))) or not self.known.has(args[0]):
+            return NOT_FIXED
+        self._paused += 1
+        try:
+            return self.fixed.number(self.known.node(args[0]))
+        finally:
+            self._paused -= 1
 
     def _answer(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a read with the value for the captured batch, and record that it must stay so."""
