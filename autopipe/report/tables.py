@@ -280,8 +280,15 @@ def _order(report: CheckReport) -> str:
         f"that order differs from one process's: {'; '.join(report.orders)}\n"
         f"the first step's gradients differ {rounding}, the weights "
         f"after {_losses(report)} by up to {weight.order_weight:.1e} ({weight.name})"
-        f"{_enlarged(gradient.order_gradient, weight.order_weight)}"
+        f"{_enlarged(gradient.order_gradient, weight.order_weight)}{_plain_order(report)}"
     )
+
+
+def _plain_order(report: CheckReport) -> str:
+    """Return the options that make a plan add up as one process does."""
+    options = (("is tied over", "--exact-ties always"), ("are replicated", "--replicas never"))
+    given = [option for words, option in options if any(words in reason for reason in report.orders)]
+    return f"\n{' '.join(given)} adds up as one process does" if given else ""
 
 
 def _enlarged(gradient: float, weight: float) -> str:

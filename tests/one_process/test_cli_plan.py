@@ -110,7 +110,8 @@ def test_json_carries_the_comparison_and_the_explanation(run):
     straight = found["comparison"]["contenders"][2]["plan"]
     assert (straight["replicas"], straight["predicted"]) == ([1, 1], found["predicted"])
     assert found["comparison"]["verdict"].startswith("A pipeline does not pay here")
-    assert found["explanation"][0].startswith("before layer4:")
+    assert found["explanation"][0].startswith("before layer4")
+    assert found["reasons"]["cuts"][0]["place"].startswith("before layer4")
     assert [cut["node"] for cut in found["reasons"]["cuts"]] == ["layer4"]
     # 16 samples of 8 layers of 30 ms, on two devices
     assert found["reasons"]["bound_seconds"] == pytest.approx(16 * 8 * 0.03 / 2)

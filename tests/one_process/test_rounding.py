@@ -43,13 +43,16 @@ def reordered(gradient, weight):
         ParameterError("a", 0.0, 0, weight, gradient / 2, weight),
         ParameterError("b", 0.0, 0, 0.0, gradient, 0.0),
     )
-    return CheckReport(True, True, 0.0, entries, losses=(1.0, 1.0), orders=("a is tied",), order_error=weight)
+    return CheckReport(
+        True, True, 0.0, entries, losses=(1.0, 1.0), orders=("a is tied over stages [0, 1]",), order_error=weight
+    )
 
 
 def test_the_rounding_of_an_order_is_apart_from_what_the_optimizer_makes_of_it():
     text = shown(reordered(1.2e-6, 4.8e-3))
-    assert "that order differs from one process's: a is tied" in text
+    assert "that order differs from one process's: a is tied over stages [0, 1]" in text
     assert "gradients differ by up to 1.2e-06 (b), the weights after 2 steps by up to 4.8e-03 (a)" in text
+    assert "--exact-ties always adds up as one process does" in text
     assert "4000 times as much: an optimizer that divides by a gradient's size" in text
     assert "times as much" not in shown(reordered(1.2e-6, 1.2e-6))
 
