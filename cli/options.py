@@ -181,6 +181,13 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
         "running statistics are averaged. never: one rank a stage, to the last bit one process's training. "
         "[default: auto; never where statistics would be averaged, and under --launcher env and slurm]",
     ),
+    option(
+        "--ema",
+        type=click.FloatRange(0, 1, max_open=True),
+        metavar="DECAY",
+        help="Keep averaged weights in float32: after each step average.lerp_(weight, 1 - DECAY), as torch's "
+        "AveragedModel does; buffers are the model's. 0: none. [default: none, or those of the run that goes on]",
+    ),
     option("--num-microbatches", type=types.COUNT, metavar="M", help="Parts of a minibatch."),
     option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),
     option(
@@ -284,6 +291,7 @@ def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
         order_settings(given),
         given.get("max_shapes", MAX_SHAPES),
         given["exact_ties"],
+        given["ema"],
     )
 
 

@@ -222,13 +222,20 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 @run_argument
 @options.option("--batch-size", type=types.COUNT, metavar="B", help="Samples at a time.")
 @options.option("--eval-data", metavar="TARGET", help="Data, instead of the file's `evaluate_data`.")
+@options.option("--ema", "averaged", is_flag=True, help="Evaluate the averaged weights of `train --ema`.")
 @named_again[0]
 @named_again[1]
 @options.option("--loss", metavar="TARGET", help="Loss of --target, instead of the file's `loss`.")
 @options.work_dir
 @options.output
 def eval_command(
-    terminal: Terminal, run: Path | None, batch_size: int | None, eval_data: str | None, work_dir: Path, **given: Any
+    terminal: Terminal,
+    run: Path | None,
+    batch_size: int | None,
+    eval_data: str | None,
+    averaged: bool,
+    work_dir: Path,
+    **given: Any,
 ) -> None:
     """Evaluate RUN (default: the newest) on held-out data, from its newest checkpoint.
 
@@ -237,7 +244,7 @@ def eval_command(
     from autopipe.report import tables
     from autopipe.workflow import runs
 
-    result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data, _named(given)))
+    result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data, _named(given), averaged))
     terminal.table(tables.evaluation(result))
     terminal.document("eval", documents.fields_of(result))
     terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
@@ -258,6 +265,7 @@ def eval_command(
     help="hf: a folder of safetensors with an index, as Hugging Face has it. [default: by the name]",
 )
 @options.option("--step", type=click.IntRange(min=0), help="Of the checkpoint. [default: the newest]")
+@options.option("--ema", "averaged", is_flag=True, help="Write the averaged weights of `train --ema`.")
 @named_again[0]
 @named_again[1]
 @options.work_dir
@@ -268,6 +276,7 @@ def export_command(
     output: Path,
     format: str | None,
     step: int | None,
+    averaged: bool,
     work_dir: Path,
     **given: Any,
 ) -> None:
@@ -281,7 +290,7 @@ def export_command(
     from autopipe.report import tables
     from autopipe.workflow import runs
 
-    result = runs.export(ExportSettings(output, run, work_dir, step, format, _named(given)))
+    result = runs.export(ExportSettings(output, run, work_dir, step, format, _named(given), averaged))
     terminal.table(tables.exported(result))
     terminal.document("export", documents.fields_of(result))
     terminal.next(LOADING[result.format].format(path=result.path))

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from oracle_order import Order
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 M64 = 2**64
@@ -141,10 +142,13 @@ def train(
     clip_norm: float = 0.0,
     order: Order | None = None,
     divisor: Callable[[Any], float] = samples,
+    ema: float = 0.0,
     cut: Callable[[Any, int], list[Any]] = chunks,
     opaque: Iterable[str] = (),
 ) -> tuple[list[float], torch.nn.Module, list[dict[str, torch.Tensor]]]:
     """Return the losses, the trained model, and the gradients of every step.
+
+    ``ema``: decay of averaged weights; ``vars(model)["averaged"]`` is torch's own ``AveragedModel``.
 
     ``order``: in which a plan adds up, where that is not one process's. ``divisor``: what the loss of a batch divides
     by; a part of it weighs its own divisor over the whole one. ``cut``: cuts a batch into microbatches. ``opaque``:
@@ -172,6 +176,8 @@ def train(
         else torch.optim.AdamW([p for p in parameters.values() if p.requires_grad])
     )
     scheduler = module.scheduler(optimizer) if hasattr(module, "scheduler") else None
+    if ema:
+        vars(model)["averaged"] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema))
     if order:
         order.start(model)
     versions = [{name: p.detach().clone() for name, p in parameters.items()}]
@@ -214,6 +220,8 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         if hasattr(module, "after_step"):
             module.after_step(list(parameters.items()), t)
+        if ema:
+            vars(model)["averaged"].update_parameters(model)
         if scheduler is not None:
             scheduler.step()
         versions.append({name: p.detach().clone() for name, p in parameters.items()})

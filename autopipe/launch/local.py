@@ -46,6 +46,7 @@ def _spec(request: Launch, rank: int, scratch: Path) -> WorkerSpec:
         timeout_seconds=request.timeout_seconds,
         batch_size=request.batch_size,
         evaluation_data=request.evaluation_data,
+        averaged=request.averaged,
         interface=LOOPBACK,
         local_rank=rank,
         local_world_size=request.world_size,

@@ -250,6 +250,7 @@ def _spec(request: Launch, store: str, rank: int, local_rank: int, local_world_s
         timeout_seconds=request.timeout_seconds,
         batch_size=request.batch_size,
         evaluation_data=request.evaluation_data,
+        averaged=request.averaged,
         interface=request.settings.interface,
         host=host,
         local_rank=local_rank,

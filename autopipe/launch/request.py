@@ -68,6 +68,7 @@ class Launch:
     """One start of all ranks of a run. ``body``: ``train`` or ``evaluate``.
 
     ``batch_size``, ``evaluation_data`` (a TARGET): for ``evaluate``, in place of the run's own; 0 and "" leave them.
+    ``averaged``: ``evaluate`` takes the averaged weights.
     ``stop``: whoever asks it asks the run to stop cleanly; without one, signals end it.
     """
 
@@ -79,6 +80,7 @@ class Launch:
     body: str = "train"
     batch_size: int = 0
     evaluation_data: str = ""
+    averaged: bool = False
     stop: StopRequest | None = None
 
     @property
@@ -113,6 +115,7 @@ class WorkerSpec:
     timeout_seconds: float
     batch_size: int = 0
     evaluation_data: str = ""
+    averaged: bool = False
     interface: str = ""
     host: str = ""
     local_rank: int = 0

@@ -184,6 +184,7 @@ def _spec(request: Launch, host: str, rank: int, ranks: Sequence[int], store: st
         timeout_seconds=request.timeout_seconds,
         batch_size=request.batch_size,
         evaluation_data=request.evaluation_data,
+        averaged=request.averaged,
         interface=interface if store else LOOPBACK,
         host=host,
         local_rank=ranks.index(rank),

@@ -138,7 +138,7 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, k
     transport = _connect(spec, layout, torch.device(job.device), job.excluded_devices, reporter, listener)
     session = known.session = RankSession.start(run, job, layout, transport, reporter)
     if spec.body == "evaluate":
-        step = session.restore_latest()
+        step = session.restore_latest(averaged=spec.averaged)
         session.evaluate(spec.batch_size or None, step, reader="one")  # nothing else reads: one process is enough
     else:
         reporter.event("ready", pid=os.getpid())

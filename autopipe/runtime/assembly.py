@@ -9,7 +9,7 @@ import torch
 
 from autopipe.errors import PlanError
 from autopipe.generate import load_constants, load_stage
-from autopipe.runtime.after_step import AfterStep
+from autopipe.runtime.after_step import AfterStep, Averages
 from autopipe.runtime.deferred import DeferredStatistics
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
@@ -105,8 +105,11 @@ def assembled(
             stepper.kept_buffers[stage.index] = FiniteBuffers(runners[stage.index].stage, written)
         if stage.replicas > 1:
             stepper.bring_together(stage.index, used, written, graph.aliases)
+    owned = {index: stepper.owned(index) for index in runners}
+    if job.ema:
+        moving = {index: {n: p for n, p in named.items() if n in graph.moving} for index, named in owned.items()}
+        stepper.averages = Averages(job.ema, moving)
     if "after_step" in workload.hooks:
-        owned = {index: stepper.owned(index) for index in runners}
         stepper.users_hook = AfterStep(workload, graph, request, transport, owned, layout.routes.loans)
     optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
     stepper.optimizers = optimizers

@@ -124,6 +124,8 @@ class _Plain:
             on_gradients=trained.keep,
         )
         parameters = {name: parameter.data for name, parameter in run.subject.parameters.items()}
+        moving = self.layout.graph.moving
+        parameters.update({f"ema.{name}": tensor for name, tensor in run.averages.items() if name in moving})
         return trained.finish(parameters, run.subject.buffers(), run.losses)
 
     def in_order(self, order: SumOrder, **changes: Any) -> _Trained:
@@ -149,6 +151,7 @@ def compare(
         job.clip_grad_norm,
         staleness(layout),
         deferred_batch_norm=job.deferred_batch_norm,
+        ema=job.ema,
     )
     reasons = why_not_bitwise(layout, job)
     loop = _Plain(workload, run, job, layout, items, settings)
@@ -183,7 +186,7 @@ def compare(
                 name,
                 error,
                 name not in worst.unequal,
-                owners.get(name, -1),
+                owners.get(name.removeprefix("ema."), -1),
                 noise.errors.get(name, 0.0),
                 worst.gradients.get(name, 0.0),
                 noise.gradients.get(name, 0.0),

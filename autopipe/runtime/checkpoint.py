@@ -77,6 +77,7 @@ class TrainingOptions:
     clip_grad_norm: float = 0.0
     deferred_batch_norm: bool = False
     schedule: str = ""
+    ema: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

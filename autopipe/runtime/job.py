@@ -41,6 +41,7 @@ class Job:
     ``runtime.footprint``. ``data_reader``: one of ``DATA_READERS``, every rank for itself or rank 0 for all.
     ``same_data``: on going on from a checkpoint, the data must be what was read before it. ``replay``: one of
     ``REPLAYS``, how much of earlier epochs is read again then: what ``runtime.source`` has time for, or all.
+    ``ema``: decay of the averaged weights, 0 for none.
     ``learning_rate``: in place of that of the checkpoint that the run goes on from.
     """
 
@@ -70,6 +71,7 @@ class Job:
     same_data: bool = True
     replay: str = "some"
     learning_rate: float | None = None
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         counts = self.steps, self.epochs, self.batch_size, self.checkpoint_every, self.evaluate_every, self.audit_every
@@ -79,6 +81,8 @@ class Job:
             or self.start_step < -1
         ):
             raise ValueError("a job's numbers are not negative, and it has a thread at least")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"a decay of {self.ema} is not in [0, 1)")
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"unknown device {self.device!r}; known: cpu, cuda")
         if self.on_nonfinite not in NONFINITE:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from autopipe.draws import Draws, flat_checkpoints
+from autopipe.runtime.after_step.average import average_dtype
 from autopipe.runtime.deferred import DeferredStatistics, ReplicaStatistics
 from autopipe.runtime.order import Key, ReplicaBuffers, SumOrder
 from autopipe.workload import Workload
@@ -59,10 +61,14 @@ class Subject:
 
 @dataclass(slots=True)
 class PlainRun:
-    """``model``: as it is after the last step. ``losses``: one a step. ``subject``: what was trained."""
+    """``model``: as it is after the last step. ``losses``: one a step. ``subject``: what was trained.
+
+    ``averages``: of its parameters, by name, where they are averaged.
+    """
 
     subject: Subject
     losses: list[float] = field(default_factory=list)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -77,7 +83,7 @@ class PlainSettings:
     ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping. ``reverse``: add the microbatches up
     in reverse, which is as right, and shows how much the order of a sum alone changes. ``within``: opened around every
     forward. ``order``: the order in which a plan adds up; None for that of one process. ``shares``: of a minibatch and
-    its parts, what each part counts; None for its share of the samples.
+    its parts, what each part counts; None for its share of the samples. ``ema``: decay of averaged weights, 0: none.
     """
 
     num_microbatches: int
@@ -90,6 +96,7 @@ class PlainSettings:
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     order: SumOrder | None = None
     shares: Callable[[Any, Sequence[Any]], Sequence[float]] | None = None
+    ema: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,8 @@ def plain_training(
         run.model.zero_grad(set_to_none=True)  # of parameters that the optimizer leaves out too
         if stepped:
             workload.after_step(list(parameters.items()), step)
+            if settings.ema:
+                _average(run.averages, parameters, settings.ema)
         if scheduler is not None and stepped:
             scheduler.step()
         sums.commit()
@@ -163,6 +172,17 @@ def plain_training(
         if on_step is not None:
             on_step(step, loss)
     return run
+
+
+def _average(averages: dict[str, torch.Tensor], parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    """Update averages by torch's own function; the first ones are copies."""
+    update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    for name, parameter in parameters.items():
+        weight = parameter.detach().to(average_dtype(parameter.dtype), copy=True)
+        if name in averages:
+            update([averages[name]], [weight], None)
+        else:
+            averages[name] = weight
 
 
 class _Sums:

@@ -23,6 +23,7 @@ import torch
 from autopipe.errors import ArtifactError
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import state
+from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.snapshot import Snapshot
 from autopipe.runtime.stepper import Stepper
 
@@ -99,6 +100,8 @@ class Saver:
             if (training := stepper.training(stage)) is not None:
                 stored, tensors = training.state(stage, self._initial[stage])
             snapshot = self._snapshots.setdefault(stage, Snapshot(pinned=pinned))
+            averages = {} if stepper.averages is None else stepper.averages.of(stage)
+            tensors.update({f"{PREFIX}{name}": tensor for name, tensor in averages.items()})
             snapshot.take({**state.collect(stepper.runners[stage], owned), **tensors})
             held = stepper.parameters(stage)
             ties = {

@@ -201,16 +201,16 @@ class RankSession:
         scaler = self.executor.stepper.scaler
         return (0.0, 0) if scaler is None else (scaler.scale, scaler.good_steps)
 
-    def restore_latest(self) -> int:
+    def restore_latest(self, *, averaged: bool = False) -> int:
         """Bring the weights of every stage to the newest checkpoint's, to evaluate them, and return its step.
 
-        Raises: RunError where there is none.
+        ``averaged``: to the averages that it holds. Raises: RunError where there is none.
         """
         source = checkpoints.Checkpoint.latest(self.run.checkpoints)
         if source is None:
             raise RunError(f"there is no checkpoint in {self.run.checkpoints}", remedy="autopipe train")
         for runner in self.executor.runners.values():
-            state.restore_weights(source, runner)
+            state.restore_weights(source, runner, averaged=averaged)
             runner.versions.start_at(source.manifest.step)
         return source.manifest.step
 
@@ -226,6 +226,8 @@ class RankSession:
                 stepper.schedulers[index],
                 self.job.learning_rate,
             )
+            if stepper.averages is not None:
+                stepper.averages.restore(index, source)
 
     @property
     def _written(self) -> list[int]:
@@ -327,10 +329,12 @@ class RankSession:
             self.executor.footprint.tell(self.reporter, self.layout.plan)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that this rank owns and its buffers, by the model's own names."""
+        """Return the parameters that this rank owns and its buffers, by the model's own names; averages as ``ema.``."""
         found: dict[str, torch.Tensor] = {}
         for index, runner in self.executor.runners.items():
             if self.layout.plan.stages[index].ranks[0] == self.transport.rank:
                 found.update({n: p.data for n, p in self.executor.stepper.owned(index).items()})
                 found.update(state.buffers(runner))
+                if (averages := self.executor.stepper.averages) is not None:
+                    found.update({f"ema.{name}": tensor for name, tensor in averages.of(index).items()})
         return found

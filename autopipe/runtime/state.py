@@ -1,7 +1,8 @@
 """What a rank's stages put into a checkpoint and take out of it, under the model's own names.
 
-Keys of tensors: ``model.<name>`` a parameter or buffer, ``version.<v>.<name>`` an older weight version that a later
-minibatch will ask for, and ``optimizer...`` and ``scheduler...`` what ``runtime.training_state`` names.
+Keys of tensors: ``model.<name>`` a parameter or buffer, ``average.<name>`` an averaged weight, ``version.<v>.<name>``
+an older weight version that a later minibatch will ask for, and ``optimizer...`` and ``scheduler...`` what
+``runtime.training_state`` names.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe import sparse
 from autopipe.ir.plan import Plan
+from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint import Checkpoint, TrainingOptions
 from autopipe.runtime.job import Job
 from autopipe.runtime.stage_runner import StageRunner
@@ -40,6 +42,7 @@ def options_of(plan: Plan, job: Job) -> TrainingOptions:
         job.clip_grad_norm,
         job.deferred_batch_norm,
         plan.schedule,
+        job.ema,
     )
 
 
@@ -85,13 +88,18 @@ def restore(
             set_rate(optimizer, learning_rate)
 
 
-def restore_weights(checkpoint: Checkpoint, runner: StageRunner) -> None:
-    """Bring the parameters and buffers of a stage to a checkpoint's. Raises: ArtifactError where it lacks one."""
+def restore_weights(checkpoint: Checkpoint, runner: StageRunner, *, averaged: bool = False) -> None:
+    """Bring the parameters and buffers of a stage to a checkpoint's. Raises: ArtifactError where it lacks one.
+
+    ``averaged``: to the averages of the parameters that have one.
+    """
     present = {**runner.versions.masters, **buffers(runner)}
-    tensors = checkpoint.read([f"model.{name}" for name in present])
+    with_average = {name for name in present if averaged and f"{PREFIX}{name}" in checkpoint.names}
+    keys = {name: f"{PREFIX if name in with_average else 'model.'}{name}" for name in present}
+    tensors = checkpoint.read(list(keys.values()))
     with torch.no_grad():
         for name, tensor in present.items():
-            tensor.data = _laid_out_like(tensor, tensors[f"model.{name}"])
+            tensor.data = _laid_out_like(tensor, tensors[keys[name]])
 
 
 def _laid_out_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

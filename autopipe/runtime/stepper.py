@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe.errors import RunError
 from autopipe.ir.plan import Tie
 from autopipe.ir.schedule import Request
-from autopipe.runtime.after_step import AfterStep
+from autopipe.runtime.after_step import AfterStep, Averages
 from autopipe.runtime.clipping import clip_factor
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.finite import FiniteBuffers, all_finite, first_nonfinite
@@ -50,7 +50,7 @@ class Stepper:
     ``before_step``: called before the first stage of a minibatch is stepped; raises where it must not be.
     ``sums``, ``means``: of the stages that are replicated. ``on_nonfinite``, ``kept_buffers``: see ``runtime.finite``.
     ``users_hook``: calls the user's ``after_step``; None without one. ``moving``: names of the parameters that change
-    from step to step. ``after_step``: called for a stage that has stepped.
+    from step to step. ``averages``: of the weights; None for none. ``after_step``: called for a stage that has stepped.
     """
 
     request: Request
@@ -69,6 +69,7 @@ class Stepper:
     on_nonfinite: str = "warn"
     kept_buffers: dict[int, FiniteBuffers] = field(default_factory=dict)
     users_hook: AfterStep | None = None
+    averages: Averages | None = None
     after_step: Callable[[int], None] | None = None
     moving: frozenset[str] = frozenset()
     losses: dict[int, float] = field(default_factory=dict)
@@ -172,6 +173,8 @@ class Stepper:
         if self.users_hook is not None and not self._skip:
             self.reporter.at(f"{stage}S", waiting=True)
             self.users_hook.call(stage, minibatch)
+        if self.averages is not None and not self._skip:
+            self.averages.update(stage)
         self._share_ties(stage)
         versions.end_step()
         if scheduler is not None and not self._skip:

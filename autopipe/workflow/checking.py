@@ -59,7 +59,9 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             begin(repeating, prepared, evaluation=False)
         refuse_changed_data(prepared)
         beyond = seen_beforehand(prepared)
-        result = _compare(prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm)
+        result = _compare(
+            prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm, ema=settings.plan.ema or 0.0
+        )
         unproven = explain(repeating.finish()) if repeating.begun else ""
         prepared = replace(prepared, warnings=(*prepared.warnings, *([unproven] if unproven else [])))
         cause = beyond or (None if result.equal or result.nonfinite else unequal(result, prepared))
@@ -129,6 +131,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     """
     marker = settings.plan.work_dir / "checked"
     options = {"clip_grad_norm": settings.clip_grad_norm or 0.0, "deferred_batch_norm": settings.deferred_batch_norm}
+    options["ema"] = settings.plan.ema or 0.0
     known = _mark(prepared, tuple(options.values()))
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.cluster import Cluster, Links
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import COUNTED, Profile
+from autopipe.ir.tensor import DTYPE_BYTES
 from autopipe.planning import PlanOptions, Watch, make_best_plan
 from autopipe.schedules import lines_of
 from autopipe.workflow.clusters import by_datasheet, cluster_of_figures, priced, this_machine
@@ -89,7 +91,7 @@ def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: in
     space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
     start = time.perf_counter()
     choices = _choices(request, space, found, work)
-    made, watch = search(found, cluster, choices, work.progress)
+    made, watch = search(with_averages(found, request), cluster, choices, work.progress)
     seconds = time.perf_counter() - start
     if watch.stopped:
         work.notes.append(f"interrupted: the best plan of {watch.tried} of about {watch.total} searches")
@@ -97,6 +99,17 @@ def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: in
     artifact.save(made, work.store.plan)
     artifact.save(record, work.store.record)
     return Chosen(made, record, space, seconds, not watch.stopped and space.covered_by(choices))
+
+
+def with_averages(found: Profile, request: PlanRequest) -> Profile:
+    """Return the profile with the bytes of averaged weights beside the optimizer's, where they were asked for."""
+    trained = [spec for spec in found.graph.parameters.values() if spec.requires_grad]
+    whole = sum(spec.num_bytes({}) for spec in trained)
+    if not request.averages or not whole:
+        return found
+    # float32; of float64 float64
+    averages = sum(spec.num_bytes({}) * max(4 // DTYPE_BYTES[spec.dtype], 1) for spec in trained)
+    return dataclasses.replace(found, optimizer_bytes_per_byte=found.optimizer_bytes_per_byte + averages / whole)
 
 
 def search(

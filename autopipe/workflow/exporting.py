@@ -32,12 +32,13 @@ from autopipe.errors import RunError, disk_is_full, unknown_choice
 from autopipe.ir.graph import Graph
 from autopipe.runtime import checkpoint as checkpoints
 from autopipe.runtime import dcp
+from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint import Checkpoint
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.weight_files import INDEX
 from autopipe.workflow.finished import find_run, model_of
 from autopipe.workflow.results import ExportResult
-from autopipe.workflow.resuming import refuse_other_parameters, skeleton
+from autopipe.workflow.resuming import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.workflow.settings import EXPORT_FORMATS, ExportSettings, ModelSettings
 
 SHARD_BYTES = 5 * 10**9
@@ -55,7 +56,7 @@ def export(settings: ExportSettings) -> ExportResult:
     _refuse_taken(settings.output, kind)
     run = RunDirectory(find_run(settings.run, settings.work_dir))
     source = _checkpoint(run, settings.step)
-    tensors = _Tensors(source, run.graph(), _model(run, source, settings.model))
+    tensors = _Tensors(source, run.graph(), _model(run, source, settings.model), averaged=settings.averaged)
     _refuse_sparse(tensors, kind)
     temporary = settings.output.with_name(f".{settings.output.name}.tmp")
     _remove(temporary)
@@ -151,7 +152,7 @@ def _model(run: RunDirectory, source: Checkpoint, named: ModelSettings) -> nn.Mo
 class _Tensors:
     """What the file holds: each key of the model's ``state_dict``, read from the checkpoint when it is written."""
 
-    def __init__(self, source: Checkpoint, graph: Graph, model: nn.Module) -> None:
+    def __init__(self, source: Checkpoint, graph: Graph, model: nn.Module, *, averaged: bool) -> None:
         self._source, self._state = source, model.state_dict()
         self.keys = tuple(self._state)
         held = set(source.names)
@@ -165,7 +166,12 @@ class _Tensors:
             raise RunError(
                 f"the checkpoint lacks parameter {missing[0]!r} ({len(missing)} missing)", where=str(source.directory)
             )
-        self._held = held
+        self._held, self._averaged = held, averaged
+        if averaged:  # buffers, and parameters that never change, have none
+            refuse_without_averages(source)
+            for key, name in self._names.items():
+                average = PREFIX + name.removeprefix("model.")
+                self._names[key] = average if average in held else name
 
     @property
     def sparse(self) -> list[str]:
@@ -182,6 +188,8 @@ class _Tensors:
         stored = sorted({self._names[key] for key in keys if self._names[key] in self._held})
         read = self._source.read(stored)
         found = {key: read.get(self._names[key], self._state[key]) for key in keys}
+        if self._averaged:  # an average may be more exact than the model
+            found = {key: tensor.to(self._state[key].dtype) for key, tensor in found.items()}
         return {key: (t if sparse.is_sparse(t) else t.contiguous()).clone() for key, t in found.items()}
 
 

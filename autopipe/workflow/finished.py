@@ -21,7 +21,7 @@ from autopipe.workflow.listener import Listener
 from autopipe.workflow.models import Model
 from autopipe.workflow.named import refuse_unnamed, remember, wrote_stages
 from autopipe.workflow.results import EvaluateResult
-from autopipe.workflow.resuming import refuse_other_parameters, skeleton
+from autopipe.workflow.resuming import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.workflow.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings
 from autopipe.workflow.store import Work
 from autopipe.workload import Workload
@@ -85,12 +85,15 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
     workload = model_of(run, named, "eval")
     remedy = "autopipe export, and evaluate the model itself"
     refuse_impossible(workload, job.evaluation_note, settings.batch_size, remedy)
-    checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0])).verify()
+    source = checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0]))
+    source.verify()
+    if settings.averaged:
+        refuse_without_averages(source)
     refuse_other_parameters(run.graph(), skeleton(workload), run.path)
     with tempfile.TemporaryDirectory(prefix="autopipe-eval-") as scratch:
-        source = run
+        as_trained = run
         if settings.model != ModelSettings():
-            source = _with_own_stages(run, workload, Path(scratch))
+            as_trained = _with_own_stages(run, workload, Path(scratch))
         elif not wrote_stages(run.stages):
             raise RunError(
                 "the stage files of this run are not as you have written them on this machine",
@@ -98,16 +101,17 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
                 remedy="name the model, and they are written again: "
                 f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",
             )
-        listener = Listener(source, events or (lambda kind, fields: None), plan.num_ranks)
+        listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_ranks)
         start = time.time()
         launch(
             Launch(
-                source,
+                as_trained,
                 plan.num_ranks,
                 listener,
                 body="evaluate",
                 batch_size=settings.batch_size or 0,
                 evaluation_data=settings.data or "",
+                averaged=settings.averaged,
             )
         )
     found = listener.evaluation
@@ -132,12 +136,15 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     captured = capture(
         workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
     )
-    if captured.graph.digest != graph.digest:
+    # nothing is stepped: the after_step hook need not be named again
+    now, before = (dataclasses.replace(one, after_step={}) for one in (captured.graph, graph))
+    if now.digest != before.digest:
         raise RunError(
             f"{workload.name} is not the model of this run: {captured.graph.digest}, and it was {graph.digest}",
             where=str(run.path),
             remedy="name the model file as it was when the run was made, with its --arg",
         )
+    captured = dataclasses.replace(captured, graph=dataclasses.replace(now, after_step=graph.after_step))
     plan = dataclasses.replace(plan, workload=in_full(workload.spec))
     settings = ProfileSettings(ModelSettings(), allow_data_dependent=job.allow_data_dependent, verify=False)
     work = Work.begin(scratch, None)

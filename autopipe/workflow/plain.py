@@ -95,6 +95,7 @@ def _of_plan(settings: PlainScriptSettings, progress: Progress | None) -> Subjec
         device=device.kind,
         threads=device.threads,
         clip_grad_norm=settings.clip_grad_norm,
+        ema=settings.plan.ema or 0.0,
     )
     layout = Layout.of(prepared.plan, prepared.graph)
     return Subject(prepared.workload, prepared.plan, layout, job, prepared.stages, job.steps)
@@ -145,6 +146,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         divisor=_divisor(subject, item),
         **_cut(workload, item),
         own_loss=_own_loss(workload),
+        ema=job.ema,
         after_step=_name(spec.hooks.get("after_step"), "after_step", modules) if "after_step" in hooks else "",
         notes=_notes(subject),
     )

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopipe.workflow.plain_compare import comparison
 from autopipe.workflow.plain_cutting import SAMPLES, SPLIT
 from autopipe.workflow.plain_draws import DRAWS, OPAQUE
 
@@ -37,7 +38,7 @@ class PlainLoop:
     ``dimensions``: place among the leaves of a batch -> the dimension that counts the samples; empty for dimension 0.
     ``cut``: what is cut into microbatches: dimension "first", "along" ``dimensions``, by the user's "hook", or nothing:
     "whole". ``counted``: where samples are counted, "first", "along", or dimension 0 of the "target".
-    ``after_step``: what is called behind each step, "" for nothing.
+    ``after_step``: what is called behind each step, "" for nothing. ``ema``: decay of averaged weights, 0 for none.
     ``own_loss``: what the names of the loss's own parameters begin with, "" where it has none.
     """
 
@@ -69,6 +70,7 @@ class PlainLoop:
     counted: str = "first"
     own_loss: str = ""
     after_step: str = ""
+    ema: float = 0.0
     notes: tuple[str, ...] = field(default=())
 
 
@@ -125,25 +127,6 @@ def batches():
         random_state(outside)
 '''
 
-_COMPARE = """
-if len(sys.argv) == 1:
-    torch.save({state}, "plain.pt")
-    sys.exit("written: plain.pt")
-if sys.argv[1].endswith(".safetensors"):
-    from safetensors.torch import load_file
-
-    other = load_file(sys.argv[1])
-else:
-    other = torch.load(sys.argv[1], weights_only=True)
-mine = {{name: tensor.cpu() for name, tensor in ({state}).items()}}
-unequal = [name for name in mine if name not in other or not torch.equal(mine[name], other[name])]
-for name in unequal:
-    apart = (mine[name].double() - other[name].double()).abs().max() if name in other else "all: it is missing"
-    print(f"{{name}}: differs by {{apart}}")
-print(f"{{len(mine) - len(unequal)}} of {{len(mine)}} tensors are equal, bit for bit")
-sys.exit(bool(unequal))
-"""
-
 
 def script(loop: PlainLoop) -> str:
     """Return the text of the script."""
@@ -151,7 +134,7 @@ def script(loop: PlainLoop) -> str:
     parts += [DRAWS] if loop.draws else []
     parts += [OPAQUE] if loop.opaque else []
     parts += [_BATCHES.format(data=loop.data), SAMPLES[loop.counted], SPLIT[loop.cut]]
-    parts += [_shares(loop), _loss(loop), _training(loop), _COMPARE.format(state=_state(loop))]
+    parts += [_shares(loop), _loss(loop), _training(loop), comparison(loop.own_loss, averages=bool(loop.ema))]
     return "\n".join(part.strip("\n") + "\n" for part in _spaced(parts))
 
 
@@ -266,12 +249,6 @@ def _loss(loop: PlainLoop) -> str:
     return f"def loss_of(batch):\n    {call}\n    {result}\n"
 
 
-def _state(loop: PlainLoop) -> str:
-    if not loop.own_loss:
-        return "model.state_dict()"
-    return f"{{**model.state_dict(), **criterion.state_dict(prefix={loop.own_loss!r})}}"
-
-
 def _training(loop: PlainLoop) -> str:
     loads = [f"{name} = load({place!r})" for name, place in loop.modules.items()]
     lines = ["", "seed_all(SEED)", loads[0], *(["seed_all(SEED)", *loads[1:]] if loads[1:] else [])]
@@ -300,6 +277,7 @@ def _training(loop: PlainLoop) -> str:
     stale = loop.staleness is not None
     if stale:
         lines += ["versions = {0: {name: parameter.data for name, parameter in parameters.items()}}"]
+    lines += ["averages = {}"] if loop.ema else []
     lines += ["for step, batch in zip(range(STEPS), batches()):"]
     return "\n".join([*lines, *(f"    {line}" if line else "" for line in _step(loop, stale=stale))]) + "\n"
 
@@ -336,6 +314,11 @@ def _step(loop: PlainLoop, *, stale: bool) -> list[str]:
         lines += [f"torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trained], {loop.clip!r})"]
     lines += ["optimizer.step()", "optimizer.zero_grad(set_to_none=True)"]
     lines += [f"{loop.after_step}(list(parameters.items()), step)"] if loop.after_step else []
+    if loop.ema:
+        lines += ["for name, parameter in parameters.items():"]
+        lines += ["    weight = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)"]
+        lines += ["    if name in averages:", f"        averages[name].lerp_(weight, 1 - {loop.ema!r})"]
+        lines += ["    else:", "        averages[name] = weight"]
     lines += ["scheduler.step()"] if loop.scheduler else []
     if stale:
         most = "STALENESS" if isinstance(loop.staleness, int) else "max(STALENESS.values())"

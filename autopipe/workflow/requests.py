@@ -29,6 +29,7 @@ _OPTIONS = {
     "stages_per_rank": "--stages-per-rank",
     "warmup_depth": "--warmup-depth",
     "grid": "--schedule-file",
+    "averages": "--ema",
 }
 _FILES = ("cluster", "grid")  # what they hold is not shown
 # what belongs to one schedule, and goes with it
@@ -44,7 +45,10 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The options of a plan; None is *not said*. ``cluster``, ``grid``: what cluster file and schedule file held."""
+    """The options of a plan; None is *not said*. ``cluster``, ``grid``: what cluster file and schedule file held.
+
+    ``averages``: whether memory for averaged weights is counted.
+    """
 
     gpus: int | None = None
     batch_size: int | None = None
@@ -62,6 +66,7 @@ class PlanRequest:
     warmup_depth: int | None = None
     grid: str | None = None
     exact_ties: str | None = None
+    averages: bool | None = None
 
     def __post_init__(self) -> None:
         counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"
@@ -116,6 +121,7 @@ class PlanRequest:
             order.warmup_depth,
             grid,
             settings.exact_ties,
+            None if settings.ema is None else settings.ema > 0,
         )
 
     def overlaid(self, said: PlanRequest) -> PlanRequest:

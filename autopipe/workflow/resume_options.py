@@ -7,7 +7,7 @@ option                              with ``--resume``
 --optimizer, an edited hook         refused where they build something else than the run began with
 --seed, --batch-size                another value is refused: the data's place and the random numbers go by them
 --num-microbatches, --precision,    applied from here on, and said
---clip-grad-norm,
+--clip-grad-norm, --ema,
 --deferred-batch-norm
 ==================================  ================================================================================
 """
@@ -71,7 +71,8 @@ def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
         hooks=hooks,
         precision=model.precision or recorded.precision,
     )
-    plan = replace(plan, profile=replace(plan.profile, model=model))
+    ema = (recorded.ema or None) if plan.ema is None else plan.ema
+    plan = replace(plan, profile=replace(plan.profile, model=model), ema=ema)
     return replace(
         settings,
         plan=plan if _stored_plan_serves(plan, recorded) else _as_planned(plan, recorded),
@@ -86,7 +87,7 @@ def _stored_plan_serves(settings: PlanSettings, recorded: TrainingOptions) -> bo
 
     Then nothing has to be pinned: what is pinned is written down with the plan, and would bind later runs too.
     """
-    if replace(settings, max_shapes=MAX_SHAPES) != PlanSettings(settings.profile):
+    if replace(settings, max_shapes=MAX_SHAPES, ema=None) != PlanSettings(settings.profile):
         return False
     try:
         stored, _ = Store(settings.work_dir).stored_plan()
@@ -143,6 +144,7 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
             "precision": "precision",
             "clip_grad_norm": "clip-grad-norm",
             "deferred_batch_norm": "deferred-batch-norm",
+            "ema": "ema",
             "lr": "a learning rate of",
         }.items()
         if getattr(now, field) != getattr(recorded, field)
@@ -153,7 +155,10 @@ def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
     spec = plan.workload
     recorded = TrainingOptions(spec.optimizer, spec.lr, spec.precision, 0, plan.num_microbatches)
     return dataclasses.replace(
-        recorded, clip_grad_norm=settings.clip_grad_norm or 0.0, deferred_batch_norm=settings.deferred_batch_norm
+        recorded,
+        clip_grad_norm=settings.clip_grad_norm or 0.0,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        ema=settings.plan.ema or 0.0,
     )
 
 

@@ -10,6 +10,7 @@ from autopipe.errors import ArtifactError, AutopipeError, RunError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.check import staleness
 from autopipe.runtime.checkpoint import Checkpoint
 from autopipe.runtime.job import RunDirectory
@@ -106,6 +107,16 @@ def refuse_lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> None
             where=str(source.directory),
             remedy="go on with the plan that it was made under, or with a schedule without stale weights: "
             "--schedule 1f1b",
+        )
+
+
+def refuse_without_averages(source: Checkpoint) -> None:
+    """Refuse a checkpoint that holds no averaged weights. Raises: RunError."""
+    if not any(name.startswith(PREFIX) for name in source.names):
+        raise RunError(
+            f"the checkpoint of step {source.manifest.step} holds no averaged weights",
+            where=str(source.directory),
+            remedy="leave --ema out; or train with --ema DECAY, which a run that goes on takes too",
         )
 
 

@@ -146,6 +146,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
         same_data=settings.same_data,
         replay=settings.replay,
         learning_rate=settings.new_rate,
+        ema=settings.plan.ema or 0.0,
     )
 
 

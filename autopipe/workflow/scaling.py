@@ -11,7 +11,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions
-from autopipe.workflow.choose import batch_of, cluster_of, search
+from autopipe.workflow.choose import batch_of, cluster_of, search, with_averages
 from autopipe.workflow.clusters import by_datasheet
 from autopipe.workflow.locks import only_one
 from autopipe.workflow.models import ensure_profile
@@ -76,7 +76,9 @@ def _point(base: _Base, count: int) -> ScalingPoint:
     try:
         cluster = _cluster(base, count)
         space = Space.of(base.request, count, base.batch_size)
-        plan, watch = search(base.found, cluster, _choices(base, space, count), lambda what, fraction: None)
+        plan, watch = search(
+            with_averages(base.found, base.request), cluster, _choices(base, space, count), lambda what, fraction: None
+        )
     except AutopipeError as error:
         return ScalingPoint(count, None, 0.0, error.what)
     if watch.stopped:

@@ -124,7 +124,8 @@ class PlanSettings:
 
     ``replicas``: "auto" (stages may run on several ranks) or "never"; None: auto, where no buffer
     would be averaged. ``max_shapes``: for how many further shapes of
-    the batch code is made while ranks run. ``exact_ties``: "always" or "auto", of tied parameters.
+    the batch code is made while ranks run. ``exact_ties``: "always" or "auto", of tied parameters. ``ema``: decay of
+    averaged weights, which take memory; 0: none.
     """
 
     profile: ProfileSettings
@@ -139,6 +140,7 @@ class PlanSettings:
     order: OrderSettings = OrderSettings()
     max_shapes: int = MAX_SHAPES
     exact_ties: str | None = None
+    ema: float | None = None
 
     @property
     def work_dir(self) -> Path:
@@ -230,7 +232,8 @@ class TrainSettings:
 class EvaluateSettings:
     """``run`` None: the newest one of the work directory. ``data``: a TARGET in place of the ``evaluate_data`` hook.
 
-    ``model``: the model, named again with its arguments and loss; an empty target is the one of the run.
+    ``model``: the model, named again with its arguments and loss; an empty target is the one of the run. ``averaged``:
+    the averaged weights.
     """
 
     run: Path | None = None
@@ -238,13 +241,15 @@ class EvaluateSettings:
     batch_size: int | None = None
     data: str | None = None
     model: ModelSettings = ModelSettings()
+    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
     """``format``: one of ``EXPORT_FORMATS``; None: by the name of ``output``. ``step`` None: the newest checkpoint.
 
-    ``model``: the model, named again with its arguments; an empty target is the one of the run.
+    ``model``: the model, named again with its arguments; an empty target is the one of the run. ``averaged``: the
+    averaged weights in place of the last.
     """
 
     output: Path
@@ -253,3 +258,4 @@ class ExportSettings:
     step: int | None = None
     format: str | None = None
     model: ModelSettings = ModelSettings()
+    averaged: bool = False

@@ -24,7 +24,7 @@ from autopipe.ir.profile import Profile
 from autopipe.report.perfetto import chrome_trace
 from autopipe.schedules import render
 from autopipe.workflow import evaluation
-from autopipe.workflow.choose import batch_of, choose_plan, ensure_plan
+from autopipe.workflow.choose import batch_of, choose_plan, ensure_plan, with_averages
 from autopipe.workflow.clusters import priced
 from autopipe.workflow.contenders import compared
 from autopipe.workflow.contenders import explained as explain
@@ -111,8 +111,9 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
         found = priced(found, record.cluster)
         against = reasons = None
         try:
-            against = compared(made, found, record, chosen.space, every=chosen.every)
-            reasons = explain(made, found, record, chosen.space) if explained else None
+            counted_with = with_averages(found, request)
+            against = compared(made, counted_with, record, chosen.space, every=chosen.every)
+            reasons = explain(made, counted_with, record, chosen.space) if explained else None
         except KeyboardInterrupt:
             work.notes.append("interrupted: the plan is written, and was not compared with others")
         return PlanResult(
@@ -171,7 +172,7 @@ def simulate(
         order_of_work = schedule_of(made)
         timeline = timeline_of(made, found, record.cluster)
         # whoever has a timeline so large made has the time to count its bytes
-        made = with_peaks(made, found, most=math.inf)
+        made = with_peaks(made, with_averages(found, record.request), most=math.inf)
         made = dataclasses.replace(made, predicted=predict(made, found, record.cluster))
         used = bytes_by_rank(made.stages)
         timeline = dataclasses.replace(timeline, peak_bytes=tuple(used[rank] for rank in range(made.num_ranks)))

@@ -20,6 +20,8 @@ from autopipe.trace import capture
 from autopipe.workflow.causes import refusal_of_after_step
 from autopipe.workload import LoadOptions, load_workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 5
 
 

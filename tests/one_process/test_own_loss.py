@@ -15,6 +15,8 @@ from autopipe.schedules import make
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODEL = """
 import torch
 import torch.nn.functional as F

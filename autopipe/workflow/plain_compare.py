@@ -1,0 +1,40 @@
+"""The end of the plain loop's script: the weights are written, or compared with exported ones."""
+
+from __future__ import annotations
+
+_AVERAGED = """
+if "--ema" in sys.argv:  # the averaged weights in place of the last
+    sys.argv.remove("--ema")
+    for prefix, module in {modules}:
+        for name, parameter in module.named_parameters(prefix, remove_duplicate=False):
+            first = next(other for other, known in parameters.items() if known is parameter)
+            weights[name] = averages[first].to(parameter.dtype)
+"""
+_COMPARE = """
+if len(sys.argv) == 1:
+    torch.save(weights, "plain.pt")
+    sys.exit("written: plain.pt")
+if sys.argv[1].endswith(".safetensors"):
+    from safetensors.torch import load_file
+
+    other = load_file(sys.argv[1])
+else:
+    other = torch.load(sys.argv[1], weights_only=True)
+mine = {name: tensor.cpu() for name, tensor in weights.items()}
+unequal = [name for name in mine if name not in other or not torch.equal(mine[name], other[name])]
+for name in unequal:
+    apart = (mine[name].double() - other[name].double()).abs().max() if name in other else "all: it is missing"
+    print(f"{name}: differs by {apart}")
+print(f"{len(mine) - len(unequal)} of {len(mine)} tensors are equal, bit for bit")
+sys.exit(bool(unequal))
+"""
+
+
+def comparison(own_loss: str, *, averages: bool) -> str:
+    """Return the statements. ``own_loss``: what the names of the loss's own parameters begin with, "" for none."""
+    weights, modules = "dict(model.state_dict())", '(("", model),)'
+    if own_loss:
+        weights = f"{{**model.state_dict(), **criterion.state_dict(prefix={own_loss!r})}}"
+        modules = f'(("", model), ({own_loss.rstrip(".")!r}, criterion))'
+    averaged = _AVERAGED.format(modules=modules).strip("\n") + "\n" if averages else ""
+    return f"\nweights = {weights}\n{averaged}{_COMPARE.lstrip()}"
