@@ -98,7 +98,20 @@ def loss(before: str, change: str, smoothing: str, argument: str = "") -> str:
 
 
 # name -> (text behind BASE, what the message says, the line it names)
+REGISTRY = """
+class Registry:
+    def __init__(self, old=None):
+        self.names, self.scales = (list(old.names), dict(old.scales)) if old else ([(int, "x")], {"half": [0.5]})
+        self.by_type = dict(old.by_type) if old else {(int, torch.Tensor): "half"}
+
+""" + net(
+    "self.registry = Registry()",
+    "self.registry = Registry(self.registry)CHANGE\n        x = x * self.registry.scales['half'][0]",
+)
 GUILTY = {
+    "a registry that grows with each copy": (
+        REGISTRY.replace("CHANGE", "; self.registry.scales['half'][0] *= 0.9"), "model.registry", "self.registry",
+    ),
     "a counter and a branch not taken": (
         net("self.k = 0", "self.k += 1\n        if self.k > 24: x = x * 0.5"), "model.k", "self.k += 1",
     ),
@@ -292,6 +305,7 @@ SCHEDULE = Schedule()
 }  # fmt: skip
 
 INNOCENT = {
+    "a registry that copies itself": REGISTRY.replace("CHANGE", ""),
     "a counter that nothing reads": net("self.k = 0", "self.k += 1"),
     "a counter noted at a layer": net("self.k = 0", "self.k += 1\n        self.o.last_step = self.k"),
     "a counter that is printed": net(

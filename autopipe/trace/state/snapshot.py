@@ -74,12 +74,45 @@ class Snapshot:
         return snapshot
 
     def changed_since(self, *others: Snapshot) -> list[Place]:
-        """Return the places whose value differs from that in each of the other snapshots."""
+        """Return the places whose value differs from that in each of the other snapshots.
+
+        An object that was replaced by one of the same content is no change, as in a registry that copies itself at
+        every use.
+        """
         return [
             place
             for place, value in self.values.items()
-            if all(not same_value(value, other.values.get(place, ())) for other in others)
+            if all(not self._same(value, other, other.values.get(place, ()), set()) for other in others)
         ]
+
+    def _same(
+        self, value: tuple[Any, ...], other: Snapshot, before: tuple[Any, ...], compared: set[tuple[int, int]]
+    ) -> bool:
+        if same_value(value, before):
+            return True
+        if not value or not before or (value[0], before[0]) != ("is", "is"):
+            return False
+        mine, theirs = value[1], before[1]
+        if type(mine) is not type(theirs) or isinstance(mine, (Tensor, nn.Module, type, types.ModuleType)):
+            return False
+        pair = id(mine), id(theirs)
+        if pair in compared:
+            return True
+        compared.add(pair)
+        places, others = self._complete.get(id(mine)), other._complete.get(id(theirs))
+        if places is None or others is None or places.keys() != others.keys():
+            return False
+        if isinstance(mine, types.FunctionType) and mine.__code__ is not theirs.__code__:
+            return False
+        return all(self._same(content, other, others[key], compared) for key, content in places.items())
+
+    @functools.cached_property
+    def _complete(self) -> dict[int, dict[Any, tuple[Any, ...]]]:
+        """The contents of each owner of which every entry is known: id -> key -> fingerprint."""
+        contents: dict[int, dict[Any, tuple[Any, ...]]] = {}
+        for (owner, key), value in self.values.items():
+            contents.setdefault(owner, {})[key] = value
+        return {owner: content for owner, content in contents.items() if _is_known(self.owners.get(owner), content)}
 
     def restore(self) -> None:
         """Put containers, attributes and closure cells back. Generators of the user's own are left as they are."""
@@ -142,7 +175,7 @@ class Snapshot:
         )
         self.names[id(value), WHOLE] = path
         for key, entry in first:
-            if type(key) in _PLAIN:
+            if _is_plain_key(key):
                 self._put(value, key, entry, f"{path}[{key!r}]")
             yield f"{path}[{key!r}]", entry
 
@@ -234,6 +267,22 @@ def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     if len(one) != len(other) or not one or one[0] != other[0]:
         return not one and not other
     return one[1] is other[1] if one[0] == "is" else bool(one == other)
+
+
+def _is_plain_key(key: Any) -> bool:
+    """Tell whether a dict key can be compared without asking the user's code: plain, a class, or a row of those."""
+    if type(key) in (tuple, frozenset):
+        return all(_is_plain_key(entry) for entry in key)
+    return type(key) in _PLAIN or (isinstance(key, type) and type(key).__eq__ is object.__eq__)
+
+
+def _is_known(owner: Any, content: dict[Any, Any]) -> bool:
+    """Tell whether the places of an object are all that it holds."""
+    if isinstance(owner, (*CONTAINERS, tuple)):
+        return isinstance(owner, set) or len(content) == length(owner) + 1  # its entries, and WHOLE
+    if isinstance(owner, types.FunctionType):
+        return not owner.__closure__ and not owner.__defaults__ and not owner.__kwdefaults__
+    return is_users_object(owner) and content.keys() == (attributes(owner) or {}).keys()
 
 
 def is_users_object(value: Any) -> bool:

@@ -85,7 +85,7 @@ def tokens(batch_size):
 def token_rows(batch_size):
     g = generator()
     for _ in range(4):
-        yield (torch.randint(0, 63, (batch_size, 16), generator=g),)
+        yield {"x": torch.randint(0, 63, (batch_size, 16), generator=g)}
 
 
 def pairs(batch_size):

@@ -26,7 +26,7 @@ MODELS = {
     "xcit_layer_dropout": ("images_32", "torch.nn.functional:cross_entropy"),
     "cait_layer_dropout": ("images_32", "torch.nn.functional:cross_entropy"),
     "distill": ("distill_batches", "own_loss"),
-    "es_vit": ("images_alone", "own_loss"),
+    "es_vit": ("crops", "own_loss"),
     "levit": ("images_64", "torch.nn.functional:cross_entropy"),
     "mae": ("images_alone", "own_loss"),
     "max_vit_with_registers": ("images_64", "torch.nn.functional:cross_entropy"),
@@ -61,7 +61,13 @@ def images_64(batch_size):
 def images_alone(batch_size):
     g = generator()
     for _ in range(4):
-        yield (torch.randn(batch_size, 3, 32, 32, generator=g),)
+        yield {"img": torch.randn(batch_size, 3, 32, 32, generator=g)}
+
+
+def crops(batch_size):
+    g = generator()
+    for _ in range(4):
+        yield {"x": torch.randn(batch_size, 3, 32, 32, generator=g)}
 
 
 def distill_batches(batch_size):
