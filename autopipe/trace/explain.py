@@ -215,7 +215,7 @@ COIN = "so another step takes another way"
 FIXED_BATCH = "the model only takes batches of"
 MORE_CALLS = "the model makes more calls than for a batch of another shape"
 OTHER_CALLS = "the model makes other calls than in training"
-TRANSFORMED = "of a part of the forward cannot be cut into stages"
+TRANSFORMED = "inside the forward cannot be cut into stages"
 UNSEEN = "was made by a call that cannot be followed"
 
 

@@ -85,7 +85,7 @@ class Known:
         fake = self.borrowed.of_real.get(id(value))
         if fake is None:
             if torch._C._functorch.is_functorch_wrapped_tensor(value):
-                raise unsupported(f"a transformation of torch.func {TRANSFORMED}", "leave it out")
+                raise unsupported(f"torch.func {TRANSFORMED}", "leave it out")
             if value.requires_grad:
                 raise unsupported(
                     f"a tensor of shape {tuple(value.shape)} that requires a gradient is no parameter of the model",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from opaque_cases import write
 from pipelines import Captured, build, captured, captured_file, plan_for
 from safetensors.torch import save_file
 
@@ -125,6 +126,13 @@ def test_the_script_gives_the_weights_of_the_stages(name: str, schedule: str, tm
 def test_a_sample_model_equals_its_script(sample: str, tmp_path: Path) -> None:
     made = captured(sample)
     assert is_equal(compared(made, plan_for(made, 2, "1f1b", 3, 6), 3, tmp_path, clip_grad_norm=0.5))
+
+
+@pytest.mark.parametrize("name", ["experts", "layer_drop"])
+def test_modules_that_run_as_they_are_draw_the_same_in_the_script(name: str, tmp_path: Path) -> None:
+    made = captured_file(write(name, tmp_path))
+    assert made.workload.spec.opaque_modules
+    assert is_equal(compared(made, plan_for(made, 3, "1f1b", 4, 8), 4, tmp_path))
 
 
 def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from autopipe.workload import Item, Workload
 logger = logging.getLogger(__name__)
 
 AUTO, NEVER = "auto", "never"
+_GRADIENTS = (f"torch.autograd.grad {TRANSFORMED}", f"torch.func {TRANSFORMED}")
 _RANDOM, _DATA, _BATCH, _UNSEEN = (
     "its path is drawn at random",
     "its path depends on the data",
@@ -135,7 +136,7 @@ class Opaque:
             return _DATA
         if FIXED_BATCH in error.what:
             return _BATCH
-        return _UNSEEN if went_unseen(error) or TRANSFORMED in error.what else ""
+        return _UNSEEN if went_unseen(error) or error.what in _GRADIENTS else ""
 
     def _candidates(self, error: TraceError) -> list[str]:
         """Return the modules around what failed, the smallest first, without what runs as it is already."""
