@@ -44,6 +44,11 @@ def normalised(item: Any, origin: str) -> Item:
     for path, leaf in paths(found):
         if not isinstance(leaf, Tensor):
             _check_other(leaf, path, origin)
+        elif leaf.is_nested:
+            raise ModelFileError(
+                f"{origin} gave a nested tensor at {path}, which cannot be cut, or sent between stages",
+                remedy="give it padded, torch.nested.to_padded_tensor(x, 0.0), and its lengths as another tensor",
+            )
     return found
 
 

@@ -206,5 +206,23 @@ def test_the_other_captures_know_the_dimension_too(tmp_path: Path) -> None:
     assert graph.inputs[1].spec.shape[0] == "s0"
 
 
+def test_a_tensor_that_comes_later_is_refused_where_its_samples_are_not_in_dimension_zero(load: Any) -> None:
+    workload = load(
+        MODEL + "batch_dim = {'ids': 1}\n"
+        "def data(): return [dict(ids=torch.zeros(7, 4)), dict(ids=torch.zeros(7, 4), more=torch.zeros(7, 4))]\n"
+    )
+    error = fails(lambda: list(workload.items(None)))
+    assert "which dimension of ['more'] counts the 4 samples is not known" in error.what
+    assert "batch_dim" in error.remedy
+
+
+@pytest.mark.parametrize("layout", ["torch.jagged", "torch.strided"])
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+def test_nested_tensors_are_refused_by_name(load: Any, layout: str) -> None:
+    nested = f"torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout={layout})"
+    error = fails(lambda: next(load(MODEL + f"def data(): return [({nested}, torch.zeros(2))]\n").items(None)))
+    assert "gave a nested tensor at inputs" in error.what and "to_padded_tensor" in error.remedy
+
+
 def test_dimensions_of_nothing_are_dimension_zero() -> None:
     assert BatchDimensions().of((torch.zeros(3, 2), torch.tensor(1.0))) == {0: 0}

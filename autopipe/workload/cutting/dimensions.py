@@ -176,6 +176,14 @@ class BatchDimensions:
         found = {place: LIST if id(leaf) in lists else by_tensor.get(id(leaf)) for place, leaf in enumerate(leaves)}
         return leaves, structure, {place: dimension for place, dimension in found.items() if dimension is not None}
 
+    def _unknown(self, item: Item, count: int) -> str:
+        """Say which tensor nothing is known of, "" for none: one that came later than the batch that was looked at."""
+        known = self._by_place(pytree.tree_structure(item), isinstance(item, tuple))
+        for place, (path, leaf) in enumerate(paths(item)):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0 and place not in known and leaf.shape[0] not in (1, count):
+                return f"which dimension of {path} counts the {count} samples is not known"
+        return ""
+
     def check(self, item: Item, origin: str, batch_size: int | None = None) -> None:
         """Refuse an item whose tensors do not agree on the number of samples. ``batch_size``: what was asked for.
 
@@ -190,6 +198,7 @@ class BatchDimensions:
         problem = next(
             (f"a list has {len(n)} samples, and others have {count}" for n in self._lists(item) if len(n) != count), ""
         )
+        problem = problem or self._unknown(item, count)
         for place, dimension in self.of(item).items():
             entries = _entries(leaves[place], dimension)
             if entries != count:
