@@ -65,7 +65,7 @@ def refusal_of_after_step(
     workload: Workload, plan: Plan, graph: Graph, model: nn.Module | None = None
 ) -> RunError | None:
     """Return the error for a hook ``after_step`` that looks beyond its stage; None for any other."""
-    if not graph.after_step:
+    if not graph.after_step or len(plan.stages) == 1:
         return None
     hook = workload.hooks["after_step"]
     far = {name: others for name, others in borrowed(plan, graph).items() if len(others) > _MOST_BORROWED}

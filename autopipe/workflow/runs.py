@@ -20,6 +20,7 @@ from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.training_state.trial import prove_restorable
 from autopipe.workflow import auditing
 from autopipe.workflow.attempts import Attempts
+from autopipe.workflow.causes import refusal_of_after_step
 from autopipe.workflow.checking import check, check_first, write_run
 from autopipe.workflow.evaluation import refuse_impossible
 from autopipe.workflow.exporting import export
@@ -84,6 +85,8 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             refuse_changed_data(prepared)
             if settings.check_first:
                 check_first(settings, prepared, events)
+            elif refusal := refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph):
+                raise refusal  # without a comparison, nothing else would show it
             settings = _with_reader(settings, repeating, events)
             if path is None:
                 path = _new(settings, held)

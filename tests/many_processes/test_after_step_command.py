@@ -75,5 +75,6 @@ def test_a_momentum_teacher_goes_through_every_command(commands: Commands, tmp_p
         [sys.executable, "loop.py", "out.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.endswith("8 of 8 tensors are equal, bit for bit\n"), done.stdout + done.stderr
-    _, err = commands.run("train", *words, "--after-step", "hook.py:average", "--steps", "2", code=1)
-    assert "after_step looks beyond its stage" in err and "hook.py" in err and "--gpus 1" in err
+    for flag in ("--check", "--no-check"):
+        _, err = commands.run("train", *words, "--after-step", "hook.py:average", "--steps", "2", flag, code=1)
+        assert "after_step looks beyond its stage" in err and "hook.py" in err and "--gpus 1" in err
