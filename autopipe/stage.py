@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -38,6 +39,7 @@ class Stage(Container):
     ``INPUTS``: tensors of the batch. ``RECEIVES``/``SENDS``: values from earlier and for later stages. ``RETURNS``:
     what the whole model returns (the loss, and its weight), on the last stage. ``MODULES``, ``PARAMETERS``,
     ``BUFFERS``: the paths it adopts; parameters and buffers of a module come with it and are not named again.
+    ``SPARE``: modules that it adopts and does not call: the code for batches of another form may.
     ``CONSTANTS``: tensors that the model made once and keeps nowhere.
     """
 
@@ -49,6 +51,7 @@ class Stage(Container):
     SENDS: ClassVar[tuple[str, ...]] = ()
     RETURNS: ClassVar[tuple[str, ...]] = ()
     MODULES: ClassVar[tuple[str, ...]] = ()
+    SPARE: ClassVar[tuple[str, ...]] = ()
     PARAMETERS: ClassVar[tuple[str, ...]] = ()
     BUFFERS: ClassVar[tuple[str, ...]] = ()
     CONSTANTS: ClassVar[tuple[str, ...]] = ()
@@ -57,6 +60,7 @@ class Stage(Container):
     _autopipe_device: torch.device = torch.device("cpu")
     _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()
     _autopipe_constants: tuple[str, ...] = ()
+    _autopipe_stateless: Mapping[str, nn.Module] = MappingProxyType({})
 
     @classmethod
     def adopt(cls, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> Self:
@@ -68,7 +72,7 @@ class Stage(Container):
         Raises: ArtifactError naming what the file asks for and the model lacks.
         """
         stage = cls()
-        modules, tensors = set(cls.MODULES), {*cls.PARAMETERS, *cls.BUFFERS}
+        modules, tensors = {*cls.MODULES, *cls.SPARE}, {*cls.PARAMETERS, *cls.BUFFERS}
         missing = {*modules, *tensors, *(name for name in cls.CONSTANTS if name not in constants)}
         inside = None
         # in the order of the model, so that of a tied parameter's names the first is the first here too
@@ -93,8 +97,10 @@ class Stage(Container):
             )
         for name in cls.CONSTANTS:
             stage.register_buffer(name, constants[name], persistent=False)
-        modes = [(module, module.training) for path in cls.MODULES for module in model.get_submodule(path).modules()]
+        whole = (*cls.MODULES, *cls.SPARE)
+        modes = [(module, module.training) for path in whole for module in model.get_submodule(path).modules()]
         stage._autopipe_modes = tuple(modes)
+        stage._autopipe_stateless = {path: module for path, module in model.named_modules() if _is_stateless(module)}
         stage.training = any(module.training for module in model.modules())
         return stage
 
@@ -104,6 +110,7 @@ class Stage(Container):
         Raises: ArtifactError naming what that code asks for and the stage lacks.
         """
         for path in code.MODULES:
+            self._take_stateless(path)
             held: Any = self
             for name in path.split("."):
                 held = held._modules.get(name) if isinstance(held, nn.Module) else None
@@ -115,6 +122,18 @@ class Stage(Container):
         for name in code.CONSTANTS:
             self.register_buffer(name, constants[name].to(self._autopipe_device), persistent=False)
         self._autopipe_constants = (*self._autopipe_constants, *code.CONSTANTS)
+
+    def _take_stateless(self, path: str) -> None:
+        """Adopt a module that has no parameter and no buffer, where the stage does not hold it yet."""
+        module = self._autopipe_stateless.get(path)
+        if module is None:
+            return
+        owner, name = _place(self, path)
+        if name not in owner._modules:
+            owner._modules[name] = module
+            self._autopipe_modes = (*self._autopipe_modes, (module, module.training))
+            if not self.training:
+                module.eval()
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -149,6 +168,10 @@ class Stage(Container):
     def seed(self, where: tuple[int, int, int]) -> None:
         """Say which (run seed, minibatch, microbatch) the next forward draws for."""
         self._autopipe_draws = where
+
+
+def _is_stateless(module: nn.Module) -> bool:
+    return not (module._modules or module._parameters or module._buffers)
 
 
 def _place(stage: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,7 +71,10 @@ class CapturedDivisor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stage. Names of values are those of the graph; paths are those of the model."""
+    """One stage. Names of values are those of the graph; paths are those of the model.
+
+    ``spare``: modules of the stage that nothing calls here, and that the code for batches of another form may call.
+    """
 
     index: int
     nodes: tuple[Node, ...]
@@ -80,6 +83,7 @@ class Part:
     sends: tuple[Boundary, ...]
     returns: tuple[str, ...]
     modules: tuple[str, ...]
+    spare: tuple[str, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[str, ...]
@@ -95,9 +99,10 @@ def divide(graph: Graph, plan: Plan) -> list[Part]:
         cuts.stage_nodes(stage.start, stage.stop, graph.outputs if stage.index == last else ()) for stage in plan.stages
     ]
     buffers = [dict.fromkeys(b for n in found for b in (*n.buffers, *n.buffers_written)) for found in nodes]
+    homes = {name: stage.index for stage in plan.stages for name in stage.buffers}
     for name in graph.buffers:
         if not any(name in held for held in buffers):
-            buffers[_nearest(name, nodes)][name] = None
+            buffers[homes[name] if name in homes else _nearest(name, nodes)][name] = None
     return [_part(graph, plan, index, nodes[index], tuple(buffers[index])) for index in range(last + 1)]
 
 
@@ -112,6 +117,8 @@ def _part(graph: Graph, plan: Plan, index: int, nodes: tuple[Node, ...], buffers
     called = dict.fromkeys(node.target for node in nodes if node.kind == "call_module")
     modules = _beside(tuple(called), list(called))
     held = dict.fromkeys((*plan.stages[index].parameters, *(p for node in nodes for p in node.parameters)))
+    spare = _unused_modules(graph, {*held, *buffers}, called)
+    whole = (*modules, *spare)
     elements = 0
     for name in held:
         count = 1
@@ -126,12 +133,28 @@ def _part(graph: Graph, plan: Plan, index: int, nodes: tuple[Node, ...], buffers
         sends=tuple(boundary for boundary in plan.boundaries if boundary.producer == index),
         returns=returns,
         modules=modules,
-        parameters=_beside(modules, _all_names(graph, held, graph.parameters)),
-        buffers=_beside(modules, _all_names(graph, dict.fromkeys(buffers), graph.buffers)),
+        spare=spare,
+        parameters=_beside(whole, _all_names(graph, held, graph.parameters)),
+        buffers=_beside(whole, _all_names(graph, dict.fromkeys(buffers), graph.buffers)),
         constants=tuple(dict.fromkeys(name for node in nodes for name in node.constants)),
         num_parameters=len(held),
         num_elements=elements,
     )
+
+
+def _unused_modules(graph: Graph, held: Collection[str], called: Collection[str]) -> tuple[str, ...]:
+    """Return the outermost modules that no node of the graph reads anything of, and all of whose state is held here."""
+    state = (*graph.parameters, *graph.buffers, *graph.aliases)
+    read = {name for node in graph.nodes for name in (*node.parameters, *node.buffers, *node.buffers_written)}
+    kept = {name for name in state if graph.aliases.get(name, name) in held}
+    unused = {name for name in kept if graph.aliases.get(name, name) not in read}
+    found: list[str] = []
+    for path in sorted({name.rpartition(".")[0] for name in unused} - {""}):
+        inside = {name for name in state if name.startswith(f"{path}.")}
+        nested = path.startswith(tuple(f"{outer}." for outer in (*found, *called)))
+        if inside <= unused and not nested and not any(f"{call}.".startswith(f"{path}.") for call in called):
+            found.append(path)
+    return tuple(found)
 
 
 def _all_names(graph: Graph, held: Mapping[str, None], order: Mapping[str, object]) -> list[str]:

@@ -52,6 +52,7 @@ def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
         *names_of("SENDS", [boundary.value for boundary in part.sends]),
         *names_of("RETURNS", part.returns),
         *names_of("MODULES", part.modules),
+        *names_of("SPARE", part.spare),
         *names_of("PARAMETERS", part.parameters),
         *names_of("BUFFERS", part.buffers),
         *names_of("CONSTANTS", part.constants),

@@ -124,6 +124,7 @@ class Graph:
     for people. ``divisor``: what the loss divides by, as readable text, where that is not the number of samples;
     ``stages/divisor.py`` computes it. ``exact``: False where the model, run plainly, was seen to round otherwise than
     its calls do: a library that may take another way with the same numbers, as transformers does for a mask of ones.
+    ``homes``: parameter or buffer that no node reads, but batches of another form do -> the node whose stage keeps it.
     ``after_step``: parameter that the hook of this name changes -> the others that its new value depends on.
 
     Raises: ValueError when a node reads a value that is not made before it, or state that the model does not have.
@@ -142,6 +143,7 @@ class Graph:
     batch: BatchForm = field(default_factory=BatchForm)
     divisor: str = ""
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    homes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}
@@ -162,6 +164,10 @@ class Graph:
         for name in {*self.after_step, *(other for read in self.after_step.values() for other in read)}:
             if name not in self.parameters:
                 raise ValueError(f"after_step changes or reads {name!r}, which the model does not have")
+        names = {node.name for node in self.nodes}
+        for name, home in self.homes.items():
+            if home not in names or (name not in self.parameters and name not in self.buffers):
+                raise ValueError(f"{name!r} is kept beside {home!r}, and one of the two is not there")
         if not self.outputs:
             raise ValueError("no output: the loss is wanted")
         for value in self.outputs:

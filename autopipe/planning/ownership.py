@@ -2,7 +2,8 @@
 
 State that some node reads belongs to the stages that read it. State that no node reads (a head that the loss ignores,
 a table kept for later) must still be in the checkpoint, so it goes with its neighbours: the first reader of the state
-with the longest common module path, or the last stage where nothing has a path in common.
+with the longest common module path, or the last stage where nothing has a path in common. State that only batches of
+another form read goes where those batches need it (``Graph.homes``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def unused_state(graph: Graph) -> dict[str, int]:
             by_path.setdefault(path[:length], place)
     homes = {}
     for name in (*graph.parameters, *graph.buffers):
-        if name not in first_reader:
+        if name not in first_reader and name in graph.homes:
+            home = graph.position[graph.homes[name]]
+            homes[name] = _next_work(work, home) if graph.nodes[home].input_only else home
+        elif name not in first_reader:
             path = tuple(name.split(".")[:-1])
             prefixes = (path[:length] for length in range(len(path), 0, -1))
             homes[name] = next((by_path[p] for p in prefixes if p in by_path), len(graph.nodes) - 1)

@@ -57,6 +57,22 @@ def recut(plan: Plan, graph: Graph, other: Graph) -> Plan:
     return moved
 
 
+def homes(graph: Graph, other: Graph) -> dict[str, str]:
+    """Return where the stages of ``graph`` should keep the state that ``other`` reads and ``graph`` does not.
+
+    It is the node of ``graph`` that comes next where ``other`` reads it first: so the cuts can stay where they are.
+    """
+    read = {name for node in graph.nodes for name in _state(node)}
+    first: dict[str, int] = {}
+    for index, node in enumerate(other.nodes):
+        for name in _state(node):
+            if name not in read:
+                first.setdefault(name, index)
+    places = _places(other, graph, list(first.values()))
+    last = len(graph.nodes) - 1
+    return {name: graph.nodes[min(place, last)].name for name, place in zip(first, places, strict=True)}
+
+
 def _calls(graph: Graph) -> list[tuple[object, ...]]:
     """Return what makes two graphs the same calls on the same state, whatever the sizes."""
     return [

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopipe.draws import exclusive
-from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
+from autopipe.errors import ArtifactError, AutopipeError, RunError
 from autopipe.generate import generate, load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
@@ -29,6 +29,7 @@ from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
+from autopipe.runtime.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.runtime.recording import Recording, refuse_other_kinds
 from autopipe.runtime.shares import shares_of, shares_of_parts
 from autopipe.runtime.stage_runner import Face, StageRunner
@@ -37,7 +38,6 @@ from autopipe.stage import Stage
 from autopipe.trace import Capture, capture, with_own_constants
 from autopipe.workload import Workload
 from autopipe.workload.forms import form_of
-from autopipe.workload.items import shapes
 
 EVALUATION = "evaluation"
 
@@ -148,33 +148,10 @@ class Recordings:
             self.before_recording()
         refuse_other_kinds(known[0].graph, leaves)
         if self._made >= self.job.max_shapes:
-            raise self._too_many(part, form)
+            raise too_many(self.training[0].graph.batch, part, form, self._made)
         self._made += 1
         known.append(self._record(part, form, training=training))
         return known[-1]
-
-    def _too_many(self, part: Any, form: BatchForm) -> RunError:
-        """Return the error for a batch that would need more code than is allowed, naming what keeps changing."""
-        count = counted(self._made, "shape")
-        own = self.training[0].graph.batch
-        remedy = "pad or group the batches so that there are fewer shapes"
-        if own.difference(form):
-            remedy = "let every batch have the entries and types of the first one"
-        values = [path for path in own.varying(form) if not form.is_tensor(path)]
-        if values:
-            remedy = f"leave {values[0]} out of the batch where the model does not need it"
-            if not form.is_text(values[0]):
-                remedy = f"give {values[0]} as a tensor, torch.tensor(value)"
-            remedy += ": a Python value that forward or loss may read is a constant of the stage code"
-        return RunError(
-            f"{self._other(part, form)}, and code was made for {count} already",
-            remedy=f"{remedy}; or allow more with --max-shapes",
-        )
-
-    def _other(self, part: Any, form: BatchForm) -> str:
-        """Say in what a batch differs from the one that the plan's own code was made for."""
-        difference = self.training[0].graph.batch.difference(form)
-        return f"a batch of another form: {difference}" if difference else f"a batch of another shape ({shapes(part)})"
 
     def _record(self, part: Any, form: BatchForm, *, training: bool) -> Recording:
         """Make the recording of a new shape or form, together with the other ranks."""
@@ -183,13 +160,13 @@ class Recordings:
             self.announce(name, training)
         self.reporter.at(f"capturing {name}", waiting=False)
         self.transport.barrier()  # ranks may be threads: none of them may run the model while it is followed
-        other = self._other(part, form)
+        other = other_batch(self.training[0].graph.batch, part, form)
         if self.transport.rank == 0:
             as_trained = training or self.evaluation is self.training
             try:
                 with exclusive(), torch.enable_grad():
                     captured = capture(
-                        _OneBatch(self.workload, part),  # type: ignore[arg-type]  # a workload in all but its examples
+                        OneBatch(self.workload, part),  # type: ignore[arg-type]  # a workload in all but its examples
                         allow_data_dependent=self.job.allow_data_dependent,
                         training=as_trained,
                     )
@@ -212,8 +189,7 @@ class Recordings:
         except ArtifactError as error:
             raise RunError(
                 f"{other} cannot be followed in these stages: {error.what}",
-                remedy="let every batch have the entries of the first one; or let the first batch be one that uses "
-                "all of the model",
+                remedy=OTHER_LAYERS,
             ) from error
 
     def _taken_over(self, name: str) -> Recording:
@@ -240,18 +216,3 @@ def _disagreement(divisor: str, amount: float) -> str:
         f"ask for differ by up to {amount:.2g}. Each microbatch counts by its samples, which is not quite the whole "
         "batch; return (loss, weight) from the loss, or train with one microbatch"
     )
-
-
-class _OneBatch:
-    """A workload whose example is one batch that the data gave."""
-
-    def __init__(self, workload: Workload, item: Any) -> None:
-        self._workload, self._item = workload, item
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._workload, name)
-
-    def example_item(self, batch_size: int) -> Any:
-        """Return the batch, its samples repeated where there are too few."""
-        fixed = self._workload.is_fixed(self._item)
-        return self._item if fixed else self._workload.resized(self._item, batch_size)

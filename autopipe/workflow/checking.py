@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from autopipe.trace.coupling import normalised_layers
 from autopipe.workflow.batch_sizes import PlainModel, refusal
 from autopipe.workflow.causes import seen_beforehand, unequal
 from autopipe.workflow.locks import only_one
+from autopipe.workflow.lookahead import covered
 from autopipe.workflow.repeating import Repeating, begin, explain
 from autopipe.workflow.reread import refuse_changed_data
 from autopipe.workflow.results import CheckReport, ParameterError
 from autopipe.workflow.settings import CheckSettings, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
+from autopipe.workflow.store import Work
 from autopipe.workflow.whole import compared_with_the_whole
 from autopipe.workload.items import kept
 from autopipe.workload.targets import in_full
@@ -57,6 +60,9 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
         prepared = prepare(settings.plan, progress)
         if prepared.plan.num_ranks > 1:
             begin(repeating, prepared, evaluation=False)
+        if repeating.begun:
+            work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
+            prepared = covered(prepared, repeating.forms(), work, again, progress=progress)
         refuse_changed_data(prepared)
         beyond = seen_beforehand(prepared)
         result = _compare(

@@ -95,7 +95,9 @@ def load_model(
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     if stored is not None and stored.graph.digest == captured.graph.digest:
         # between which lengths the graph is the model, and how exactly, was found out on real batches
-        known = dataclasses.replace(captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact)
+        known = dataclasses.replace(
+            captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact, homes=stored.graph.homes
+        )
         captured = dataclasses.replace(captured, graph=known)
     return Model(workload, captured, built)
 

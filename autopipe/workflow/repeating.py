@@ -9,6 +9,7 @@ A source that differs later only is found by the digests that ranks compare at e
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -17,12 +18,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.workflow.steps import Prepared, batch_size_of
-from autopipe.workload.probe import READY, ProbeTask
+from autopipe.workload.probe import READY, ProbeTask, Reading, SeenForm
 
 MINIBATCHES = 3
 # how long the two together may read: data that takes longer to open is read by every rank, and compared at each step
@@ -72,16 +73,18 @@ class _Probe:
                 self.process.stdin.flush()
         self.begun = time.monotonic()
 
-    def answer(self, deadline: float) -> dict[str, Any] | None:
-        """Return what it has read, None where the time is over."""
+    def answer(self, deadline: float) -> Reading | str | None:
+        """Return what it has read, or why it could not; None where the time is over."""
         line = self._line(deadline)
         if line is None:
             return None
         try:
             answer = json.loads(line)
-        except ValueError:
-            answer = None
-        return answer if isinstance(answer, dict) else {"error": "the process that read it ended before it had"}
+            if isinstance(answer, dict) and "error" in answer:
+                return str(answer["error"])
+            return artifact.decode(Reading, answer, "reading")  # type: ignore[no-any-return]  # of the kind given
+        except (ValueError, AutopipeError):
+            return "the process that read it ended before it had"
 
     def _line(self, deadline: float) -> str | None:
         """Return its next line, "" at its end, None where the time is over."""
@@ -113,6 +116,7 @@ class Repeating:
     def __init__(self) -> None:
         self._probes: list[_Probe] = []
         self._task: ProbeTask | None = None
+        self._first: Reading | str | None = None
         self._deadline = 0.0
 
     def __enter__(self) -> Repeating:
@@ -133,21 +137,34 @@ class Repeating:
             # other numbers than people choose, so that the two differ from what the ranks have, too
             self._probes = [_Probe(seed) for seed in (1597463007, 3405691582)]
 
-    def begin(self, spec: WorkloadSpec, batch_size: int, *, evaluation: bool) -> None:
-        """Let the first process read. ``batch_size`` 0: the data's own. ``evaluation``: the evaluation data, too."""
+    def begin(self, spec: WorkloadSpec, batch_size: int, *, evaluation: bool, parts: int = 0) -> None:
+        """Let the first process read. ``batch_size`` 0: the data's own. ``evaluation``: the evaluation data, too.
+
+        ``parts``: microbatches of a minibatch, for ``forms``.
+        """
         self.start()
         self._deadline = time.monotonic() + MOST_SECONDS
-        self._task = ProbeTask(spec, batch_size, MINIBATCHES, evaluation)
+        self._task = ProbeTask(spec, batch_size, MINIBATCHES, evaluation, parts)
         self._probes[0].ask(self._task, self._deadline)
+
+    def forms(self) -> tuple[SeenForm, ...]:
+        """Return the forms of the microbatches that the first process has read; none where it could not read."""
+        reading = self._first_answer()
+        return reading.forms if isinstance(reading, Reading) else ()
+
+    def _first_answer(self) -> Reading | str | None:
+        if self._first is None:
+            self._first = self._probes[0].answer(self._deadline)
+        return self._first
 
     def finish(self) -> Repeats:
         """Let the second process read, and compare."""
         assert self._task is not None, "begin comes first"
         first, second = self._probes
-        answers = [first.answer(self._deadline)]
+        answers = [self._first_answer()]
         if answers[0] is not None:
             time.sleep(max(first.begun + _APART_SECONDS - time.monotonic(), 0))
-            second.ask(self._task, self._deadline)
+            second.ask(dataclasses.replace(self._task, parts=0), self._deadline)
             answers.append(second.answer(self._deadline))
         return _compared(answers)
 
@@ -156,7 +173,7 @@ def begin(repeating: Repeating, prepared: Prepared, *, evaluation: bool) -> None
     """Begin to try the data of what was prepared, unless it cannot differ: ``--input`` draws with the run's seed."""
     if not prepared.workload.spec.inputs:
         size = batch_size_of(prepared.workload, prepared.plan) or 0
-        repeating.begin(prepared.workload.spec, size, evaluation=evaluation)
+        repeating.begin(prepared.workload.spec, size, evaluation=evaluation, parts=prepared.plan.num_microbatches)
 
 
 def repeats_now(prepared: Prepared) -> Repeats:
@@ -166,14 +183,15 @@ def repeats_now(prepared: Prepared) -> Repeats:
         return repeating.finish() if repeating.begun else Repeats(True)
 
 
-def _compared(answers: Sequence[dict[str, Any] | None]) -> Repeats:
-    if None in answers:
-        return Repeats(None, f"{MINIBATCHES} minibatches were not read twice within {MOST_SECONDS:.0f} s")
-    first, second = (answer or {} for answer in answers)
-    for answer in (first, second):
-        if "error" in answer:
-            return Repeats(None, answer["error"], alone=True)
-    differing = [name for name, digests in first["digests"].items() if second["digests"].get(name) != digests]
+def _compared(answers: Sequence[Reading | str | None]) -> Repeats:
+    readings = [answer for answer in answers if isinstance(answer, Reading)]
+    for answer in answers:
+        if answer is None:
+            return Repeats(None, f"{MINIBATCHES} minibatches were not read twice within {MOST_SECONDS:.0f} s")
+        if isinstance(answer, str):
+            return Repeats(None, answer, alone=True)
+    first, second = (reading.digests for reading in readings)
+    differing = [name for name, digests in first.items() if second.get(name) != digests]
     if not differing:
         return Repeats(True)
     return Repeats(False, f"{' and '.join(differing)} gave two processes other minibatches")

@@ -27,13 +27,15 @@ from autopipe.workflow.exporting import export
 from autopipe.workflow.finished import evaluate, find_run
 from autopipe.workflow.listener import Listener
 from autopipe.workflow.locks import only_one
+from autopipe.workflow.lookahead import covered
 from autopipe.workflow.repeating import Repeating, begin, explain, repeats_now
 from autopipe.workflow.reread import refuse_changed_data
 from autopipe.workflow.results import TrainResult
 from autopipe.workflow.resume_options import as_recorded, refuse_other_training
 from autopipe.workflow.resuming import chosen, refuse_lacking_version, refuse_other_model
-from autopipe.workflow.settings import CHECKPOINT_SECONDS, Events, TrainSettings
+from autopipe.workflow.settings import CHECKPOINT_SECONDS, Events, Progress, TrainSettings
 from autopipe.workflow.steps import Prepared, batch_size_of, prepare
+from autopipe.workflow.store import Work
 
 MOST_STEPS = 2**31 - 1
 
@@ -61,6 +63,9 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 repeating.start()
             accept = None if source is None else functools.partial(refuse_other_model, source)
             prepared = prepare(settings.plan, progress, accept)
+            if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
+                begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
+                prepared = _covered(settings, prepared, repeating, progress)
             for note in prepared.notes:
                 events("note", {"text": note})
             for warning in prepared.warnings:
@@ -80,8 +85,6 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 settings = replace(settings, audit_every=0)
             if settings.init_from is not None and not settings.resume:
                 _look_at_weights(settings.init_from, prepared, settings.trust, events)
-            if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
-                begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
             refuse_changed_data(prepared)
             if settings.check_first:
                 check_first(settings, prepared, events)
@@ -93,6 +96,15 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start), prepared)
         return _launch(settings, prepared, run, start, events)
+
+
+def _covered(settings: TrainSettings, prepared: Prepared, repeating: Repeating, progress: Progress) -> Prepared:
+    """Return what was prepared, with a plan for all forms of batches that the first minibatches show."""
+    if not repeating.begun:
+        return prepared
+    work = Work.begin(settings.plan.work_dir, progress)
+    again = functools.partial(prepare, settings.plan, progress)
+    return covered(prepared, repeating.forms(), work, again, steps=settings.steps or 0, progress=progress)
 
 
 def _trained(prepared: Prepared) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -15,6 +15,8 @@ from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import recut
+from autopipe.planning.ownership import state_of_stages, unused_state
+from autopipe.planning.recut import homes
 
 SPEC = TensorSpec(("s0", 4), "float32", requires_grad=True)
 
@@ -82,3 +84,36 @@ def test_values_go_only_where_the_plan_has_values_going() -> None:
     other = replace(graph, nodes=(*graph.nodes[:3], skipping))
     with pytest.raises(PlanError, match="sends values between stages that the plan does not connect"):
         recut(plan_of(graph, 1, 2), graph, other)
+
+
+@pytest.mark.parametrize(
+    ("calls", "home", "owner"),
+    [
+        (["new.u", "lin.w", "act", "lin.v", "loss"], "lin_0", 0),
+        (["lin.w", "act", "new.u", "lin.v", "loss"], "lin_2", 1),
+        (["lin.w", "act", "lin.v", "loss", "new.u"], "loss_3", 1),
+    ],
+)
+def test_state_that_only_another_recording_reads_goes_where_that_one_needs_it(
+    calls: list[str], home: str, owner: int
+) -> None:
+    other = graph_of(calls)
+    graph = replace(graph_of(["lin.w", "act", "lin.v", "loss"]), parameters=other.parameters)
+    assert unused_state(graph) == {"u": 3}  # by itself it goes with the last stage
+    assert homes(graph, other) == {"u": home}
+    kept = replace(graph, homes=homes(graph, other))
+    assert kept.digest == graph.digest
+    held = [parameters for parameters, _ in state_of_stages(kept, Cuts(kept), [2])]
+    assert ["u" in parameters for parameters in held] == [owner == 0, owner == 1]
+    plan = plan_of(kept, 2)
+    stages = tuple(replace(stage, parameters=held[stage.index]) for stage in plan.stages)
+    found = recut(replace(plan, stages=stages), kept, other)
+    first = next(index for index, node in enumerate(other.nodes) if "u" in node.parameters)
+    assert (first < starts(found)[1]) == (owner == 0)
+
+
+def test_a_home_that_is_not_there_is_refused() -> None:
+    graph = graph_of(["lin.w", "loss"])
+    for wrong in ({"w": "gone"}, {"gone": "lin_0"}):
+        with pytest.raises(ValueError, match="is kept beside"):
+            replace(graph, homes=wrong)

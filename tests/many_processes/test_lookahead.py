@@ -1,0 +1,142 @@
+"""Batches of another form that the first minibatches show: planned for, or refused before a rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from commands import Commands
+from oracle import load
+from safetensors.torch import load_file
+
+from autopipe.cli.main import autopipe
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.o = nn.Linear(16, 7)
+        self.extra = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.BatchNorm1d(16))
+
+    def forward(self, x, y, extra=None, alpha=1.0):
+        x = x if extra is None else x + self.extra(extra)
+        for block in self.h:
+            x = x + torch.relu(block(x))
+        %(end)s
+        return dict(loss=F.cross_entropy(self.o(x), y) * alpha)
+
+
+def build_model():
+    return Net()
+
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)
+
+
+def data(batch_size=6):
+    g = torch.Generator().manual_seed(5)
+    for i in range(8):
+        x, y = torch.randn(batch_size, 16, generator=g), torch.randint(0, 7, (batch_size,), generator=g)
+        batch = dict(x=x, y=y)
+        %(change)s
+        yield batch
+"""
+WORDS = (
+    "--gpus", "2", "--device", "cpu", "--batch-size", "6", "--num-microbatches", "3", "--schedule", "1f1b",
+    "--replicas", "never", "--microbatch-sizes", "2",
+)  # fmt: skip
+LATER = "if i % 3 == 2: batch['extra'] = x * 2"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    def write(change: str = LATER, end: str = "pass") -> Path:
+        path = tmp_path / "model.py"
+        path.write_text(MODEL % {"change": change, "end": end})
+        return path
+
+    return write
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    runner = Commands(tmp_path)
+    yield runner
+    runner.end()
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(autopipe, words)
+
+
+def plain(path: Path, steps: int) -> dict[str, torch.Tensor]:
+    """Train in a plain loop of three microbatches; return the weights and buffers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have
+    module = load(path)
+    torch.manual_seed(0)
+    model = module.build_model()
+    optimizer = module.optimizer(list(model.named_parameters()))
+    for item, _ in zip(module.data(), range(steps), strict=False):
+        for j in range(3):
+            part = {key: value.tensor_split(3)[j] for key, value in item.items()}
+            (model(**part)["loss"] * (2 / 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    return dict(model.state_dict())
+
+
+def test_layers_that_only_later_batches_use_go_to_the_stage_that_needs_them(
+    written: Callable[..., Path], commands: Commands, tmp_path: Path
+) -> None:
+    path = written()
+    out, err = commands.run("train", "model.py", *WORDS, "--steps", "6", "--run-dir", "run")
+    assert "2 steps compared with plain training: equal, bit for bit" in out + err
+    commands.run("export", "run", "-o", "model.safetensors")
+    trained = load_file(tmp_path / "model.safetensors")
+    for name, value in plain(path, 6).items():
+        assert torch.equal(trained[name], value), name
+
+
+def test_layers_that_two_stages_need_are_refused_before_training(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written(end="x = x if extra is None else x + self.extra(extra)")
+    monkeypatch.chdir(tmp_path)
+    for command in ("train", "check"):
+        done = run(command, "model.py", *WORDS)
+        said = " ".join(done.stderr.split())
+        assert done.exit_code == 1, done.output
+        assert "a batch of another form: ['extra'] is new (tensor float32, 2 dimensions) cannot be followed" in said
+        assert "minibatch 2 of data, before training" in said
+        assert "let the first batch be one that uses all of the model" in said
+        assert "training on 2 ranks" not in done.output
+    # steps that end before that batch comes are trained; and so is data whose first batch uses all of the model
+    assert run("train", "model.py", *WORDS, "--steps", "2").exit_code == 0
+    written(end="x = x if extra is None else x + self.extra(extra)", change="if i != 2: batch['extra'] = x * 2")
+    done = run("train", "model.py", *WORDS, "--steps", "4")
+    assert done.exit_code == 0, done.output
+
+
+def test_more_values_than_code_is_made_for_are_refused_before_training(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written(change="batch['alpha'] = 1.0 + i")
+    monkeypatch.chdir(tmp_path)
+    done = run("train", "model.py", *WORDS, "--max-shapes", "3")
+    said = " ".join(done.stderr.split())
+    assert done.exit_code == 1, done.output
+    assert "['alpha'] is 8.0, where 1.0 was captured" in said
+    assert "give ['alpha'] as a tensor, torch.tensor(value)" in said
+    assert "minibatch 7 of data, before training" in said
