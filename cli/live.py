@@ -64,12 +64,11 @@ class Lines:
 
 def step_line(fields: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """Return a step as it is shown; there steps count from 1. ``start``: the event that came first, {} without it."""
-    from autopipe.report.tables import seconds_left
-    from autopipe.report.text import in_minutes
+    from autopipe.report.remaining import time_to_go
 
     of = f"/{start['steps']}" if start.get("steps") else ""
-    left = seconds_left(start, fields)
-    more = f", {in_minutes(left)} left" if left else ""
+    left = time_to_go(start, fields)
+    more = f", {left}" if left else ""
     return (
         f"  step {fields['step'] + 1}{of}  loss {fields['loss']:.6f}  {fields['samples_per_second']:.1f} samples/s"
         f"  {fields['seconds']:.1f} s{more}"

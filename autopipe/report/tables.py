@@ -13,7 +13,8 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.ir.units import in_bytes, in_seconds
-from autopipe.report.text import in_minutes, in_ranges
+from autopipe.report.remaining import time_to_go
+from autopipe.report.text import in_ranges
 
 if TYPE_CHECKING:
     from autopipe.workflow.doctor import Examination
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     )
 
 WORST_PARAMETERS = 8
-# before what is left of a run is said, so many steps and seconds
-LEAST_STEPS, LEAST_SECONDS = 2, 3.0
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
@@ -363,16 +362,6 @@ def findings(result: Examination) -> Table:
     return table
 
 
-def seconds_left(start: Mapping[str, Any], step: Mapping[str, Any]) -> float | None:
-    """Return what the steps that are left should take, as those so far did; None where that is not known yet."""
-    if not start.get("steps") or step["seconds"] < LEAST_SECONDS:
-        return None
-    done = step["step"] + 1 - start["start_step"]
-    if done < LEAST_STEPS:
-        return None
-    return float(step["seconds"] / done * max(start["steps"] - step["step"] - 1, 0))
-
-
 def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str], doing: str) -> Table:
     """Return the table that is shown while a run runs."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
@@ -387,9 +376,8 @@ def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str
         table.add_row("loss", f"{step['loss']:.6f}")
         table.add_row("samples/s", f"{step['samples_per_second']:.1f}")
         table.add_row("seconds", f"{step['seconds']:.1f}")
-        left = seconds_left(start, step)
-        if left is not None:
-            table.add_row("left", in_minutes(left))
+        if left := time_to_go(start, step):
+            table.add_row("left", left.removesuffix(" left"))
     stages = list(zip(start.get("modules", ()), start.get("stage_ranks", ()), strict=True))
     for rank, state in enumerate(states):
         names = [name for name, ranks in stages if rank in ranks]

@@ -13,7 +13,7 @@ the rank's failure, raised at its next minibatch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,19 @@ class Saver:
             self._thread.join()
             self._thread = None
         self.look()
+
+    def wait_unless(self, given_up: Callable[[], bool]) -> bool:
+        """Return when nothing is in flight, or give up once ``given_up`` says so. Returns False in that case.
+
+        Raises: what has failed while writing.
+        """
+        while self._thread is not None and self._thread.is_alive():
+            if given_up():
+                self.abandon()
+                return False
+            self._thread.join(LOOK_SECONDS)
+        self.wait()
+        return True
 
     def look(self) -> None:
         """Raise what has failed while writing, if anything has."""

@@ -27,6 +27,7 @@ from autopipe.trace.state.observe import Ran, observed
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
+from autopipe.workload.forms import form_of
 from autopipe.workload.layouts import laid_out
 from autopipe.workload.modes import trains
 
@@ -89,7 +90,7 @@ def _capture(
     if trains(model) and not on_meta:
         refuse_changing_state(workload, model, item, ran)
     unread = () if on_meta else unread_paths(workload, model, item, captured.module)
-    items = [item] if fixed else [item, _other(workload, batch_size)]
+    items = [item] if fixed else [item, _other(workload, item, batch_size)]
 
     def completed(capture: Capture) -> Capture:
         form = dataclasses.replace(capture.graph.batch, unread=unread)
@@ -129,7 +130,7 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
     def others() -> list[Item]:
         if workload.is_fixed(item):
             return []
-        return [_other(workload, batch_size), workload.example_item(batch_size + 3)]
+        return [_other(workload, item, batch_size), workload.example_item(batch_size + 3)]
 
     spec = workload.spec
     workload.run_opaque(())  # while modules are observed, each draw is counted by itself
@@ -214,8 +215,12 @@ def _distinct(sizes: Container[int], start: int) -> int:
     return candidate
 
 
-def _other(workload: Workload, batch_size: int) -> Item:
-    """Return a batch of another size, of other samples where the data has them."""
+def _other(workload: Workload, item: Item, batch_size: int) -> Item:
+    """Return a batch of another size, of other samples where the data has them.
+
+    What in it is no tensor is as in ``item``, which the graph was captured with: a number such as the count of labels
+    in a batch is a constant of the graph.
+    """
     other = 3 if batch_size != 3 else 4
     if not workload.cuts_by_dimension(workload.example_item(batch_size)):
         return workload.example_item(other)  # part of a batch may be no batch
@@ -225,4 +230,5 @@ def _other(workload: Workload, batch_size: int) -> Item:
         name: laid_out(leaf.narrow(dimensions[name], batch_size, other), leaf) if name in dimensions else leaf
         for name, leaf in leaves.items()
     }
-    return workload.with_leaves(both, found)
+    same = form_of(both).structure == form_of(item).structure
+    return workload.with_leaves(item if same else both, found)

@@ -52,6 +52,8 @@ STARTUP_SECONDS, DISK_BYTES_PER_SECOND = 1.0, 2e8
 _WRITTEN = 4
 _END_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 _NICE = 19
+MOST_SECONDS = 1800.0
+"""After which the process of an audit is taken for hung: at the lowest priority, beside ranks, it may take long."""
 
 
 def interval(settings: TrainSettings, prepared: Prepared) -> int:
@@ -95,7 +97,8 @@ def misfit(prepared: Prepared) -> str:
 class Auditor:
     """Compares the audited minibatches of a run, one after another. ``elsewhere``: as in ``plain_step.audit``.
 
-    ``on_result``: takes each result. ``notes``: what was said once and is not said again.
+    ``on_result``: takes each result. ``notes``: what was said once and is not said again. ``most_seconds``: after which
+    a comparison that has not ended is taken for hung, and left out.
     """
 
     run: RunDirectory
@@ -103,6 +106,8 @@ class Auditor:
     on_result: Callable[[AuditResult], None]
     elsewhere: str = ""
     notes: set[str] = field(default_factory=set)
+    most_seconds: float = MOST_SECONDS
+    _deadline: float = 0.0
     _waiting: list[tuple[int, float]] = field(default_factory=list)
     _process: ForkServerProcess | None = None
     _files: AuditFiles | None = None
@@ -127,6 +132,15 @@ class Auditor:
             self._process = self._files = None
             assert files is not None
             self._take(files, process)
+        elif self._process is not None and time.monotonic() > self._deadline:
+            process, files = self._process, self._files
+            self._process = self._files = None
+            process.kill()
+            process.join(_END_SECONDS)
+            assert files is not None
+            files.clear()
+            log = self.run.path / "logs" / "audit.log"
+            self.left_out(f"its process did not end within {self.most_seconds:.0f} s; see {log}")
         if self._process is None and self._waiting:
             self._start(*self._waiting.pop(0))
 
@@ -176,6 +190,7 @@ class Auditor:
             files.clear()
             return
         self._process, self._files = process, files
+        self._deadline = time.monotonic() + self.most_seconds
 
     def _take(self, files: AuditFiles, process: ForkServerProcess) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
 from autopipe.runtime.audit.plain_step import audit
 from autopipe.runtime.events import Silent
+from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.snapshot import Snapshot
+from autopipe.workflow import auditing
 
 STEPS, EVERY = 8, 3
 MODEL = """
@@ -231,3 +235,47 @@ def test_rank_0_reports_what_is_written_and_what_is_left_out(
         assert events == [("audit-left-out", {"reason": "its minibatch cannot be stored: it holds a handle"})] * 2
         assert not any(path.is_dir() for path in (tmp_path / "audits").iterdir())
     assert not any(kind.startswith("audit") for kind, _ in reporters[1].events)
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_could_not_write(
+    subject: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path, audit_every=EVERY)
+    write = Snapshot.write
+
+    def full(snapshot: Snapshot, path: Path, *given: Any, **named: Any) -> Any:
+        if path.name.startswith("stage-1"):
+            raise OSError(28, "No space left on device")
+        return write(snapshot, path, *given, **named)
+
+    monkeypatch.setattr(Snapshot, "write", full)
+    reporters = [Kept(), Kept()]
+    start = time.monotonic()
+    pipeline.train(minibatches(subject.workload, STEPS, 8), reporters=reporters)
+    assert time.monotonic() - start < 120
+    reasons = [fields["reason"] for kind, fields in reporters[0].events if kind == "audit-left-out"]
+    assert reasons == ["it cannot be written: OSError: [Errno 28] No space left on device"] * 2
+    assert not any(kind == "audit" for kind, _ in reporters[0].events)
+    assert not any(path.suffix == ".after" for path in (tmp_path / "audits").iterdir())
+
+
+def hang(path: str, step: int, loss: float, elsewhere: str) -> None:
+    time.sleep(3600)
+
+
+def test_a_comparison_that_hangs_is_ended_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auditing, "_audit_entry", hang)
+    monkeypatch.setattr(auditing.Auditor, "_edited", lambda self: "")
+    notes: list[str] = []
+    auditor = auditing.Auditor(
+        RunDirectory(tmp_path), lambda kind, fields: notes.append(fields["text"]), pytest.fail, most_seconds=1.0
+    )
+    files = AuditFiles(tmp_path, 3)
+    files.after.mkdir(parents=True)
+    auditor.add(3, 1.0)
+    process = auditor._process
+    assert process is not None
+    auditor.finish(lambda: False)
+    assert not process.is_alive()
+    assert notes == [f"an audit is left out: its process did not end within 1 s; see {tmp_path / 'logs' / 'audit.log'}"]
+    assert not files.after.exists()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from autopipe.cli.live import Lines
+from autopipe.cli.live import Lines, step_line
 from autopipe.cli.terminal import Terminal
-from autopipe.report.tables import seconds_left
+from autopipe.report.remaining import seconds_left, time_to_go
 from autopipe.report.text import in_minutes
 
 
@@ -57,3 +57,13 @@ def test_lines_say_what_is_left_and_grow_rare() -> None:
     assert lines_of_steps[0].startswith("  step 1/86400")
     assert "h left" in lines_of_steps[10]
     assert lines_of_steps[-1].startswith("  step 86400/86400")
+
+
+def test_data_of_unknown_length_says_its_pace() -> None:
+    assert time_to_go(start(0), step(9, 2.0)) == ""  # not known yet
+    assert time_to_go(start(0), step(49, 20.0)) == "unknown length: 2.5 steps/s"
+    assert time_to_go(start(0, 40), step(49, 20.0)) == "unknown length: 0.5 steps/s"
+    assert time_to_go({}, step(49, 20.0)) == ""
+    assert time_to_go(start(100), step(99, 20.0)) == ""  # nothing is left
+    assert time_to_go(start(100), step(49, 600.0)) == "10 min left"
+    assert step_line(step(49, 20.0), start(0)).endswith("20.0 s, unknown length: 2.5 steps/s")

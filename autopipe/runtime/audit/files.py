@@ -13,6 +13,7 @@ All but the result is removed when nothing differs.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,17 @@ class AuditFiles:
     def after_stage(self, stage: int) -> Path:
         """Return the file of one stage's tensors behind the step."""
         return self.after / f"stage-{stage}.safetensors"
+
+    def failure(self, stage: int) -> Path:
+        """Return the file in which the rank that writes a stage says that it could not."""
+        return self.after / f"stage-{stage}.failed"
+
+    def first_failure(self) -> str:
+        """Return what a rank has said of its failure, "" where none has."""
+        with contextlib.suppress(OSError):
+            for path in sorted(self.after.glob("stage-*.failed")):
+                return path.read_text(encoding="utf-8", errors="replace") or "a rank could not write its part"
+        return ""
 
     def save(self, result: AuditResult) -> None:
         """Write the result."""

@@ -5,7 +5,8 @@
     training thread   ... | copy state, store batch | minibatch N | copy weights | minibatch N + 1 ...
     writing threads                        write the state ...         | write the weights | rank 0: event
 
-An audit never ends a run by itself: what cannot be written is left out, and rank 0 reports why.
+An audit never ends a run by itself: what cannot be written is left out, and rank 0 reports why. A rank that fails
+leaves word in a file, so that rank 0 does not wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, RunError
 from autopipe.runtime import state
 from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import AuditFiles
@@ -124,8 +125,8 @@ class AuditWriter:
                 path = files.after_stage(stage)
                 snapshot.write(path.with_suffix(".tmp"))
                 path.with_suffix(".tmp").replace(path)
-            if saver is not None:
-                saver.wait()
+            if saver is not None and not saver.wait_unless(lambda: bool(files.first_failure())):
+                raise RunError(files.first_failure())
             if self.checkpoints.leads and not files.batch.is_dir():
                 self._all_written(files)
                 files.clear()
@@ -134,15 +135,31 @@ class AuditWriter:
         except Exception as error:  # whatever it is, the run does not depend on it
             text = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
             self._left_out.append(f"it cannot be written: {text}")
-            with contextlib.suppress(OSError):
+            self._give_up(files, text)
+
+    def _give_up(self, files: AuditFiles, why: str) -> None:
+        """Remove what was written: rank 0 all of it, another rank its own part, and it leaves word for rank 0."""
+        with contextlib.suppress(OSError):
+            if self.checkpoints.leads:
                 files.clear()
+                return
+            for stage in self.stages:  # what is removed first makes room for the word on a disk that is full
+                for path in (files.after_stage(stage), files.after_stage(stage).with_suffix(".tmp")):
+                    path.unlink(missing_ok=True)
+            files.after.mkdir(parents=True, exist_ok=True)
+            files.failure(min(self.stages, default=0)).write_text(why, encoding="utf-8")
 
     def _all_written(self, files: AuditFiles) -> bool:
-        """Wait for the other stages. Returns False where this rank gives up."""
+        """Wait for the other stages. Returns False where this rank gives up.
+
+        Raises: RunError where another rank could not write its part.
+        """
         end = time.monotonic() + _PATIENCE_SECONDS
         while not files.before.is_dir() or not all(
             files.after_stage(s).is_file() for s in range(self.checkpoints.num_stages)
         ):
+            if failure := files.first_failure():
+                raise RunError(failure)
             if self._abandoned.wait(LOOK_SECONDS) or time.monotonic() > end:
                 return False
         return True
