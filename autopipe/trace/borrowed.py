@@ -23,6 +23,7 @@ from autopipe.errors import TraceError
 from autopipe.trace.caches import Caches
 from autopipe.trace.containers import CONTAINERS, copied, refill
 
+PYTHONS, NUMPYS = "Python's random", "numpy.random"  # generators that are not torch's
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
@@ -58,12 +59,14 @@ class Snapshot:
     def random_drawn(self) -> str:
         """Name Python's or numpy's generator where it was drawn from since the snapshot, else ""."""
         if random.getstate() != self._random[2]:
-            return "Python's random"
+            return PYTHONS
+        return NUMPYS if self.numpy_drawn() else ""
+
+    def numpy_drawn(self) -> bool:
+        """Tell whether numpy's generator was drawn from since the snapshot."""
         now: Any = np.random.get_state()
         before: Any = self._random[1]
-        if now[2:] != before[2:] or not np.array_equal(now[1], before[1]):
-            return "numpy.random"
-        return ""
+        return now[2:] != before[2:] or not np.array_equal(now[1], before[1])
 
     def changed(self, model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
         """Give (path, attribute, value before, value now) of every plain attribute that was bound anew."""

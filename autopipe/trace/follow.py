@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from autopipe.errors import TraceError
-from autopipe.trace.borrowed import Borrowed, Snapshot
+from autopipe.trace.borrowed import NUMPYS, Borrowed, Snapshot
 from autopipe.trace.explain import COIN, FIXED_BATCH, Line, explained, place_in, short_path, short_place_in
 from autopipe.trace.joined import join
 from autopipe.trace.lengths import Length
@@ -194,7 +194,7 @@ def _coin(
     before = Snapshot(model)
     within: tuple[str, ...] = ()
     try:
-        with DrawingLine(before.random_drawn) as line:
+        with DrawingLine(before.numpy_drawn if generator == NUMPYS else None) as line:
             follow(workload, model, item, watch=True, answer=answer, opaque=opaque)
     except TraceError as error:
         within = error.within

@@ -128,18 +128,21 @@ def test_the_line_that_draws_is_named(case, model_of):
     assert rest == "" if not library else rest.startswith("linelib/__init__.py:") and rest.endswith(f"# {library}")
 
 
-def test_tracing_is_put_back(model_of):
+@pytest.mark.parametrize("drawn", ["random()", "np.random.rand()"])
+def test_tracing_and_profiling_are_put_back(drawn, model_of):
     def mine(*_):
         return None
 
-    before = sys.gettrace()
+    before = sys.gettrace(), sys.getprofile()
     sys.settrace(mine)
+    sys.setprofile(mine)
     try:
         with pytest.raises(TraceError, match="draws from"):
-            capture(Toy(model_of("return x.mean() * random()"), vectors))
-        assert sys.gettrace() is mine
+            capture(Toy(model_of(f"return x.mean() * {drawn}"), vectors))
+        assert (sys.gettrace(), sys.getprofile()) == (mine, mine)
     finally:
-        sys.settrace(before)
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -10,33 +11,50 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopipe.trace.explain import Line, is_users, lines_of, own_and_inner, place_in
+from autopipe.trace.explain import Line, is_users, lines_of, own_and_inner, place_in, users_frame
 from autopipe.trace.lines.owner import STANDARD, library_of
 from autopipe.trace.recorder import Recorder
 
+_PYTHONS = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the functions of the module
+_DRAWS = ("random", "getrandbits")  # what all its functions draw with
+
 
 class DrawingLine:
-    """A context that traces the user's lines and looks after each of them whether something was drawn.
+    """A context that looks for the line that draws from the generator of Python's random, or of numpy.
 
-    ``drawn``: returns the name of the generator that was drawn from since the start, or "". ``where``: the first line
-    that drew, as errors show it; "" where none did. Lines of Python's own modules (``random.choice``) count for the
-    line that calls them.
+    A profile function is told of every call of Python's generator. Numpy's is no builtin function, and calls of it are
+    not reported: there the lines of the user's code are traced, and after each the generator's state is compared.
+
+    ``drawn``: returns whether numpy's generator was drawn from since the start; None to look for Python's. ``where``:
+    the first line that drew, as errors show it; "" where none did. Lines of Python's own modules (``random.choice``)
+    count for the line that calls them.
     """
 
-    def __init__(self, drawn: Callable[[], str]) -> None:
+    def __init__(self, drawn: Callable[[], bool] | None) -> None:
         self.where = ""
         self._drawn = drawn
-        self._lines: list[Line] = []  # the line that began last, and those around it, innermost first
+        self._frame: FrameType | None = None  # of the line that began last, or goes on
+        self._line = 0
         self._traced: dict[str, bool] = {}
-        self._before: Any = None
+        self._before: tuple[Any, Any] = None, None
 
     def __enter__(self) -> DrawingLine:
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
+        self._before = sys.getprofile(), sys.gettrace()
+        if self._drawn is None:
+            sys.setprofile(self._profiled)
+        else:
+            sys.settrace(self._called)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
+        sys.setprofile(self._before[0])
+        sys.settrace(self._before[1])
+
+    def _profiled(self, frame: FrameType, event: str, function: Any) -> None:
+        if event != "c_call" or self.where or getattr(function, "__self__", None) is not _PYTHONS:
+            return
+        if function.__name__ in _DRAWS:
+            self._found(lines_of(frame))
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
@@ -52,12 +70,18 @@ class DrawingLine:
         if self.where:
             return None
         # behind a return, the line that made the call goes on
-        self._lines = lines_of(frame.f_back if event == "return" else frame)
+        self._frame = users_frame(frame.f_back) if event == "return" else frame
+        self._line = 0 if self._frame is None else self._frame.f_lineno
         return self._stepped
 
     def _look(self) -> None:
-        if not self.where and self._lines and self._drawn():
-            own, inner = own_and_inner(self._lines)
+        if self._frame is not None and self._drawn is not None and not self.where and self._drawn():
+            _, *around = lines_of(self._frame)
+            self._found([(self._frame.f_code.co_filename, self._line), *around])
+
+    def _found(self, lines: list[Line]) -> None:
+        if lines:
+            own, inner = own_and_inner(lines)
             self.where = place_in(own, inner)
 
 
