@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,29 @@ def arguments_text(node: fx.Node, constants: Mapping[str, Tensor], module: nn.Mo
     parts = [_text(arg, constants) for arg in node.args]
     parts += [f"{key}={_text(node.kwargs[key], constants)}" for key in sorted(node.kwargs)]
     text = f"({', '.join(parts)})"
+    if node.meta.get("opaque") and module is not None:
+        return f"{module!r} {code_digest(module)}{text}"  # what it calls is nowhere else in the graph
     return text if module is None else f"{module!r}{text}"
+
+
+def code_digest(module: nn.Module) -> str:
+    """Return 16 hex digits of the source of a module's classes, torch's left out, and of their plain settings."""
+    state = hashlib.sha256()
+    for path, part in module.named_modules():
+        kind = type(part)
+        if kind.__module__.startswith("torch."):
+            continue
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):
+            source = kind.__qualname__
+        settings = {
+            name: value
+            for name, value in vars(part).items()
+            if isinstance(value, (bool, int, float, str)) and name != "training" and not name.startswith("_")
+        }
+        state.update(f"{path} {source} {sorted(settings.items())}".encode())
+    return state.hexdigest()[:16]
 
 
 def _text(value: Any, constants: Mapping[str, Tensor]) -> str:

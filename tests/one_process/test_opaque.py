@@ -108,6 +108,14 @@ def test_a_module_that_runs_as_it_is_is_one_node_with_a_place_of_its_own(folder:
     assert nodes[0].spec.requires_grad
 
 
+@pytest.mark.parametrize(("before", "after"), [("topk(2)", "topk(1)"), ("Dropout(0.2)", "Dropout(0.3)")])
+def test_another_code_of_such_a_module_is_another_model(before: str, after: str, folder: Path, tmp_path: Path) -> None:
+    digest = captured_file(write("experts", folder)).capture.graph.digest
+    assert captured_file(write("experts", tmp_path)).capture.graph.digest == digest
+    changed = write("experts", tmp_path / "..", CASES["experts"].replace(before, after))
+    assert capture(load_workload(LoadOptions(str(changed)))).graph.digest != digest
+
+
 def test_buffers_that_it_was_seen_to_write_are_named(folder: Path) -> None:
     graph = captured_file(write("statistics", folder)).capture.graph
     names = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen", "mean")
