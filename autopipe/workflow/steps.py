@@ -207,6 +207,8 @@ def prepare(
     sizes = microbatch_sizes(settings)
     model, found = ensure_profile(settings.profile, work, sizes, accept, minibatch)
     if not found.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
+        if minibatch is None:
+            work.notes.append("each batch is one microbatch: --num-microbatches cuts it into several")
         settings = dataclasses.replace(settings, num_microbatches=1 if minibatch is None else minibatch.parts)
     made, record = ensure_plan(model.workload, found, settings, work)
     # a seed or a learning rate of this command alone changes what is trained, not how it is cut
