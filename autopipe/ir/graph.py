@@ -234,6 +234,11 @@ class Graph:
         return spans
 
     @functools.cached_property
+    def containers(self) -> frozenset[str]:
+        """Paths of the modules that have calls in modules of theirs."""
+        return frozenset(path.rpartition(".")[0] for path in self.module_spans)
+
+    @functools.cached_property
     def last_use(self) -> Mapping[str, int]:
         """Value -> place of the last node that reads it; ``len(nodes)`` for an output."""
         last: dict[str, int] = {}

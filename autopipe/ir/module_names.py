@@ -63,7 +63,7 @@ def cut_place(graph: Graph, position: int) -> str:
     block = next((path for path in reversed(begun) if _is_block(path)), "")
     if len(begun) < len(around):
         begins = around[len(begun) :]
-        name = next((path for path in begins if _is_block(path) and _is_container(graph, path)), begins[0])
+        name = next((path for path in begins if _is_block(path) and path in graph.containers), begins[0])
         if block:
             return f"inside {called(block)}, before {name.removeprefix(f'{block}.')}"
         return f"before {called(name)}"
@@ -76,11 +76,11 @@ def _name(graph: Graph, path: str, start: int, stop: int) -> tuple[_Named, str]:
     spans, around = graph.module_spans, list(_ancestors(path))
     whole = next((entry for entry in around if start <= spans[entry][0] and spans[entry][1] < stop), "")
     blocks = [entry for entry in around if _is_block(entry) and len(entry) < len(whole or f"{path}.")]
-    if whole and (not blocks or (_is_block(whole) and _is_container(graph, whole))):
+    if whole and (not blocks or (_is_block(whole) and whole in graph.containers)):
         return _Named(whole), ""
     if blocks:
         return _Named(blocks[-1], part=True), whole.removeprefix(f"{blocks[-1]}.")
-    return _Named(path, part=True, weak=_is_container(graph, path)), ""
+    return _Named(path, part=True, weak=path in graph.containers), ""
 
 
 def _ancestors(path: str) -> Iterator[str]:
@@ -92,10 +92,6 @@ def _ancestors(path: str) -> Iterator[str]:
 
 def _is_block(path: str) -> bool:
     return path.rpartition(".")[2].isdecimal()
-
-
-def _is_container(graph: Graph, path: str) -> bool:
-    return any(other.startswith(f"{path}.") for other in graph.module_spans)
 
 
 def called(path: str) -> str:
