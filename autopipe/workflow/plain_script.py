@@ -5,10 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from autopipe.workflow.plain_compare import comparison
 from autopipe.workflow.plain_cutting import SAMPLES, SPLIT
 from autopipe.workflow.plain_draws import DRAWS, OPAQUE
+from autopipe.workload.scripts import imports_its_name, package_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,13 @@ def random_state(saved=None):
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def load(place):
-    """Import the user's file, or a module."""
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
+def load(place, name="", root=""):
+    """Import the user's file, or a module. ``root``: the folder of the package that the file is a module of."""
+    if root or not place.endswith(".py"):
+        sys.path[:0] = [root] if root else []
+        return importlib.import_module(name or place)
     sys.path.insert(0, os.path.dirname(place))
-    name = os.path.basename(place)[:-3]
+    name = name or os.path.basename(place)[:-3]
     spec = importlib.util.spec_from_file_location(name if name not in sys.modules else f"users_{name}", place)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -126,6 +129,16 @@ def batches():
             random_state(inside)
         random_state(outside)
 '''
+
+
+def _place(place: str) -> str:
+    """Return the arguments of ``load``: the file, and the name that it needs where that is not its own."""
+    path = Path(place)
+    if path.suffix == ".py" and (package := package_of(path)) is not None:
+        return f"{place!r}, {package.name!r}, {str(package.root)!r}"
+    if path.suffix == ".py" and imports_its_name(path):
+        return f"{place!r}, {f'users_{path.stem}'!r}"
+    return repr(place)
 
 
 def script(loop: PlainLoop) -> str:
@@ -250,7 +263,7 @@ def _loss(loop: PlainLoop) -> str:
 
 
 def _training(loop: PlainLoop) -> str:
-    loads = [f"{name} = load({place!r})" for name, place in loop.modules.items()]
+    loads = [f"{name} = load({_place(place)})" for name, place in loop.modules.items()]
     lines = ["", "seed_all(SEED)", loads[0], *(["seed_all(SEED)", *loads[1:]] if loads[1:] else [])]
     lines += [
         *loop.setup,

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,29 @@ def test_a_relative_import_without_an_init_file_is_answered_with_what_works(writ
     assert refused.value.remedy.endswith(f"name it as pack.part, from the folder {path.parents[1]}")
     sys.path.insert(0, str(path.parents[1]))
     assert load_workload(LoadOptions("pack.part")).build_model().in_features == 6
+
+
+HOOKS = """
+import torch
+build_model = make
+def loss(output, target):
+    return (output - target).pow(2).mean()
+def data(batch_size=4):
+    yield torch.ones(batch_size, 3), torch.zeros(batch_size, 2)
+"""
+
+
+@pytest.mark.parametrize("kind", ["named like a package", "in a package"])
+def test_the_plain_loop_imports_such_a_file_too(write: Write, tmp_path: Path, run: Any, kind: str) -> None:
+    if kind == "in a package":
+        write("pack/__init__.py")
+        write("pack/net.py", NET)
+        path = write("pack/model.py", "from .net import make\n" + HOOKS)
+    else:
+        write("lib/toykit/__init__.py", NET)
+        head = "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parents[1] / 'lib'))\n"
+        path = write("run/toykit.py", head + "from toykit import make\n" + HOOKS)
+    done = run("plain", str(path), "--batch-size", "4", "--num-microbatches", "2", "--steps", "1", "-o", "loop.py")
+    assert done.exit_code == 0, done.stderr
+    printed = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, check=False, text=True)
+    assert printed.stdout.startswith("step 1: loss "), printed.stderr
