@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from opaque_cases import CASES, write
 from oracle import by_owner
 from oracle import train as plain
 from pipelines import Captured, build, captured_file, minibatches, plan_for
 
+from autopipe.cli.main import autopipe
 from autopipe.draws import seed_of
 from autopipe.errors import TraceError
 from autopipe.ir.plan import Plan
@@ -156,6 +159,18 @@ def test_a_module_that_is_named_runs_as_it_is(folder: Path) -> None:
     workload = load_workload(LoadOptions(str(write("experts", folder)), opaque="first,blocks.1"))
     capture(workload)
     assert workload.spec.opaque_modules == ("blocks.0.moe", "blocks.1", "blocks.2.moe")
+
+
+def test_the_option_reaches_the_capture(folder: Path, tmp_path: Path) -> None:
+    words = ["profile", str(write("augmented", folder)), "--work-dir", str(tmp_path), "--microbatch-sizes", "2"]
+    refused = CliRunner().invoke(autopipe, [*words, "--opaque", "never", "--json"])
+    assert refused.exit_code == 1
+    assert "--opaque auto" in json.loads(refused.stdout)["error"]["try"]
+    measured = CliRunner().invoke(autopipe, [*words, "--json"])
+    assert measured.exit_code == 0
+    assert "aug runs as it is: its path is drawn at random" in measured.stdout
+    workload = json.loads((tmp_path / "profile.json").read_text())["workload"]
+    assert (workload["opaque"], workload["opaque_modules"]) == ("auto", ["aug"])
 
 
 ROOT = """
