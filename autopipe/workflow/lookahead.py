@@ -76,7 +76,10 @@ def covered(
     if known and known != graph.homes:
         artifact.save(found, work.store.profile)
         choose_plan(found, prepared.record.request, work, prepared.plan.batch_size)
+        first = others[0]
+        why = f"planned again, with room for {first.text}, as minibatch {first.minibatch} of data is ({min(known)})"
         prepared = again()
+        prepared = dataclasses.replace(prepared, notes=(*prepared.notes, why))
     misfit = _first_misfit(prepared, others)
     if misfit is not None:
         entry, error = misfit

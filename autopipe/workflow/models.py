@@ -15,6 +15,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
 from autopipe.measure import estimate, measure
 from autopipe.trace import Capture, capture
+from autopipe.trace.explain import depends_on_data
 from autopipe.workflow.batch_sizes import taken
 from autopipe.workflow.named import refuse_unnamed, remember
 from autopipe.workflow.settings import ModelSettings, ProfileSettings
@@ -82,6 +83,11 @@ def load_model(
         captured = captured_now()
     except TraceError as error:
         if settings.estimate:
+            if depends_on_data(error.__cause__):
+                error.remedy = (
+                    "profile the model without --estimate, in a size that fits this machine: what depends on the "
+                    "numbers in the batch can be measured only where it runs"
+                )
             raise
         _refuse_misfit(workload)
         uncut = _not_cut(workload)

@@ -70,9 +70,10 @@ def read(task: ProbeTask) -> Reading:
     forms: dict[str, SeenForm] = {}
 
     def note(index: int, item: Any) -> str:
-        for part in workload.split(item, task.parts) if task.parts else ():
-            form = form_of(part)
-            forms.setdefault(artifact.canonical(form), SeenForm(index, form))
+        with contextlib.suppress(Exception):  # what cannot be cut or compared is for training to refuse
+            for part in workload.split(item, task.parts) if task.parts else ():
+                form = form_of(part)
+                forms.setdefault(artifact.canonical(form), SeenForm(index, form))
         return digest_of(item).hex()
 
     digests = {"data": tuple(note(k, item) for k, item in enumerate(itertools.islice(training, task.count)))}

@@ -103,6 +103,7 @@ def test_layers_that_only_later_batches_use_go_to_the_stage_that_needs_them(
     path = written()
     out, err = commands.run("train", "model.py", *WORDS, "--steps", "6", "--run-dir", "run")
     assert "2 steps compared with plain training: equal, bit for bit" in out + err
+    assert "planned again, with room for a batch of another form: ['extra'] is new" in " ".join((out + err).split())
     commands.run("export", "run", "-o", "model.safetensors")
     trained = load_file(tmp_path / "model.safetensors")
     for name, value in plain(path, 6).items():

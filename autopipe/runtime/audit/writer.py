@@ -52,6 +52,7 @@ class AuditWriter:
     _thread: threading.Thread | None = None
     _written: list[AuditFiles] = field(default_factory=list)
     _left_out: list[str] = field(default_factory=list)
+    _given_up: list[AuditFiles] = field(default_factory=list)
     _abandoned: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, step: int, item: Any, parts: Sequence[Microbatch], save: Callable[[Saver], None]) -> None:
@@ -63,6 +64,8 @@ class AuditWriter:
         if not self.every or not step or step % self.every:
             return
         self.wait()
+        while self._given_up:  # once more: another rank may have written after it was removed
+            self._given_up.pop().clear()
         files = self._files = AuditFiles(self.run, step)
         self._await_room()
         try:
@@ -141,13 +144,14 @@ class AuditWriter:
         """Remove what was written: rank 0 all of it, another rank its own part, and it leaves word for rank 0."""
         with contextlib.suppress(OSError):
             if self.checkpoints.leads:
+                self._given_up.append(files)
                 files.clear()
                 return
             for stage in self.stages:  # what is removed first makes room for the word on a disk that is full
                 for path in (files.after_stage(stage), files.after_stage(stage).with_suffix(".tmp")):
                     path.unlink(missing_ok=True)
-            files.after.mkdir(parents=True, exist_ok=True)
-            files.failure(min(self.stages, default=0)).write_text(why, encoding="utf-8")
+            if files.after.is_dir():  # else rank 0 knows already, and has removed it
+                files.failure(min(self.stages, default=0)).write_text(why, encoding="utf-8")
 
     def _all_written(self, files: AuditFiles) -> bool:
         """Wait for the other stages. Returns False where this rank gives up.
