@@ -84,7 +84,7 @@ class Known:
         """Return the fake of a real tensor that the forward met; its value becomes part of the graph."""
         fake = self.borrowed.of_real.get(id(value))
         if fake is None:
-            if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            if value.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(value):
                 raise unsupported(f"torch.func {TRANSFORMED}", "leave it out")
             if value.requires_grad:
                 raise unsupported(
