@@ -147,8 +147,6 @@ def main(name: str, *, beside_export: bool = True) -> dict[str, Any]:
     vision_models.importable()
     row: dict[str, Any] = {"name": name}
     workload = workload_of(name)
-    if not hasattr(workload.spec, "target"):
-        workload.spec = transformers_models.workload("gpt2").spec
     workload.loss(workload.build_model(), workload.example_item(2))  # imports and caches are nobody's time
     try:
         row.update(attempt(workload, data_dependent=False))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopipe.draws import opaque_calls
 from autopipe.ir.profile import WorkloadSpec
 
 Batch = dict[str, Any]
@@ -24,6 +26,7 @@ class ZooWorkload:
     loss_of: Callable[[Any, Batch], Tensor] | None = None
     inputs: tuple[str, ...] = ()
     spec: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("benchmarks/zoo", {}, {}, (), 0))
+    hooks: Mapping[str, Any] = field(default_factory=dict)
 
     def build_model(self) -> nn.Module:
         """Return the model as a plain script would make it."""
@@ -46,6 +49,19 @@ class ZooWorkload:
         """Return how many samples it holds."""
         return next(tensor.shape[0] for tensor in self.leaves(item).values())
 
+    def batch_dims(self, item: Batch) -> dict[str, int]:
+        """Return the dimension that counts the samples, of each tensor that has one."""
+        count = self.num_samples(item)
+        return {name: 0 for name, leaf in self.leaves(item).items() if leaf.dim() and leaf.shape[0] == count}
+
+    def is_fixed(self, item: Batch) -> bool:
+        """Return whether the batch has one size only."""
+        return False
+
+    def cuts_by_dimension(self, item: Batch) -> bool:
+        """Return whether its tensors are cut along the dimension of the samples."""
+        return True
+
     def split(self, item: Batch, num_microbatches: int) -> list[Batch]:
         """Cut it into microbatches."""
         count = min(num_microbatches, self.num_samples(item))
@@ -54,7 +70,12 @@ class ZooWorkload:
 
     def loss(self, model: nn.Module, item: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the model on a batch."""
-        if self.loss_of is not None:
-            return self.loss_of(model(*(item[name] for name in self.inputs)), item), None
-        output = model(**item)
-        return (output if isinstance(output, Tensor) else output.loss), None
+        with opaque_calls(model, self.spec.opaque_modules):
+            if self.loss_of is not None:
+                return self.loss_of(model(*(item[name] for name in self.inputs)), item), None
+            output = model(**item)
+            return (output if isinstance(output, Tensor) else output.loss), None
+
+    def run_opaque(self, modules: Sequence[str]) -> None:
+        """Run modules as they are from now on, by name."""
+        self.spec = dataclasses.replace(self.spec, opaque_modules=tuple(modules))

@@ -1,7 +1,6 @@
 """A stand-in for the user's file, and the models that the tests of the tracer share."""
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from autopipe.draws import opaque_calls
+from autopipe.ir.profile import WorkloadSpec
 
 
 class Toy:
@@ -20,7 +20,7 @@ class Toy:
     hooks: ClassVar[dict] = {}
 
     def __init__(self, build, batch, loss=None):
-        self.spec = SimpleNamespace(seed=0, precision="fp32", opaque="auto", opaque_modules=())
+        self.spec = WorkloadSpec("toy.py", {}, {}, (), 0)
         self._build, self._batch, self._loss = build, batch, loss
 
     def build_model(self):
@@ -66,7 +66,7 @@ class Toy:
             return made(model(**item), item), None
 
     def run_opaque(self, modules):
-        self.spec.opaque_modules = tuple(modules)
+        self.spec = replace(self.spec, opaque_modules=tuple(modules))
 
 
 def vectors(n, generator):
