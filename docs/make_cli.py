@@ -49,9 +49,10 @@ pairs of name and parameter, frozen ones too and no buffers, after `optimizer.st
 `scheduler.step()`, and `step` counts from 0; a step that is left out (`--on-nonfinite skip`, an overflow of float16)
 has no call. It is called once for each stage that holds a parameter which it changes, with that stage's parameters
 and those of other stages that the changed ones depend on, such as a student's for its teacher; these are sent after
-every step. To find them it is tried beforehand on copies of all parameters, at steps 0 to 12 and at round numbers up
-to 100000. It must change the same parameters in a stage as over the whole model, draw no random numbers and keep no
-tensors of its own: else the run is refused. State that lasts belongs into parameters with `requires_grad=False`.
+every step. To find them it is tried beforehand on copies of all parameters, at steps 0 to 32 and at round numbers up
+to 100000. It must change the same parameters in a stage as over the whole model, draw no random numbers, use no
+parameters of a model object that it was not given, and keep no tensors made from parameters: else the run is refused.
+State that lasts belongs into parameters with `requires_grad=False`.
 
 `data` is called again for each epoch, and what it gives is iterated from its start. Stages work on copies: where a
 forward changes its batch in place, what `data` keeps stays as it is, while a plain loop would change it.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopipe.errors import with_article
+from autopipe.errors import ModelFileError, with_article
 from autopipe.workload.hooks import Hook
 from autopipe.workload.items import Item
 from autopipe.workload.targets import users_code
@@ -48,13 +48,13 @@ class OwnLoss:
         taken = [name for name in _NAMES if any(other.startswith(f"{name}.") for other in names)][-1:]
         return frozenset(other for other in names for name in taken if other.startswith(f"{name}."))
 
-    def hang_into(self, model: nn.Module) -> None:
+    def hang_into(self, model: nn.Module, original: nn.Module | None = None) -> None:
         """Give a model that was just built the loss as a child, where the loss has parameters.
 
         A class is instantiated now, so its initial weights are drawn after the model's, as in a script that makes the
-        loss after the model; of an instance the child is a copy.
+        loss after the model; of an instance the child is a copy. ``original``: what the model is a copy of, if any.
 
-        Raises: ModelFileError when the user's code fails.
+        Raises: ModelFileError when the user's code fails, or the loss and the model have a parameter in common.
         """
         hook, module = self.hook, self._module
         if hook is None or module is None or next(module.parameters(), None) is None:
@@ -63,9 +63,22 @@ class OwnLoss:
             with users_code(f"{hook.label}: making {with_article(type(module).__name__)}", hook.path):
                 module = type(module)()
         else:
+            self._refuse_shared(module, model if original is None else original)
             module = copy.deepcopy(module)
         self._name = next(name for name in _NAMES if not hasattr(model, name))
         model._modules[self._name] = module
+
+    def _refuse_shared(self, module: nn.Module, model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in names:
+                assert self.hook is not None
+                raise ModelFileError(
+                    f"the loss and the model have a parameter in common: {name} of the loss is {names[id(parameter)]}",
+                    where=self.hook.place,
+                    remedy="use it in the forward of the model alone, and return what the loss needs of it with the "
+                    "output; every build of the model gets a copy of the loss",
+                )
 
     @contextlib.contextmanager
     def taken_out(self, model: nn.Module) -> Iterator[None]:

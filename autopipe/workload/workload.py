@@ -145,7 +145,8 @@ class Workload:
             self._forward_names = forward_names(model)
             model, modes = for_training(model)
             self.build_notes = tuple(filter(None, (modes, uninitialized)))
-            self.own_loss.hang_into(model)
+            copied = self.builder.value if isinstance(self.builder.value, nn.Module) else None
+            self.own_loss.hang_into(model, copied)
         return model
 
     @functools.cached_property

@@ -109,16 +109,16 @@ def test_a_resumed_run_goes_on_with_the_same_teacher(schedule: str, tmp_path: Pa
 
 def test_a_parameter_that_was_not_seen_to_change_ends_the_run(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
-    hook = MODELS["a parameter by its name"][2].replace("prototypes.copy_", "step == 14 and prototypes.data.copy_")
+    hook = MODELS["a parameter by its name"][2].replace("prototypes.copy_", "step == 34 and prototypes.data.copy_")
     path.write_text(text(*PLAIN, hook))
     subject = captured_file(path)
     assert subject.capture.graph.after_step == {}
     # where nothing was seen to change, every stage calls it with what it has
-    path.write_text(path.read_text().replace('["head.weight"]', '.get("head.weight", torch.zeros(1))'))
+    path.write_text(path.read_text().replace('["head.weight"]', '.get("head.weight", torch.zeros(1, 1))'))
     subject = captured_file(tmp_path / "net.py", (), 6)
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run")
-    items = minibatches(subject.workload, 5, 8) * 3
-    with pytest.raises(WorkerError, match=r"changed head\.weight at step 14"):
+    items = minibatches(subject.workload, 5, 8) * 7
+    with pytest.raises(WorkerError, match=r"changed head\.weight at step 34"):
         pipeline.train(items)
 
 
@@ -136,6 +136,16 @@ REFUSED = {
         "shadow = {}\ndef after_step(named, step):\n    for n, p in named:\n"
         "        shadow.setdefault(n, p.detach().clone()).lerp_(p.detach(), 0.1)",
         "changes a tensor of shape|keeps tensors of its own",
+    ),
+    "anchors made in the first call": (
+        "anchors = {}\ndef after_step(named, step):\n    for n, p in named:\n        if n not in anchors:\n"
+        "            anchors[n] = p.detach().clone()\n        p.data.lerp_(anchors[n], 0.1)",
+        "keeps tensors of its own: anchors",
+    ),
+    "a model beside the one that is trained": (
+        "beside = Net()\ndef after_step(named, step):\n    others = dict(beside.named_parameters())\n"
+        "    for n, p in named:\n        p.data.lerp_(others[n].detach(), 0.1)",
+        "uses words.weight of a model that it was not given",
     ),
     "another shape": (
         "def after_step(named, step):\n    for _, p in named:\n        p.data = p.data[:-1]",
@@ -157,6 +167,48 @@ def test_a_hook_that_no_stage_or_checkpoint_can_follow_is_refused_when_it_is_cap
     assert caught.value.remedy
 
 
+FOLLOWED = {
+    "a frozen model beside it, masks and pairs made in the first call": """
+beside = Net().requires_grad_(False)
+masks, pairs = {}, []
+@torch.no_grad()
+def after_step(named, step):
+    if not pairs:
+        pairs.extend(named)
+    for n, p in named:
+        if n not in masks:
+            masks[n] = torch.ones(p.shape)
+        p.mul_(masks[n]).lerp_(dict(beside.named_parameters())[n], 0.1)
+""",
+    "NumPy over the memory of a parameter": """
+def after_step(named, step):
+    for n, p in named:
+        w = p.detach().numpy()
+        w *= 0.9
+""",
+    "a norm beyond a limit that the first weights do not have": """
+def after_step(named, step):
+    for n, p in named:
+        norm = p.data.norm()
+        if n.startswith("body") and norm > 1.9:
+            p.data = p.data * (1.9 / norm)
+""",
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_a_stage_can_follow_is_not_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(text(*PLAIN, FOLLOWED[name]).replace("lr=0.02", "lr=0.2"))
+    subject = captured_file(path)
+    assert "body.1.weight" in subject.capture.graph.after_step
+    plan = plan_for(subject, 3, "1f1b", 4, 8)
+    items = minibatches(subject.workload, STEPS, 8)
+    pipeline = build(subject, plan, tmp_path / "run")
+    assert refusal_of_after_step(subject.workload, plan, subject.capture.graph) is None
+    assert_the_oracles(subject, plan, items, pipeline.weights(pipeline.train(items)))
+
+
 BEYOND = {
     "a norm over everything": (
         "def after_step(named, step):\n    norm = sum(p.detach().square().sum() for _, p in named).sqrt()\n"
@@ -166,6 +218,11 @@ BEYOND = {
     "a norm as a number": (
         "def after_step(named, step):\n    norm = sum(p.detach().square().sum().item() for _, p in named) ** 0.5\n"
         "    for _, p in named:\n        p.data.mul_(min(1.0, 3 / norm))",
+        "looks beyond its stage: given",
+    ),
+    "a norm by NumPy": (
+        "def after_step(named, step):\n    arrays = [p.detach().numpy() for _, p in named]\n"
+        "    norm = sum(float((a**2).sum()) for a in arrays)\n    for a in arrays:\n        a /= norm",
         "looks beyond its stage: given",
     ),
     "how many there are": (

@@ -9,7 +9,7 @@ import torch
 from oracle import by_owner, train
 from pipelines import Pipeline, build, captured_file, minibatches, plan_for
 
-from autopipe.errors import TraceError
+from autopipe.errors import ModelFileError, TraceError
 from autopipe.runtime.check import compare
 from autopipe.schedules import make
 from autopipe.trace import capture
@@ -130,3 +130,20 @@ def test_a_function_over_a_module_with_parameters_is_refused_with_what_to_write(
     with pytest.raises(TraceError, match="no parameter of the model") as caught:
         capture(load_workload(LoadOptions(str(path))))
     assert "loss = criterion" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "built",
+    [
+        "def build_model():\n    net = Net()\n    net.scale = loss.scale\n    return net",
+        "model = Net()\nloss.all = model",
+    ],
+)
+def test_a_loss_that_shares_a_parameter_with_the_model_is_refused(built: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    text = LOSSES["arcface"].replace("loss = ArcFace", "loss = ArcFace()")
+    net = "\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 12)\n"
+    path.write_text(MODEL.replace("def build_model", "def other") + text + net + built)
+    with pytest.raises(ModelFileError, match="have a parameter in common: ") as caught:
+        load_workload(LoadOptions(str(path))).build_model()
+    assert "own.py" in caught.value.where

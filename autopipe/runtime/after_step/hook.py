@@ -82,7 +82,7 @@ class AfterStep:
                 raise RunError(
                     f"after_step changed {name} at step {step}, which it did not when it was tried",
                     where=self._workload.hooks["after_step"].place,
-                    remedy="it is tried at steps 0 to 12 and at round numbers, and the stages exchange what it was "
+                    remedy="it is tried at steps 0 to 32 and at round numbers, and the stages exchange what it was "
                     "seen to read: let it change the same parameters at the first step at which it changes any",
                 )
 

@@ -30,7 +30,9 @@ from autopipe.workload.isolation import PrivateRandom
 WHOLE_BYTES, CUT = 4 * 2**20, 16
 # a hook may act at some steps only: every so many, or from some step on
 _PERIODS = (16, 20, 25, 32, 50, 64, 100, 128, 200, 250, 256, 500, 512, 1000, 1024, 2000, 5000, 10_000, 100_000)
-STEPS = (*range(13), *(step for period in _PERIODS for step in (period - 1, period)))
+STEPS = (*range(33), *(step for period in _PERIODS for step in (period - 1, period)))
+# what the hook does may depend on how large the weights are: a norm beyond a limit
+_SCALES, _MOVED_STEPS = (10.0, 0.01, 1.0), (0, 9, 99)
 _IN_PARAMETERS = (
     "a checkpoint does not hold it, and each stage would have its own: keep it as parameters of the model with "
     "requires_grad=False, which the hook gets by name; for averaged weights --ema DECAY needs no hook"
@@ -54,12 +56,13 @@ def effects_of(workload: Workload, model: nn.Module) -> Effects:
     parameters = dict(model.named_parameters())
     whole = sum(p.numel() * p.element_size() for p in parameters.values()) <= WHOLE_BYTES
     with exclusive(), state_restored(workload) as state:
+        others = _other_models(workload, model, state)
         if not whole:
             try:  # it may take numbers of elements for granted
-                return _run(workload, copies(parameters, cut=True), state)
+                return _run(workload, copies(parameters, cut=True), others)
             except (AutopipeError, RuntimeError):
                 state.restore()
-        return _run(workload, copies(parameters, cut=False), state)
+        return _run(workload, copies(parameters, cut=False), others)
 
 
 def copies(parameters: Mapping[str, nn.Parameter], *, cut: bool) -> dict[str, nn.Parameter]:
@@ -77,41 +80,120 @@ def copies(parameters: Mapping[str, nn.Parameter], *, cut: bool) -> dict[str, nn
     return made
 
 
-def _run(workload: Workload, parameters: dict[str, nn.Parameter], state: Snapshot) -> Effects:
-    hook = workload.hooks["after_step"]
-    specs = {name: (p.shape, p.dtype) for name, p in parameters.items()}
+def _other_models(workload: Workload, model: nn.Module, state: Snapshot) -> dict[str, Tensor]:
+    """Return the parameters that a hook may reach beside those that it is given, and that a run does not train.
+
+    Of the model that was built, of one that is an object of the user's module, and of others of the same class.
+    """
+    modules = [o for o in state.owners.values() if isinstance(o, nn.Module) and type(o) is type(model)]
+    modules += [o for o in (model, workload.builder.value) if isinstance(o, nn.Module)]
+    trained = [module for module in modules if any(p.requires_grad for p in module.parameters())]
+    return {f"{name} ({place})": p for place, m in enumerate(trained) for name, p in m.named_parameters()}
+
+
+def _run(workload: Workload, parameters: dict[str, nn.Parameter], others: Mapping[str, Tensor]) -> Effects:
+    first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     reads: dict[str, set[str]] = {}
     own = PrivateRandom(0)
     strange: tuple[int, ...] | None = None
-    behind = state
+    behind: Snapshot | None = None
+
+    def call(step: int, *, may_fail: bool = False) -> Flow:
+        flow = Flow(parameters, others)
+        for name in _watched_call(workload, parameters, step, flow, own, may_fail=may_fail):
+            reads.setdefault(name, set()).update(flow.sources(name) - {name})
+        return flow
+
     for step in STEPS:
-        flow = Flow(parameters)
-        with own.active():
-            before = _generators()
+        flow = call(step)
+        if step <= 1:
+            behind = _state(workload)
+            _refuse_kept(workload, behind, flow, parameters)
+        else:  # what is made by the first call is there
+            strange = strange or flow.strange
+    assert behind is not None
+    notes = _refuse_state(workload, behind, strange)
+    for scale in _SCALES:
+        for step in _MOVED_STEPS:
+            for name, parameter in parameters.items():
+                parameter.data = _moved(name, first[name], step, scale)
+            call(step, may_fail=True)  # it may take for granted how large weights are
+    order = {name: index for index, name in enumerate(parameters)}
+    return Effects({n: tuple(sorted(reads[n], key=order.__getitem__)) for n in order if n in reads}, notes)
+
+
+def _moved(name: str, value: Tensor, step: int, scale: float) -> Tensor:
+    """Return other values, by name and step alone, so many times as large."""
+    if not value.is_floating_point() or not value.numel():
+        return value.clone()
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    noise = torch.randn(value.shape, generator=generator).to(value.dtype)
+    return (value + noise * 0.1 * (float(value.abs().max()) or 1.0)) * scale
+
+
+def _watched_call(
+    workload: Workload,
+    parameters: Mapping[str, nn.Parameter],
+    step: int,
+    flow: Flow,
+    own: PrivateRandom,
+    *,
+    may_fail: bool,
+) -> set[str]:
+    """Call the hook once and return the names of the parameters that it changed.
+
+    Raises: ModelFileError for what neither a stage nor a checkpoint can follow.
+    """
+    hook = workload.hooks["after_step"]
+    values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with own.active():
+        before = _generators()
+        try:
             with flow:
                 workload.after_step(list(parameters.items()), step)
-            if before != _generators():
-                raise _refused(
-                    workload,
-                    f"{hook.label} draws random numbers, and each stage, and a resumed run, would draw others",
-                    "leave the draws out, or make them part of the forward, where they are the same at every layout",
-                )
-        for name in flow.changed():
-            reads.setdefault(name, set()).update(flow.sources(name) - {name})
-        for name, parameter in parameters.items():
-            if (parameter.shape, parameter.dtype) != specs[name]:
-                raise _refused(
-                    workload,
-                    f"{hook.label} gives {name} another shape or dtype",
-                    "a stage's code is written for one shape; build the model with the other one",
-                )
-        if step > 1:  # what is made by the first call is there
-            strange = strange or flow.strange
-        if step == 1:
-            behind = _state(workload)
-    order = {name: index for index, name in enumerate(parameters)}
-    notes = _refuse_state(workload, behind, strange)
-    return Effects({n: tuple(sorted(reads[n], key=order.__getitem__)) for n in order if n in reads}, notes)
+        except ModelFileError:
+            if not may_fail:
+                raise
+        if before != _generators():
+            raise _refused(
+                workload,
+                f"{hook.label} draws random numbers, and each stage, and a resumed run, would draw others",
+                "leave the draws out, or make them part of the forward, where they are the same at every layout",
+            )
+    if flow.used:
+        raise _refused(
+            workload,
+            f"{hook.label} uses {flow.used.partition(' ')[0]} of a model that it was not given: that object is not "
+            "what is trained, and each stage has a part of the model alone",
+            "take the parameters from named_parameters by name; a model that never changes is to be frozen "
+            "(requires_grad_(False))",
+        )
+    changed = flow.changed()
+    for name, parameter in parameters.items():
+        if (parameter.shape, parameter.dtype) != (values[name].shape, values[name].dtype):
+            raise _refused(
+                workload,
+                f"{hook.label} gives {name} another shape or dtype",
+                "a stage's code is written for one shape; build the model with the other one",
+            )
+        if not torch.equal(parameter.detach().nan_to_num(), values[name].nan_to_num()):
+            changed.add(
+                name
+            )  # by NumPy over the same memory, for one: what it depends on is left to the trial by stages
+    return changed
+
+
+def _refuse_kept(workload: Workload, now: Snapshot, flow: Flow, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse tensors that the hook made from parameters and keeps. Raises: ModelFileError.
+
+    A resumed run would make them from other values, and so would a stage in a later call.
+    """
+    given = {id(parameter) for parameter in parameters.values()}
+    for place, name in now.names.items():
+        value = _value(now.owners.get(place[0]), place[1])
+        if isinstance(value, Tensor) and id(value) not in given and flow.depends(value):
+            hook = workload.hooks["after_step"]
+            raise _refused(workload, f"{hook.label} keeps tensors of its own: {name}", _IN_PARAMETERS)
 
 
 def _refuse_state(workload: Workload, behind: Snapshot, strange: tuple[int, ...] | None) -> tuple[str, ...]:

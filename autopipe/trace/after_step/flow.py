@@ -18,12 +18,14 @@ Names = frozenset[str]
 
 class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
     """``written``: names of the tensors whose memory was written. ``strange``: shape of a tensor that was written and
-    neither given nor made inside, None where there is none.
+    neither given nor made inside, None where there is none. ``others``: tensors that it must not use, by name;
+    ``used``: the name of one that it used, "" where there is none.
     """
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.named = dict(named)
+        self.used = ""
         self.written: set[str] = set()
         self.strange: tuple[int, ...] | None = None
         self._content: dict[int, Names] = {}
@@ -32,11 +34,17 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         for name, tensor in named.items():
             self._name_of[self._key(tensor)] = name
             self._content[self._key(tensor)] = frozenset({name})
+        self._others = {self._key(tensor): name for name, tensor in (others or {}).items()}
 
     def sources(self, name: str) -> Names:
         """Return the names that the present content of a tensor depends on, its own included."""
         tensor = self.named[name]
         return self._content.get(self._key(tensor), frozenset()) | {name}
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made from the named ones; not of these themselves."""
+        key = self._key(tensor)
+        return key not in self._name_of and bool(self._content.get(key))
 
     def changed(self) -> set[str]:
         """Return the names of the tensors that were written, or bound to other memory (``p.data = ...``)."""
@@ -75,6 +83,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
 
     def _pass_on(self, given: Iterable[Any], targets: Iterable[Any], result: Any) -> None:
         read = [self._key(tensor) for tensor in _tensors(list(given))]
+        self.used = self.used or next((self._others[key] for key in read if key in self._others), "")
         names: Names = frozenset().union(*(self._content.get(key, frozenset()) for key in read))
         for tensor in _tensors(list(targets)):
             key = self._key(tensor)
