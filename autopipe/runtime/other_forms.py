@@ -41,7 +41,12 @@ def too_many(own: BatchForm, part: Any, form: BatchForm, made: int) -> RunError:
 
 
 class OneBatch:
-    """A workload whose example is one batch that the data gave."""
+    """A workload whose example is one batch that the data gave.
+
+    ``assumes_samples_first``: which dimension counts the samples was compared when the first batch was captured.
+    """
+
+    assumes_samples_first = False
 
     def __init__(self, workload: Workload, item: Any) -> None:
         self._workload, self._item = workload, item

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from autopipe.errors import ModelFileError
 from autopipe.ir.graph import Graph
 from autopipe.ir.module_names import called
 from autopipe.ir.shares import Shares
 from autopipe.trace.divisor import Divisor
 from autopipe.trace.steady import difference, gradients_of, in_float32, item_in_float32, precision_of, steady
 from autopipe.workload import Item, Workload
+from autopipe.workload.cutting.find import in_dimension_one
+from autopipe.workload.items import shapes
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ def coupling_notes(
 
     The gradients are taken a little away from the initial weights, with the same random numbers for every sample and
     with the whole batch's statistics in layers such as batch norm: see ``trace.steady``.
+
+    Raises: ModelFileError where dimension 1 counts the samples, and nothing but custom speaks for dimension 0.
     """
     notes = []
     normalised = normalised_layers(graph)
@@ -55,6 +60,8 @@ def coupling_notes(
         return notes
     if apart is None or apart <= limit:
         return notes
+    if not is_sum:
+        _refuse_samples_in_dimension_one(workload, model)
     count = workload.num_samples(item)
     cause = "the loss couples the samples of a batch"
     advice = ""
@@ -71,6 +78,41 @@ def coupling_notes(
         f"its size; training then depends on the microbatch size{advice}"
     )
     return notes
+
+
+def _refuse_samples_in_dimension_one(workload: Workload, model: nn.Module) -> None:
+    """Refuse sequence-first batches that would be cut through their sequences.
+
+    Asked where the parts of a batch along dimension 0 do not add up to it. Along dimension 1 they do.
+    """
+    if not workload.assumes_samples_first:
+        return
+    item = workload.example_item(None)
+    other = in_dimension_one(item)
+    if other is None:
+        return
+    parts = other.split(item, 2)
+    shares = Shares.of_samples([other.num_samples(part) for part in parts])
+    try:
+        with steady(workload, model, item):
+            whole = gradients_of(workload, model, [item], [1.0])
+            apart = difference(whole, gradients_of(workload, model, parts, shares.factors))
+    except Exception as error:
+        logger.info("a batch was not cut along dimension 1: %s", error)
+        return
+    if apart is not None and apart <= COUPLED:
+        raise _elsewhere(workload, item)
+
+
+def _elsewhere(workload: Workload, item: Item) -> ModelFileError:
+    hook = workload.hooks["data"]
+    return ModelFileError(
+        f"dimension 1 counts the samples of a batch of {hook.label}, not dimension 0: {shapes(item)}. Parts along "
+        "dimension 1 have the gradient of the batch, and parts along dimension 0 have another",
+        where=hook.place,
+        remedy="define batch_dim in the model file, such as batch_dim = 1, or (1, 0) for inputs and target; or write "
+        "data(batch_size), so that it is found; batch_dim = 0 cuts along dimension 0 all the same",
+    )
 
 
 def _apart_in_float32(

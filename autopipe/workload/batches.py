@@ -89,6 +89,13 @@ class Batches:
         sized = source is None or source.name == "example_inputs" or source.takes_batch_size
         return self.cutting.is_fixed(item) or ("split" in self.hooks and not sized)
 
+    @property
+    def assumes_samples_first(self) -> bool:
+        """Whether nothing tells which dimension counts the samples: no ``batch_dim``, and data of a fixed size."""
+        if self.inputs or self.cutting.known or {"split", "example_inputs"} & set(self.hooks):
+            return False
+        return "data" in self.hooks and not self.hooks["data"].takes_batch_size
+
     def split(self, item: Item, num_microbatches: int) -> list[Item]:
         """Cut an item into microbatches: as the ``split`` hook does, else along the samples.
 

@@ -224,6 +224,11 @@ class Workload:
         """Tell whether the number of samples is no dimension of the inputs, so that each is captured by itself."""
         return self._batches.is_fixed(item)
 
+    @property
+    def assumes_samples_first(self) -> bool:
+        """Whether nothing tells which dimension counts the samples: no ``batch_dim``, and data of a fixed size."""
+        return self._batches.assumes_samples_first
+
     def cuts_by_dimension(self, item: Item) -> bool:
         """Tell whether a microbatch has the leaves of the whole batch, each cut along its dimension or whole."""
         return "split" not in self.hooks and not self.cutting.is_fixed(item)

@@ -27,6 +27,7 @@ class ZooWorkload:
     inputs: tuple[str, ...] = ()
     spec: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("benchmarks/zoo", {}, {}, (), 0))
     hooks: Mapping[str, Any] = field(default_factory=dict)
+    assumes_samples_first: bool = False
 
     def build_model(self) -> nn.Module:
         """Return the model as a plain script would make it."""

@@ -169,6 +169,23 @@ def test_a_batch_that_cannot_be_cut_names_batch_dim(load: Any) -> None:
     assert "batch_dim" in fails(lambda: next(workload.items(None))).remedy
 
 
+LATER = "\n_data = data\ndef data():\n    return _data(8)\n"
+
+
+@pytest.mark.parametrize("length", ["9", "10"])
+def test_sequences_are_not_cut_where_dimension_one_counts_the_samples(length: str, tmp_path: Path) -> None:
+    """Length 9: as many steps as samples. ``data`` takes no batch size, so nothing but the gradients can tell."""
+    path = sequence_first(tmp_path, length)
+    text = path.read_text().replace("< 0.3", "< 0").replace("torch.ones(8)", "torch.ones(1)")  # no target is masked
+    path.write_text(text + LATER)
+    error = fails(lambda: capture(workload_of(path)))
+    assert "dimension 1 counts the samples" in error.what and "batch_dim = 1" in error.remedy
+    declared = "batch_dim = ((1, 1, None), 1)\n"
+    for way_out in (declared, "batch_dim = ((0, None, None), 0)\n"):
+        path.write_text(text + LATER + way_out)
+        capture(workload_of(path))
+
+
 # --- equality ---------------------------------------------------------------------------------------------------------
 
 

@@ -223,11 +223,31 @@ class Model(nn.Module):
     def forward(self, x):
         return self.counting(self.first(x))
 """
+BORROWING = """
+class Borrowing(nn.Module):
+    def __init__(self, other):
+        super().__init__()
+        self.layer, self.others = nn.Linear(8, 8), [other]
+
+    def forward(self, x):
+        assert self.others[0].weight.shape[0] == 8
+        return self.layer(x) @ self.others[0].weight if x.sum() > 0 else self.layer(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(8, 8)
+        self.borrowing = Borrowing(self.last)
+
+    def forward(self, x):
+        return self.last(self.borrowing(x))
+"""
 
 
 @pytest.mark.parametrize(
     ("text", "what", "remedy"),
     [
+        (BORROWING, "depends on the numbers in the batch", "its forward reads last.weight, which it does not hold"),
         (ROOT, "the model draws from Python's random", "move these lines into a module of their own"),
         (IN_PLACE, "depends on the numbers in the batch", "its forward changes parameter norm.weight in place"),
         (COUNTER, "changes model.counting.calls, and the model reads it", "buffer"),
@@ -238,6 +258,15 @@ def test_what_cannot_run_as_it_is_is_refused(text: str, what: str, remedy: str, 
         capture(load_workload(LoadOptions(str(write("refused", tmp_path, textwrap.dedent(text))))))
     assert what in caught.value.what
     assert remedy in caught.value.remedy
+
+
+def test_the_way_out_of_a_borrowed_parameter_works(tmp_path: Path) -> None:
+    """What it holds itself it may read, and of other modules the shapes."""
+    text = BORROWING.replace("[other]", "[other]; self.kept = other.weight")
+    text = text.replace(" @ self.others[0].weight", " * self.others[0].weight.shape[0] @ self.kept")
+    workload = load_workload(LoadOptions(str(write("borrowed", tmp_path, text))))
+    capture(workload)
+    assert workload.spec.opaque_modules == ("borrowing",)
 
 
 def test_the_way_out_of_code_in_the_root_works(tmp_path: Path) -> None:

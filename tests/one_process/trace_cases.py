@@ -18,6 +18,7 @@ class Toy:
 
     name = "toy.py:Model"
     hooks: ClassVar[dict] = {}
+    assumes_samples_first = False
 
     def __init__(self, build, batch, loss=None):
         self.spec = WorkloadSpec("toy.py", {}, {}, (), 0)

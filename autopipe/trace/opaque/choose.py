@@ -173,6 +173,12 @@ class Opaque:
         changed = self._observed.parameters.get(path)
         if changed:
             raise Unfit(f"its forward changes parameter {min(changed)} in place")
+        foreign = self._observed.foreign.get(path)
+        if foreign:
+            raise Unfit(
+                f"its forward reads {min(foreign)}, which it does not hold: make it a parameter or buffer of this "
+                "module, too"
+            )
         runs = [calls.get(path, []) for calls in self._observed.calls]
         if len({len(calls) for calls in runs[:3]}) > 1 or not runs[0]:
             raise Unfit("it is called another number of times from batch to batch")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopipe.draws import Draws, flat_checkpoints
@@ -20,6 +21,7 @@ from autopipe.workload.cutting.objects import register_objects
 from autopipe.workload.layouts import laid_out
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "equal", "allclose")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -69,12 +71,13 @@ class Observed:
     """The runs of one model. ``calls``: run -> path -> its calls, in order.
 
     ``written``: path of a module -> first names of the buffers that its calls were seen to write; ``parameters``: of
-    the parameters.
+    the parameters; ``foreign``: of the parameters and buffers of other modules that its calls read.
     """
 
     calls: list[dict[str, list[Call]]] = field(default_factory=list)
     written: dict[str, set[str]] = field(default_factory=dict)
     parameters: dict[str, set[str]] = field(default_factory=dict)
+    foreign: dict[str, set[str]] = field(default_factory=dict)
 
 
 def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) -> Observed:
@@ -114,17 +117,42 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 def _watched(model: nn.Module, calls: dict[str, list[Call]], observed: Observed) -> Iterator[None]:
     names = first_names(model)[0]
     hooks: list[Any] = []
+    watches: list[_Watch] = []
     for path, module in model.named_modules():
         if not path or (not module._modules and type(module).__module__.startswith("torch.nn.modules.")):
             continue
         watch = _Watch(path, module, names, calls, observed)
+        watches.append(watch)
         hooks.append(module.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True))
         hooks.append(module.register_forward_hook(watch.after, with_kwargs=True))
     try:
-        yield
+        with _Reads(names, watches):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the parameters and buffers that a running module reads and does not hold."""
+
+    def __init__(self, names: Mapping[int, str], watches: list[_Watch]) -> None:
+        super().__init__()
+        self.names, self.watches = names, watches
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for value in (*args, *(kwargs or {}).values()) for leaf in _entries(value)]
+        known = [leaf for leaf in given if isinstance(leaf, Tensor) and id(leaf) in self.names]
+        # a shape or a device is not what the tensor holds
+        if known and (func.__name__ in _NUMBERS or any(isinstance(leaf, Tensor) for leaf in _entries(result))):
+            for watch in self.watches:
+                watch.read(known)
+        return result
+
+
+def _entries(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 class _Watch:
@@ -140,6 +168,7 @@ class _Watch:
     ) -> None:
         self.path, self.names, self.observed = path, names, observed
         self.parts = list(module.named_modules())
+        self._own = {id(tensor) for tensors in (module.parameters(), module.buffers()) for tensor in tensors}
         self.calls = calls.setdefault(path, [])
         self._open: list[tuple[Call, list[Tensor], list[int], Any]] = []
         observed.written.setdefault(path, set()).update(
@@ -169,6 +198,14 @@ class _Watch:
         call.changed = tuple(i for i, (t, v) in enumerate(zip(tensors, versions, strict=True)) if version_of(t) != v)
         self._compare(call, state)
         self.calls.append(call)
+
+    def read(self, tensors: list[Tensor]) -> None:
+        """Note tensors of the model that are read while the module runs, and came in by no argument."""
+        if not self._open:
+            return
+        given = {id(tensor) for tensor in self._open[-1][1]}
+        foreign = {self.names[id(tensor)] for tensor in tensors if id(tensor) not in given | self._own}
+        self.observed.foreign.setdefault(self.path, set()).update(foreign)
 
     def _state(self) -> tuple[list[tuple[Any, str, Any, int]], list[tuple[str, dict[str, Any]]]]:
         """Return the tensors of the module with their versions, and the other attributes of its parts."""

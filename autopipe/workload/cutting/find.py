@@ -68,6 +68,27 @@ def is_plain(item: Item, batch_size: int) -> bool:
     )
 
 
+def in_dimension_one(item: Item) -> BatchDimensions | None:
+    """Return the dimensions of a batch whose samples dimension 1 of its first tensor counts; None where it cannot.
+
+    A tensor counts them in dimension 1 where it is as long there, else in dimension 0, else it is never cut. What
+    dimension 0 of the batch would cut must have one of them, and so must the target.
+    """
+    tensors = {path: leaf for path, leaf in paths(item) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    first = next(iter(tensors.values()), None)
+    if first is None or first.dim() < 2 or first.shape[1] < 2:
+        return None
+    count = first.shape[1]
+    known = {
+        path: 1 if leaf.dim() > 1 and leaf.shape[1] == count else 0 if leaf.shape[0] == count else WHOLE
+        for path, leaf in tensors.items()
+    }
+    whole = [path for path, dimension in known.items() if dimension == WHOLE]
+    if any(tensors[path].shape[0] == first.shape[0] or path.startswith("target") for path in whole):
+        return None
+    return BatchDimensions(known)
+
+
 def asked(read: Callable[[int], Item]) -> BatchDimensions:
     """Return the dimensions that change with the batch size. ``read``: gives the first batch of so many samples.
 
