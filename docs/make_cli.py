@@ -42,7 +42,8 @@ else the only `nn.Module` subclass that the file defines. Optional names in the 
 `loss` may be an `nn.Module`, or a class of one, with parameters of its own (uncertainty weighting, ArcFace, a learnable
 temperature). They are trained, saved and exported with the model's, under names that begin with `loss.`, or with
 `loss_hook.` where the model has an attribute `loss`; the `optimizer` hook gets them too. To load an export into the
-model alone, leave these names out. A function that calls such a module is refused: name the module itself.
+model alone, leave these names out. A function that calls such a module is refused: name the module itself. Buffers that
+the loss changes are kept where it has a parameter, a frozen one too.
 
 `after_step` is what a training loop does beside the step: momentum teachers, normalised or clamped weights. It gets
 pairs of name and parameter, frozen ones too and no buffers, after `optimizer.step()` and `zero_grad()` and before

@@ -149,7 +149,9 @@ class _Describer:
                 raise TraceError(
                     "the forward changes a tensor in place that is neither parameter nor buffer",
                     where=where_text(meta),
-                    remedy="register it with register_buffer, so that checkpoints and stages know of it",
+                    remedy="register it with register_buffer in the model, so that checkpoints and stages know of it; "
+                    "in a loss that is an nn.Module, where it has a parameter too: self.follow = "
+                    "nn.Parameter(torch.zeros(()), requires_grad=False)",
                 )
             found += self.buffer_names.get(key, [])
         return tuple(dict.fromkeys(found))

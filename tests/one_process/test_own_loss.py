@@ -75,6 +75,20 @@ class Centers(nn.Module):
 
 loss = Centers()
 """,
+    "a moving center": """
+class Center(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.follow = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.register_buffer("center", torch.zeros(5))
+    def forward(self, output, target):
+        value = F.cross_entropy(output[:, :5] - self.center, target)
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(output[:, :5].mean(0), alpha=0.1)
+        return value
+
+loss = Center()
+""",
 }
 
 
@@ -102,6 +116,21 @@ def test_it_is_trained_as_a_plain_loop_trains_it(loss: str, stages: int, schedul
     initial = pipeline.captured.workload.build_model().state_dict()
     moved = {n for n in ours if n.startswith("loss.") and not torch.equal(ours[n], initial[n])}
     assert moved == {n for n in ours if n.startswith("loss.") and "features" not in n and "margin" not in n}
+
+
+def test_a_loss_that_changes_a_buffer_is_followed_where_it_has_a_parameter(tmp_path: Path) -> None:
+    path, pipeline = pipeline_of(tmp_path, "a moving center", 2, "1f1b")
+    items = minibatches(pipeline.captured.workload, 5, 8)
+    ours = pipeline.weights(pipeline.train(items))
+    _, model, _ = train(path, items, 4)
+    expected = model.state_dict() | vars(model)["criterion"].state_dict(prefix="loss.")
+    assert float(expected["loss.center"].abs().sum()) > 0
+    assert [name for name in expected if not torch.equal(expected[name], ours[name])] == []
+    without = path.read_text().replace("self.follow = nn.Parameter(torch.zeros(()), requires_grad=False)", "")
+    path.write_text(without)
+    with pytest.raises(TraceError, match="neither parameter nor buffer") as caught:
+        capture(load_workload(LoadOptions(str(path))))
+    assert "self.follow = nn.Parameter" in caught.value.remedy
 
 
 def test_a_check_compares_it_too(tmp_path: Path) -> None:
