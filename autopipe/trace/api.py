@@ -86,10 +86,10 @@ def _capture(
     ladder = Ladder(workload, model, item, batch_size, opaque=opaque)
     with _nothing_collected():
         captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
-    workload.run_opaque(opaque.modules)
-    if trains(model) and not on_meta:
-        refuse_changing_state(workload, model, item, ran)
-    unread = () if on_meta else unread_paths(workload, model, item, captured.module)
+        workload.run_opaque(opaque.modules)
+        if trains(model) and not on_meta:
+            refuse_changing_state(workload, model, item, ran)
+        unread = () if on_meta else unread_paths(workload, model, item, captured.module)
     items = [item] if fixed else [item, _other(workload, item, batch_size)]
 
     def completed(capture: Capture) -> Capture:

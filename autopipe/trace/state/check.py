@@ -50,7 +50,7 @@ def refuse_changing_state(
     look = Look(workload, model, half, hooks)
     with look.restored():
         try:
-            second, last = look.run_thrice()
+            second, last = look.run_until_filled()
         except Exception:  # what fails by itself is explained where it is followed
             return
         look.refuse_changes(second, last)
@@ -77,7 +77,7 @@ class Look:
         """Leave model, loss and the user's modules as they were before the block."""
         model_before = ModelSnapshot(self.model)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-        before = self.snapshot()
+        before = Snapshot.of(self._roots(), compared=False)
         try:
             yield
         finally:
@@ -108,13 +108,19 @@ class Look:
                     if is_own_file(getattr(value, "__file__", None)):
                         pending.append(value.__name__)
 
-    def run_thrice(self) -> tuple[Snapshot, Snapshot]:
-        """Run the batch three times; return the snapshots behind the second and third: what is filled once is there."""
+    def run_until_filled(self) -> tuple[Snapshot, Snapshot]:
+        """Run the batch until what is filled once is there; return the snapshots behind the last two runs.
+
+        Two runs suffice where the second changes nothing: a third would begin as it did. Else there are three.
+        """
         observed(lambda: self.run(self.item), self.ran)
+        before = self.snapshot()
         self.run(self.item)
-        second = self.snapshot()
+        last = self.snapshot()
+        if not last.changed_since(before):
+            return last, last
         self.run(self.item)
-        return second, self.snapshot()
+        return last, self.snapshot()
 
     def run(self, item: Item) -> Tensor:
         """Return the loss of a batch."""

@@ -50,21 +50,26 @@ class Snapshot:
     """The state below some roots. ``values``: place -> fingerprint. ``names``: place -> its readable path.
 
     ``owners``: id of an owner -> the owner, which also keeps it alive. ``functions``: by code, those that were met.
+    ``compared``: whether there are fingerprints; without them it can only be put back.
     """
 
     values: dict[Place, tuple[Any, ...]] = field(default_factory=dict)
     names: dict[Place, str] = field(default_factory=dict)
     owners: dict[int, Any] = field(default_factory=dict)
     functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)
+    compared: bool = True
     _kept: list[tuple[Any, Any]] = field(default_factory=list)
     _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, roots: Iterable[tuple[str, Any]]) -> Snapshot:
-        """Take a snapshot. ``roots``: (readable path, object); a module object's globals are its attributes."""
-        snapshot = cls()
+    def of(cls, roots: Iterable[tuple[str, Any]], *, compared: bool = True) -> Snapshot:
+        """Take a snapshot. ``roots``: (readable path, object); a module object's globals are its attributes.
+
+        ``compared``: False for one that is only put back; it holds no fingerprints.
+        """
+        snapshot = cls(compared=compared)
         pending = deque((path, value, 0) for path, value in roots)
         while pending and len(snapshot.values) < _MOST_PLACES:
             path, value, depth = pending.popleft()
@@ -130,7 +135,7 @@ class Snapshot:
 
     def _put(self, owner: Any, key: Any, value: Any, path: str) -> None:
         place = (id(owner), key)
-        self.values[place] = fingerprint(value)
+        self.values[place] = fingerprint(value) if self.compared else ()
         self.names[place] = path
 
     def _visit(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
