@@ -242,11 +242,33 @@ class Model(nn.Module):
     def forward(self, x):
         return self.last(self.borrowing(x))
 """
+AUXILIARY = """
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.extra = nn.Linear(8, 8), 0.0
+
+    def forward(self, x):
+        self.extra = x.square().mean()
+        return self.layer(x * 2 if x.sum() > 0 else x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.routers = nn.Linear(8, 8), nn.ModuleList(Router() for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for router in self.routers:
+            x = router(x)
+        return x + sum(router.extra for router in self.routers)
+"""
 
 
 @pytest.mark.parametrize(
     ("text", "what", "remedy"),
     [
+        (AUXILIARY, "made by a call that cannot be followed", "return extra from the forward of routers.0"),
         (BORROWING, "depends on the numbers in the batch", "its forward reads last.weight, which it does not hold"),
         (ROOT, "the model draws from Python's random", "move these lines into a module of their own"),
         (IN_PLACE, "depends on the numbers in the batch", "its forward changes parameter norm.weight in place"),

@@ -97,7 +97,10 @@ class Opaque:
                 if type(module) is kind and other and other != path and not self._covered(other):
                     self._add_alike(other, why, error.where)
             return True
-        if reasons:
+        left = self._left() if UNSEEN in error.what else None
+        if left is not None:
+            _advise(error, f"return {left[1]} from the forward of {left[0]}, which runs as it is, beside its result")
+        elif reasons:
             _advise(error, f"it cannot run as it is either ({'; '.join(reasons)})")
         else:
             _advise(error, "move these lines into a module of their own, which then runs as it is in one stage")
@@ -149,6 +152,13 @@ class Opaque:
                     break
         return [path for path in dict.fromkeys(around) if path and not self._covered(path)]
 
+    def _left(self) -> tuple[str, str] | None:
+        """Return a module that runs as it is and an attribute that it binds to a tensor; None where there is none."""
+        for path, forms in self.forms.items():
+            for owner, attribute in (entry for form in forms for entry in form.left):
+                return path, f"{owner}.{attribute}" if owner else attribute
+        return None
+
     def _covered(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{taken}.") for taken in self.forms)
 
@@ -180,6 +190,8 @@ class Opaque:
                 "module, too"
             )
         runs = [calls.get(path, []) for calls in self._observed.calls]
+        if not any(runs):
+            raise Unfit("nothing calls it: it only holds modules")
         if len({len(calls) for calls in runs[:3]}) > 1 or not runs[0]:
             raise Unfit("it is called another number of times from batch to batch")
         runs = [calls for calls in runs if len(calls) == len(runs[0])]
