@@ -6,6 +6,7 @@ a step does that step again; a step before it is taken from the work directory w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -100,7 +101,10 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             found = stored
             work.notes.append(f"planned from the stored profile of {found.graph.name}; its file was not read")
         else:
-            minibatch = minibatch_of(settings, work)
+            previous = None
+            with contextlib.suppress(ArtifactError):  # a damaged plan is written again here
+                previous = work.found(Plan, work.store.plan)
+            minibatch = minibatch_of(settings, previous)
             model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings), minibatch=minibatch)
             if not found.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
@@ -203,7 +207,7 @@ def prepare(
     Raises: RunError where the number of ranks is not known; what ``accept`` raises; what the steps raise.
     """
     work = Work.begin(settings.work_dir, progress)
-    minibatch = minibatch_of(settings, work)
+    minibatch = minibatch_of(settings, work.found(Plan, work.store.plan))
     sizes = microbatch_sizes(settings)
     model, found = ensure_profile(settings.profile, work, sizes, accept, minibatch)
     if not found.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
@@ -241,9 +245,8 @@ def batch_size_of(workload: Workload, plan: Plan) -> int | None:
     return plan.batch_size if workload.takes_batch_size else None
 
 
-def minibatch_of(settings: PlanSettings, work: Work) -> Minibatch | None:
+def minibatch_of(settings: PlanSettings, stored: Plan | None) -> Minibatch | None:
     """Return how the minibatches are asked for and cut, as the settings or the stored plan say; None where neither."""
-    stored = work.found(Plan, work.store.plan)
     size = settings.batch_size or (None if stored is None else stored.batch_size)
     if settings.num_microbatches is not None:
         return Minibatch(settings.num_microbatches, size)
