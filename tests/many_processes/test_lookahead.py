@@ -125,7 +125,8 @@ def test_layers_that_two_stages_need_are_refused_before_training(
         assert "training on 2 ranks" not in done.output
     # steps that end before that batch comes are trained; and so is data whose first batch uses all of the model
     assert run("train", "model.py", *WORDS, "--steps", "2").exit_code == 0
-    written(end="x = x if extra is None else x + self.extra(extra)", change="if i != 2: batch['extra'] = x * 2")
+    # (here at the start only: where the plan cuts through layers that a later batch leaves out, there is no way)
+    written(change="if i != 2: batch['extra'] = x * 2")
     done = run("train", "model.py", *WORDS, "--steps", "4")
     assert done.exit_code == 0, done.output
 
