@@ -98,6 +98,7 @@ def test_doctor_measures_and_keeps_the_links(folder):
     assert document["links"]["bandwidth"] == found.bandwidth
 
 
+@pytest.mark.slow  # it measures for a minute again what the test above has measured
 def test_doctor_says_the_links_in_words(folder):
     assert "latency" in CliRunner().invoke(autopipe, ["doctor", "--links"]).stdout
     assert "latency" not in CliRunner().invoke(autopipe, ["doctor"]).stdout
