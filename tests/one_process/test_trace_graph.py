@@ -1,10 +1,11 @@
 import re
+from inspect import getsourcelines
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trace_cases import Toy, images, tokens, vectors, workload
+from trace_cases import Plain, Toy, images, tokens, vectors, workload
 
 from autopipe.ir.cuts import Cuts
 from autopipe.trace import capture
@@ -39,7 +40,7 @@ def test_a_plain_model_is_the_calls_its_forward_makes():
     assert str(nodes["first"].spec) == "float32[s0, 8]"
     assert nodes["first"].spec.requires_grad
     assert (nodes["hidden_2"].num_random, nodes["hidden_2"].random_position) == (1, 0)
-    assert nodes["first"].source.endswith("trace_cases.py:96")
+    assert nodes["first"].source.endswith(f"trace_cases.py:{getsourcelines(Plain.forward)[1] + 1}")
     assert nodes["hidden"].module_type == "Plain"
     assert nodes["first"].module_type == "Linear"
 
@@ -301,7 +302,7 @@ def test_a_pass_that_goes_another_way_is_not_made_to_the_end():
     work._loss = lambda output, item: output.pow(2).mean()
     captured = capture(work, verify=False)
     assert re.match(r"eval mode traces differently at \S*test_trace_graph\.py:\d+$", captured.evaluation_note)
-    runs = 3  # whole ones, in which Python state is looked at
+    runs = 2  # whole ones, in which Python state is looked at
     assert passes.count(True) == 80 + 40 * runs
     assert 0 < passes.count(False) < 20
 
