@@ -3,6 +3,7 @@
 PYTHON ?= python3
 SEED ?= 0
 JOBS ?= 1
+WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
@@ -22,8 +23,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## a GPT in two pipeline stages against the plain loop, in about two minutes
 	@$(BIN)/python docs/demo.py
 
-test: $(READY) ## the tests that answer in minutes
-	$(BIN)/python -m pytest -m "not slow and not hosts"
+test: $(READY) ## the tests that answer in minutes, in WORKERS processes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 -m "not slow and not hosts"
 
 test-all: $(READY) hosts-tools ## all tests, also the slow ones and those on several hosts
 	$(BIN)/python -m pytest
@@ -36,7 +37,7 @@ hosts-tools: ## what the tests on several hosts need, from Debian's packages; wi
 
 FUZZ ?= 3000
 fuzz: $(READY) ## damage to every file that is read, at length: make fuzz FUZZ=100000
-	AUTOPIPE_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/python -m pytest --timeout 0 tests/pure/test_fuzz_files.py tests/one_process/test_fuzz_commands.py
+	AUTOPIPE_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/python -m pytest --timeout 0 tests/pure/test_fuzz_files.py tests/one_process/cli/test_fuzz_commands.py
 
 test-gpu: $(READY) ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from autopipe.runtime.checkpoint import unfinished, write_stage
-from autopipe.runtime.snapshot import Snapshot
-from autopipe.workflow import runs
-from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
+from autopipe.runtime.checkpoint.checkpoint import unfinished, write_stage
+from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "checkpoints.md"

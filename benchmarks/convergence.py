@@ -30,7 +30,7 @@ from autopipe.runtime.events import Silent
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
-from autopipe.runtime.threads import run_in_threads
+from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.trace import Capture, capture
 from autopipe.workload import LoadOptions, Workload, load_workload
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
 from autopipe.errors import AutopipeError
-from autopipe.workflow import runs
-from autopipe.workflow.results import StagePeak
-from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.report.results import StagePeak
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "memory.md"

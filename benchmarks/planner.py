@@ -21,12 +21,12 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "planner.md"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pure")]
+sys.path.insert(0, str(ROOT))
 
-from autopipe.planning import search, solver  # noqa: E402 - the paths must be set first
-from autopipe.planning.compiled import HAVE_NUMBA  # noqa: E402
-from autopipe.planning.pipedream_format import read_pipedream  # noqa: E402
-from autopipe.planning.pipedream_model import LayerPlan, Machine, plan_layers  # noqa: E402
+from autopipe.planning.pipedream.file_format import read_pipedream  # noqa: E402
+from autopipe.planning.pipedream.model import LayerPlan, Machine, plan_layers  # noqa: E402
+from autopipe.planning.search import bottleneck, solver  # noqa: E402 - the paths must be set first
+from autopipe.planning.search.compiled import HAVE_NUMBA  # noqa: E402
 
 
 def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[float, Any]:
@@ -86,8 +86,8 @@ def golden(folder: Path) -> dict[str, Any]:
 
 def brute_force(cases: int) -> dict[str, int]:
     """Compare random small cases with brute force; return the mismatches."""
-    import test_planning_replicated as replicated_cases
-    import test_planning_straight as straight_cases
+    from tests.pure.planning import test_replicated as replicated_cases
+    from tests.pure.planning import test_straight as straight_cases
 
     wrong = {"straight": 0, "replicated": 0}
     for seed in range(cases):
@@ -98,7 +98,7 @@ def brute_force(cases: int) -> dict[str, int]:
     return wrong
 
 
-def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> search.Arrays:
+def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> bottleneck.Arrays:
     """Return a chain of heavy-tailed layers on equal devices with 80 GB, links of 25 GB/s, recompute allowed."""
     rng = np.random.default_rng(0)
     forward = rng.lognormal(-6.5, 0.7, count)
@@ -126,22 +126,22 @@ def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> search.
     rules[solver.VERSIONS] = 1 if flush else 2
     rules[[solver.MOST, solver.UNIT]] = ranks, 1
     place = np.array([1, 80e9, 1 / 25e9, 0, 1 / 25e9, 0, 1 / 25e9, 0]).reshape(8, 1, 1)
-    return search.Arrays(tables, place, rules, np.arange(1, ranks + 1), 1.0)
+    return bottleneck.Arrays(tables, place, rules, np.arange(1, ranks + 1), 1.0)
 
 
 def scale() -> dict[str, float]:
     """Time the search alone, from tables to stages."""
     small = layers(12, 4, 8, flush=True)
-    search.flush(small), search.asynchronous(layers(12, 4, 8, flush=False))  # compile
+    bottleneck.flush(small), bottleneck.asynchronous(layers(12, 4, 8, flush=False))  # compile
     results = {}
     kinds = [(500, 64), (500, 4096), (2000, 4096)] if HAVE_NUMBA else [(500, 64), (500, 4096)]
     for count, ranks in kinds:
         case = layers(count, ranks, 2 * ranks, flush=False)
-        seconds, _ = timed(lambda case=case: search.asynchronous(case))
+        seconds, _ = timed(lambda case=case: bottleneck.asynchronous(case))
         results[f"asynchronous {count} layers x {ranks}"] = seconds
     for count, ranks, m in [(200, 64, 8), (200, 64, 64), (200, 64, 512), (500, 64, 64)] if HAVE_NUMBA else []:
         case = layers(count, ranks, m, flush=True)
-        seconds, _ = timed(lambda case=case: search.flush(case, 0.01), 1)
+        seconds, _ = timed(lambda case=case: bottleneck.flush(case, 0.01), 1)
         results[f"flush {count} layers x {ranks}, m={m}, 1 %"] = seconds
     for name, seconds in results.items():
         print(f"{name:45} {seconds:8.3f} s")

@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 
+from autopipe.commands import steps
+from autopipe.commands.calibration import links
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
 from autopipe.errors import AutopipeError
-from autopipe.workflow import links, runs, steps
-from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "prediction.md"

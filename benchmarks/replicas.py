@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopipe.runtime.distributed import ProcessTransport, start_process_group
-from autopipe.runtime.reduction import BUCKET_BYTES, GradientSum
-from autopipe.runtime.transport import Channel
+from autopipe.ir.channel import Channel
+from autopipe.ir.gradients import BUCKET_BYTES
+from autopipe.runtime.step.reduction import GradientSum
+from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 
 RESULTS = Path(__file__).resolve().parent / "results" / "replicas.md"
 WAYS = ("none, the backward alone", "one flat sum behind it", "buckets within it")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from autopipe.runtime.reference import PlainSettings, plain_training
-from autopipe.workflow import runs
-from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
+from autopipe.verify.plain import PlainSettings, plain_training
 from autopipe.workload import LoadOptions, load_workload
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,9 +21,9 @@ def doctor_command(terminal: Terminal, links: bool, work_dir: Path, **given: Any
 
     Exit code 1 where something does not work.
     """
+    from autopipe.commands import doctor
+    from autopipe.commands.calibration.links import measure as measure_links
     from autopipe.report import plans, tables
-    from autopipe.workflow import doctor
-    from autopipe.workflow.links import measure as measure_links
 
     where = launching.settings(given)
     with terminal.progress() as progress:

@@ -6,11 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopipe.commands.doctor import Examination
     from autopipe.ir.cluster import Links
     from autopipe.ir.plan import Plan
     from autopipe.planning import Comparison, Contender, Explanation
-    from autopipe.workflow.doctor import Examination
-    from autopipe.workflow.results import (
+    from autopipe.report.results import (
         CheckReport,
         GenerateResult,
         LayerPlanResult,

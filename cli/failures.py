@@ -118,9 +118,9 @@ def _of_the_users_code(error: Exception) -> AutopipeError | None:
     short = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
     if short or type(error).__name__ == "OutOfMemoryError":
         return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
-    from autopipe.workload import targets  # torch is loaded where a user's code was running
+    from autopipe.workload.target import targets  # torch is loaded where a user's code was running
 
-    own = Path(__file__).resolve().parent, Path(targets.__file__).resolve().parents[1]
+    own = Path(__file__).resolve().parent, Path(targets.__file__).resolve().parents[2]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if any(path.resolve().is_relative_to(folder) for folder in own):

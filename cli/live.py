@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autopipe.workflow.settings import Events
+    from autopipe.commands.settings import Events
 
 from .terminal import Subjects, Terminal
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from autopipe.workflow.settings import (
+from autopipe.commands.settings import (
     MAX_SHAPES,
     WORK_DIRECTORY,
     ClusterSettings,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from autopipe.workflow.settings import PlainScriptSettings
+from autopipe.commands.settings import PlainScriptSettings
 
 from . import documents, options, types
 from .terminal import Terminal
@@ -31,7 +31,7 @@ def plain_command(
     TARGET is a model, with the options of `train`; or the directory of a run, whose settings and steps it takes.
     `python loop.py model.safetensors` trains and compares with exported weights. The model file is code, and it is run.
     """
-    from autopipe.workflow.plain import plain
+    from autopipe.commands.plain.plain import plain
 
     run = Path(target) if target is not None and (Path(target) / "job.json").is_file() else None
     planned = options.plan_settings(None if run is not None else target, given)

@@ -12,8 +12,8 @@ from . import documents, options, types
 from .terminal import Terminal
 
 if TYPE_CHECKING:
-    from autopipe.workflow.results import PlanResult
-    from autopipe.workflow.settings import PlanSettings
+    from autopipe.commands.settings import PlanSettings
+    from autopipe.report.results import PlanResult
 
 
 @click.command("profile")
@@ -33,9 +33,9 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     TARGET is path/to/file.py[:ATTR] or package.module[:ATTR]. The file is code, and it is run. A model whose weights
     do not fit this machine's memory is refused with its size before they are made; --estimate takes it.
     """
+    from autopipe.commands import steps
+    from autopipe.commands.calibration.links import measure as measure_links
     from autopipe.report import estimates, plans, tables
-    from autopipe.workflow import steps
-    from autopipe.workflow.links import measure as measure_links
 
     settings = dataclasses.replace(options.profile_settings(target, given), estimate=estimate)
     if estimate:
@@ -89,8 +89,8 @@ def plan_command(
     datasheet in the cluster file, times are estimated for that device, also from a profile taken on a CPU. With
     --from-pipedream, a profile in PipeDream's format; nothing is written then, nor with --sweep-gpus.
     """
-    from autopipe.workflow import steps
-    from autopipe.workflow.requests import PlanRequest
+    from autopipe.commands import steps
+    from autopipe.commands.planning.request import request_of
 
     settings = options.plan_settings(target, given)
     if sweep_gpus is not None:
@@ -109,7 +109,7 @@ def plan_command(
     with terminal.progress() as progress:
         result = steps.plan(settings, progress, explained=explain)
     _show(terminal, result)
-    if PlanRequest.of(settings).of_other_devices:
+    if request_of(settings).of_other_devices:
         terminal.next("autopipe simulate", "where such devices are, autopipe train", work_dir=settings.work_dir)
     else:
         terminal.next("autopipe check", "autopipe train", work_dir=settings.work_dir)
@@ -132,8 +132,8 @@ def _show(terminal: Terminal, result: PlanResult) -> None:
 
 
 def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) -> None:
+    from autopipe.commands.planning import scaling
     from autopipe.report import plans
-    from autopipe.workflow import scaling
 
     with terminal.progress() as progress:
         result = scaling.sweep_gpus(settings, counts, progress)
@@ -169,8 +169,8 @@ def _refuse_without_effect(cost_model: str) -> None:
 
 
 def _plan_pipedream(terminal: Terminal, settings: PlanSettings, path: Path, cost_model: str, explain: bool) -> None:
+    from autopipe.commands.planning import foreign
     from autopipe.report import plans
-    from autopipe.workflow import foreign
 
     if cost_model == "pipedream":
         found = foreign.plan_layers_with_their_formulas(settings, path)
@@ -191,7 +191,7 @@ def generate_command(terminal: Terminal, work_dir: Path) -> None:
 
     What is written is what runs. The model file is code, and it is run.
     """
-    from autopipe.workflow import steps
+    from autopipe.commands import steps
 
     with terminal.progress() as progress:
         result = steps.generate(work_dir, progress)
@@ -220,8 +220,8 @@ def simulate_command(
     The timeline is of one minibatch, with the peak bytes of each rank. Where steps overlap (pipedream, 2bw) that is the
     first one alone, and the step that is printed is one of the steady state behind it.
     """
+    from autopipe.commands import steps
     from autopipe.report import tables
-    from autopipe.workflow import steps
 
     order = options.order_settings(given)
     result = steps.simulate(work_dir, None if schedule == "auto" else schedule, order=order, trace=trace)

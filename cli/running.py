@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from autopipe.workflow.settings import (
+from autopipe.commands.settings import (
     DATA_READERS,
     EXPORT_FORMATS,
     CheckSettings,
@@ -56,8 +56,8 @@ def check_command(
     The plain loop runs the same microbatches; by how much the gradient of the whole batch differs from theirs is
     reported beside it. The model file is code, and it is run.
     """
+    from autopipe.commands.training import runs
     from autopipe.report import tables
-    from autopipe.workflow import runs
 
     settings = CheckSettings(options.plan_settings(target, given), steps, full_batch, clip_grad_norm)
     with terminal.progress() as progress:
@@ -191,8 +191,8 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     )
     if settings.launch.name in submitting.STARTERS:
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
-    from autopipe.workflow import together
-    from autopipe.workflow.placement import placed, rehearse
+    from autopipe.commands.training import together
+    from autopipe.commands.training.placement import placed, rehearse
 
     settings = together.joined(settings, os.environ)
     if settings.launch.dry_run:
@@ -201,8 +201,8 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     if together.follows(settings):
         terminal.json = False  # rank 0 prints the one document
         return together.follow(settings)
+    from autopipe.commands.training import runs
     from autopipe.report import tables
-    from autopipe.workflow import runs
 
     from .live import watching
 
@@ -241,8 +241,8 @@ def eval_command(
 
     The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
     """
+    from autopipe.commands.training import runs
     from autopipe.report import tables
-    from autopipe.workflow import runs
 
     result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data, _named(given), averaged))
     terminal.table(tables.evaluation(result))
@@ -287,8 +287,8 @@ def export_command(
 
     The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
     """
+    from autopipe.commands.training import runs
     from autopipe.report import tables
-    from autopipe.workflow import runs
 
     result = runs.export(ExportSettings(output, run, work_dir, step, format, _named(given), averaged))
     terminal.table(tables.exported(result))

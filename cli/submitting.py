@@ -14,14 +14,14 @@ from . import launching
 from .terminal import Terminal
 
 if TYPE_CHECKING:
-    from autopipe.workflow.settings import TrainSettings
+    from autopipe.commands.settings import TrainSettings
 
 STARTERS = ("slurm", "ray")
 
 
 def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str]) -> int:
     """Start the run, and return the exit code; in an allocation, become the command that starts the ranks."""
-    from autopipe.workflow import submission
+    from autopipe.commands.training import submission
 
     words = submission.Words.of(terminal.typed)
     inside = submission.in_an_allocation(os.environ)

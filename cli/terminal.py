@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from autopipe.commands.settings import WORK_DIRECTORY
 from autopipe.errors import RunError
-from autopipe.workflow.settings import WORK_DIRECTORY
 
 from .streams import ReservedOutput
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from autopipe.workflow.settings import Progress
+    from autopipe.commands.settings import Progress
 
 SCHEMA_VERSION = 1
 WIDTH = 120

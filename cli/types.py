@@ -146,13 +146,13 @@ def _audits(text: str) -> int | None:
 
 
 def _hosts(text: str) -> tuple[Any, ...]:
-    from autopipe.launch.hosts import parse_hosts
+    from autopipe.launch.remote.hosts import parse_hosts
 
     return parse_hosts(text)
 
 
 def _hostfile(text: str) -> tuple[Any, ...]:
-    from autopipe.launch.hosts import read_hostfile
+    from autopipe.launch.remote.hosts import read_hostfile
 
     return read_hostfile(Path(text))
 

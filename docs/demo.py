@@ -24,10 +24,11 @@ from rich.table import Table
 
 from autopipe.cli.live import watching
 from autopipe.cli.terminal import Terminal
+from autopipe.commands import steps
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
 from autopipe.report import tables
-from autopipe.runtime.reference import PlainSettings, plain_training
-from autopipe.workflow import runs, steps
-from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.verify.plain import PlainSettings, plain_training
 from autopipe.workload import LoadOptions, load_workload
 
 MODEL = Path(__file__).resolve().parents[1] / "sample_models" / "gpt.py"

@@ -42,7 +42,7 @@ class Captured(Protocol):
 
 
 class CapturedDivisor(Protocol):
-    """What is needed of a divisor; see ``autopipe.trace.divisor``."""
+    """What is needed of a divisor; see ``autopipe.trace.loss.divisor``."""
 
     @property
     def graph(self) -> Graph:

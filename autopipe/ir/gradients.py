@@ -11,6 +11,14 @@ from collections.abc import Sequence
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Plan, Tie
 
+# gradients of replicas are reduced in buckets of this size (PyTorch DDP, arXiv:2006.15704, section 3.2)
+BUCKET_BYTES = 25 * 2**20
+
+
+def num_buckets(num_bytes: float) -> int:
+    """Return how many buckets so many bytes of gradients make, about."""
+    return max(1, -(-int(num_bytes) // BUCKET_BYTES))
+
 
 def _may_carry(node: Node) -> bool:
     """Tell whether a result may need a gradient. Of a tuple, or a call that changes memory, nothing better is known."""

@@ -1,6 +1,7 @@
 """The launcher that starts nothing: a cluster's own (torchrun, srun, mpirun, Kubeflow, ...) has started every process.
 
-``autopipe train`` itself runs once a rank. That of rank 0 prepares the run and watches it; see ``launch.meeting``.
+``autopipe train`` itself runs once a rank. That of rank 0 prepares the run and watches it; see
+``launch.remote.rendezvous``.
 Where torchrun's agent listens at MASTER_PORT already, rank 0 writes there where it listens itself, for each restart.
 """
 
@@ -18,12 +19,12 @@ from typing import Any
 import psutil
 
 from autopipe.errors import RunError, counted
-from autopipe.launch import network
-from autopipe.launch.environment import Membership
-from autopipe.launch.meeting import GATHER_SECONDS, Meeting
-from autopipe.launch.member import connect, follow
+from autopipe.launch.rank.signals import ignore_from_now_on, taken
+from autopipe.launch.remote import network
+from autopipe.launch.remote.identity import Membership
+from autopipe.launch.remote.peer import connect, follow
+from autopipe.launch.remote.rendezvous import GATHER_SECONDS, Meeting
 from autopipe.launch.request import HostCommand, Launch, LaunchSettings
-from autopipe.launch.signals import ignore_from_now_on, taken
 from autopipe.launch.supervisor import Supervisor
 
 _LEADER = "leader"

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from autopipe.ir import artifact
-from autopipe.launch.forked import PRELOAD, ForkedRanks
+from autopipe.launch.rank.forked import PRELOAD, ForkedRanks
+from autopipe.launch.rank.signals import taken
 from autopipe.launch.request import LOOPBACK, HostCommand, Launch, WorkerSpec
-from autopipe.launch.signals import taken
 from autopipe.launch.supervisor import Supervisor
 
 

@@ -156,7 +156,7 @@ class Rank:
 
     def run(self, command: tuple[str, ...], folder: str, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Run one rank, and yield what it prints, and last ("code", its exit code)."""
-        leashed = (sys.executable, "-m", "autopipe.launch.leashed", *command)
+        leashed = (sys.executable, "-m", "autopipe.launch.rank.parent_death", *command)
         process = subprocess.Popen(
             leashed,
             cwd=folder,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopipe.launch.environment import Membership
-from autopipe.launch.signals import StopRequest
+from autopipe.launch.rank.signals import StopRequest
+from autopipe.launch.remote.identity import Membership
 from autopipe.runtime.job import RunDirectory
 
 if TYPE_CHECKING:
-    from autopipe.launch.meeting import Meeting
+    from autopipe.launch.remote.rendezvous import Meeting
 
 LOOPBACK = "lo"
 STEPS_WITHOUT_PROGRESS = 20
@@ -43,7 +43,7 @@ class LaunchSettings:
 
     ``remote_python`` "": the path of this process's interpreter. ``interface`` "": the one that leads to the first
     host. ``watchdog_seconds`` None: from the plan. ``trust_network``: an address of the public internet is accepted.
-    ``here``, ``meeting``: which process this is under a cluster's own launcher, and rank 0's end of ``launch.meeting``.
+    ``here``, ``meeting``: which process this is under a cluster's own launcher, and rank 0's end of the rendezvous.
     """
 
     launcher: str = ""
@@ -101,7 +101,7 @@ class WorkerSpec:
     """What a launcher tells a rank; it travels as JSON. ``body`` and what follows it: as in ``Launch``.
 
     ``store``: where the ranks meet, ``file:///path`` or ``tcp://address:port``; for the latter rank 0 listens, on that
-    address only. ``heartbeats``: the file of ``launch.heartbeat``. ``interface``: the network interface that gloo
+    address only. ``heartbeats``: the file of ``launch.rank.heartbeat``. ``interface``: the network interface that gloo
     uses; "" is the loopback for ranks that meet in a file, else the one that leads to the store. ``host``: for people.
     ``local_rank`` of ``local_world_size``: among the ranks of the same machine.
     """

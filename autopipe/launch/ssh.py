@@ -14,14 +14,14 @@ from typing import Any
 
 from autopipe.ir import artifact
 from autopipe.ir.plan import bytes_by_rank
-from autopipe.launch import network, preflight
-from autopipe.launch.agents import LOST_SECONDS, Agents, command_of, hello
-from autopipe.launch.heartbeat import Beat
-from autopipe.launch.hosts import assign
+from autopipe.launch.rank.heartbeat import Beat
+from autopipe.launch.rank.signals import taken
+from autopipe.launch.remote import network, preflight
+from autopipe.launch.remote.agent_pool import LOST_SECONDS, Agents, command_of, hello
+from autopipe.launch.remote.hosts import assign
 from autopipe.launch.request import LOOPBACK, HostCommand, Launch, WorkerSpec
-from autopipe.launch.signals import taken
 from autopipe.launch.supervisor import Supervisor
-from autopipe.workload.targets import Target
+from autopipe.workload.target.targets import Target
 
 _ANSWERS = ("started", "odd", "ended", "facts", "clock", "digests", "address", "probing", "listening", "reached")
 _STACKS_SECONDS = 2.0

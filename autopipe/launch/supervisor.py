@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from autopipe.errors import AutopipeError, WorkerError
-from autopipe.launch import stacks
-from autopipe.launch.heartbeat import Beat
+from autopipe.launch.rank import stacks
+from autopipe.launch.rank.heartbeat import Beat
+from autopipe.launch.rank.stopping import Agreement
 from autopipe.launch.request import Launch
-from autopipe.launch.stopping import Agreement
 
 TICK_SECONDS = 0.1
 # how long the other ranks may still report after the first sign of a failure: the cause may be among them
@@ -55,7 +55,7 @@ class Ranks(Protocol):
         """Return what each rank noted last, in this machine's monotonic seconds."""
 
     def set_stop(self, before: int, agreed: bool) -> None:
-        """Tell every rank before which minibatch it is to stop, and whether that is agreed; see launch.stopping."""
+        """Tell every rank before which minibatch it stops, and whether that is agreed; see launch.rank.stopping."""
 
     def write_stacks(self) -> Mapping[int, str]:
         """Let every living rank write its stacks into its log; return what is odd about a rank, such as "stopped"."""

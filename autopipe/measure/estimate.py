@@ -1,8 +1,8 @@
 """``estimate``: what the nodes keep, compute and move, found without memory for any tensor and without a clock.
 
 Every node runs once on fake tensors, which have a shape and no data, as in a measurement; only the times are missing.
-The planner prices such a profile for a device by its datasheet (``planning.roofline``). So a model can be planned for
-that is larger than this machine's memory.
+The planner prices such a profile for a device by its datasheet (``planning.cost.roofline``). So a model that is larger
+than this machine's memory can be planned.
 """
 
 from __future__ import annotations

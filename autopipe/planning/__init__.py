@@ -32,7 +32,7 @@ from autopipe.planning.compare import Comparison, Contender, comparison
 from autopipe.planning.explain import Explanation, explain
 from autopipe.planning.options import NEEDS, PlanOptions, ScheduleNeeds
 from autopipe.planning.recut import recut
-from autopipe.planning.watch import Watch
+from autopipe.planning.search.watch import Watch
 
 __all__ = [
     "NEEDS",

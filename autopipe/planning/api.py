@@ -11,13 +11,13 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning.alternatives import Score, best_by_score
 from autopipe.planning.build import build_plan, straight_choices
 from autopipe.planning.options import PlanOptions
-from autopipe.planning.problem import Problem, check_cluster
 from autopipe.planning.refusals import check_microbatches, check_stage_count, does_not_fit, microbatch_count
-from autopipe.planning.straight import straight_cuts
-from autopipe.planning.watch import Watch
+from autopipe.planning.search.alternatives import Score, best_by_score
+from autopipe.planning.search.problem import Problem, check_cluster
+from autopipe.planning.search.straight import straight_cuts
+from autopipe.planning.search.watch import Watch
 
 MOST_MICROBATCH_SIZES = 8
 
@@ -159,7 +159,9 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 def solve_problem(problem: Problem) -> Plan | None:
     """Return the best plan for one number of microbatches, or None when nothing fits the memory."""
     if not problem.options.straight:
-        from autopipe.planning.replicated import solve  # loads numba, which takes its time, only where it is needed
+        from autopipe.planning.search.replicated import (
+            solve,  # loads numba, which takes its time, only where it is needed
+        )
 
         choices = solve(problem)
         return None if choices is None else build_plan(problem, choices)

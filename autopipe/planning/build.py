@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from autopipe.errors import PlanError
 from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, bytes_by_rank
-from autopipe.planning.memory import gib
-from autopipe.planning.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
-from autopipe.planning.problem import Problem
-from autopipe.planning.recount import StageTerms, recount
+from autopipe.planning.cost.memory import gib
+from autopipe.planning.cost.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
+from autopipe.planning.cost.recount import StageTerms, recount
+from autopipe.planning.search.problem import Problem
 
 log = logging.getLogger(__name__)
 

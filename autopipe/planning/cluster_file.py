@@ -11,7 +11,7 @@ from typing import Any
 
 from autopipe.errors import PlanError, unknown_choice
 from autopipe.ir.cluster import MOST_RANKS, Cluster, ClusterDevice, Level
-from autopipe.planning.datasheets import datasheet
+from autopipe.planning.cost.datasheets import datasheet
 
 _REMEDY = "correct the file; the command reference (docs/cli.md) shows a whole one"
 SOURCES = ("datasheet", "measured")

@@ -10,9 +10,9 @@ from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning.alternatives import Score, data_parallel_plan
 from autopipe.planning.api import make_best_plan, make_plan, make_problems
 from autopipe.planning.options import PlanOptions
+from autopipe.planning.search.alternatives import Score, data_parallel_plan
 
 SINGLE = "single device"
 PARALLEL = "data parallel"

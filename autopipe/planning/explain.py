@@ -11,11 +11,11 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.module_names import cut_place
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.ir.units import in_bytes, in_seconds
-from autopipe.planning.alternatives import Score, most_scored, runners_up, whole_model_plans
 from autopipe.planning.api import solve_problem
 from autopipe.planning.options import PlanOptions
-from autopipe.planning.problem import Problem
+from autopipe.planning.search.alternatives import Score, most_scored, runners_up, whole_model_plans
+from autopipe.planning.search.problem import Problem
+from autopipe.units import in_bytes, in_seconds
 
 LEAST_GAIN = 1e-3
 

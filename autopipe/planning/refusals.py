@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.module_names import stage_modules
-from autopipe.planning.memory import apart, at_least
+from autopipe.planning.cost.memory import apart, at_least
 from autopipe.planning.options import PlanOptions, ScheduleNeeds
-from autopipe.planning.problem import Problem
-from autopipe.planning.straight import straight_cuts
+from autopipe.planning.search.problem import Problem
+from autopipe.planning.search.straight import straight_cuts
 
 
 def check_stage_count(num_stages: int, num_legal: int, name: str) -> None:

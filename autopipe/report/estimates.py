@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from autopipe.ir.profile import PassWork, Profile
-from autopipe.ir.units import in_bytes
+from autopipe.units import in_bytes
 
 
 def profile(found: Profile) -> tuple[Any, ...]:

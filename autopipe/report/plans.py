@@ -8,12 +8,12 @@ from rich import box
 from rich.table import Table
 
 from autopipe.ir.plan import Plan
-from autopipe.ir.units import in_bytes, in_seconds
+from autopipe.units import in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.ir.cluster import Links
     from autopipe.planning import Comparison, Explanation
-    from autopipe.workflow.results import LayerPlanResult, Scaling
+    from autopipe.report.results import LayerPlanResult, Scaling
 
 BAR = 50
 

@@ -12,13 +12,13 @@ from autopipe.errors import counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.ir.units import in_bytes, in_seconds
 from autopipe.report.remaining import time_to_go
 from autopipe.report.text import in_ranges
+from autopipe.units import in_bytes, in_seconds
 
 if TYPE_CHECKING:
-    from autopipe.workflow.doctor import Examination
-    from autopipe.workflow.results import (
+    from autopipe.commands.doctor import Examination
+    from autopipe.report.results import (
         CheckReport,
         EvaluateResult,
         ExportResult,

@@ -10,19 +10,19 @@ import torch
 from autopipe.errors import PlanError
 from autopipe.generate import load_constants, load_stage
 from autopipe.runtime.after_step import AfterStep, Averages
-from autopipe.runtime.deferred import DeferredStatistics
+from autopipe.runtime.batches.recording import Recording
+from autopipe.runtime.checkpoint.initial import built, weights_of
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
-from autopipe.runtime.finite import FiniteBuffers
 from autopipe.runtime.footprint import Footprint
-from autopipe.runtime.initial import built, weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
-from autopipe.runtime.recording import Recording
-from autopipe.runtime.scaler import LossScaler
 from autopipe.runtime.stage_runner import StageRunner
-from autopipe.runtime.stepper import GradientHook, Stepper
-from autopipe.runtime.transport import Transport
+from autopipe.runtime.step.deferred import DeferredStatistics
+from autopipe.runtime.step.finite import FiniteBuffers
+from autopipe.runtime.step.scaler import LossScaler
+from autopipe.runtime.step.stepper import GradientHook, Stepper
+from autopipe.runtime.transport.base import Transport
 from autopipe.runtime.weights import WeightVersions
 from autopipe.schedules import make
 from autopipe.workload import Workload

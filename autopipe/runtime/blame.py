@@ -6,7 +6,7 @@ import traceback
 
 from autopipe.generate.origin import users_place
 from autopipe.ir.graph import Graph
-from autopipe.workload.targets import is_installed
+from autopipe.workload.target.targets import is_installed
 
 
 def place(error: BaseException, graph: Graph | None) -> str:

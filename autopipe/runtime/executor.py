@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 import torch
 
 from autopipe.errors import AutopipeError
+from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
+from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import RECEIVES, Instruction, Request
 from autopipe.ir.timeline import Span
+from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.footprint import Footprint
-from autopipe.runtime.recording import Recording
-from autopipe.runtime.routes import Edge
 from autopipe.runtime.stage_runner import StageRunner
-from autopipe.runtime.stepper import Stepper
-from autopipe.runtime.transport import ACTIVATION, GRADIENT, Channel, Pending, Transport
+from autopipe.runtime.step.stepper import Stepper
+from autopipe.runtime.transport.base import Pending, Transport
 from autopipe.schedules import post_points
 
 

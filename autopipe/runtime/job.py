@@ -7,7 +7,7 @@
       stages/stage_0.py ...              what each rank imports
       metrics.jsonl                      one line an optimizer step
       logs/rank_0.log ...                what each rank wrote to its own output
-      checkpoints/step-00000100/ latest  see runtime.checkpoint
+      checkpoints/step-00000100/ latest  see runtime.checkpoint.checkpoint
       timeline.json                      the last recorded minibatch, if it was asked for
 """
 
@@ -34,13 +34,13 @@ class Job:
     ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
     ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
     ``audit_every`` 0: no minibatch is audited; see ``runtime.audit``.
-    ``deferred_batch_norm``: see ``runtime.deferred``. ``excluded_devices``: GPUs that no rank uses.
+    ``deferred_batch_norm``: see ``runtime.step.deferred``. ``excluded_devices``: GPUs that no rank uses.
     ``max_shapes``: for how many further shapes of the batch code may be made; ``allow_data_dependent``: how.
     ``on_nonfinite``: one of ``NONFINITE``, what a loss that is not finite leads to. ``init_from``: weights to start
     from, "" for the model's own; ``trust``: they may be in a format that can run code. ``measure_memory``: see
     ``runtime.footprint``. ``data_reader``: one of ``DATA_READERS``, every rank for itself or rank 0 for all.
     ``same_data``: on going on from a checkpoint, the data must be what was read before it. ``replay``: one of
-    ``REPLAYS``, how much of earlier epochs is read again then: what ``runtime.source`` has time for, or all.
+    ``REPLAYS``, how much of earlier epochs is read again then: what ``runtime.batches.source`` has time for, or all.
     ``ema``: decay of the averaged weights, 0 for none.
     ``learning_rate``: in place of that of the checkpoint that the run goes on from.
     """

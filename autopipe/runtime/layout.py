@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from autopipe.errors import PlanError
 from autopipe.ir.agreement import refuse_disagreement
+from autopipe.ir.channel import Channel
 from autopipe.ir.gradients import moving_ties
 from autopipe.ir.graph import Graph
+from autopipe.ir.messages import Routes, channels
 from autopipe.ir.plan import Plan, Stage
 from autopipe.ir.schedule import Request
-from autopipe.runtime.routes import Routes, channels
-from autopipe.runtime.transport import Channel
 from autopipe.schedules import make
 
 

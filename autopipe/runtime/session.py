@@ -19,21 +19,21 @@ from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
 from autopipe.ir.schedule import Instruction, Traffic
 from autopipe.ir.shares import Shares
-from autopipe.runtime import checkpoint as checkpoints
-from autopipe.runtime import state
 from autopipe.runtime.assembly import assembled
 from autopipe.runtime.audit.writer import AuditWriter
+from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
+from autopipe.runtime.batches.readers import EachReads, OneReads, Reader
+from autopipe.runtime.batches.recordings import Recordings
+from autopipe.runtime.batches.source import Place, Source
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import state
+from autopipe.runtime.checkpoint.saver import Saver
 from autopipe.runtime.events import Reporter
-from autopipe.runtime.exchange import DigestExchange, OtherRanksDiffer
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.layout import Layout
-from autopipe.runtime.readers import EachReads, OneReads, Reader
-from autopipe.runtime.recordings import Recordings
-from autopipe.runtime.saver import Saver
-from autopipe.runtime.source import Place, Source
-from autopipe.runtime.stepper import GradientHook
-from autopipe.runtime.transport import Transport, TransportClosed
+from autopipe.runtime.step.stepper import GradientHook
+from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY, lower, make, validate
 from autopipe.workload import Workload

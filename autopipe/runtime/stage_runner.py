@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from autopipe.errors import AutopipeError
-from autopipe.runtime.absent import absent, is_absent
-from autopipe.runtime.deferred import DeferredStatistics
-from autopipe.runtime.routes import tied
-from autopipe.runtime.scaler import LossScaler
+from autopipe.ir.messages import tied
 from autopipe.runtime.split_backward import PendingWeights, backward_inputs
+from autopipe.runtime.step.deferred import DeferredStatistics
+from autopipe.runtime.step.scaler import LossScaler
+from autopipe.runtime.transport.absent import absent, is_absent
 from autopipe.runtime.weights import WeightVersions
 from autopipe.stage import Stage
 

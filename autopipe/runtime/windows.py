@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopipe.ir.plan import Plan
+from autopipe.runtime.batches.readers import Minibatch, Reader
+from autopipe.runtime.batches.source import Place
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import Job
-from autopipe.runtime.readers import Minibatch, Reader
-from autopipe.runtime.source import Place
 from autopipe.schedules import REGISTRY
 
 # an asynchronous schedule keeps its pipeline full for this many minibatches, fewer where they take long, then drains

@@ -15,21 +15,21 @@ from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.after_step import effects_of
-from autopipe.trace.borrowed import Snapshot
-from autopipe.trace.coupling import coupling_notes
-from autopipe.trace.divisor import find_divisor
 from autopipe.trace.ladder import Ladder
-from autopipe.trace.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
+from autopipe.trace.loss.coupling import coupling_notes
+from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
+from autopipe.trace.record.borrowed import Snapshot
 from autopipe.trace.result import Capture
+from autopipe.trace.sizes.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observe import Ran, observed
 from autopipe.trace.state.unread import unread_paths
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
-from autopipe.workload.forms import form_of
-from autopipe.workload.layouts import laid_out
-from autopipe.workload.modes import trains
+from autopipe.workload.batches.forms import form_of
+from autopipe.workload.batches.layouts import laid_out
+from autopipe.workload.model.modes import trains
 
 logger = logging.getLogger(__name__)
 

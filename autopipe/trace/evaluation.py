@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autopipe.trace.align import OtherWay, merged
+from autopipe.trace.sizes.align import OtherWay, merged
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

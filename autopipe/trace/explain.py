@@ -26,7 +26,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep
 _SKIPPED = (_TORCH, _OWN, "<frozen", str(Path(sysconfig.get_paths()["stdlib"])) + os.sep + "contextlib.py")
 
-_START = str(Path(__file__).with_name("follow.py"))
+_START = str(Path(__file__).parent / "record" / "follow.py")
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 

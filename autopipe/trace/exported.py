@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.explain import is_users
-from autopipe.trace.follow import Forward
-from autopipe.trace.patches import quiet_fakes
-from autopipe.trace.recorder import Recorder
+from autopipe.trace.record.borrowed import Snapshot
+from autopipe.trace.record.follow import Forward
+from autopipe.trace.record.patches import quiet_fakes
+from autopipe.trace.record.recorder import Recorder
 from autopipe.workload import Item, Workload
-from autopipe.workload.layouts import laid_out
+from autopipe.workload.batches.layouts import laid_out
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}

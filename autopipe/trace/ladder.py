@@ -21,23 +21,23 @@ from torch import fx, nn
 from autopipe.draws import flat_checkpoints
 from autopipe.errors import TraceError
 from autopipe.ir.batch import STRIDES
-from autopipe.trace.align import Beside, OtherWay, aligned
-from autopipe.trace.assemble import assemble
-from autopipe.trace.borrowed import Snapshot
-from autopipe.trace.describe import describe
 from autopipe.trace.evaluation import Arguments, evaluation_arguments
 from autopipe.trace.explain import MORE_CALLS, OTHER_CALLS, depends_on_data, place_of, went_unseen
 from autopipe.trace.exported import NotExportable, export
-from autopipe.trace.fit import Fit
-from autopipe.trace.follow import Followed, Forward, follow
-from autopipe.trace.lengths import Length, other_lengths, other_sizes, sizes_of
-from autopipe.trace.naming import rename
+from autopipe.trace.graph.assemble import assemble
+from autopipe.trace.graph.describe import describe
+from autopipe.trace.graph.naming import rename
 from autopipe.trace.opaque.choose import Opaque
+from autopipe.trace.record.borrowed import Snapshot
+from autopipe.trace.record.follow import Followed, Forward, follow
 from autopipe.trace.result import Capture
+from autopipe.trace.sizes.align import Beside, OtherWay, aligned
+from autopipe.trace.sizes.fit import Fit
+from autopipe.trace.sizes.lengths import Length, other_lengths, other_sizes, sizes_of
 from autopipe.workload import Item, Workload
-from autopipe.workload.forms import form_of
-from autopipe.workload.items import shapes
-from autopipe.workload.modes import trains
+from autopipe.workload.batches.forms import form_of
+from autopipe.workload.batches.items import shapes
+from autopipe.workload.model.modes import trains
 
 logger = logging.getLogger(__name__)
 

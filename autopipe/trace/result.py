@@ -7,8 +7,8 @@ import dataclasses
 from torch import Tensor, fx
 
 from autopipe.ir.graph import Graph
-from autopipe.trace.divisor import Divisor
 from autopipe.trace.evaluation import Arguments
+from autopipe.trace.loss.divisor import Divisor
 
 
 @dataclasses.dataclass(frozen=True)

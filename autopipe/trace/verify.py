@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from autopipe import draws, sparse
 from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
-from autopipe.trace.borrowed import Snapshot
 from autopipe.trace.explain import place_of, short_path
-from autopipe.trace.replay import replay
+from autopipe.trace.graph.replay import replay
+from autopipe.trace.record.borrowed import Snapshot
 from autopipe.workload import Item, Workload
-from autopipe.workload.layouts import laid_out
+from autopipe.workload.batches.layouts import laid_out
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4

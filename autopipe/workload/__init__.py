@@ -1,8 +1,8 @@
 """The user's model file -> ``Workload``: how to build the model, feed it, take its loss and step it."""
 
-from autopipe.workload.batches import DEFAULT_BATCH_SIZE
-from autopipe.workload.hooks import HOOKS
-from autopipe.workload.items import Item
+from autopipe.workload.batches.data import DEFAULT_BATCH_SIZE
+from autopipe.workload.batches.items import Item
+from autopipe.workload.hooks.hook import HOOKS
 from autopipe.workload.load_options import LoadOptions
 from autopipe.workload.workload import Workload, load_workload
 

@@ -28,23 +28,23 @@ from torch.utils import _pytree as pytree
 from autopipe.draws import exclusive, opaque_calls
 from autopipe.errors import AutopipeError, ModelFileError, with_article
 from autopipe.ir.profile import WorkloadSpec
-from autopipe.workload import items
-from autopipe.workload.batches import Batches
-from autopipe.workload.building import Builder, find_builder, forward_names
+from autopipe.workload.batches import items
+from autopipe.workload.batches.data import Batches
+from autopipe.workload.batches.isolation import seeded
+from autopipe.workload.batches.items import Item, SyntheticInput
 from autopipe.workload.cutting.dimensions import WHOLE, BatchDimensions
 from autopipe.workload.cutting.find import declared
 from autopipe.workload.cutting.hook import Minibatch
-from autopipe.workload.empty import parameters_without_memory
-from autopipe.workload.hooks import find_hooks
-from autopipe.workload.isolation import seeded
-from autopipe.workload.items import Item, SyntheticInput
+from autopipe.workload.hooks.hook import find_hooks
+from autopipe.workload.hooks.optimizer_hook import OptimizerHook, trained_parameters
+from autopipe.workload.hooks.optimizers import default_optimizer, make_scheduler, named_optimizer
+from autopipe.workload.hooks.own_loss import OwnLoss, carried_by, output_of
 from autopipe.workload.load_options import LoadOptions
-from autopipe.workload.modes import for_training
-from autopipe.workload.optimizer_hook import OptimizerHook, trained_parameters
-from autopipe.workload.optimizers import default_optimizer, make_scheduler, named_optimizer
-from autopipe.workload.own_loss import OwnLoss, carried_by, output_of
-from autopipe.workload.targets import Target, import_target, user_line
-from autopipe.workload.uninitialized import ZeroedMemory
+from autopipe.workload.model.building import Builder, find_builder, forward_names
+from autopipe.workload.model.empty import parameters_without_memory
+from autopipe.workload.model.modes import for_training
+from autopipe.workload.model.uninitialized import ZeroedMemory
+from autopipe.workload.target.targets import Target, import_target, user_line
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,7 +134,7 @@ class Workload:
         """Build the model once, with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
 
         ``build_notes`` then says what the user should know of it. ``empty``: without memory for its parameters, to be
-        read from elsewhere; it and ``shifted``: ``workload.empty``.
+        read from elsewhere; it and ``shifted``: ``workload.model.empty``.
 
         Raises: ModelFileError when the user's code fails.
         """

@@ -35,10 +35,9 @@ from autopipe.trace import Capture, capture
 from benchmarks.zoo import more_transformers, own_models, transformers_models, vision_models
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "one_process")]  # the oracle, and models written to be hard
+sys.path.insert(0, str(ROOT / "tests"))  # the oracle, and models written to be hard
 
-import chain  # noqa: E402 - found by the line above
-import trace_cases  # noqa: E402 - likewise
+from support import chain, trace_cases  # noqa: E402
 
 NUM_STAGES = 3
 RUNS = ((4, (0, 0, 0)), (6, (1, 1, 0)))  # batch size, (seed, minibatch, microbatch)

@@ -1,4 +1,4 @@
-"""Models written to be hard for a tracer, beside those that the tests have (``tests/one_process/trace_cases.py``)."""
+"""Models written to be hard for a tracer, beside those that the tests have (``tests/support/trace_cases.py``)."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ from chaos_case import MOST_SECONDS, STEPS, STOPS, TO_RANKS, WATCHDOG, Case
 from chaos_scene import LONGEST_SECONDS, Scene, moment
 from chaos_strike import TooLate, await_moment, prepare, repair, strike
 
+from autopipe.commands.exporting import export
+from autopipe.commands.settings import ExportSettings
 from autopipe.errors import AutopipeError
-from autopipe.runtime import checkpoint as checkpoints
-from autopipe.workflow.exporting import export
-from autopipe.workflow.settings import ExportSettings
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
 
 PROPERTIES = ("time", "code", "message", "blame", "processes", "lock", "checkpoints", "goes on", "tidy", "weights")
 STOPPED = 75

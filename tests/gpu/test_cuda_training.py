@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopipe.workflow import runs
-from autopipe.workflow.settings import (
-    CheckSettings,
-    ModelSettings,
-    PlanSettings,
-    ProfileSettings,
-    TrainSettings,
-)
+from autopipe.commands.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"

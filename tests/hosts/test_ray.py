@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from launches import AUTOPIPE, STEPS, environment, prepared, weights
 
-from autopipe.launch.environment import read_membership
 from autopipe.launch.ray_cluster import contracts
+from autopipe.launch.remote.identity import read_membership
 
 with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 

@@ -95,7 +95,7 @@ class Hosts:
 
     def agent(self, index: int) -> psutil.Process:
         """Return a host's agent."""
-        agents = [p for p in self.processes(index) if "autopipe.launch.agent" in words(p)]
+        agents = [p for p in self.processes(index) if "autopipe.launch.remote.agent" in words(p)]
         return next(p for p in agents if Path(p.exe()).name.startswith("python"))
 
 

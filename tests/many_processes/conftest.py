@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Commands, write_model
+from support.commands import Commands, write_model
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Commands
+from support.commands import Commands
 
 MODEL = """
 import copy

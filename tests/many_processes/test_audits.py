@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import torch
-from commands import Commands, training
 from safetensors.torch import load_file
+from support.commands import Commands, training
 
 # an optimizer that shrinks the weights from its 12th step on, and counts where no state of Python tells of it
 COUNTING = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands
 from safetensors.torch import load_file
+from support.commands import Commands
 
 MODEL = """
 import torch

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Commands
+from support.commands import Commands
 
 MODEL = """
 import torch

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands, select_a_moment, training, wait_for_steps
+from support.commands import Commands, select_a_moment, training, wait_for_steps
 
-from autopipe.workflow import steps
-from autopipe.workflow.exporting import export
-from autopipe.workflow.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings
+from autopipe.commands import steps
+from autopipe.commands.exporting import export
+from autopipe.commands.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings
 
 
 @pytest.mark.parametrize(("more", "ranks"), [(["--max-restarts", "1"], 3), (["--elastic"], 2)])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from naming import name_again
 from safetensors.torch import load_file
+from support.naming import name_again
 
 from autopipe.cli.main import autopipe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
+from support.commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
 
 # an optimizer whose third step in a rank asks for more memory than there is anywhere
 HUNGRY = """

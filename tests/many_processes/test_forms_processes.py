@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands
-from oracle import load
 from safetensors.torch import load_file
+from support.commands import Commands
+from support.oracle import load
 
 MODEL = """
 import torch

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from commands import Commands
-from oracle import train
-from pipelines import minibatches
 from safetensors.torch import load_file
+from support.commands import Commands
+from support.oracle import train
+from support.pipelines import minibatches
 
 from autopipe.workload import LoadOptions, load_workload
 

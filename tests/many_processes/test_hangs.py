@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from commands import Commands, assert_gone, descendants, training, wait_for_steps
+from support.commands import Commands, assert_gone, descendants, training, wait_for_steps
 
 # the third minibatch of a rank never comes
 STUCK = """

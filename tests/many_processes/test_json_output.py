@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from commands import Commands
+from support.commands import Commands
 
 PRINTING = """
 import ctypes

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from commands import Commands, assert_gone, descendants
+from support.commands import Commands, assert_gone, descendants
 
 from autopipe.cli.main import autopipe
+from autopipe.commands.calibration import link_ranks as measuring
+from autopipe.commands.calibration import overheads
+from autopipe.commands.calibration.link_ranks import LARGE, SMALL, measure_links
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
-from autopipe.launch import links as measuring
-from autopipe.launch.links import LARGE, SMALL, measure_links
-from autopipe.workflow import overheads
-from autopipe.workflow.results import TrainResult
+from autopipe.report.results import TrainResult
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from commands import Commands
-from oracle import load
 from safetensors.torch import load_file
+from support.commands import Commands
+from support.oracle import load
 
 from autopipe.cli.main import autopipe
 

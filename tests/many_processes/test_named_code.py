@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from commands import AUTOPIPE, MODEL
+from support.commands import AUTOPIPE, MODEL
 
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact
@@ -214,8 +214,8 @@ def test_a_run_of_another_account_is_used_with_the_model_named(
 
 
 def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopipe.workload.files import files_of
-    from autopipe.workload.targets import Target
+    from autopipe.workload.target.files import files_of
+    from autopipe.workload.target.targets import Target
 
     package(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from commands import AUTOPIPE, training, write_model
+from support.commands import AUTOPIPE, training, write_model
 
 
 def call(folder: Path, *words: str, env: dict[str, str] | None = None, **streams: Any) -> CompletedProcess[str]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Commands
-from oracle import load
 from safetensors.torch import load_file
+from support.commands import Commands
+from support.oracle import load
 
 from autopipe.errors import RunError
+from autopipe.runtime.batches.source import Source
 from autopipe.runtime.events import Silent
-from autopipe.runtime.source import Source
 from autopipe.workload import LoadOptions, load_workload
 
 HEAD = """
@@ -196,7 +196,7 @@ def test_a_fresh_import_goes_on_at_every_place(tmp_path: Path, name: str, monkey
     file = tmp_path / "net.py"
     file.write_text(HEAD + STATEFUL[name])
 
-    monkeypatch.setattr("autopipe.runtime.source.REPLAY_SECONDS", 0.0)
+    monkeypatch.setattr("autopipe.runtime.batches.source.REPLAY_SECONDS", 0.0)
 
     def fresh(replay: str = "some") -> Source:
         workload = load_workload(LoadOptions(str(file)))

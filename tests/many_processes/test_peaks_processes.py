@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.workflow import runs
-from autopipe.workflow.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import psutil
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 
-from autopipe.runtime.distributed import ProcessTransport
-from autopipe.runtime.transport import ACTIVATION, CONTROL, GRADIENT, Channel, TransportClosed
+from autopipe.ir.channel import ACTIVATION, CONTROL, GRADIENT, Channel
+from autopipe.runtime.transport.base import TransportClosed
+from autopipe.runtime.transport.distributed import ProcessTransport
 
 FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)
 BACKWARD = Channel(GRADIENT, 1, 0, 1, 0)

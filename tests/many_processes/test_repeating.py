@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autopipe.workflow.repeating import Repeating, Repeats
+from autopipe.commands.training.repeating import Repeating, Repeats
 from autopipe.workload import LoadOptions, load_workload
 
 MODEL = """
@@ -159,7 +159,7 @@ def test_data_that_does_not_come_in_time_is_left_to_the_digests(
 ) -> None:
     file = tmp_path / "net.py"
     file.write_text(MODEL + "\ndef data():\n    time.sleep(1000)\n    return a_list()\n")
-    monkeypatch.setattr("autopipe.workflow.repeating.MOST_SECONDS", 0.0)
+    monkeypatch.setattr("autopipe.commands.training.repeating.MOST_SECONDS", 0.0)
     with Repeating() as repeating:
         repeating.begin(load_workload(LoadOptions(str(file))).spec, 0, evaluation=False)
         start = time.monotonic()
@@ -167,5 +167,7 @@ def test_data_that_does_not_come_in_time_is_left_to_the_digests(
     assert (repeats.answer, repeats.reader) == (None, "each")
     assert time.monotonic() - start < 5
     with contextlib.suppress(psutil.NoSuchProcess):
-        left = [p for p in psutil.Process().children(recursive=True) if "autopipe.workload.probe" in p.cmdline()]
+        left = [
+            p for p in psutil.Process().children(recursive=True) if "autopipe.workload.batches.probe" in p.cmdline()
+        ]
         assert not left

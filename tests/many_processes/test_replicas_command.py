@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import AUTOPIPE
-from oracle import train as plain
-from oracle_order import Order
 from safetensors.torch import load_file
+from support.commands import AUTOPIPE
+from support.oracle import train as plain
+from support.oracle_order import Order
 
 MODEL = """
 import torch

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import torch
-from commands import Commands, training, wait_for_steps, write_model
 from safetensors.torch import load_file
+from support.commands import Commands, training, wait_for_steps, write_model
 
 HOOKS = """
 

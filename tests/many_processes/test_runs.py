@@ -9,17 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import train as plain
-from pipelines import SAMPLES, minibatches
 from safetensors.torch import load_file
+from support.oracle import train as plain
+from support.pipelines import SAMPLES, minibatches
 
-from autopipe.errors import ArtifactError, RunError
-from autopipe.ir import artifact
-from autopipe.ir.timeline import Timeline
-from autopipe.runtime.stage_runner import StageRunner
-from autopipe.workflow import runs
-from autopipe.workflow.results import TrainResult
-from autopipe.workflow.settings import (
+from autopipe.commands.settings import (
     EvaluateSettings,
     ExportSettings,
     ModelSettings,
@@ -27,6 +21,12 @@ from autopipe.workflow.settings import (
     ProfileSettings,
     TrainSettings,
 )
+from autopipe.commands.training import runs
+from autopipe.errors import ArtifactError, RunError
+from autopipe.ir import artifact
+from autopipe.ir.timeline import Timeline
+from autopipe.report.results import TrainResult
+from autopipe.runtime.stage_runner import StageRunner
 from autopipe.workload import LoadOptions, load_workload
 
 SMALL = {"blocks": "2", "width": "32", "dropout": "0.1"}

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import by_owner
-from oracle import train as plain
-from oracle_order import Order
-from pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, minibatches
-from schedule_cases import Case
+from support.oracle import by_owner
+from support.oracle import train as plain
+from support.oracle_order import Order
+from support.pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, minibatches
+from support.schedule_cases import Case
 
+from autopipe.commands.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
 from autopipe.launch.registry import launch
 from autopipe.launch.request import Launch
-from autopipe.runtime.distributed import _Received
-from autopipe.runtime.strides import copied, memory_order, packed
-from autopipe.workflow import runs
-from autopipe.workflow.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.runtime.transport.distributed import _Received
+from autopipe.runtime.transport.strides import copied, memory_order, packed
 
 STEPS = 6
 QUICK = (

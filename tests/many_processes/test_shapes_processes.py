@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import load
-from oracle import train as plain
 from safetensors.torch import load_file
+from support.oracle import load
+from support.oracle import train as plain
 
-from autopipe.workflow import runs
-from autopipe.workflow.results import TrainResult
-from autopipe.workflow.settings import (
+from autopipe.commands.settings import (
     EvaluateSettings,
     ExportSettings,
     ModelSettings,
@@ -23,6 +21,8 @@ from autopipe.workflow.settings import (
     ProfileSettings,
     TrainSettings,
 )
+from autopipe.commands.training import runs
+from autopipe.report.results import TrainResult
 from autopipe.workload import LoadOptions, load_workload
 
 MODELS = Path(__file__).resolve().parents[1] / "shape_models"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
-from commands import Commands
-from sparse_models import MODEL
+from support import oracle
+from support.commands import Commands
+from support.sparse_models import MODEL
 
 from autopipe import sparse
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
 from safetensors.torch import load_file
+from support.commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
 
 
 def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import FUZZING, as_json, damaged, mutated
-from planning_cases import cluster_of, profile_of, random_graph
+from support.mutations import FUZZING, as_json, damaged, mutated
+from support.planning_cases import cluster_of, profile_of, random_graph
 
+from autopipe.commands.store import PlanRecord, profile_digest
 from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.agreement import refuse_disagreement
@@ -26,11 +27,10 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cluster_file import parse_cluster, read_cluster
-from autopipe.planning.pipedream_format import read_pipedream
-from autopipe.planning.pipedream_profile import profile_of_layers
+from autopipe.planning.pipedream.file_format import read_pipedream
+from autopipe.planning.pipedream.profile import profile_of_layers
+from autopipe.planning.requests import PlanRequest
 from autopipe.runtime.job import Job
-from autopipe.workflow.requests import PlanRequest
-from autopipe.workflow.store import PlanRecord, profile_digest
 
 CLUSTER = """
 source = "datasheet"

@@ -1,34 +1,50 @@
 """The rules of the layout, read off the imports."""
 
 import ast
+import contextlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = sorted([*(ROOT / "autopipe").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
 NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
-# a part -> the parts of autopipe that it may import; parts not named may import any
+# a part -> the parts of autopipe that it may import; only cli may import any
+_BASE = {"errors", "units", "ir"}
+_FORWARD = {*_BASE, "draws", "guards", "sparse"}  # what a forward needs, wherever it runs
+_RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
-    "ir": {"errors"},
-    "planning": {"errors", "ir"},
-    "schedules": {"errors", "ir"},
-    "trace": {"errors", "ir", "draws", "workload", "guards", "sparse"},
-    "measure": {"errors", "ir", "draws", "sparse"},
-    "generate": {"errors", "ir", "draws", "stage", "guards", "sparse"},
+    "units": set(),
     "draws": set(),
     "sparse": set(),
+    "ir": {"errors", "units"},
     "guards": {"errors", "ir"},
     "stage": {"errors", "ir", "draws", "guards"},
-    "workload": {"errors", "ir", "draws"},
-    "report": {"errors", "ir", "schedules"},
+    "schedules": _BASE,
+    "planning": {*_BASE, "schedules"},
+    "report": {*_BASE, "schedules", "planning"},
+    "workload": {*_BASE, "draws"},
+    "trace": {*_FORWARD, "workload"},
+    "measure": {*_BASE, "draws", "sparse"},
+    "generate": {*_FORWARD, "stage"},
+    "runtime": _RUN,
+    "verify": _RUN,
+    "launch": {*_RUN, "report"},
+    "commands": {*_RUN, "report", "verify", "launch"},
 }
 
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def module_of(path: Path) -> str:
+    """The name under which a file is imported."""
+    name = name_of(path).removesuffix(".__init__")
+    return f"autopipe.{name}" if name == "cli" or name.startswith("cli.") else name
 
 
 def part_of(path: Path) -> str:
@@ -109,9 +125,30 @@ def test_what_is_pure_imports_no_torch():
 def test_a_part_imports_only_the_parts_below_it():
     def above(path: Path) -> set[str]:
         part = part_of(path)
-        return {m.split(".")[1] for m in imports(path) if m.startswith("autopipe.")} - MAY_IMPORT[part] - {part}
+        named = {m.split(".")[1] for m in imports(path) if m.startswith("autopipe.")}
+        return named - MAY_IMPORT[part] - {part, "__version__"}
 
     assert offenders(in_parts(tuple(MAY_IMPORT)), above) == []
+    assert {part_of(path) for path in PRODUCT} - {"cli", "__init__"} == set(MAY_IMPORT)
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    modules = {module_of(path): path for path in PRODUCT}
+    below: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        named = [m for m in imports(path) if m in modules and m != name]
+        # `from package import module` names both; only the module is meant
+        below[name] = {m for m in named if not any(uses(other, m) and other != m for other in named)}
+    with contextlib.suppress(StopIteration):
+        while below:  # what imports nothing that is left is taken away, until only circles are left
+            name = next(name for name, names in below.items() if not names & below.keys())
+            del below[name]
+    assert sorted(below) == []
+
+
+def test_no_folder_is_too_full_to_look_through():
+    folders = Counter(str(path.relative_to(ROOT).parent) for path in PRODUCT if path.stem != "__init__")
+    assert {folder: count for folder, count in folders.items() if count > 21} == {}
 
 
 def test_only_the_command_line_imports_click_and_nothing_imports_the_command_line():
@@ -121,7 +158,11 @@ def test_only_the_command_line_imports_click_and_nothing_imports_the_command_lin
 
 def test_only_the_transport_and_the_launchers_import_torch_distributed():
     # torch's format of checkpoints is part of its distributed package, and needs no ranks
-    allowed = ("autopipe.runtime.distributed", "autopipe.runtime.dcp")
+    allowed = (
+        "autopipe.runtime.transport.distributed",
+        "autopipe.runtime.checkpoint.dcp",
+        "autopipe.commands.calibration.link_ranks",
+    )
     others = [p for p in PRODUCT if name_of(p) not in allowed and part_of(p) != "launch"]
     assert offenders(others, importing("torch.distributed")) == []
 
@@ -132,8 +173,8 @@ def test_the_command_line_imports_torch_only_when_a_command_runs():
         "numpy",
         "pandas",
         "rich",
-        "autopipe.workflow.steps",
-        "autopipe.workflow.runs",
+        "autopipe.commands.steps",
+        "autopipe.commands.training.runs",
         "autopipe.schedules",
     )
 

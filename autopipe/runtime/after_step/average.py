@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from autopipe.runtime.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 
 PREFIX = "average."  # of their names in a checkpoint
 

@@ -12,18 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.errors import RunError
 from autopipe.ir.graph import Graph
+from autopipe.ir.loans import Loan
+from autopipe.ir.messages import loan_channel
 from autopipe.ir.schedule import Request
-from autopipe.runtime.after_step.loans import Loan
-from autopipe.runtime.transport import LOAN, Channel, Transport
+from autopipe.runtime.transport.base import Transport
 from autopipe.workload import Workload
 
 Parameters = Mapping[int, Mapping[str, nn.Parameter]]
-
-
-def loan_channel(loan: Loan, request: Request, reader: int) -> Channel:
-    """Return where the ``reader``-th replica of the reading stage gets a parameter from."""
-    givers, takers = request.stage_ranks[loan.owner], request.stage_ranks[loan.reader]
-    return Channel(LOAN, loan.owner, loan.reader, givers[reader % len(givers)], takers[reader])
 
 
 class AfterStep:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.ir import artifact
-from autopipe.runtime import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
 
 EQUAL, DIFFERENT, LEFT_OUT = "equal", "different", "left out"
 

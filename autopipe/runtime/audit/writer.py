@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.errors import AutopipeError, RunError
-from autopipe.runtime import state
 from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import AuditFiles
+from autopipe.runtime.checkpoint import state
+from autopipe.runtime.checkpoint.saver import LOOK_SECONDS, Saver
+from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
-from autopipe.runtime.saver import LOOK_SECONDS, Saver
-from autopipe.runtime.snapshot import Snapshot
-from autopipe.runtime.stepper import Stepper
+from autopipe.runtime.step.stepper import Stepper
 
 # audits that wait for their comparison: with more of them ranks wait, so that the disk does not fill
 MOST_WAITING = 4

@@ -24,7 +24,7 @@ from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.trace.after_step.flow import Flow
 from autopipe.trace.state.snapshot import Snapshot, is_users_module
 from autopipe.workload import Workload
-from autopipe.workload.isolation import PrivateRandom
+from autopipe.workload.batches.isolation import PrivateRandom
 
 # beyond so many bytes of parameters, every dimension of every tensor is cut down to so many elements
 WHOLE_BYTES, CUT = 4 * 2**20, 16

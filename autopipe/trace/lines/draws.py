@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.trace.explain import Line, is_users, lines_of, own_and_inner, place_in, users_frame
 from autopipe.trace.lines.owner import STANDARD, library_of
-from autopipe.trace.recorder import Recorder
+from autopipe.trace.record.recorder import Recorder
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the functions of the module
 _DRAWS = ("random", "getrandbits")  # what all its functions draw with

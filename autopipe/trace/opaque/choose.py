@@ -12,9 +12,9 @@ from torch import nn
 
 from autopipe.errors import TraceError, counted, unknown_choice
 from autopipe.trace.explain import COIN, FIXED_BATCH, TRANSFORMED, UNSEEN, depends_on_data, went_unseen
-from autopipe.trace.lengths import Length, cut, shorter
 from autopipe.trace.opaque.observe import Observed, observe
 from autopipe.trace.opaque.results import Form, Unfit, form_of
+from autopipe.trace.sizes.lengths import Length, cut, shorter
 from autopipe.workload import Item, Workload
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopipe.draws import Draws, flat_checkpoints
-from autopipe.trace.borrowed import Snapshot, first_names
-from autopipe.trace.values import version_of
+from autopipe.trace.record.borrowed import Snapshot, first_names
+from autopipe.trace.record.values import version_of
 from autopipe.workload import Item, Workload
+from autopipe.workload.batches.layouts import laid_out
 from autopipe.workload.cutting.objects import register_objects
-from autopipe.workload.layouts import laid_out
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "equal", "allclose")

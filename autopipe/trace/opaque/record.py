@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopipe.trace.explain import unsupported
-from autopipe.trace.leaves import is_leaf, written_statistics
 from autopipe.trace.opaque.results import Form, tensors_of
-from autopipe.trace.targets import Call
+from autopipe.trace.record.leaves import is_leaf, written_statistics
+from autopipe.trace.record.targets import Call
 
 if TYPE_CHECKING:
     from autopipe.trace.opaque.choose import Opaque

@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from autopipe import draws
 from autopipe.errors import TraceError
-from autopipe.trace.borrowed import Snapshot as ModelSnapshot
-from autopipe.trace.caches import users_namespaces
+from autopipe.trace.record.borrowed import Snapshot as ModelSnapshot
+from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
 from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot, is_users_module
 from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key
 from autopipe.workload import Item, Workload
-from autopipe.workload.layouts import laid_out
+from autopipe.workload.batches.layouts import laid_out
 
 _MOST_FUNCTIONS = 2000
 _ENOUGH = 5  # samples, of which a half and its half are two batches of several samples

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopipe.trace.containers import CONTAINERS, attributes, copied, entries, length, refill
+from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length, refill
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from autopipe.trace.containers import attributes
+from autopipe.trace.record.containers import attributes
 
 MOST_OBJECTS = 64
 

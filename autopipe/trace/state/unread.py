@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autopipe.trace.state.check import Look
 from autopipe.trace.state.observe import is_users_file
 from autopipe.workload import Item, Workload
-from autopipe.workload.items import paths
+from autopipe.workload.batches.items import paths
 
 TYPES = (str, bytes, int, float)
 """Of these types no two values are told apart by identity, as ``None``, ``True`` and members of an enum are."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError, counted
-from autopipe.workload.items import Item, containers, path_text, paths, shapes
-from autopipe.workload.layouts import laid_out
+from autopipe.workload.batches.items import Item, containers, path_text, paths, shapes
+from autopipe.workload.batches.layouts import laid_out
 
 WHOLE = -1  # stands for the dimension of a tensor that is never cut
 LIST = -2  # stands for a list with one entry a sample

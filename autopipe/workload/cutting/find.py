@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopipe.errors import ModelFileError
+from autopipe.workload.batches.items import Item, containers, path_text, paths
 from autopipe.workload.cutting.dimensions import LIST, REMEDY, WHOLE, BatchDimensions
-from autopipe.workload.items import Item, containers, path_text, paths
 
 SIZES = (5, 7, 11)
 """The batch sizes that the data is asked for; the last one only where the first two leave two dimensions of a tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.errors import ModelFileError, counted, with_article
-from autopipe.workload.hooks import Hook
-from autopipe.workload.items import Item, normalised
+from autopipe.workload.batches.items import Item, normalised
+from autopipe.workload.hooks.hook import Hook
 
 
 @dataclass(frozen=True, slots=True)

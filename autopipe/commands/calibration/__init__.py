@@ -1,0 +1,1 @@
+"""Measurements of this machine: links between ranks, and what the runtime costs."""

@@ -1,0 +1,144 @@
+"""Latency and bandwidth between two ranks of this machine, and of adding up over them, through the run's own transport.
+
+A message of n bytes is taken to last ``latency + n / bandwidth``: the latency is that of a message of four bytes, the
+bandwidth that of the difference between a small and a large one. Medians over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autopipe.errors import RunError
+from autopipe.ir.channel import ACTIVATION, Channel
+from autopipe.ir.cluster import Links
+from autopipe.launch.rank.cpu_tuning import keep_memory, long_turns
+from autopipe.launch.rank.forked import END_SECONDS, preload
+from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.launch.rank.signals import leave_to_the_supervisor
+from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
+
+TINY, SMALL, LARGE = 4, 256 * 2**10, 16 * 2**20
+ROUNDS = {TINY: 200, SMALL: 50, LARGE: 15}
+WARM_UP = 3
+TIMEOUT_SECONDS = 120.0
+_PAIR = (0, 1)
+
+
+def measure_links(device: str = "cpu") -> Links:
+    """Start two ranks, measure, end them. ``device``: cpu or cuda; two ranks may share one GPU, through the host.
+
+    Raises: RunError when a rank fails or does not answer in two minutes.
+    """
+    preload()
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory(prefix="autopipe-links-") as scratch:
+        receive, send = context.Pipe(duplex=False)
+        store = str(Path(scratch) / "store")
+        ranks = [context.Process(target=_rank, args=(rank, store, device, send), daemon=True) for rank in _PAIR]
+        patience = 0.0  # with those that have not said what they are there for
+        try:
+            for process in ranks:
+                process.start()
+            send.close()
+            if not receive.poll(TIMEOUT_SECONDS):
+                raise RunError(
+                    f"two ranks exchanged no messages within {TIMEOUT_SECONDS:.0f} s", remedy="autopipe doctor"
+                )
+            found = json.loads(receive.recv_bytes())
+            patience = END_SECONDS
+        except EOFError:
+            raise RunError("a rank that measured the links died", remedy="autopipe doctor") from None
+        finally:
+            for process in ranks:
+                if process.pid is None:
+                    continue  # interrupted before it was started
+                process.join(patience)
+                if process.is_alive():
+                    process.kill()
+                    process.join(END_SECONDS)
+            receive.close()
+    if "error" in found:
+        raise RunError(f"the links could not be measured: {found['error']}", remedy="autopipe doctor")
+    return Links(**found)
+
+
+def _rank(rank: int, store: str, device: str, connection: Connection) -> None:
+    die_with_parent()
+    leave_to_the_supervisor()  # a terminal's Ctrl-C comes to all of its processes, and these have nothing to say of it
+    torch.set_num_threads(1)
+    if device == "cpu":
+        keep_memory()
+        long_turns()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        found = _measure(rank, store, device)
+        if rank == 0:
+            connection.send_bytes(json.dumps(found).encode())
+    except Exception as error:
+        connection.send_bytes(json.dumps({"error": f"rank {rank}: {error}"}).encode())
+    connection.close()
+
+
+def _measure(rank: int, store: str, device: str) -> dict[str, str | float]:
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    use_nccl = where.type == "cuda" and torch.cuda.device_count() >= len(_PAIR)
+    shared = dist.FileStore(store, len(_PAIR))  # type: ignore[attr-defined]  # exported, though not by name
+    start_process_group(shared, rank, len(_PAIR), use_nccl=use_nccl, timeout_seconds=TIMEOUT_SECONDS)
+    to = tuple(Channel(ACTIVATION, a, b, a, b) for a, b in (_PAIR, _PAIR[::-1]))
+    transport = ProcessTransport(to, (_PAIR,), device=where, use_nccl=use_nccl)
+
+    def ping(tensor: torch.Tensor) -> None:
+        if rank == 0:
+            transport.send(to[0], tensor)
+        pending = transport.receive(to[1 - rank], tensor.shape, tensor.dtype)
+        pending.wait()
+        if rank == 1:
+            transport.send(to[1], tensor)
+
+    def add_up(tensor: torch.Tensor) -> None:
+        transport.all_reduce(_PAIR, tensor)
+
+    one_way = {size: _seconds(ping, size, where, transport) / 2 for size in (TINY, SMALL, LARGE)}
+    summed = {size: _seconds(add_up, size, where, transport) for size in (SMALL, LARGE)}
+    transport.close()
+    return {
+        "device_kind": where.type,
+        "latency_seconds": one_way[TINY],
+        "bandwidth": _slope(one_way),
+        "all_reduce_bandwidth": _slope(summed),
+    }
+
+
+def _seconds(
+    exchange: Callable[[torch.Tensor], None], size: int, device: torch.device, transport: ProcessTransport
+) -> float:
+    """Return the median time of an exchange of so many bytes."""
+    tensor = torch.zeros(size // 4, device=device)
+    times = []
+    transport.barrier()
+    for _ in range(WARM_UP + ROUNDS[size]):
+        start = time.perf_counter()
+        exchange(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM_UP:])
+
+
+def _slope(seconds: dict[int, float]) -> float:
+    """Return bytes a second between the small and the large message; of the large one alone where noise is larger."""
+    more = seconds[LARGE] - seconds[SMALL]
+    return (LARGE - SMALL) / more if more > 0 else LARGE / seconds[LARGE]

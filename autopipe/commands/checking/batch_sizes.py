@@ -1,0 +1,125 @@
+"""Which sizes of a microbatch the model itself takes: asked of the model alone, in one forward."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopipe.draws import exclusive
+from autopipe.errors import AutopipeError, RunError, counted
+from autopipe.trace.loss.steady import steady
+from autopipe.workload import Workload
+
+if TYPE_CHECKING:
+    from autopipe.commands.steps import Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A size that the model does not take. ``error``: what it raises there, with the user's line."""
+
+    samples: int
+    error: AutopipeError | None
+
+    @property
+    def reason(self) -> str:
+        """What the model says."""
+        if self.error is None:
+            return "its loss is no finite number there"
+        cause = self.error.__cause__
+        text = self.error.what if cause is None else f"{type(cause).__name__}: {cause}"
+        return text.strip().splitlines()[0]
+
+
+class PlainModel:
+    """The user's model in one process, run forward only. ``model``: left as it was; None builds one."""
+
+    def __init__(self, workload: Workload, device: str, model: nn.Module | None = None) -> None:
+        self._workload, self._device, self._model = workload, torch.device(device), model
+
+    def refuses(self, item: Any, num_parts: int) -> Refused | None:
+        """Return the first size among the parts of a minibatch that the model does not take; None where it takes all.
+
+        A loss that is not finite is none that can be trained with either.
+        """
+        if self._model is None:
+            with exclusive():
+                self._model = self._workload.build_model().to(self._device)
+        seen: set[int] = set()
+        for part in self._workload.split(item, num_parts):
+            samples = self._workload.num_samples(part)
+            if samples in seen:
+                continue
+            seen.add(samples)
+            leaves = {name: leaf.to(self._device) for name, leaf in self._workload.leaves(part).items()}
+            batch = self._workload.with_leaves(part, leaves)
+            try:
+                with (
+                    exclusive(),
+                    warnings.catch_warnings(action="ignore"),  # such as of a variance of one sample
+                    steady(self._workload, self._model, batch, as_it_is=True),
+                    torch.no_grad(),
+                    self._workload.explained(part),
+                ):
+                    loss, _ = self._workload.loss(self._model, batch)
+            except AutopipeError as error:
+                return Refused(samples, error)
+            if not math.isfinite(float(loss)):
+                return Refused(samples, None)
+        return None
+
+
+def taken(workload: Workload, model: nn.Module, sizes: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """Return the sizes from the smallest on that the model takes, and why it does not take a smaller one, else "".
+
+    Where it takes none of them, all are returned: another part of the work says what is wrong.
+    """
+    plain = PlainModel(workload, "cpu", model)
+    why = ""
+    for place, size in enumerate(sizes):
+        refused = plain.refuses(workload.example_item(size), 1)
+        if refused is None:
+            return tuple(sizes[place:]), why
+        why = why or f"the model itself does not take {_microbatch(size)}: {refused.reason}"
+    return tuple(sizes), ""
+
+
+def refusal(prepared: Prepared, item: Any) -> RunError | None:
+    """Return the error for a minibatch whose microbatches the model does not take; None where it takes them.
+
+    The remedy is a number of microbatches at which it does: it was tried.
+    """
+    plan, workload = prepared.plan, prepared.workload
+    model = PlainModel(workload, prepared.profile.device.kind)
+    refused = model.refuses(item, plan.num_microbatches)
+    if refused is None:
+        return None
+    samples = workload.num_samples(item)
+    return RunError(
+        f"the model itself does not take {_microbatch(refused.samples)}, and {counted(samples, 'sample')} in "
+        f"{plan.num_microbatches} microbatches are cut into such: {refused.reason}",
+        where=refused.error.where if refused.error is not None else "",
+        remedy=_remedy(model, item, samples, plan.num_microbatches),
+    )
+
+
+def _microbatch(samples: int) -> str:
+    return f"a microbatch of {counted(samples, 'sample')}"
+
+
+def _remedy(model: PlainModel, item: Any, samples: int, planned: int) -> str:
+    """Return a number of microbatches, fewer than planned, at which the model takes all of them."""
+    fewer = {planned - 1, *(planned >> shift for shift in range(1, planned.bit_length()))}
+    for count in sorted(fewer - {0}, reverse=True):
+        if model.refuses(item, count) is None:
+            size = samples // count
+            return (
+                f"--num-microbatches {count}: the model takes microbatches of {size} samples; or a larger --batch-size"
+            )
+    return f"the model does not take all {counted(samples, 'sample')} at once either: compare the batch with the model"

@@ -1,0 +1,204 @@
+"""Is a plan the same training? ``check`` answers; ``check_first`` asks before the first step of a new plan."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autopipe.commands.checking.batch_sizes import PlainModel, refusal
+from autopipe.commands.checking.causes import seen_beforehand, unequal
+from autopipe.commands.checking.whole import compared_with_the_whole
+from autopipe.commands.locks import only_one
+from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings
+from autopipe.commands.steps import Prepared, batch_size_of, prepare
+from autopipe.commands.store import Work
+from autopipe.commands.training.lookahead import covered
+from autopipe.commands.training.repeating import Repeating, begin, explain
+from autopipe.commands.training.reread import refuse_changed_data
+from autopipe.errors import AutopipeError, RunError
+from autopipe.ir.artifact import digest
+from autopipe.report.results import CheckReport, ParameterError
+from autopipe.runtime.batches.recordings import EVALUATION
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.trace.loss.coupling import normalised_layers
+from autopipe.verify.check import compare
+from autopipe.verify.comparison import Comparison
+from autopipe.workload.batches.items import kept
+from autopipe.workload.target.targets import in_full
+
+# before a new plan's first step: one step more, so that what begins with the second one is seen
+_FIRST_STEPS = 2
+
+
+def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
+    """Put everything that the ranks need into a directory of its own, which can be used from any folder."""
+    run = RunDirectory(path)
+    run.write(job, replace(prepared.plan, workload=in_full(prepared.plan.workload)), prepared.graph)
+    shutil.rmtree(run.stages, ignore_errors=True)
+    # ranks write those for batches of other shapes; of any that are here already nothing says who wrote them
+    others = shutil.ignore_patterns("__pycache__", "shape_*", f"{EVALUATION}_*")
+    shutil.copytree(prepared.stages, run.stages, ignore=others)
+    return run
+
+
+def check(settings: CheckSettings, progress: Progress | None = None) -> CheckReport:
+    """Train a few steps plainly and through the plan, and compare every tensor.
+
+    The last minibatch is a sample short, so that an uneven cut is part of it. Ranks are threads: the stage files, the
+    schedule and the loop over instructions are those of ``train``.
+    """
+    with only_one(settings.plan.work_dir, "compares a plan with plain training"), Repeating() as repeating:
+        if settings.plan.gpus != 1:
+            repeating.start()
+        prepared = prepare(settings.plan, progress)
+        if prepared.plan.num_ranks > 1:
+            begin(repeating, prepared, evaluation=False)
+        if repeating.begun:
+            work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
+            prepared = covered(prepared, repeating.forms(), work, again, progress=progress)
+        refuse_changed_data(prepared)
+        beyond = seen_beforehand(prepared)
+        result = _compare(
+            prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm, ema=settings.plan.ema or 0.0
+        )
+        unproven = explain(repeating.finish()) if repeating.begun else ""
+        prepared = replace(prepared, warnings=(*prepared.warnings, *([unproven] if unproven else [])))
+        cause = beyond or (None if result.equal or result.nonfinite else unequal(result, prepared))
+        full = compared_with_the_whole(prepared, step=settings.full_batch)
+        return replace(_report(result, prepared, cause), full_batch=full)
+
+
+def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
+    plan, workload = prepared.plan, prepared.workload
+    size = batch_size_of(workload, plan)
+    epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty one is an error of its own
+    items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
+    full = items[-1]
+    samples = workload.num_samples(full)
+    if samples > 1 and workload.cuts_by_dimension(full) and not _leaves_one(prepared, samples):
+        items[-1] = workload.resized(full, samples - 1)
+    job = Job(
+        steps=len(items),
+        epochs=0,
+        batch_size=plan.batch_size,
+        device=prepared.profile.device.kind,
+        threads=prepared.profile.device.threads,
+        save=False,
+        max_shapes=prepared.max_shapes,
+        allow_data_dependent=prepared.allow_data_dependent,
+        on_nonfinite="warn",
+        **options,
+    )
+    try:
+        result = _compared(prepared, job, items)
+    except Exception:
+        refused = refusal(prepared, full)
+        if refused is not None:
+            raise refused from None
+        if not _refuses(prepared, items[-1]):
+            raise
+    else:
+        if not result.nonfinite or not _refuses(prepared, items[-1]):
+            return result
+    # what training never asks of the model is not asked here either
+    return _compared(prepared, job, [*items[:-1], full])
+
+
+def _compared(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
+    with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:
+        run = write_run(Path(scratch), job, prepared)
+        draws = any(node.num_random for node in prepared.graph.nodes)
+        return compare(prepared.workload, run, job, Layout.of(prepared.plan, prepared.graph), items, draws=draws)
+
+
+def _refuses(prepared: Prepared, item: Any) -> bool:
+    """Whether the model itself takes no microbatch as those of a shortened minibatch are: too few, or an odd number."""
+    model = PlainModel(prepared.workload, prepared.profile.device.kind)
+    return model.refuses(item, prepared.plan.num_microbatches) is not None
+
+
+def _leaves_one(prepared: Prepared, samples: int) -> bool:
+    """Tell whether a sample less leaves a microbatch of one, which batch statistics may refuse, where none was."""
+    parts = prepared.plan.num_microbatches
+    return samples // parts > 1 and (samples - 1) // parts == 1 and bool(normalised_layers(prepared.graph))
+
+
+def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:
+    """Compare the first steps of a new plan with plain training, once, and probe its optimizer.
+
+    Raises: RunError where they are not equal, naming the cause.
+    """
+    marker = settings.plan.work_dir / "checked"
+    options = {"clip_grad_norm": settings.clip_grad_norm or 0.0, "deferred_batch_norm": settings.deferred_batch_norm}
+    options["ema"] = settings.plan.ema or 0.0
+    known = _mark(prepared, tuple(options.values()))
+    if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
+        return
+    events("progress", {"what": f"comparing {_FIRST_STEPS} steps with plain training", "fraction": 0.0})
+    beyond = seen_beforehand(prepared)
+    if beyond is not None:
+        raise beyond
+    result = _compare(prepared, _FIRST_STEPS, **options)
+    if result.nonfinite:
+        if settings.on_nonfinite == "stop":
+            raise RunError(
+                f"the first steps prove nothing: {result.nonfinite}",
+                remedy="look at the data and the initial weights; --on-nonfinite warn or skip trains all the same",
+            )
+        events("note", {"text": f"warning: the first steps prove nothing: {result.nonfinite}"})
+        return
+    if not result.equal:
+        raise unequal(result, prepared)
+    with marker.open("a", encoding="utf-8") as file:
+        file.write(known + "\n")
+    kind = "bit for bit" if result.bitwise else f"within {result.max_relative_error:.1e}"
+    if result.bitwise and result.orders:
+        kind += f", in the plan's order of sums (it differs from one process's by up to {result.order_error:.1e})"
+    events("note", {"text": f"{_FIRST_STEPS} steps compared with plain training: equal, {kind}"})
+
+
+def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
+    """Return what stands for a comparison in the file of those that were made: all that decides its result."""
+    plan = prepared.plan
+    stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("*.py")))
+    files = [Path(path).read_bytes().hex() for path in prepared.workload.files if Path(path).is_file()]
+    return " ".join(map(str, (digest((stages, files, plan.workload)), plan.digest, plan.num_microbatches, *options)))
+
+
+def _report(found: Comparison, prepared: Prepared, cause: AutopipeError | None) -> CheckReport:
+    parameters = tuple(
+        ParameterError(
+            d.name, _finite(d.error), d.owner, d.order, d.order_gradient, d.order_weight, _finite(d.gradient)
+        )
+        for d in found.differences
+    )
+    return CheckReport(
+        equal=found.equal and cause is None,
+        bitwise=found.bitwise and cause is None,
+        max_relative_error=_finite(found.max_relative_error),
+        parameters=parameters,
+        warnings=(*prepared.warnings, *found.orders, *found.reasons),
+        losses=found.losses,
+        reference_losses=found.reference_losses,
+        notes=prepared.notes,
+        nonfinite=found.nonfinite,
+        orders=found.orders,
+        order_error=_finite(found.order_error),
+        cause="" if cause is None else str(cause),
+        tolerance=found.tolerance,
+        gradient_tolerance=found.gradient_tolerance,
+        modules=tuple(stage.modules for stage in prepared.plan.stages),
+        gradient_error=_finite(max((d.gradient for d in found.differences), default=0.0)),
+    )
+
+
+def _finite(error: float) -> float:
+    """Return an error that JSON can hold; what is missing or not a number is as wrong as can be."""
+    return min(error, 1e30)

@@ -1,0 +1,57 @@
+"""Evaluation where a model takes another way in evaluation mode: stage code of its own beside that of training.
+
+Where only arguments differ (dropout's probability), the stage files hold both. Where other calls are made (drop-path,
+layerdrop), the model is captured a second time, in evaluation mode, and cut like the plan; see
+``runtime.batches.recordings``.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from autopipe.commands.models import Model
+from autopipe.commands.settings import ProfileSettings
+from autopipe.commands.store import Work
+from autopipe.errors import AutopipeError, RunError
+from autopipe.ir.plan import Plan
+from autopipe.runtime.batches.recordings import EVALUATION, write_recording
+from autopipe.trace import capture
+from autopipe.workload import Workload
+
+
+def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> str:
+    """Write the stage code of evaluation where it needs its own. Return why there can be none, "" where there is."""
+    note, folder = model.capture.evaluation_note, work.store.stages / EVALUATION
+    shutil.rmtree(folder, ignore_errors=True)
+    if not note:
+        return ""
+    try:
+        captured = capture(
+            model.workload,
+            allow_data_dependent=settings.allow_data_dependent,
+            verify=settings.verify,
+            lengths=len(model.capture.graph.symbols) > 1,
+            training=False,
+        )
+        write_recording(captured, plan, model.capture.graph, folder)
+    except AutopipeError as why:
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"{note}; captured in evaluation mode: {why.what}"
+    work.notes.append(f"{note}: stage code of its own in {folder}")
+    return ""
+
+
+def note_of(model: Model, work: Work) -> str:
+    """Return why the stages that are there cannot evaluate, "" where they can."""
+    there = (work.store.stages / EVALUATION / "plan.json").is_file()
+    return "" if there else model.capture.evaluation_note
+
+
+def refuse_impossible(workload: Workload, note: str, batch_size: int | None, remedy: str) -> None:
+    """Refuse an evaluation that no rank could make, before one is started. ``note``: why the stages cannot, or "".
+
+    Raises: RunError with that reason; ModelFileError where there is no evaluation data, or not in such batches.
+    """
+    if note:
+        raise RunError(f"this model cannot be evaluated in stages: {note}", remedy=remedy)
+    workload.evaluation_items(batch_size)

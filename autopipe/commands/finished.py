@@ -1,0 +1,156 @@
+"""What can be done with a run that has a checkpoint: find it, evaluate it in its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import tempfile
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from autopipe.commands.evaluation import record, refuse_impossible
+from autopipe.commands.models import Model
+from autopipe.commands.named import refuse_unnamed, remember, wrote_stages
+from autopipe.commands.settings import EvaluateSettings, Events, ModelSettings, ProfileSettings
+from autopipe.commands.store import Work
+from autopipe.commands.training.listener import Listener
+from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
+from autopipe.errors import RunError
+from autopipe.generate import generate
+from autopipe.launch.registry import launch
+from autopipe.launch.request import Launch
+from autopipe.report.results import EvaluateResult
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.job import RunDirectory
+from autopipe.trace import capture
+from autopipe.workload import Workload
+from autopipe.workload.target.targets import in_full
+
+
+def find_run(given: Path | None, work_dir: Path) -> Path:
+    """Return the run that is meant: the one given, or the newest of the work directory that has a checkpoint.
+
+    Raises: RunError where there is none.
+    """
+    if given is not None:
+        if not (given / "job.json").is_file():
+            raise RunError(f"{given} is no run: it has no job.json", remedy="name a directory that autopipe train made")
+        return given
+    runs = work_dir / "runs"
+    candidates = sorted(path for path in runs.iterdir() if (path / "job.json").is_file()) if runs.is_dir() else []
+    with_checkpoint = [path for path in candidates if checkpoints.steps(RunDirectory(path).checkpoints)]
+    if not with_checkpoint:
+        raise RunError(f"there is no finished run in {runs}", remedy="autopipe train TARGET --gpus N")
+    return with_checkpoint[-1]
+
+
+def model_of(
+    run: RunDirectory, named: ModelSettings, command: str, *, hooks: Collection[str] | None = None
+) -> Workload:
+    """Load the model of a run: as it is named again, else as the run has it. ``hooks``: those that are wanted, or all.
+
+    Raises: RunError where the run names code that the user has not; ModelFileError as ``Workload``.
+    """
+    spec = run.plan().workload
+    if hooks is not None:
+        spec = dataclasses.replace(spec, hooks={name: text for name, text in spec.hooks.items() if name in hooks})
+    if named.said:
+        spec = dataclasses.replace(spec, target=named.target, arguments=dict(named.arguments), hooks=dict(named.hooks))
+    else:
+        spec = dataclasses.replace(spec, hooks=spec.hooks | named.hooks)
+        by_flag = command != "plain"  # which takes a run or a model in the same place
+        words = f"autopipe {command} {shlex.quote(str(run.path))}" if by_flag else f"autopipe {command}"
+        flag = "--target" if by_flag else ""
+        refuse_unnamed(spec, run.path / "plan.json", words, flag=flag, named=set(named.hooks))
+    workload = Workload.from_spec(spec)
+    remember(spec, None if named.said else set(named.hooks))
+    return workload
+
+
+def evaluate(settings: EvaluateSettings, events: Events | None = None) -> EvaluateResult:
+    """Run the evaluation data through the stages of a run, from its newest checkpoint.
+
+    Raises: RunError where the stages cannot evaluate, with the reason, or where the run's code is not the user's;
+    ModelFileError where the data is missing.
+    """
+    run = RunDirectory(find_run(settings.run, settings.work_dir))
+    job, plan = run.job(), run.plan()
+    step = checkpoints.steps(run.checkpoints)[-1:]
+    if not step:
+        raise RunError(f"there is no checkpoint in {run.checkpoints}", remedy="autopipe train")
+    named = settings.model
+    if settings.data is not None:
+        named = dataclasses.replace(named, hooks={**named.hooks, "evaluate_data": settings.data})
+    workload = model_of(run, named, "eval")
+    remedy = "autopipe export, and evaluate the model itself"
+    refuse_impossible(workload, job.evaluation_note, settings.batch_size, remedy)
+    source = checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0]))
+    source.verify()
+    if settings.averaged:
+        refuse_without_averages(source)
+    refuse_other_parameters(run.graph(), skeleton(workload), run.path)
+    with tempfile.TemporaryDirectory(prefix="autopipe-eval-") as scratch:
+        as_trained = run
+        if settings.model != ModelSettings():
+            as_trained = _with_own_stages(run, workload, Path(scratch))
+        elif not wrote_stages(run.stages):
+            raise RunError(
+                "the stage files of this run are not as you have written them on this machine",
+                where=str(run.stages),
+                remedy="name the model, and they are written again: "
+                f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",
+            )
+        listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_ranks)
+        start = time.time()
+        launch(
+            Launch(
+                as_trained,
+                plan.num_ranks,
+                listener,
+                body="evaluate",
+                batch_size=settings.batch_size or 0,
+                evaluation_data=settings.data or "",
+                averaged=settings.averaged,
+            )
+        )
+    found = listener.evaluation
+    return EvaluateResult(
+        loss=found["loss"],
+        samples=found["samples"],
+        batches=found["batches"],
+        seconds=time.time() - start,
+        run_dir=str(run.path),
+        step=step[0],
+    )
+
+
+def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> RunDirectory:
+    """Return a copy of a run whose stage files are written from the model that the user has named.
+
+    Raises: RunError where it is not the model of the run.
+    """
+    job, plan, graph = run.job(), run.plan(), run.graph()
+    lengths = len(graph.symbols) > 1
+    built = workload.build_model()
+    captured = capture(
+        workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
+    )
+    # nothing is stepped: the after_step hook need not be named again
+    now, before = (dataclasses.replace(one, after_step={}) for one in (captured.graph, graph))
+    if now.digest != before.digest:
+        raise RunError(
+            f"{workload.name} is not the model of this run: {captured.graph.digest}, and it was {graph.digest}",
+            where=str(run.path),
+            remedy="name the model file as it was when the run was made, with its --arg",
+        )
+    captured = dataclasses.replace(captured, graph=dataclasses.replace(now, after_step=graph.after_step))
+    plan = dataclasses.replace(plan, workload=in_full(workload.spec))
+    settings = ProfileSettings(ModelSettings(), allow_data_dependent=job.allow_data_dependent, verify=False)
+    work = Work.begin(scratch, None)
+    generate(captured, plan, work.store.stages)
+    record(Model(workload, captured, built), plan, settings, work)
+    copy = RunDirectory(scratch)
+    copy.write(job, plan, graph)
+    copy.checkpoints.symlink_to(run.checkpoints.resolve())
+    return copy

@@ -1,0 +1,292 @@
+"""Settings -> the user's model, captured; and its profile, measured only where the stored one no longer holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopipe.commands.checking.batch_sizes import taken
+from autopipe.commands.named import refuse_unnamed, remember
+from autopipe.commands.settings import ModelSettings, ProfileSettings
+from autopipe.commands.store import Work
+from autopipe.errors import ModelFileError, RunError, TraceError, counted
+from autopipe.ir import artifact
+from autopipe.ir.graph import Graph
+from autopipe.ir.profile import COUNTED, Profile, WorkloadSpec
+from autopipe.measure import estimate, measure
+from autopipe.trace import Capture, capture
+from autopipe.trace.explain import depends_on_data
+from autopipe.workload import LoadOptions, Workload
+from autopipe.workload.batches.items import kept, shapes
+from autopipe.workload.cutting.dimensions import REMEDY
+from autopipe.workload.cutting.hook import Minibatch
+from autopipe.workload.model.size_limits import build_within_memory, loading_within_memory
+from autopipe.workload.target.targets import user_line
+
+MICROBATCH_SIZES = (1, 2, 4, 8)
+_ENOUGH = 5  # samples, of which each half has several
+_TOO_LARGE = (
+    "to plan for other devices, count it without memory: autopipe profile TARGET --estimate, then "
+    "autopipe plan --gpus N --device-name NAME; to train it here, use a machine with more memory, or a smaller model"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The user's model file, loaded, and what was captured of it. ``built``: the model, as it was built."""
+
+    workload: Workload
+    capture: Capture
+    built: nn.Module
+
+
+def load_model(
+    settings: ProfileSettings,
+    work: Work,
+    *,
+    verify: bool,
+    stored: Profile | None = None,
+    minibatch: Minibatch | None = None,
+) -> Model:
+    """Load the model that is meant and capture it. ``stored``: what was found of it before, which is not found anew.
+
+    ``minibatch``: how its batches are asked for and cut, where that is known.
+
+    Raises: RunError where no model was ever named.
+    """
+    work.progress(f"importing the model: {settings.model.target}".removesuffix(": "), 0.0)
+    with loading_within_memory(settings.model.target, _TOO_LARGE):
+        workload = _workload(settings.model, work)
+    if minibatch is not None:
+        workload.trains_with(minibatch)
+    work.progress(f"capturing the model: {workload.name}", 0.0)
+    built = (
+        workload.build_model(empty=True)
+        if settings.estimate
+        else build_within_memory(workload, verify=verify, remedy=_TOO_LARGE)
+    )
+
+    def captured_now() -> Capture:
+        return capture(
+            workload,
+            model=built,
+            allow_data_dependent=settings.allow_data_dependent,
+            verify=verify and not settings.estimate,
+            lengths=stored is None or len(stored.graph.symbols) > 1,
+        )
+
+    try:
+        captured = captured_now()
+    except TraceError as error:
+        if settings.estimate:
+            if depends_on_data(error.__cause__):
+                error.remedy = (
+                    "profile the model without --estimate, in a size that fits this machine: what depends on the "
+                    "numbers in the batch can be measured only where it runs"
+                )
+            raise
+        _refuse_misfit(workload)
+        uncut = _not_cut(workload)
+        if uncut is None or type(uncut.__cause__).__name__ not in error.what:
+            raise  # for another reason
+        if minibatch is None or minibatch.parts > 1:
+            raise uncut from None
+        workload.trains_whole()
+        captured = captured_now()
+        work.notes.append("each batch is trained whole: the model fails on a part of one")
+    work.notes.extend(note for note in workload.build_notes if note not in work.notes)
+    if stored is not None and stored.graph.digest == captured.graph.digest:
+        # between which lengths the graph is the model, and how exactly, was found out on real batches
+        known = dataclasses.replace(
+            captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact, homes=stored.graph.homes
+        )
+        captured = dataclasses.replace(captured, graph=known)
+    return Model(workload, captured, built)
+
+
+def _refuse_misfit(workload: Workload) -> None:
+    """Run the model on one batch of its data, plainly: where that fails too, it says better what is wrong.
+
+    Raises: ModelFileError with the shapes of the batch and the user's line.
+    """
+    item = workload.example_item(None)
+    model = workload.build_model()
+    with workload.explained(item):
+        workload.loss(model, item)
+
+
+def _not_cut(workload: Workload) -> ModelFileError | None:
+    """Return the error for a model that takes a whole batch of its data and fails on a part of it; None otherwise."""
+    item = workload.example_item(None)
+    if workload.is_fixed(item):
+        return None
+    halves = workload.split(item, 2) if workload.num_samples(item) >= _ENOUGH else []
+    model = workload.build_model()
+    for part in (workload.example_item(_ENOUGH), *halves):
+        try:
+            with torch.no_grad():
+                workload.loss(model, kept(part))
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            uncut = ModelFileError(
+                f"the model takes a batch of its data ({shapes(item)}), and fails on {workload.num_samples(part)} "
+                f"samples of it ({shapes(part)}): {type(error).__name__}: {text}",
+                where=user_line(error, workload.files[0] if workload.files else ""),
+                remedy=f"its samples depend on one another, or are counted elsewhere: {REMEDY}",
+            )
+            uncut.__cause__ = error
+            return uncut
+    return None
+
+
+def keeps_decisions(work: Work) -> bool:
+    """Tell whether the stored profile is of a model captured with ``--allow-data-dependent``."""
+    stored = work.found(Profile, work.store.profile)
+    return stored is not None and "decisions kept" in stored.graph.captured_by
+
+
+def _workload(model: ModelSettings, work: Work) -> Workload:
+    """Load the model that the command line names, else the one of the stored profile.
+
+    Raises: RunError where no model was ever named, or the profile names code that the user has not.
+    """
+    hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
+    if model.said:
+        spec = LoadOptions(
+            model.target,
+            model.arguments,
+            hooks,
+            model.inputs,
+            model.hooks.get("optimizer", ""),
+            model.learning_rate,
+            model.seed or 0,
+            model.precision or "fp32",
+            model.opaque or "auto",
+        ).spec()
+        workload = Workload(spec)
+        remember(spec)
+        return workload
+    path = work.store.profile
+    if not path.exists():
+        raise RunError(
+            f"no model was named, and there is no {path} that names one",
+            remedy="give the model file: autopipe COMMAND path/to/file.py",
+        )
+    stored = work.store.stored_profile().workload
+    spec = LoadOptions(
+        stored.target,
+        stored.arguments | model.arguments,
+        stored.hooks | hooks,
+        model.inputs or stored.inputs,
+        model.hooks.get("optimizer", stored.optimizer),
+        stored.lr if model.learning_rate is None else model.learning_rate,
+        stored.seed if model.seed is None else model.seed,
+        model.precision or stored.precision,
+        model.opaque or stored.opaque,
+    ).spec()
+    named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
+    refuse_unnamed(spec, path, "autopipe plan", named=named)
+    workload = Workload(spec)
+    remember(spec, named)
+    return workload
+
+
+def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
+    """Measure a captured model and write profile.json."""
+    if not model.capture.graph.symbols:  # one microbatch is all that there is to measure
+        wanted = sizes or (model.workload.num_samples(model.workload.example_item(1)),)
+    else:
+        wanted = settings.microbatch_sizes or _usable(model, sizes, work)
+    if settings.estimate:
+        found = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
+    else:
+        found = measure(
+            model.capture,
+            model.workload,
+            device=settings.device or "auto",
+            microbatch_sizes=wanted,
+            threads=settings.threads or 1,
+            progress=work.progress,
+        )
+    # so that a plan can be made later without the model file
+    found = dataclasses.replace(found, batch_size=model.workload.num_samples(model.workload.example_item(None)))
+    artifact.save(found, work.store.profile)
+    return found
+
+
+def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]:
+    """Return the sizes to measure: what the model does not take in training, such as one sample, is not fed here."""
+    least = min(sizes, default=1)
+    wanted = sorted({*(size for size in MICROBATCH_SIZES if size >= least), *sizes})
+    if any(parameter.is_meta for parameter in model.built.parameters()):
+        return tuple(wanted)
+    usable, why = taken(model.workload, model.built, wanted)
+    if why:
+        work.notes.append(f"microbatches of {counted(usable[0], 'sample')} and more are measured: {why}")
+    return usable
+
+
+def ensure_profile(
+    settings: ProfileSettings,
+    work: Work,
+    sizes: tuple[int, ...] = (),
+    accept: Callable[[Graph], None] | None = None,
+    minibatch: Minibatch | None = None,
+) -> tuple[Model, Profile]:
+    """Return the model and its profile: the stored one where model, device and sizes are still the same.
+
+    ``accept``: raises where the captured model is refused; called before it is measured. ``minibatch``: see
+    ``load_model``.
+    """
+    stored = work.found(Profile, work.store.profile)
+    # a graph that was verified once, and is the same again, needs no second proof
+    model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored, minibatch=minibatch)
+    reason = "no profile found" if stored is None else _stale(stored, model, settings)
+    reused = stored is not None and not reason
+    if stored is not None and not reused and settings.verify:
+        model = load_model(settings, work, verify=True, minibatch=minibatch)
+    if accept is not None:
+        accept(model.capture.graph)
+    if stored is not None and reused:
+        work.notes.append(f"profile of {stored.graph.name} reused")
+        # a seed or a learning rate of this command alone: not written down
+        return model, dataclasses.replace(stored, workload=model.workload.spec)
+    found = measure_model(model, settings, work, sizes)
+    work.notes.append(
+        f"profiled {counted(len(found.graph.nodes), 'op')}, captured by {found.graph.captured_by} ({reason})"
+    )
+    return model, found
+
+
+def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
+    """Return why a stored profile no longer holds, "" where it does."""
+    if stored.device.kind == COUNTED and not settings.estimate:
+        return "the stored one was counted and not timed"
+    if stored.graph.digest != model.capture.graph.digest:
+        return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
+    if _costs_of(stored.workload) != _costs_of(model.workload.spec):
+        return "the options of the model changed"
+    wanted = settings.device
+    if wanted == "auto":
+        import torch
+
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted is not None and wanted.partition(":")[0] != stored.device.kind:
+        return f"the device changed ({stored.device.kind} -> {wanted})"
+    if settings.threads is not None and settings.threads != stored.device.threads:
+        return f"the threads of a rank changed ({stored.device.threads} -> {settings.threads})"
+    measured = {measurement.microbatch_size for measurement in stored.measurements}
+    missing = [size for size in settings.microbatch_sizes or () if size not in measured]
+    return f"microbatch size {missing[0]} was not measured" if missing else ""
+
+
+def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:
+    """Return the part of a spec that decides what the model costs: any seed and learning rate cost the same.
+
+    Other dimensions of the batch make another graph.
+    """
+    return dataclasses.replace(spec, seed=0, lr=None, batch_dims=None)

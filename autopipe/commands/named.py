@@ -1,0 +1,211 @@
+"""The code that the user has named on a command line: the only code that an artifact may lead to.
+
+An artifact (profile.json, a run's plan.json) names a TARGET, its arguments and hooks as text, and a run holds stage
+files. Whoever writes an artifact can name any callable with any argument, and can write a digest to match. So what was
+named is remembered outside of all artifacts, in the user's own folder::
+
+    $XDG_STATE_HOME/autopipe/named/     (~/.local/state without the variable)
+      REFERENCE/CONTENT                 SHA-256 of what was named; SHA-256 of the files behind it. Empty files
+
+A reference that is not there is refused with the option that names it. The folder may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import stat
+import tempfile
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.errors import RunError
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.workload.target.files import files_of
+from autopipe.workload.target.targets import Target
+
+MODEL = "model"
+_OPTIONS = {"evaluate_data": "--eval-data"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One thing that a workload names. ``role``: MODEL, a hook's name, or ``argument NAME``; ``text``: as named.
+
+    ``location``: a file's absolute path, or a module's dotted name. ``detail``: the attribute, or an argument's value.
+    """
+
+    role: str
+    text: str
+    location: str
+    detail: str
+
+    @property
+    def key(self) -> str:
+        """What stands for the reference in the user's folder."""
+        return _digest([self.role, self.location, self.detail])
+
+    def option(self, flag: str) -> str:
+        """Return how a command line names it; ``flag``: what stands before TARGET, "" where it is an argument."""
+        if self.role == MODEL:
+            return f"{flag} {shlex.quote(self.text)}".strip()
+        kind = "--arg" if self.role.startswith("argument ") else _OPTIONS.get(self.role, f"--{self.role}")
+        return f"{flag} TARGET {kind} {shlex.quote(self.text)}".strip()
+
+    def content(self) -> str:
+        """Return the digest of the files behind it. Raises: OSError where one cannot be read."""
+        files = () if self.role.startswith("argument ") else files_of(Target(self.location, ""))
+        return _digest([[str(path), _sha256(path)] for path in files])
+
+
+def references(spec: WorkloadSpec) -> tuple[Reference, ...]:
+    """Return everything that a workload names and that decides which code runs, with what."""
+    target = Target.parse(spec.target)
+    location = str(files_of(target)[-1]) if target.is_file else target.location
+    references_of_spec = [Reference(MODEL, spec.target, location, target.attribute)]
+    for name, value in sorted(spec.arguments.items()):
+        references_of_spec.append(
+            Reference(f"argument {name}", f"{name}={value}", location, json.dumps([target.attribute, value]))
+        )
+    for name, text in sorted(spec.hooks.items()):
+        if text.startswith(":"):  # a function of the model file
+            references_of_spec.append(Reference(name, text, location, text[1:]))
+            continue
+        hook = Target.parse(text)
+        place = str(files_of(hook)[-1]) if hook.is_file else hook.location
+        references_of_spec.append(Reference(name, text, place, hook.attribute))
+    return tuple(references_of_spec)
+
+
+def remember(spec: WorkloadSpec, roles: Collection[str] | None = None) -> None:
+    """Note that the user has named a workload on a command line; ``roles``: only these parts of it.
+
+    Where the user's folder cannot be written, nothing is noted, and the next command asks for TARGET again.
+    """
+    for reference in references(spec):
+        if roles is None or reference.role in roles:
+            try:
+                _note(reference.key, reference.content())
+            except OSError:
+                return
+
+
+def refuse_unnamed(
+    spec: WorkloadSpec, artifact: Path, command: str, *, flag: str = "", named: Collection[str] = ()
+) -> None:
+    """Refuse a workload that an artifact names, unless the user has named each part of it, with the same content.
+
+    ``named``: the roles that this command line names itself. ``command``, ``flag``: how TARGET is given to it.
+
+    Raises: RunError naming the part and what differs.
+    """
+    for reference in references(spec):
+        if reference.role not in named:
+            _refuse(reference, artifact, f"{command} {reference.option(flag)}")
+
+
+def _refuse(reference: Reference, artifact: Path, remedy: str) -> None:
+    what = f"{artifact.name} names {reference.text} ({reference.role})"
+    versions = {path.name for folder in _folders() for path in _entries(folder / reference.key)}
+    if not versions:
+        raise RunError(
+            f"{what}, and you have not named that on this machine: an artifact alone runs no code",
+            where=str(artifact),
+            remedy=f"only if it is code that you trust, name it: {remedy}",
+        )
+    try:
+        content = reference.content()
+    except OSError as error:
+        raise RunError(
+            f"{what}, and its file cannot be read: {error.strerror}",
+            where=reference.location,
+            remedy=f"name it where it is now: {remedy}",
+        ) from None
+    if content not in versions:
+        raise RunError(
+            f"{what}, and its file has changed since you named it",
+            where=reference.location,
+            remedy=f"name it again: {remedy}",
+        )
+
+
+def remember_stages(folder: Path) -> None:
+    """Note that stage files were written here, by this account."""
+    try:
+        _note("stages", _digest_of_stages(folder))
+    except OSError:
+        return
+
+
+def wrote_stages(folder: Path) -> bool:
+    """Whether this account has written the stage files of a folder, and each is as it was written."""
+    try:
+        content = _digest_of_stages(folder)
+    except OSError:
+        return False
+    return any(path.name == content for place in _folders() for path in _entries(place / "stages"))
+
+
+def _digest_of_stages(folder: Path) -> str:
+    """Name the text of the stage files of a folder, those of evaluation included."""
+    folders = (folder, folder / "evaluation")
+    files = sorted(path for place in folders for kind in ("stage_*.py", "divisor.py") for path in place.glob(kind))
+    return _digest([[str(path.relative_to(folder)), _sha256(path)] for path in files])
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _entries(folder: Path) -> Iterable[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _note(key: str, content: str) -> None:
+    for find in (_home, _temporary):
+        place = find()
+        if place is None:
+            continue
+        try:
+            folder = place / key
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / content).touch(mode=0o600)
+            return
+        except OSError:
+            continue
+    raise OSError("no folder of the user's own can be written")
+
+
+def _folders() -> tuple[Path, ...]:
+    return tuple(folder for folder in (_home(), _temporary(make=False)) if folder is not None)
+
+
+def _home() -> Path | None:
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    try:
+        return (state if state.is_absolute() else Path.home() / ".local" / "state") / "autopipe" / "named"
+    except RuntimeError:  # an account without a home
+        return None
+
+
+def _temporary(*, make: bool = True) -> Path | None:
+    """Return a private folder beside temporary files, for an account whose home cannot be written."""
+    folder = Path(tempfile.gettempdir()) / f"autopipe-{os.getuid()}"
+    try:
+        if make:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return folder / "named" if private else None

@@ -1,0 +1,321 @@
+"""``plain``: what a run or a plan must be equal to, written as a script that imports no autopipe."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopipe.commands.finished import model_of
+from autopipe.commands.locks import only_one
+from autopipe.commands.named import wrote_stages
+from autopipe.commands.plain.script import DivisorText, PlainLoop, script
+from autopipe.commands.settings import ModelSettings, PlainScriptSettings, Progress
+from autopipe.commands.steps import batch_size_of, prepare
+from autopipe.commands.store import Store
+from autopipe.errors import RunError, counted
+from autopipe.generate import load_constants
+from autopipe.generate.loader import DIVISOR_CONSTANTS, DIVISOR_FILE
+from autopipe.ir.artifact import write_text
+from autopipe.ir.plan import Plan
+from autopipe.report.results import PlainResult
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.verify.check import staleness, why_another_order, why_not_bitwise
+from autopipe.workload import Workload
+from autopipe.workload.batches.data import DEFAULT_BATCH_SIZE
+from autopipe.workload.batches.forms import form_of
+from autopipe.workload.hooks.hook import Hook
+from autopipe.workload.target.targets import Target, absolute
+
+_MOST_NUMBERS = 1000  # of a tensor that is written into the script
+_SIMILAR = "within rounding, not bit for bit: "
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """What is written down: of a run, or of the plan that a run would have. ``stages``: where the stage files lie."""
+
+    workload: Workload
+    plan: Plan
+    layout: Layout
+    job: Job
+    stages: Path
+    steps: int
+
+
+def plain(settings: PlainScriptSettings, progress: Progress | None = None) -> PlainResult:
+    """Write the plain loop of a run, or of a model under the options of ``train``.
+
+    Raises: RunError for what a script cannot express, with the reason.
+    """
+    if settings.run is not None:
+        text, loop = written(_of_run(settings, settings.run))
+    else:
+        with only_one(settings.plan.work_dir, "writes a plain loop"):
+            text, loop = written(_of_plan(settings, progress))
+    write_text(settings.output, text)
+    return PlainResult(str(settings.output), loop.steps, len(text.splitlines()), loop.notes)
+
+
+def _of_run(settings: PlainScriptSettings, directory: Path) -> Subject:
+    run = RunDirectory(directory)
+    job, plan = run.job(), run.plan()
+    saved = checkpoints.steps(run.checkpoints)
+    steps = settings.steps or (saved[-1] if saved else job.steps)
+    if not steps:
+        raise RunError(f"{directory} has no checkpoint, so its number of steps is not known", remedy="give --steps")
+    workload = model_of(run, ModelSettings(), "plain")
+    if not wrote_stages(run.stages):  # what they say of the loss becomes part of the script
+        raise RunError(
+            "the stage files of this run are not as you have written them on this machine",
+            where=str(run.stages),
+            remedy="name the model file in place of the run, with the options of the run",
+        )
+    return Subject(workload, plan, Layout.of(plan, run.graph()), job, run.stages, steps)
+
+
+def _of_plan(settings: PlainScriptSettings, progress: Progress | None) -> Subject:
+    plan = settings.plan
+    if plan.gpus is None and not Store(plan.work_dir).plan.is_file():
+        plan = dataclasses.replace(plan, gpus=1)  # one process is what the script runs on
+    prepared = prepare(plan, progress)
+    device = prepared.profile.device
+    job = Job(
+        steps=settings.steps or _STEPS,
+        epochs=0,
+        batch_size=prepared.plan.batch_size,
+        device=device.kind,
+        threads=device.threads,
+        clip_grad_norm=settings.clip_grad_norm,
+        ema=settings.plan.ema or 0.0,
+    )
+    layout = Layout.of(prepared.plan, prepared.graph)
+    return Subject(prepared.workload, prepared.plan, layout, job, prepared.stages, job.steps)
+
+
+_STEPS = 10
+
+
+def written(subject: Subject) -> tuple[str, PlainLoop]:
+    """Return the text of the script, and what it is made of.
+
+    Raises: RunError for what a script cannot express, with the reason.
+    """
+    _refuse(subject)
+    modules: dict[str, str] = {"users": _place(subject.workload.spec.target)}
+    workload, plan, job = subject.workload, subject.plan, subject.job
+    hooks, spec = workload.hooks, workload.spec
+    size = batch_size_of(workload, plan)
+    data = hooks["data"]
+    source = _name(spec.hooks.get("data"), "data", modules)
+    made_once = data.from_class and not callable(data.function)
+    hook = None if spec.optimizer else hooks.get("optimizer")
+    stale = staleness(subject.layout)
+    item = workload.example_item(2)
+    loop = PlainLoop(
+        title=f"Plain training of {workload.name}: the loop that the same training in stages is equal to.",
+        modules=modules,
+        build=_build(workload),
+        setup=(f"source = {source}()",) if made_once else (),
+        data="source" if made_once else _data(data, source, size),
+        loss=_called(hooks.get("loss"), _name(spec.hooks.get("loss"), "loss", modules)),
+        optimizer=_optimizer(workload, hook, _name(spec.hooks.get("optimizer"), "optimizer", modules)),
+        learning_rate=spec.lr if hook is not None and not isinstance(hook.function, type) else None,
+        scheduler=_scheduler(hooks.get("scheduler"), _name(spec.hooks.get("scheduler"), "scheduler", modules)),
+        batch=_kind(item),
+        seed=spec.seed,
+        steps=subject.steps,
+        batch_size=size,
+        microbatches=plan.num_microbatches,
+        threads=job.threads,
+        device=job.device,
+        opaque=spec.opaque_modules,
+        draws=any(node.num_random for node in subject.layout.graph.nodes),
+        weighted=subject.layout.weighted,
+        clip=job.clip_grad_norm,
+        staleness=_staleness(subject, stale) if stale else None,
+        autocast="torch.bfloat16" if spec.precision == "bf16" else "",
+        divisor=_divisor(subject, item),
+        **_cut(workload, item),
+        own_loss=_own_loss(workload),
+        ema=job.ema,
+        after_step=_name(spec.hooks.get("after_step"), "after_step", modules) if "after_step" in hooks else "",
+        notes=_notes(subject),
+    )
+    return script(loop), loop
+
+
+def _cut(workload: Workload, item: Any) -> dict[str, Any]:
+    """Return what the script says about how batches are cut. ``item``: a batch, or where fixed a microbatch."""
+    cutting = workload.cutting
+    dimensions = cutting.of(item) if cutting.known else {}
+    counted = "target" if cutting.is_whole else "along" if dimensions else "first"
+    cut = "hook" if "split" in workload.hooks else "whole" if cutting.is_whole else counted
+    return {"dimensions": dimensions, "counted": counted, "cut": cut}
+
+
+def _refuse(subject: Subject) -> None:
+    job, spec = subject.job, subject.workload.spec
+    hooks = subject.workload.hooks
+    batch = subject.workload.example_item(None)
+    parts = subject.workload.split(batch, subject.plan.num_microbatches)
+    structures = {form_of(part).structure for part in parts}
+    reasons = {
+        "the batches are synthetic, made from example_inputs or --input": spec.inputs or "data" not in hooks,
+        "it begins from other weights than the model's own (--init-from)": job.init_from,
+        "it scales the loss for float16 (--precision fp16)": spec.precision == "fp16",
+        "it updates batch statistics once a minibatch (--deferred-batch-norm)": job.deferred_batch_norm,
+        "it leaves out steps that are not finite (--on-nonfinite skip)": job.on_nonfinite == "skip",
+        "its microbatches have different structures, such as lists of images": len(structures) > 1
+        or ("split" not in hooks and not subject.workload.cutting.is_whole and subject.workload.is_fixed(batch)),
+        "its learning rate was changed on going on from a checkpoint": job.learning_rate is not None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise RunError(
+                f"no plain loop is written for this training: {reason}",
+                where=subject.workload.name,
+                remedy="autopipe check compares it with a loop of autopipe's own",
+            )
+
+
+def _notes(subject: Subject) -> tuple[str, ...]:
+    reasons = (*why_another_order(subject.layout), *why_not_bitwise(subject.layout, subject.job))
+    return (f"{_SIMILAR}{'; '.join(reasons)}.",) if reasons else ()
+
+
+def _place(text: str) -> str:
+    """Return the absolute path of a TARGET's file, or its module's name."""
+    return Target.parse(absolute(text)).location
+
+
+def _name(option: str | None, hook: str, modules: dict[str, str]) -> str:
+    """Return the expression for a hook. A file or module that only the option names is added to ``modules``."""
+    if option is None:
+        return f"users.{hook}"
+    if option.startswith(":"):
+        return f"users.{option[1:]}"
+    place, attribute = _place(option), Target.parse(option).attribute or hook
+    for name, known in modules.items():
+        if known == place:
+            return f"{name}.{attribute}"
+    modules[f"{hook}_module"] = place
+    return f"{hook}_module.{attribute}"
+
+
+def _build(workload: Workload) -> str:
+    attribute = workload.name.rpartition(":")[2]
+    arguments = {name: _literal(text) for name, text in workload.spec.arguments.items()}
+    if isinstance(workload.builder.value, nn.Module):
+        return f"users.{attribute}"
+    return f"users.{attribute}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _data(hook: Hook, name: str, size: int | None) -> str:
+    if not callable(hook.function):
+        return name
+    if size is None:
+        return f"{name}({DEFAULT_BATCH_SIZE if hook.needs_batch_size else ''})"
+    return f"{name}({'batch_size=' if hook.names_batch_size else ''}BATCH_SIZE)"
+
+
+def _called(hook: Hook | None, name: str) -> str:
+    """Return the loss function: an instance where the user's file has a class."""
+    if hook is None:
+        return ""
+    return f"{name}()" if hook.from_class else name
+
+
+def _own_loss(workload: Workload) -> str:
+    workload.stepped_parameters()  # the model is built for them, and the loss with it
+    return workload.own_loss.prefix
+
+
+def _optimizer(workload: Workload, hook: Hook | None, name: str) -> str:
+    spec = workload.spec
+    rate = "" if spec.lr is None else f", lr={spec.lr!r}"
+    if hook is not None:
+        return f"{name}(trained{rate if isinstance(hook.function, type) else ''})"
+    return f"torch.optim.{workload.optimizer_class.__name__}(trained{rate})"
+
+
+def _scheduler(hook: Hook | None, name: str) -> str:
+    return "" if hook is None else f"{name}(optimizer)"
+
+
+def _kind(item: Any) -> str:
+    if isinstance(item, dict):
+        return "dict"
+    if isinstance(item[0], Mapping):
+        return "mapping"
+    return "tuple" if isinstance(item[0], (tuple, list)) else "tensor"
+
+
+def _staleness(subject: Subject, stale: Mapping[str, int]) -> int | dict[str, int]:
+    trained = [name for name, spec in subject.layout.graph.parameters.items() if spec.requires_grad]
+    deltas = {stale.get(name, 0) for name in trained}
+    return deltas.pop() if len(deltas) == 1 else {name: delta for name, delta in stale.items() if name in trained}
+
+
+def _divisor(subject: Subject, item: Any) -> DivisorText | None:
+    """Take the arithmetic out of ``divisor.py``. Raises: RunError where a tensor that it reads is too large."""
+    if not subject.layout.graph.divisor:
+        return None
+    text = (subject.stages / DIVISOR_FILE).read_text(encoding="utf-8")
+    lines, tree = text.splitlines(), ast.parse(text)
+    owner = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+    method = next(node for node in owner.body if isinstance(node, ast.FunctionDef))
+    inputs = [argument.arg for argument in method.args.args[1:]]
+    fields = {
+        target.id: ast.literal_eval(node.value)
+        for node in owner.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    last = method.body[-1]
+    assert isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple)
+    body = [line[8:] for line in lines[method.body[0].lineno - 1 : last.lineno - 1]]
+    constants = load_constants(subject.stages, DIVISOR_CONSTANTS)
+    body = [*(f"{name} = {_tensor(name, tensor)}" for name, tensor in constants.items()), *map(_free, body)]
+    leaves = dict(zip(subject.workload.leaves(item), _places(item), strict=True))
+    names = {leaves[name]: argument for name, argument in zip(fields.get("INPUTS", ()), inputs, strict=True)}
+    imports = tuple(line for line in lines if line.startswith(("import ", "from ")) and "autopipe" not in line)
+    results = _free(ast.unparse(last.value))
+    future = tuple(line for line in imports if "__future__" not in line)
+    return DivisorText(future, names, tuple(body), results, len(last.value.elts), bool(fields["PENALTY"]))
+
+
+def _places(item: Any) -> list[int]:
+    return [place for place, leaf in enumerate(pytree.tree_leaves(item)) if isinstance(leaf, Tensor)]
+
+
+def _free(line: str) -> str:
+    """Return a line of a generated method as one of a function: batches lie on the CPU, constants are variables."""
+    line = line.replace("device_of(self).type", '"cpu"').replace("device_of(self)", '"cpu"')
+    return re.sub(r"\bself\.(constant_\d+)", r"\1", line)
+
+
+def _tensor(name: str, tensor: Tensor) -> str:
+    if tensor.numel() > _MOST_NUMBERS:
+        raise RunError(
+            f"no plain loop is written for this training: the loss divides by {counted(tensor.numel(), 'number')} of "
+            f"the model ({name})",
+            remedy="autopipe check compares it with a loop of autopipe's own",
+        )
+    return f"torch.tensor({tensor.tolist()!r}, dtype={tensor.dtype})"

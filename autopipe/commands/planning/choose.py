@@ -1,0 +1,217 @@
+"""A request becomes a plan: which cluster, batch and schedules are meant; and whether the stored plan answers it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopipe.commands.planning.request import request_of
+from autopipe.commands.settings import PlanSettings, Progress
+from autopipe.commands.store import PlanRecord, Work, profile_digest
+from autopipe.errors import PlanError, RunError, counted
+from autopipe.ir import artifact
+from autopipe.ir.agreement import refuse_disagreement
+from autopipe.ir.cluster import Cluster, Links
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import COUNTED, Profile
+from autopipe.ir.tensor import DTYPE_BYTES
+from autopipe.planning import PlanOptions, Watch, make_best_plan
+from autopipe.planning.clusters import by_datasheet, cluster_of_figures, priced, this_machine
+from autopipe.planning.cost.peaks import fitting
+from autopipe.planning.cost.predict import judge, predict
+from autopipe.planning.requests import PlanRequest
+from autopipe.planning.space import Space, most_stages
+from autopipe.schedules import lines_of
+from autopipe.workload import Workload
+
+# a plan that is faster by less is not better: the figures of a profile are not that exact
+LEAST_GAIN = 5e-4
+QUIET_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A plan, what it was made from, the seconds of the search. ``every``: it is the best of the whole ``space``."""
+
+    plan: Plan
+    record: PlanRecord
+    space: Space
+    seconds: float
+    every: bool = False
+
+
+def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work: Work) -> tuple[Plan, PlanRecord]:
+    """Return the stored plan, or a new one where model, profile or options differ; a note says which."""
+    said = request_of(settings)
+    request, reason = said, "there was none"
+    stored = work.found(Plan, work.store.plan)
+    record = work.found(PlanRecord, work.store.record)
+    if stored is not None and record is None:
+        reason = f"there was no {work.store.record.name}"
+    if stored is not None and record is not None:
+        work.store.refuse_strangers(stored, record)
+        same_model = stored.graph_digest == found.graph.digest
+        if same_model or not settings.profile.model.said:
+            request = record.request.overlaid(said)
+        changes = record.request.changes_to(request)
+        if not same_model:
+            reason = f"the model changed ({stored.graph_digest} -> {found.graph.digest})"
+        elif changes:
+            reason = ", ".join(changes)
+        elif record.profile_digest != profile_digest(found):
+            reason = "the profile is newer"
+        elif cluster_of(request, ranks_of(request, found), found, work).levels != record.cluster.levels:
+            reason = "the links were measured again"
+        else:
+            refuse_disagreement(stored, found.graph)
+            work.notes.append(f"plan of {counted(stored.num_ranks, 'rank')} ({stored.schedule}) reused")
+            return stored, record
+    chosen = choose_plan(found, request, work, batch_of(workload, request))
+    work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")
+    return chosen.plan, chosen.record
+
+
+def batch_of(workload: Workload, request: PlanRequest) -> int:
+    """Return the samples of a minibatch: what was asked for, or what the user's data gives.
+
+    Raises: whatever the data hook says to a batch size that it does not take.
+    """
+    if request.batch_size is None:
+        return workload.num_samples(workload.example_item(None))
+    next(iter(workload.items(request.batch_size)), None)
+    return request.batch_size
+
+
+def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: int) -> Chosen:
+    """Make the plan of a request and write it and its record. Ctrl-C ends the search with the best so far."""
+    num_ranks = ranks_of(request, found)
+    cluster = cluster_of(request, num_ranks, found, work)
+    space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
+    start = time.perf_counter()
+    choices = _choices(request, space, found, work)
+    made, watch = search(with_averages(found, request), cluster, choices, work.progress)
+    seconds = time.perf_counter() - start
+    if watch.stopped:
+        work.notes.append(f"interrupted: the best plan of {watch.tried} of about {watch.total} searches")
+    record = PlanRecord(made.digest, profile_digest(found), request, cluster)
+    artifact.save(made, work.store.plan)
+    artifact.save(record, work.store.record)
+    return Chosen(made, record, space, seconds, not watch.stopped and space.covered_by(choices))
+
+
+def with_averages(found: Profile, request: PlanRequest) -> Profile:
+    """Return the profile with the bytes of averaged weights beside the optimizer's, where they were asked for."""
+    trained = [spec for spec in found.graph.parameters.values() if spec.requires_grad]
+    whole = sum(spec.num_bytes({}) for spec in trained)
+    if not request.averages or not whole:
+        return found
+    # float32; of float64 float64
+    averages = sum(spec.num_bytes({}) * max(4 // DTYPE_BYTES[spec.dtype], 1) for spec in trained)
+    return dataclasses.replace(found, optimizer_bytes_per_byte=found.optimizer_bytes_per_byte + averages / whole)
+
+
+def search(
+    found: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress
+) -> tuple[Plan, Watch]:
+    """Return the best plan by the simulator, and how the search went.
+
+    Raises: PlanError where none can be made, or nothing says how long the model takes; ScheduleError where no schedule
+    can run what was made.
+    """
+    watch, found = Watch(later(progress)), priced(found, cluster)
+    if found.device.kind == COUNTED:
+        raise PlanError(
+            f"the profile of {found.graph.name} holds no times: it was taken with --estimate",
+            remedy="name the device to plan for: --device-name H100-SXM, or datasheet in a cluster file",
+        )
+    score = judge(found, cluster, choices)
+
+    def find(room: Cluster) -> Plan:
+        return make_best_plan(found, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
+
+    made = fitting(found, cluster, find, lambda: watch.stopped)
+    if not math.isfinite(made.predicted.step_seconds):
+        predict(made, found, cluster)  # says which rule no schedule can keep
+    return made, watch
+
+
+def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return progress that is silent for the first second: what takes less needs none."""
+    start = clock()
+
+    def report(what: str, fraction: float) -> None:
+        if clock() - start > QUIET_SECONDS:
+            progress(f"planning: {what}", fraction)
+
+    return report
+
+
+def _choices(request: PlanRequest, space: Space, found: Profile, work: Work) -> tuple[PlanOptions, ...]:
+    """Return what is searched: plans with replicas too, where neither the request nor the model is against it.
+
+    Raises: PlanError for more ranks than stages where no replicas may be taken.
+    """
+    ranks, most = space.straight[0].num_ranks, most_stages(found)
+    if request.replicas is not None:
+        return space.choices(request.replicas)
+    averaged = [name for node in found.graph.nodes for name in node.buffers_written]
+    if not space.free or ranks == 1:
+        return space.straight
+    if averaged and not (request.of_other_devices and ranks > most):
+        if ranks > most:
+            raise PlanError(
+                f"{ranks} stages asked for, but the model has {most - 1} legal cuts: {most} stages at most",
+                where=f"graph of {found.graph.name}",
+                remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
+            )
+        work.notes.append(
+            f"planned without replicas, which would average what the forward writes ({averaged[0]}): --replicas auto "
+            "takes them"
+        )
+        return space.straight
+    if ranks > most:
+        work.notes.append(f"{ranks} ranks, and the model has {most} stages at most: planned with replicas")
+        return space.free
+    return space.choices("auto")
+
+
+def ranks_of(request: PlanRequest, found: Profile) -> int:
+    """Return how many ranks are meant.
+
+    Raises: RunError where the number is not known; PlanError where a schedule file says another number.
+    """
+    if request.grid is not None:
+        rows = len(lines_of(request.grid))
+        if request.gpus not in (None, rows):
+            raise PlanError(
+                f"the schedule file has {counted(rows, 'row')}, one a rank, and --gpus is {request.gpus}",
+                remedy=f"--gpus {rows}, or a file with {request.gpus} rows",
+            )
+        return rows
+    if request.gpus is not None:
+        return request.gpus
+    if request.cluster is not None:
+        return request.cluster.num_ranks
+    if found.device.kind == "cuda":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+    raise RunError(
+        "the number of ranks is not known: there is no plan yet",
+        remedy="add --gpus N (on a CPU: N processes), or run autopipe plan TARGET --gpus N first",
+    )
+
+
+def cluster_of(request: PlanRequest, num_ranks: int, found: Profile, work: Work) -> Cluster:
+    """Return the cluster that is meant: a file, figures, or this machine with its links as they were measured."""
+    if request.cluster is not None:
+        return by_datasheet(request.cluster, found)
+    links = work.found(Links, work.store.links)
+    if request.of_other_devices:
+        given = request.gpu_memory_bytes, request.link, request.device_name
+        return cluster_of_figures(num_ranks, found, *given, links)
+    return this_machine(num_ranks, found.device, links)

@@ -1,0 +1,50 @@
+"""Command-line settings as a ``PlanRequest``: the files that they name are read here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe.commands.settings import PlanSettings
+from autopipe.errors import PlanError
+from autopipe.planning import read_cluster
+from autopipe.planning.requests import PlanRequest
+
+
+def request_of(settings: PlanSettings) -> PlanRequest:
+    """Return what the user said. Raises: PlanError where the cluster file, or the schedule file, is not one."""
+    figures, order = settings.cluster, settings.order
+    grid = None if order.file is None else _read(order.file)
+    if grid is not None and settings.schedule not in (None, "custom"):
+        raise PlanError(
+            f"--schedule {settings.schedule} has an order of its own, and {order.file} says another",
+            remedy="leave one of --schedule and --schedule-file out; the file alone is --schedule custom",
+        )
+    return PlanRequest(
+        settings.gpus,
+        settings.batch_size,
+        settings.schedule if grid is None else "custom",
+        settings.num_microbatches,
+        settings.microbatch_size,
+        settings.recompute,
+        None if figures.file is None else read_cluster(figures.file),
+        figures.gpu_memory_bytes,
+        figures.link,
+        settings.replicas,
+        figures.device_name,
+        order.vertical_sync,
+        order.stages_per_rank,
+        order.warmup_depth,
+        grid,
+        settings.exact_ties,
+        None if settings.ema is None else settings.ema > 0,
+    )
+
+
+def _read(path: Path) -> str:
+    """Return the text of a schedule file. Raises: PlanError where it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"the schedule file cannot be read: {error}", where=str(path), remedy="give a text file, one line a rank"
+        ) from error

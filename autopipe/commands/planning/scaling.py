@@ -1,0 +1,122 @@
+"""How step time and cost go with the number of devices: one search for each, on a stored profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from autopipe.commands.locks import only_one
+from autopipe.commands.models import ensure_profile
+from autopipe.commands.planning.choose import batch_of, cluster_of, search, with_averages
+from autopipe.commands.planning.request import request_of
+from autopipe.commands.settings import PlanSettings, Progress
+from autopipe.commands.store import Work
+from autopipe.errors import AutopipeError, RunError
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.planning import PlanOptions
+from autopipe.planning.clusters import by_datasheet
+from autopipe.planning.requests import PlanRequest
+from autopipe.planning.space import Space, most_stages
+from autopipe.report.results import Scaling, ScalingPoint
+
+SAMPLES = 1_000_000
+"""Cost is given for so many samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    found: Profile
+    request: PlanRequest
+    batch_size: int
+    work: Work
+
+
+def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progress | None = None) -> Scaling:
+    """Return the best plan for each number of devices; nothing is written.
+
+    Replicas are allowed unless ``--replicas never`` was said. A number for which there is no plan keeps its reason.
+    Ctrl-C ends it with the numbers that are done.
+    """
+    base = _base(settings, progress)
+    points: list[ScalingPoint] = []
+    start = time.perf_counter()
+    try:
+        for place, count in enumerate(counts):
+            base.work.progress(f"planning for {count} devices", place / len(counts))
+            points.append(_point(base, count))
+            given = base.request.cluster
+            if given is not None and count > given.num_ranks:
+                base.work.notes.append(
+                    f"{count} devices are more than the {given.num_ranks} of the cluster file: its outermost level "
+                    f"({given.levels[-1].name}) is taken to be wider"
+                )
+    except KeyboardInterrupt:
+        if not points:
+            raise
+        base.work.notes.append(f"interrupted: {len(points)} of {len(counts)} numbers of devices")
+    if all(point.plan is None for point in points):
+        raise RunError(f"no plan for any of {', '.join(map(str, counts))} devices: {points[-1].reason}")
+    return Scaling(base.found.graph.name, base.batch_size, tuple(points), time.perf_counter() - start, _notes(base))
+
+
+def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
+    work = Work.begin(settings.work_dir, progress)
+    request = request_of(settings)
+    stored = None if settings.profile.asks_for_model else work.found(Profile, work.store.profile)
+    if stored is not None and (batch_size := request.batch_size or stored.batch_size):
+        return _Base(stored, request, batch_size, work)
+    with only_one(settings.work_dir, "measures a model"):
+        model, found = ensure_profile(settings.profile, work)
+    return _Base(found, request, batch_of(model.workload, request), work)
+
+
+def _point(base: _Base, count: int) -> ScalingPoint:
+    try:
+        cluster = _cluster(base, count)
+        space = Space.of(base.request, count, base.batch_size)
+        plan, watch = search(
+            with_averages(base.found, base.request), cluster, _choices(base, space, count), lambda what, fraction: None
+        )
+    except AutopipeError as error:
+        return ScalingPoint(count, None, 0.0, error.what)
+    if watch.stopped:
+        raise KeyboardInterrupt  # a number that was not searched to the end is not put beside the others
+    return ScalingPoint(count, plan, _device_hours(plan, count))
+
+
+def _choices(base: _Base, space: Space, count: int) -> tuple[PlanOptions, ...]:
+    if base.request.replicas == "never" or not space.free:
+        return space.straight
+    return space.choices("auto") if count <= most_stages(base.found) else space.free
+
+
+def _device_hours(plan: Plan, count: int) -> float:
+    """Return what a million samples cost, devices that stay unused included."""
+    return count / plan.predicted.samples_per_second * SAMPLES / 3600
+
+
+def _cluster(base: _Base, count: int) -> Cluster:
+    """Return the cluster with so many devices: a file's outermost level is made as wide as that takes."""
+    given = base.request.cluster
+    if given is None:
+        return cluster_of(base.request, count, base.found, base.work)
+    inner = given.num_ranks // given.levels[-1].count
+    levels = (*given.levels[:-1], dataclasses.replace(given.levels[-1], count=-(-count // inner)))
+    if len(set(given.devices)) > 1:
+        raise RunError(
+            "the devices of the cluster file differ; which are the first few is not known",
+            remedy="give one [device] for all",
+        )
+    return by_datasheet(Cluster(levels, given.devices[:1], given.source), base.found)
+
+
+def _notes(base: _Base) -> tuple[str, ...]:
+    notes = list(base.work.notes)
+    given = base.request.cluster
+    cluster = cluster_of(base.request, given.num_ranks if given is not None else 1, base.found, base.work)
+    if cluster.devices[0].datasheet:
+        notes.append(f"{cluster.devices[0].name}: {cluster.source}")
+    return tuple(notes)

@@ -1,0 +1,1 @@
+"""``autopipe train``: one run, in as many attempts as it takes."""

@@ -1,0 +1,232 @@
+"""One run, in as many attempts as it takes: a rank that fails ends an attempt, and the next begins at a checkpoint.
+
+::
+
+    launch --WorkerError--> newest intact checkpoint -> (--elastic: a plan for the ranks that are left) -> launch ...
+
+The same failure at the same step, with nothing gained in between, is not tried a third time: it is in the model or the
+data, and every attempt would end there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autopipe.commands.checking.checking import write_run
+from autopipe.commands.settings import Events, PlanSettings, TrainSettings
+from autopipe.commands.steps import Prepared, prepare
+from autopipe.commands.store import Store
+from autopipe.commands.training.listener import Listener
+from autopipe.commands.training.out_of_memory import advise
+from autopipe.commands.training.repeating import Repeats
+from autopipe.commands.training.resuming import lacking_version, newest_intact
+from autopipe.errors import AuditError, PlanError, RunError, WorkerError, counted
+from autopipe.ir import artifact
+from autopipe.launch.rank.signals import StopRequest
+from autopipe.launch.registry import STOPPABLE, launch
+from autopipe.launch.remote.hosts import assign, total_slots
+from autopipe.launch.request import Launch, watchdog_of
+from autopipe.report.results import Restart
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.job import Job, RunDirectory
+
+MakeJob = Callable[[TrainSettings, Prepared, int], Job]
+
+
+@dataclass(slots=True)
+class Attempts:
+    """A run that is under way. ``make_job``: what the ranks are told, from settings, plan and the step to start at.
+
+    ``repeats``: tries whether the data repeats.
+    """
+
+    settings: TrainSettings
+    prepared: Prepared
+    run: RunDirectory
+    listener: Listener
+    events: Events
+    make_job: MakeJob
+    repeats: Callable[[], Repeats]
+    restarts: list[Restart] = field(default_factory=list)
+
+    def follow(self, start: int) -> None:
+        """Launch until the run is done, or was asked to stop. ``start``: the step it goes on from, -1 for none.
+
+        Raises: WorkerError for the first failing rank of the last attempt; RunError for a step that is not finite;
+        AuditError for one that is not the step of plain training, with the checkpoints behind it set aside.
+        """
+        stop = StopRequest()
+        stoppable = self.settings.launch.name in STOPPABLE
+        with stop.on_signals() if stoppable else contextlib.nullcontext():
+            self._begin(start)
+            while True:
+                self._clear(start)
+                try:
+                    self._launch(stop if stoppable else None)
+                    if self.listener.auditor is not None and not self.listener.stopped:
+                        self.listener.auditor.finish(lambda: bool(stop.asked))
+                    return
+                except AuditError as error:
+                    self._clear(error.step)
+                    raise
+                except WorkerError as error:
+                    advise(error, self.prepared)
+                    if (nonfinite := self.listener.nonfinite()) is not None:
+                        raise nonfinite from None
+                    if not stop.asked and self._reads_otherwise(start):
+                        continue
+                    if stop.asked or not self._goes_on(error):
+                        raise
+                    start = self._restart(error)
+                finally:
+                    if self.listener.auditor is not None:
+                        self.listener.auditor.end()
+                    checkpoints.clear_unfinished(self.run.checkpoints)
+
+    def _begin(self, start: int) -> None:
+        plan = self.prepared.plan
+        steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.epoch_length
+        fields = {"ranks": plan.num_ranks, "steps": steps, "start_step": max(start, 0)}
+        stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_ranks}
+        self.events("start", {**fields, **stages, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})
+
+    def _launch(self, stop: StopRequest | None) -> None:
+        plan, settings = self.prepared.plan, self.settings.launch
+        self.listener.begin(plan.num_ranks)
+        if self.listener.auditor is not None:
+            self.listener.auditor.begin()
+        watchdog = watchdog_of(plan.predicted.step_seconds, settings.watchdog_seconds)
+        launch(Launch(self.run, plan.num_ranks, self.listener, settings, watchdog, stop=stop))
+
+    def _clear(self, start: int) -> None:
+        later = checkpoints.set_aside(self.run.checkpoints, start)
+        if later:
+            steps = ", ".join(map(str, later))
+            self.events("note", {"text": f"moved later checkpoints ({steps}) aside"})
+
+    def _reads_otherwise(self, start: int) -> bool:
+        """Make the next attempt ready where the ranks did not find the data that was read before the checkpoint.
+
+        Raises: RunError where nothing else can be tried.
+        """
+        event = self.listener.other_data
+        if event is None:
+            return False
+        count, epoch = counted(event["position"], "minibatch"), event["epoch"]
+        if event["replay"] != "all" and epoch:
+            earlier = counted(epoch, "earlier epoch")
+            self.events("note", {"text": f"the data has state over epochs: reading {earlier} again, in full"})
+            self.settings = dataclasses.replace(self.settings, replay="all")
+        else:
+            repeats = self.repeats()
+            if repeats.answer is not False:
+                replayed = ", also after all earlier epochs were replayed" if epoch else ""
+                raise RunError(
+                    f"the data is not that of the interrupted run: the first {count} of epoch {epoch} are others than "
+                    f"those that it had read{replayed}",
+                    where=str(checkpoints.directory_of(self.run.checkpoints, start)),
+                    remedy="bring back the files, the seed and the batch size that the data was read with; or let it "
+                    "go on with other data: --allow-other-data",
+                ) from None
+            self.events("note", {"text": f"warning: {repeats.why}: the run goes on with other minibatches than before"})
+            self.settings = dataclasses.replace(self.settings, same_data=False)
+        self.run.write_job(self.make_job(self.settings, self.prepared, start))
+        return True
+
+    def _goes_on(self, error: WorkerError) -> bool:
+        """Whether a failure is worth another attempt."""
+        if len(self.restarts) >= self.settings.restarts:
+            return False
+        before = self.restarts[-1] if self.restarts else None
+        return before is None or (before.what, before.where, before.reached) != _failure(error, self.listener)
+
+    def _restart(self, error: WorkerError) -> int:
+        """Make the next attempt ready, say so, and return the step it starts from, -1 for the beginning."""
+        what, where, reached = _failure(error, self.listener)
+        start = newest_intact(self.run)
+        if self.settings.elastic and self.prepared.plan.num_ranks > 1:
+            self._replan(self._left(error), start)
+        else:  # plan and stage files are the run's own; those of the work directory may be another run's by now
+            self.run.write_job(self.make_job(self.settings, self.prepared, start))
+        ranks = self.prepared.plan.num_ranks
+        restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
+        self.restarts.append(restart)
+        self.events("restart", {**dataclasses.asdict(restart), "of": self.settings.restarts})
+        self.listener.restarted(restart)
+        return start
+
+    def _left(self, error: WorkerError) -> int:
+        """Leave out the host of the failed rank, else its device, and return how many ranks there can be."""
+        launched, ranks = self.settings.launch, self.prepared.plan.num_ranks
+        left = tuple(host for host in launched.hosts if host.name != error.host)
+        if not error.host or not left:
+            self._exclude_device(error.rank)
+            return ranks - 1
+        self.settings = dataclasses.replace(self.settings, launch=dataclasses.replace(launched, hosts=left))
+        room = total_slots(left)
+        if room is None:  # every host has its share
+            shares = zip(launched.hosts, assign(launched.hosts, ranks), strict=True)
+            room = sum(len(share) for host, share in shares if host in left)
+        return max(min(ranks, room), 1)
+
+    def _replan(self, ranks: int, start: int) -> None:
+        """Plan for so many ranks from what the run was planned from, and put the stage files into the run.
+
+        In a folder of its own: in the work directory somebody may be at work on something else by now, and what is
+        planned there for the next run is not for this one to change.
+        """
+        plan, profile = self.prepared.plan, self.settings.plan.profile
+        with tempfile.TemporaryDirectory(prefix="autopipe-plan-") as scratch:
+            store = Store(Path(scratch))
+            artifact.save(self.prepared.profile, store.profile)
+            artifact.save(plan, store.plan)
+            artifact.save(self.prepared.record, store.record)
+            with contextlib.suppress(OSError):  # links that were not measured are assumed
+                shutil.copyfile(Store(profile.work_dir).links, store.links)
+            wanted = dataclasses.replace(
+                self.settings.plan,
+                profile=dataclasses.replace(profile, work_dir=store.path),
+                gpus=ranks,
+                schedule=plan.schedule,
+                num_microbatches=plan.num_microbatches,
+                microbatch_size=None,
+            )
+            made = self._planned(wanted, start)
+            write_run(self.run.path, self.make_job(self.settings, made, start), made)
+        self.prepared = dataclasses.replace(made, stages=self.run.stages)
+
+    def _planned(self, wanted: PlanSettings, start: int) -> Prepared:
+        """Return a plan, under another schedule where the run's own cannot run on so few, or lacks older weights."""
+        try:
+            made = prepare(wanted, self._progress)
+        except PlanError:
+            return prepare(dataclasses.replace(wanted, schedule="auto"), self._progress)
+        if start < 0:
+            return made
+        source = checkpoints.Checkpoint(checkpoints.directory_of(self.run.checkpoints, start))
+        what = lacking_version(source, made.plan, made.graph)
+        if not what:
+            return made
+        self.events("note", {"text": f"goes on under 1f1b: {what}"})
+        return prepare(dataclasses.replace(wanted, schedule="1f1b"), self._progress)
+
+    def _progress(self, what: str, fraction: float) -> None:
+        self.events("progress", {"what": what, "fraction": fraction})
+
+    def _exclude_device(self, rank: int) -> None:
+        """Leave out the device that a rank has said it uses, where its host has another; on a CPU any core will do."""
+        index, others = self.listener.devices.get(rank, (-1, 0))
+        if others:
+            out = (*self.settings.excluded_devices, index)
+            self.settings = dataclasses.replace(self.settings, excluded_devices=out)
+
+
+def _failure(error: WorkerError, listener: Listener) -> tuple[str, str, int]:
+    """Return what makes two failures the same: the message, the place, and how far the run had come."""
+    return error.what, error.where, listener.reached

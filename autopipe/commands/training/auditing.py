@@ -1,0 +1,290 @@
+"""Audits of a run, seen from the process that watches the ranks: how often, and the comparison in a process of its own.
+
+::
+
+    rank 0 --"audit" event--> Auditor: queue --> one process at a time, low priority: verify.plain_step
+                                 |                       |
+    tick -> poll ----------------+<--- result file ------+     equal: a line; different: AuditError ends the run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import multiprocessing
+import os
+import sys
+import sysconfig
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import autopipe
+from autopipe.commands.named import references
+from autopipe.commands.settings import Events, TrainSettings
+from autopipe.commands.steps import Prepared
+from autopipe.errors import ArtifactError, AuditError, AutopipeError
+from autopipe.launch.rank.forked import preload
+from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.launch.rank.signals import leave_to_the_supervisor
+from autopipe.report.results import AuditReport
+from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult, clear_all
+from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.units import in_bytes
+from autopipe.verify.plain_step import MEMORY_SHARE, audit, memory_bytes
+from autopipe.workload.target.files import files_of
+from autopipe.workload.target.targets import Target
+
+# what audits may take of the time of training, as if they ran on a core that it needs
+SHARE = 0.005
+# of CPU time that a process takes before its first step, and how fast a disk is written at least
+STARTUP_SECONDS, DISK_BYTES_PER_SECOND = 1.0, 2e8
+# the state is written with the weights, twice their bytes of optimizer state, and the weights again
+_WRITTEN = 4
+_END_SECONDS, _LOOK_SECONDS = 5.0, 0.1
+_NICE = 19
+MOST_SECONDS = 1800.0
+"""After which the process of an audit is taken for hung: at the lowest priority, beside ranks, it may take long."""
+
+
+def interval(settings: TrainSettings, prepared: Prepared) -> int:
+    """Return after how many steps each a minibatch is audited, 0 for never.
+
+    With ``auto`` so many that audits take at most ``SHARE`` of the predicted time of training; at checkpoints, where
+    these are more frequent.
+    """
+    if settings.audit_every is not None:
+        return settings.audit_every
+    plan = prepared.plan
+    if not plan.predicted.step_seconds:
+        return 0
+    weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
+    plain = plan.num_microbatches * sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    cost = STARTUP_SECONDS + 2 * plain + _WRITTEN * weights / DISK_BYTES_PER_SECOND
+    every = math.ceil(cost / SHARE / plan.predicted.step_seconds)
+    saved = settings.checkpoint_every or 0
+    every = -(-every // saved) * saved if 0 < saved < every else every
+    return 0 if settings.steps is not None and every >= settings.steps else every
+
+
+def misfit(prepared: Prepared) -> str:
+    """Say why the plain step does not fit beside the ranks, "" where it does. On GPUs each audit looks for itself."""
+    if prepared.profile.device.kind != "cpu":
+        return ""
+    needed = memory_bytes(Layout.of(prepared.plan, prepared.graph))
+    weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
+    # ranks copy what they write
+    ranks = sum(stage.peak_bytes * stage.replicas for stage in prepared.plan.stages) + _WRITTEN * weights
+    free = int(psutil.virtual_memory().available) - ranks
+    if needed <= MEMORY_SHARE * free:
+        return ""
+    return (
+        f"audits are left out: beside the ranks, one step of the plain loop needs about {in_bytes(needed)} of memory, "
+        f"and {in_bytes(max(free, 0))} are free"
+    )
+
+
+@dataclass(slots=True)
+class Auditor:
+    """Compares the audited minibatches of a run, one after another. ``elsewhere``: as in ``plain_step.audit``.
+
+    ``on_result``: takes each result. ``notes``: what was said once and is not said again. ``most_seconds``: after which
+    a comparison that has not ended is taken for hung, and left out.
+    """
+
+    run: RunDirectory
+    events: Events
+    on_result: Callable[[AuditResult], None]
+    elsewhere: str = ""
+    notes: set[str] = field(default_factory=set)
+    most_seconds: float = MOST_SECONDS
+    _deadline: float = 0.0
+    _waiting: list[tuple[int, float]] = field(default_factory=list)
+    _process: ForkServerProcess | None = None
+    _files: AuditFiles | None = None
+    _model: dict[Path, str] = field(default_factory=dict)
+    _different: int = -1
+
+    def begin(self) -> None:
+        """Begin an attempt: nothing of an earlier one is compared any more."""
+        self._different = -1
+        self.end()
+        self._model = _users_files(self.run)
+
+    def add(self, step: int, loss: float) -> None:
+        """Take a minibatch whose state is written."""
+        self._waiting.append((step, loss))
+        self.poll()
+
+    def poll(self) -> None:
+        """Take the result of a comparison that has ended, and begin the next one. Raises: AuditError."""
+        if self._process is not None and not self._process.is_alive():
+            process, files = self._process, self._files
+            self._process = self._files = None
+            assert files is not None
+            self._take(files, process)
+        elif self._process is not None and time.monotonic() > self._deadline:
+            process, files = self._process, self._files
+            self._process = self._files = None
+            process.kill()
+            process.join(_END_SECONDS)
+            assert files is not None
+            files.clear()
+            log = self.run.path / "logs" / "audit.log"
+            self.left_out(f"its process did not end within {self.most_seconds:.0f} s; see {log}")
+        if self._process is None and self._waiting:
+            self._start(*self._waiting.pop(0))
+
+    def finish(self, stopped: Callable[[], bool]) -> None:
+        """Wait for all comparisons, or until the run is asked to stop. Raises: AuditError."""
+        self.poll()
+        while self._process is not None and not stopped():
+            self._process.join(_LOOK_SECONDS)
+            self.poll()
+
+    def end(self) -> None:
+        """End what is compared now, and remove what waits; results stay, and the files of a step that differs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(_END_SECONDS)
+        self._process = self._files = None
+        self._waiting.clear()
+        clear_all(self.run.path, self._different)
+
+    def left_out(self, reason: str) -> None:
+        """Say once why an audit is left out."""
+        text = f"an audit is left out: {reason}"
+        if text not in self.notes:
+            self.notes.add(text)
+            self.events("note", {"text": text})
+
+    def _edited(self) -> str:
+        """Say which file of the user's is another than when the run began, "" where none is: ranks have the old one."""
+        edited = next((path for path, digest in self._model.items() if _digest_of(path) != digest), None)
+        return f"{edited} was edited since the run began" if edited is not None else ""
+
+    def _start(self, step: int, loss: float) -> None:
+        files = AuditFiles(self.run.path, step)
+        if edited := self._edited():
+            self.left_out(edited)
+            files.clear()
+            return
+        files.result.unlink(missing_ok=True)
+        preload()
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_audit_entry, args=(str(self.run.path), step, loss, self.elsewhere), name="audit", daemon=True
+        )
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            self.left_out(f"its process cannot be started: {error}")
+            files.clear()
+            return
+        self._process, self._files = process, files
+        self._deadline = time.monotonic() + self.most_seconds
+
+    def _take(self, files: AuditFiles, process: ForkServerProcess) -> None:
+        try:
+            result = files.load()
+        except ArtifactError:
+            log = self.run.path / "logs" / "audit.log"
+            self.left_out(f"its process ended with code {process.exitcode}; see {log}")
+            files.clear()
+            return
+        if result.status == DIFFERENT and (edited := self._edited()):
+            result = AuditResult(result.step, LEFT_OUT, reason=edited)
+        if result.status == DIFFERENT:
+            self._different = files.step
+            self.on_result(result)
+            raise _difference(result, files)
+        files.clear()
+        if result.status == LEFT_OUT:
+            self.left_out(result.reason)
+            return
+        self.on_result(result)
+
+
+def _difference(result: AuditResult, files: AuditFiles) -> AuditError:
+    """Return the end of a run whose step is not the plain loop's."""
+    others = f", and so do {result.differing - 1} more of {result.tensors} tensors" if result.differing > 1 else ""
+    what = "its loss differs" if not result.differing else f"{result.name} differs by {result.error:.1e}{others}"
+    return AuditError(
+        f"step {result.step + 1} of the run is not the step of plain training from the same weights and batch: {what}",
+        step=result.step,
+        where=f"stage {result.stage}; state and batch before that step: {files.before}" if result.differing else "",
+        remedy="look for what changes while the run goes on: an optimizer or a hook that acts from some step on, state "
+        "of the model file that a fresh process does not have, parameters changed outside of the optimizer; then go on "
+        "with --resume, from the newest checkpoint before that step (later ones were set aside)",
+    )
+
+
+def report_of(result: AuditResult) -> AuditReport:
+    """Return what the result of a run holds of an audit."""
+    return AuditReport(result.step, result.status == EQUAL, result.bitwise, result.error, result.seconds)
+
+
+def _users_files(run: RunDirectory) -> dict[Path, str]:
+    """Return the digests of the user's source files: those that the run names, and all that were imported for them.
+
+    Installed packages do not count.
+    """
+    files = {path for reference in references(run.plan().workload) for path in files_of(Target(reference.location, ""))}
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    imported = (Path(file) for module in modules if isinstance(file := vars(module).get("__file__"), str))
+    files |= {path.resolve() for path in imported if path.suffix == ".py" and not _is_installed(path)}
+    return {path: _digest_of(path) for path in files}
+
+
+def _is_installed(path: Path) -> bool:
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    roots = (*libraries, str(Path(autopipe.__file__).parent))
+    return (
+        any(path.is_relative_to(root) for root in roots) or {"site-packages", "dist-packages"} & {*path.parts} != set()
+    )
+
+
+def _digest_of(path: Path) -> str:
+    """Return a digest of a file, "" where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _audit_entry(path: str, step: int, loss: float, elsewhere: str) -> None:
+    """Compare one minibatch and write the result: the main function of the process."""
+    die_with_parent()
+    leave_to_the_supervisor()
+    os.nice(_NICE)
+    log = Path(path) / "logs" / "audit.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    try:
+        result = audit(Path(path), step, loss, elsewhere)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        text = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
+        result = AuditResult(step, LEFT_OUT, reason=f"the plain step failed: {text} (see {log})")
+    AuditFiles(Path(path), step).save(dataclasses.replace(result, seconds=time.process_time()))
+
+
+def fields_of(result: AuditResult) -> Mapping[str, Any]:
+    """Return the fields of the event, and of the line in the metrics."""
+    return {
+        "step": result.step,
+        "equal": result.status == EQUAL,
+        "bitwise": result.bitwise,
+        "max_relative_error": result.error,
+    }

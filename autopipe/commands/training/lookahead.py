@@ -1,0 +1,161 @@
+"""The forms of batches that come later, captured before training: a plan that has room for them, or a refusal.
+
+While ranks run, a batch of another form gets code of its own, for the parameters that each stage has. A layer that only
+such batches use may lie in another stage than the one that needs it. So the forms that the first minibatches show, as
+``workload.batches.probe`` reads them, are captured here. Where a stage would lack what they need, the plan is made
+again with that state where they need it. Where that does not help, training is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopipe.commands.planning.choose import choose_plan
+from autopipe.commands.settings import Progress
+from autopipe.commands.steps import Prepared, batch_size_of
+from autopipe.commands.store import Work
+from autopipe.errors import AutopipeError, PlanError, RunError
+from autopipe.generate.parts import divide
+from autopipe.ir import artifact
+from autopipe.ir.batch import BatchForm
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.planning.recut import homes, recut
+from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
+from autopipe.trace import capture
+from autopipe.workload.batches.forms import form_of
+from autopipe.workload.batches.probe import SeenForm
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A microbatch of another form, what it differs in, and the graph of it."""
+
+    minibatch: int
+    text: str
+    graph: Graph
+
+
+def covered(
+    prepared: Prepared,
+    seen: Sequence[SeenForm],
+    work: Work,
+    again: Callable[[], Prepared],
+    *,
+    steps: int = 0,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Return what was prepared, or, where other forms need another plan, what ``again`` then prepares.
+
+    ``seen``: forms of the first minibatches. ``steps``: how many of them are trained, 0 for all.
+
+    Raises: RunError naming what differs in a batch that these stages cannot follow, and what to do.
+    """
+    own = prepared.graph.batch
+    other = [entry for entry in seen if _differs(own, entry.form) and (not steps or entry.minibatch < steps)]
+    kinds = dict.fromkeys(_kind(own, entry.form) for entry in other)
+    if not kinds:
+        return prepared
+    parts = _parts(prepared, other)
+    if len(kinds) > prepared.max_shapes:
+        last = other[-1]
+        refusal = too_many(own, parts[last.minibatch, _kind(own, last.form)], last.form, prepared.max_shapes)
+        refusal.where = f"minibatch {last.minibatch} of data, before training"
+        raise refusal
+    others = [_captured(prepared, index, part, progress) for (index, _), part in parts.items()]
+    if _first_misfit(prepared, others) is None:
+        return prepared
+    graph, known = prepared.profile.graph, dict[str, str]()
+    for entry in reversed(others):
+        known |= homes(graph, entry.graph)
+    found = dataclasses.replace(prepared.profile, graph=dataclasses.replace(graph, homes=known))
+    if known and known != graph.homes:
+        artifact.save(found, work.store.profile)
+        choose_plan(found, prepared.record.request, work, prepared.plan.batch_size)
+        first = others[0]
+        why = f"planned again, with room for {first.text}, as minibatch {first.minibatch} of data is ({min(known)})"
+        prepared = again()
+        prepared = dataclasses.replace(prepared, notes=(*prepared.notes, why))
+    misfit = _first_misfit(prepared, others)
+    if misfit is not None:
+        entry, error = misfit
+        raise RunError(
+            f"{entry.text} cannot be followed in these stages: {error.what}",
+            where=f"minibatch {entry.minibatch} of data, before training",
+            remedy=OTHER_LAYERS,
+        )
+    return prepared
+
+
+def _differs(own: BatchForm, form: BatchForm) -> bool:
+    """Tell whether a batch has other entries or values: another layout in memory asks for no other layer."""
+    return bool(own.structure) and (own.structure != form.structure or bool(own.varying(form)))
+
+
+def _kind(own: BatchForm, form: BatchForm) -> tuple[Any, ...]:
+    """Return what makes two such batches ask for code of their own each."""
+    leaves = dict(zip(form.paths, form.leaves, strict=True))
+    return form.structure, tuple((path, text) for path, text in leaves.items() if path not in own.unread)
+
+
+def _parts(prepared: Prepared, seen: Sequence[SeenForm]) -> dict[tuple[int, tuple[Any, ...]], Any]:
+    """Read the data again as far as needed, and return a microbatch of each kind, by minibatch and kind."""
+    own, workload = prepared.graph.batch, prepared.workload
+    wanted = {_kind(own, entry.form) for entry in seen}
+    parts: dict[tuple[int, tuple[Any, ...]], Any] = {}
+    items = workload.items(batch_size_of(workload, prepared.plan))
+    for index, item in enumerate(itertools.islice(items, max(entry.minibatch for entry in seen) + 1)):
+        for part in workload.split(item, prepared.plan.num_microbatches):
+            kind = _kind(own, form_of(part))
+            if kind in wanted:
+                wanted.discard(kind)
+                parts[index, kind] = part
+    return parts
+
+
+def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress | None) -> _Other:
+    text = other_batch(prepared.graph.batch, part, form_of(part))
+    if progress is not None:
+        progress(f"capturing {text}", 0.0)
+    try:
+        captured = capture(
+            OneBatch(prepared.workload, part),  # type: ignore[arg-type]  # a workload in all but its examples
+            allow_data_dependent=prepared.allow_data_dependent,
+        )
+    except AutopipeError as error:
+        raise RunError(
+            f"{text} cannot be followed: {error.what}",
+            where=error.where or f"minibatch {minibatch} of data, before training",
+            remedy=error.remedy or "pad the batches to one shape, with the entries of the first one",
+        ) from error
+    return _Other(minibatch, text, captured.graph)
+
+
+def _first_misfit(prepared: Prepared, others: Sequence[_Other]) -> tuple[_Other, PlanError] | None:
+    """Return the first form whose graph these stages cannot follow, and why."""
+    for entry in others:
+        try:
+            _refuse_lacking_modules(
+                prepared.graph, prepared.plan, entry.graph, recut(prepared.plan, prepared.graph, entry.graph)
+            )
+        except PlanError as error:
+            return entry, error
+    return None
+
+
+def _refuse_lacking_modules(graph: Graph, plan: Plan, other: Graph, moved: Plan) -> None:
+    """Refuse a module with state that a stage would call, and of which it holds only the tensors, or nothing.
+
+    Raises: PlanError.
+    """
+    for ours, theirs in zip(divide(graph, plan), divide(other, moved), strict=True):
+        whole = (*ours.modules, *ours.spare)
+        inside = tuple(f"{path}." for path in whole)
+        for path in theirs.modules:
+            state = any(name.startswith(f"{path}.") for name in (*graph.parameters, *graph.buffers, *graph.aliases))
+            if state and path not in whole and not path.startswith(inside):
+                raise PlanError(f"stage {ours.index} would need {path}, which it does not hold")

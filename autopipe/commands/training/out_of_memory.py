@@ -1,0 +1,63 @@
+"""Out of memory in a rank: the smallest change that would fit, found by planning for what is really there.
+
+The plan's figures are taken as right up to one factor: how much more the rank needed than was predicted. So the
+planner is asked for plans that stay below the available memory divided by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopipe.commands.steps import Prepared
+from autopipe.errors import AutopipeError, WorkerError, counted
+from autopipe.ir.plan import Plan
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning.clusters import priced
+from autopipe.planning.cost.peaks import fitting
+
+_MARGIN = 0.95
+_GIB = 2**30
+
+
+def limit_of(figures: Mapping[str, int]) -> int:
+    """Return the bytes that a plan may predict so that what it really needs is there."""
+    needed = max(figures["used"] + figures["asked"], figures["predicted"], 1)
+    return int(_MARGIN * figures["available"] * min(figures["predicted"] / needed, 1.0))
+
+
+def advise(error: WorkerError, prepared: Prepared) -> None:
+    """Give an out-of-memory error the smallest change that would fit as its remedy; other errors stay as they are."""
+    if error.shortage:
+        error.remedy = _remedy(limit_of(error.shortage), prepared)
+
+
+def _remedy(limit: int, prepared: Prepared) -> str:
+    plan = prepared.plan
+    devices = tuple(replace(device, memory_bytes=limit) for device in prepared.cluster.devices)
+    options = PlanOptions(
+        num_ranks=plan.num_ranks,
+        batch_size=plan.batch_size,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        stages_per_rank=plan.schedule_options.get("stages_per_rank", 1),
+        straight=all(stage.replicas == 1 for stage in plan.stages),
+        schedule_options=tuple(plan.schedule_options.items()),
+        exact_ties=prepared.record.request.exact_ties or "auto",
+    )
+    memory = f"--gpu-memory {limit / _GIB:.3g}GiB"
+    try:
+        room = replace(prepared.cluster, devices=devices)
+        profile = priced(prepared.profile, room)
+        found = fitting(profile, room, lambda least: make_plan(profile, least, options))
+    except AutopipeError as error:
+        return f"{error.remedy}; plan for it with {memory}"
+    return f"{memory}: then {_difference(plan, found)}"
+
+
+def _difference(before: Plan, after: Plan) -> str:
+    """Say what of a plan makes another fit."""
+    again = [stage.index for stage in after.stages if stage.recompute]
+    if again and again != [stage.index for stage in before.stages if stage.recompute]:
+        return f"{counted(len(again), 'stage')} of {len(after.stages)} run their forward twice to save memory"
+    return "other cuts fit, with as many ranks and microbatches as now"

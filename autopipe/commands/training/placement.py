@@ -1,0 +1,30 @@
+"""Where the ranks of a run are to be: how many the hosts take, and (``--dry-run``) what would be started on each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopipe.commands.settings import TrainSettings
+from autopipe.commands.store import Store
+from autopipe.launch.registry import commands
+from autopipe.launch.remote.hosts import total_slots
+from autopipe.launch.request import HostCommand, Launch
+from autopipe.runtime.job import RunDirectory
+
+
+def placed(settings: TrainSettings) -> TrainSettings:
+    """Return the settings with as many ranks as the hosts have slots, where the options do not say how many."""
+    slots = total_slots(settings.launch.hosts)
+    if settings.plan.gpus is not None or slots is None:
+        return settings
+    return replace(settings, plan=replace(settings.plan, gpus=slots))
+
+
+def rehearse(settings: TrainSettings) -> list[HostCommand]:
+    """Return what would be run. The number of ranks is the one asked for, else that of the stored plan.
+
+    Raises: ArtifactError where there is no stored plan either; RunError where the ranks do not fit on the hosts.
+    """
+    world = placed(settings).plan.gpus or Store(settings.plan.work_dir).stored_plan()[0].num_ranks
+    path = settings.run_dir or settings.plan.work_dir / "runs" / "DATE"
+    return commands(Launch(RunDirectory(path), world, lambda event: None, settings.launch))

@@ -1,0 +1,74 @@
+"""A forward that changes its batch, and data that gives the same memory again.
+
+In plain training the change then stays in the user's data, and the next epoch reads it; stages work on copies. Such a
+training is refused: which of its epochs would be right is not to be guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from autopipe.commands.steps import Prepared, batch_size_of
+from autopipe.errors import RunError
+from autopipe.ir.graph import Graph, Node
+
+
+def changed_inputs(graph: Graph) -> dict[str, Node]:
+    """Return the tensors of the batch that the forward changes in place, each with the first call that does.
+
+    Where a model is followed, such a tensor is cloned first; that clone is a call without a line of the user's.
+    """
+    inputs = {entry.name for entry in graph.inputs}
+    clones = {
+        node.name: node.inputs[0]
+        for node in graph.nodes
+        if node.target == "clone" and not node.source and node.inputs[:1] and node.inputs[0] in inputs
+    }
+    changed: dict[str, Node] = {}
+    for node in graph.nodes:
+        for value in node.mutates:
+            name = clones.get(value, value)
+            if name in inputs:
+                changed.setdefault(name, node)
+    return changed
+
+
+def refuse_changed_data(prepared: Prepared) -> None:
+    """Change the first minibatch as the forward would, read it again, and refuse data in which the change has stayed.
+
+    Raises: RunError naming the tensor and the line of the forward.
+    """
+    workload = prepared.workload
+    changed = changed_inputs(prepared.graph)
+    if not changed or not workload.has_data:
+        return
+    size = batch_size_of(workload, prepared.plan)
+
+    def read() -> dict[str, Tensor]:
+        return workload.leaves(next(workload.items(size)))
+
+    first = read()
+    for name, node in changed.items():
+        if name in first and _stays(name, first[name], read):
+            raise RunError(
+                f"the forward changes {name} in place, and data gives the same memory in every epoch: plain training "
+                "would read the changed numbers again, and stages work on copies",
+                where=node.place,
+                remedy=f"work on a copy ({name} = {name}.clone()) before that line, or clone the batch in data",
+            )
+
+
+def _stays(name: str, leaf: Tensor, read: Callable[[], Mapping[str, Tensor]]) -> bool:
+    """Tell whether a change of a batch's tensor is seen in the batch that is read again. It is undone."""
+    before = leaf.detach().clone()
+    other = ~before if before.dtype == torch.bool else before + 1
+    with torch.no_grad():
+        try:
+            leaf.copy_(other)
+            again = read().get(name)
+            return again is not None and again.shape == other.shape and torch.equal(again, other)
+        finally:
+            leaf.copy_(before)

@@ -1,0 +1,197 @@
+"""``--resume`` beside other options: each is applied or refused. What is left out is as the run had it.
+
+==================================  ================================================================================
+option                              with ``--resume``
+==================================  ================================================================================
+--lr                                applied from here on; refused where a scheduler sets the rate
+--optimizer, an edited hook         refused where they build something else than the run began with
+--seed, --batch-size                another value is refused: the data's place and the random numbers go by them
+--num-microbatches, --precision,    applied from here on, and said
+--clip-grad-norm, --ema,
+--deferred-batch-norm
+==================================  ================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autopipe.commands.settings import MAX_SHAPES, PlanSettings, TrainSettings
+from autopipe.commands.steps import Prepared
+from autopipe.commands.store import Store
+from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
+from autopipe.ir.plan import Plan
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint, TrainingOptions
+from autopipe.runtime.training_state.stage import Training, edits, refuse_partial, tree_for
+from autopipe.schedules import REGISTRY
+from autopipe.workload import Workload
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+_SHOWN = 4
+_FROM_WEIGHTS = "start a new run from its weights (autopipe export, then --init-from)"
+
+
+def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
+    """Return the settings with every option that was left out as the checkpoint has it.
+
+    Raises: RunError for an option that contradicts it.
+    """
+    refuse_partial(source)
+    recorded = source.manifest.options
+    assert recorded is not None
+    plan = settings.plan
+    model = plan.profile.model
+    if model.seed is not None and model.seed != source.manifest.seed:
+        raise RunError(
+            f"--seed {model.seed}: the run has seed {source.manifest.seed}, which the order of its data and all of its "
+            "random numbers go by",
+            where=str(source.directory),
+            remedy=f"leave --seed out; for another seed {_FROM_WEIGHTS}",
+        )
+    if recorded.batch_size and plan.batch_size not in (None, recorded.batch_size):
+        raise RunError(
+            f"--batch-size {plan.batch_size}: the run has minibatches of {recorded.batch_size}, and the place of its "
+            "data is counted in minibatches",
+            where=str(source.directory),
+            remedy=f"leave --batch-size out; for another size {_FROM_WEIGHTS}",
+        )
+    rate = recorded.lr if model.learning_rate is None else model.learning_rate
+    hooks = dict(model.hooks)
+    if recorded.optimizer:
+        hooks.setdefault("optimizer", recorded.optimizer)
+    model = replace(
+        model,
+        seed=source.manifest.seed,
+        learning_rate=rate,
+        hooks=hooks,
+        precision=model.precision or recorded.precision,
+    )
+    ema = (recorded.ema or None) if plan.ema is None else plan.ema
+    plan = replace(plan, profile=replace(plan.profile, model=model), ema=ema)
+    return replace(
+        settings,
+        plan=plan if _stored_plan_serves(plan, recorded) else _as_planned(plan, recorded),
+        clip_grad_norm=recorded.clip_grad_norm if settings.clip_grad_norm is None else settings.clip_grad_norm,
+        deferred_batch_norm=settings.deferred_batch_norm or recorded.deferred_batch_norm,
+        new_rate=None if rate == recorded.lr else rate,
+    )
+
+
+def _stored_plan_serves(settings: PlanSettings, recorded: TrainingOptions) -> bool:
+    """Whether the plan of the work directory cuts minibatches as the run did, and no option asks for another plan.
+
+    Then nothing has to be pinned: what is pinned is written down with the plan, and would bind later runs too.
+    """
+    if replace(settings, max_shapes=MAX_SHAPES, ema=None) != PlanSettings(settings.profile):
+        return False
+    try:
+        stored, _ = Store(settings.work_dir).stored_plan()
+    except ArtifactError:
+        return False
+    same_schedule = stored.schedule == recorded.schedule or all(
+        name in REGISTRY and REGISTRY[name].synchronous for name in (stored.schedule, recorded.schedule)
+    )
+    sizes = stored.num_microbatches, stored.batch_size if recorded.batch_size else 0
+    return same_schedule and sizes == (recorded.num_microbatches, recorded.batch_size)
+
+
+def _as_planned(settings: PlanSettings, recorded: TrainingOptions) -> PlanSettings:
+    """Return the settings of a plan with the minibatches, and the weight versions, of the run."""
+    pinned = replace(settings, batch_size=settings.batch_size or recorded.batch_size or None)
+    if (pinned.num_microbatches, pinned.microbatch_size) == (None, None) and recorded.schedule != "custom":
+        pinned = replace(pinned, num_microbatches=recorded.num_microbatches)
+    kind = REGISTRY.get(recorded.schedule)
+    if pinned.schedule is None and kind is not None and not kind.synchronous:
+        pinned = replace(pinned, schedule=recorded.schedule)
+    return pinned
+
+
+def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> tuple[str, ...]:
+    """Compare what the options and hooks give now with what the run has; return what goes on otherwise, as notes.
+
+    Raises: RunError where they would silently be overwritten by the checkpoint, or cannot take over its state.
+    """
+    recorded = source.manifest.options
+    assert recorded is not None
+    if settings.new_rate is not None and prepared.workload.has_scheduler:
+        raise RunError(
+            f"--lr {settings.new_rate:g}: a scheduler sets the learning rate of this run, step by step, from "
+            "rates that are part of its state",
+            where=str(source.directory),
+            remedy=f"leave --lr out; to train on with other rates {_FROM_WEIGHTS}",
+        )
+    built = _trainings(prepared.workload, prepared.plan, 2)
+    first, second = (_edits(settings, trainings, source) for trainings in built)
+    # what differs from build to build, such as a time, is no edit
+    differences = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
+    if differences:
+        more = f"; {counted(len(differences) - _SHOWN, 'more difference')}" if len(differences) > _SHOWN else ""
+        raise RunError(
+            f"optimizer and scheduler are not built as when the run began: {'; '.join(differences[:_SHOWN])}{more}",
+            where=str(source.directory),
+            remedy=f"bring it back as it was (--lr alone may change); or {_FROM_WEIGHTS}",
+        )
+    now = _options(settings, prepared.plan)
+    return tuple(
+        f"goes on with {text} {getattr(now, field)} (before: {getattr(recorded, field)})"
+        for field, text in {
+            "num_microbatches": "num-microbatches",
+            "precision": "precision",
+            "clip_grad_norm": "clip-grad-norm",
+            "deferred_batch_norm": "deferred-batch-norm",
+            "ema": "ema",
+            "lr": "a learning rate of",
+        }.items()
+        if getattr(now, field) != getattr(recorded, field)
+    )
+
+
+def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
+    spec = plan.workload
+    recorded = TrainingOptions(spec.optimizer, spec.lr, spec.precision, 0, plan.num_microbatches)
+    return dataclasses.replace(
+        recorded,
+        clip_grad_norm=settings.clip_grad_norm or 0.0,
+        deferred_batch_norm=settings.deferred_batch_norm,
+        ema=settings.plan.ema or 0.0,
+    )
+
+
+def _edits(settings: TrainSettings, trainings: Sequence[Training], source: Checkpoint) -> dict[str, str]:
+    """Compare every stage's optimizer with the checkpoint. Raises: RunError where it has no place in it."""
+    differences: dict[str, str] = {}
+    for training in trainings:
+        now = edits(source, training, rates=settings.new_rate is None)
+        differences.update(now)
+        if not now:
+            tree_for(source, training)
+    return differences
+
+
+def _trainings(workload: Workload, plan: Plan, count: int) -> list[list[Training]]:
+    """Build the optimizers and schedulers of a plan's stages ``count`` times, over empty parameters if possible.
+
+    Raises: ModelFileError where the hooks fail.
+    """
+    try:
+        named = dict(workload.build_model(empty=True).named_parameters())
+        return [_of_stages(workload, plan, named) for _ in range(count)]
+    except AutopipeError:
+        named = dict(workload.build_model().named_parameters())
+        return [_of_stages(workload, plan, named) for _ in range(count)]
+
+
+def _of_stages(workload: Workload, plan: Plan, named: Mapping[str, Parameter]) -> list[Training]:
+    trainings = []
+    for stage in plan.stages:
+        copies = {tie.parameter for tie in plan.ties if stage.index in tie.copies}
+        owned = {name: p for name, p in named.items() if name in stage.parameters and name not in copies}
+        optimizer = workload.optimizer(list(owned.items()))
+        if optimizer is not None:
+            trainings.append(Training(owned, optimizer, workload.scheduler(optimizer)))
+    return trainings

@@ -1,0 +1,155 @@
+"""From which checkpoint a run goes on: found, read through, and compared with the model, before any rank is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopipe.errors import ArtifactError, AutopipeError, RunError
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.runtime.after_step.average import PREFIX
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.verify.check import staleness
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autopipe.workload import Workload
+
+_PREFIX = "model."
+
+
+def chosen(run: RunDirectory, step: int | None) -> Checkpoint:
+    """Return the checkpoint of a step, the newest for None, once every file of it has been read.
+
+    Raises: RunError where there is none; ArtifactError for a damaged one, with the steps that are intact.
+    """
+    found = checkpoints.steps(run.checkpoints)
+    if not found:
+        raise RunError(
+            f"--resume: there is no checkpoint in {run.path}",
+            where=str(run.checkpoints),
+            remedy="name the run with --run-dir, or train without --resume",
+        )
+    if step is not None and step not in found:
+        raise RunError(
+            f"there is no checkpoint of step {step}; there are {', '.join(map(str, found))}",
+            where=str(run.checkpoints),
+            remedy=f"--resume {max((s for s in found if s < step), default=found[-1])}",
+        )
+    wanted = found[-1] if step is None else step
+    try:
+        source = Checkpoint(checkpoints.directory_of(run.checkpoints, wanted))
+        source.verify()
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"the checkpoint of step {wanted} is damaged: {error.what}", where=error.where, remedy=_remedy(run, wanted)
+        ) from None
+    return source
+
+
+def _remedy(run: RunDirectory, damaged: int) -> str:
+    whole = [step for step in checkpoints.intact(run.checkpoints) if step != damaged]
+    if not whole:
+        return "no other checkpoint of this run is intact: start a new run (another --run-dir)"
+    return f"--resume {whole[-1]} (intact: {', '.join(map(str, whole))})"
+
+
+def newest_intact(run: RunDirectory) -> int:
+    """Return the step of the newest checkpoint that is whole, -1 where there is none."""
+    for step in reversed(checkpoints.steps(run.checkpoints)):
+        try:
+            Checkpoint(checkpoints.directory_of(run.checkpoints, step)).verify()
+        except ArtifactError:
+            continue
+        return step
+    return -1
+
+
+def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
+    """Refuse a checkpoint of another model. Raises: RunError naming the first parameter that differs."""
+    if source.manifest.graph_digest == graph.digest:
+        return
+    held = {name.removeprefix(_PREFIX): shape for name, shape in source.shapes().items() if name.startswith(_PREFIX)}
+    # what else is held are buffers, and those of the two need not be the same
+    wanted = _shapes(graph)
+    gone = [name for stage in source.stages for name in stage.owned if name not in wanted]
+    what = _difference(wanted, held) or (f"{gone[0]} is in it no more" if gone else "")
+    what = what or f"the same parameters, another computation ({source.manifest.graph_digest} -> {graph.digest})"
+    raise RunError(
+        f"the checkpoint is of another model: {what}",
+        where=str(source.directory),
+        remedy="bring the model back as it was, or start a new run (another --run-dir)",
+    )
+
+
+def lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> str:
+    """Say which older weights a plan's schedule asks for and the checkpoint does not hold, "" where it has all."""
+    step, held = source.manifest.step, set(source.names)
+    for name, delta in staleness(Layout.of(plan, graph)).items():
+        for version in range(max(step - delta, 0), step):
+            if name in graph.moving and f"version.{version}.{name}" not in held:
+                return f"{plan.schedule} asks for {name} as it was after step {version}, and the checkpoint has it not"
+    return ""
+
+
+def refuse_lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> None:
+    """Refuse to go on under a schedule with stale weights that were not kept. Raises: RunError."""
+    what = lacking_version(source, plan, graph)
+    if what:
+        raise RunError(
+            what,
+            where=str(source.directory),
+            remedy="go on with the plan that it was made under, or with a schedule without stale weights: "
+            "--schedule 1f1b",
+        )
+
+
+def refuse_without_averages(source: Checkpoint) -> None:
+    """Refuse a checkpoint that holds no averaged weights. Raises: RunError."""
+    if not any(name.startswith(PREFIX) for name in source.names):
+        raise RunError(
+            f"the checkpoint of step {source.manifest.step} holds no averaged weights",
+            where=str(source.directory),
+            remedy="leave --ema out; or train with --ema DECAY, which a run that goes on takes too",
+        )
+
+
+def skeleton(workload: Workload) -> nn.Module:
+    """Return the model without memory for its parameters, where it can be built so: their shapes are what is wanted."""
+    try:
+        return workload.build_model(empty=True)
+    except AutopipeError:
+        return workload.build_model()
+
+
+def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None:
+    """Refuse a model file that has changed since the run. Raises: RunError naming the first parameter that differs."""
+    wanted = _shapes(graph)
+    now = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    what = _difference(now, wanted) or next((f"{name} is in it no more" for name in wanted if name not in now), "")
+    if what:
+        raise RunError(
+            f"the model has changed since this run: {what}",
+            where=str(where),
+            remedy="bring the model file back as it was when the run was made",
+        )
+
+
+def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
+    return {name: spec.concrete({}) for name, spec in graph.parameters.items()}
+
+
+def _difference(now: Mapping[str, tuple[int, ...]], before: Mapping[str, tuple[int, ...]]) -> str:
+    """Say which parameter of ``now`` is the first that was not so before, "" where all were."""
+    for name, shape in now.items():
+        if name not in before:
+            return f"{name} {list(shape)} is new"
+        if before[name] != shape:
+            return f"{name} was {list(before[name])} and is {list(shape)}"
+    return ""

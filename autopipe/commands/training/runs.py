@@ -1,0 +1,259 @@
+"""The commands that run ranks: ``train`` here; ``check``, ``evaluate`` and ``export`` beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from autopipe.commands.checking.causes import refusal_of_after_step
+from autopipe.commands.checking.checking import check, check_first, write_run
+from autopipe.commands.evaluation import refuse_impossible
+from autopipe.commands.exporting import export
+from autopipe.commands.finished import evaluate, find_run
+from autopipe.commands.locks import only_one
+from autopipe.commands.settings import CHECKPOINT_SECONDS, Events, Progress, TrainSettings
+from autopipe.commands.steps import Prepared, batch_size_of, prepare
+from autopipe.commands.store import Work
+from autopipe.commands.training import auditing
+from autopipe.commands.training.attempts import Attempts
+from autopipe.commands.training.listener import Listener
+from autopipe.commands.training.lookahead import covered
+from autopipe.commands.training.repeating import Repeating, begin, explain, repeats_now
+from autopipe.commands.training.reread import refuse_changed_data
+from autopipe.commands.training.resume_options import as_recorded, refuse_other_training
+from autopipe.commands.training.resuming import chosen, refuse_lacking_version, refuse_other_model
+from autopipe.errors import RunError, counted
+from autopipe.ir import artifact
+from autopipe.ir.timeline import Timeline
+from autopipe.report.results import TrainResult
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint.initial import weights_of
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.training_state.trial import prove_restorable
+
+MOST_STEPS = 2**31 - 1
+
+
+def train(settings: TrainSettings, events: Events) -> TrainResult:
+    """Train: every step that is missing or stale first, then the ranks.
+
+    Raises: RunError where the run directory or a checkpoint does not fit; WorkerError for the first failing rank.
+    """
+
+    def progress(what: str, fraction: float) -> None:
+        events("progress", {"what": what, "fraction": fraction})
+
+    if settings.elastic and settings.launch.name == "env":
+        raise RunError(
+            "--elastic: under --launcher env the number of ranks is the cluster's to decide",
+            remedy="leave it out and give --max-restarts; or restart the job on fewer ranks with --resume",
+        )
+    with contextlib.ExitStack() as held:
+        with only_one(settings.plan.work_dir, "prepares a run"), Repeating() as repeating:
+            path, source = _existing(settings, held) if settings.resume else (None, None)
+            if source is not None:
+                settings = as_recorded(settings, source)
+            if settings.data_reader == "auto" and settings.plan.gpus != 1:
+                repeating.start()
+            accept = None if source is None else functools.partial(refuse_other_model, source)
+            prepared = prepare(settings.plan, progress, accept)
+            if settings.data_reader == "auto" and prepared.plan.num_ranks > 1:
+                begin(repeating, prepared, evaluation=bool(settings.evaluate_every))
+                prepared = _covered(settings, prepared, repeating, progress)
+            for note in prepared.notes:
+                events("note", {"text": note})
+            for warning in prepared.warnings:
+                events("note", {"text": f"warning: {warning}"})
+            events("plan", {"plan": prepared.plan})
+            if settings.evaluate_every:
+                remedy = "leave --eval-every out; afterwards autopipe export, and evaluate the model itself"
+                refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)
+            if source is not None:
+                refuse_lacking_version(source, prepared.plan, prepared.graph)
+                for note in refuse_other_training(settings, prepared, source):
+                    events("note", {"text": note})
+            if note := prove_restorable(prepared.workload, _trained(prepared)):
+                events("note", {"text": note})
+            if auditing.interval(settings, prepared) and (misfit := auditing.misfit(prepared)):
+                events("note", {"text": misfit})
+                settings = replace(settings, audit_every=0)
+            if settings.init_from is not None and not settings.resume:
+                _look_at_weights(settings.init_from, prepared, settings.trust, events)
+            refuse_changed_data(prepared)
+            if settings.check_first:
+                check_first(settings, prepared, events)
+            elif refusal := refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph):
+                raise refusal  # without a comparison, nothing else would show it
+            settings = _with_reader(settings, repeating, events)
+            if path is None:
+                path = _new(settings, held)
+            start = -1 if source is None else source.manifest.step
+            run = write_run(path, _job(settings, prepared, start), prepared)
+        return _launch(settings, prepared, run, start, events)
+
+
+def _covered(settings: TrainSettings, prepared: Prepared, repeating: Repeating, progress: Progress) -> Prepared:
+    """Return what was prepared, with a plan for all forms of batches that the first minibatches show."""
+    if not repeating.begun:
+        return prepared
+    work = Work.begin(settings.plan.work_dir, progress)
+    again = functools.partial(prepare, settings.plan, progress)
+    return covered(prepared, repeating.forms(), work, again, steps=settings.steps or 0, progress=progress)
+
+
+def _trained(prepared: Prepared) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    specs = {name: spec for name, spec in prepared.graph.parameters.items() if spec.requires_grad}
+    return {name: (spec.concrete({}), getattr(torch, spec.dtype)) for name, spec in specs.items()}
+
+
+def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) -> TrainSettings:
+    """Return the settings with who reads the data, where that was tried."""
+    if not repeating.begun:
+        return settings
+    events("progress", {"what": "reading data in two processes, to see whether it repeats", "fraction": 0.0})
+    repeats = repeating.finish()
+    if explain(repeats):
+        events("note", {"text": f"warning: {explain(repeats)}"})
+    same = settings.same_data and repeats.answer is not False
+    return replace(settings, data_reader=repeats.reader, same_data=same)
+
+
+def _look_at_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
+    """Compare weights to start from with the model, before any rank does. Raises: RunError, ArtifactError."""
+    found = weights_of(str(path), prepared.graph, prepared.workload, trust=trust)
+    events("note", {"text": f"starts from {path}: {counted(len(found.names), 'tensor')}"})
+    if found.unused:
+        text = f"{counted(len(found.unused), 'tensor')} of {path} {'is' if len(found.unused) == 1 else 'are'} not used"
+        events("note", {"text": f"{text}: {', '.join(found.unused[:3])}{', ...' if len(found.unused) > 3 else ''}"})
+
+
+def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
+    steps, epochs = settings.steps or 0, settings.epochs or 0
+    return Job(
+        steps=steps,
+        epochs=epochs or (0 if steps else 1),
+        batch_size=batch_size_of(prepared.workload, prepared.plan) or 0,
+        device=prepared.profile.device.kind,
+        threads=prepared.profile.device.threads,
+        clip_grad_norm=settings.clip_grad_norm or 0.0,
+        checkpoint_every=_checkpoint_every(settings, prepared),
+        evaluate_every=settings.evaluate_every,
+        audit_every=auditing.interval(settings, prepared),
+        deferred_batch_norm=settings.deferred_batch_norm,
+        keep_checkpoints=settings.keep_checkpoints,
+        start_step=start,
+        excluded_devices=settings.excluded_devices,
+        on_nonfinite=settings.on_nonfinite,
+        init_from="" if settings.init_from is None else str(settings.init_from.resolve()),
+        trust=settings.trust,
+        record_timeline=settings.record_timeline,
+        measure_memory=settings.measure_memory,
+        evaluation_note=prepared.evaluation_note,
+        max_shapes=prepared.max_shapes,
+        allow_data_dependent=prepared.allow_data_dependent,
+        data_reader="each" if settings.data_reader == "auto" else settings.data_reader,
+        same_data=settings.same_data,
+        replay=settings.replay,
+        learning_rate=settings.new_rate,
+        ema=settings.plan.ema or 0.0,
+    )
+
+
+def _checkpoint_every(settings: TrainSettings, prepared: Prepared) -> int:
+    """Return the steps from one checkpoint to the next: all ranks must agree, so it is a number and not a time."""
+    if settings.checkpoint_every is not None:
+        return settings.checkpoint_every
+    seconds = prepared.plan.predicted.step_seconds
+    return min(max(1, round(CHECKPOINT_SECONDS / seconds)), MOST_STEPS) if seconds else 0
+
+
+def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, start: int, events: Events) -> TrainResult:
+    world = prepared.plan.num_ranks
+    listener = Listener(run, events, world)
+    elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round otherwise"
+    listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
+    attempts = Attempts(settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared))
+    attempts.follow(start)
+    plan = attempts.prepared.plan
+    _write_timeline(run, listener, plan.num_ranks)
+    seconds = max(listener.ended - listener.started, 0.0)
+    return TrainResult(
+        losses=tuple(listener.losses[step] for step in sorted(listener.losses)),
+        steps=len(listener.losses),
+        seconds=seconds,
+        samples_per_second=listener.samples / seconds if seconds else 0.0,
+        ranks=plan.num_ranks,
+        schedule=plan.schedule,
+        stages=len(plan.stages),
+        run_dir=str(run.path),
+        predicted_samples_per_second=plan.predicted.samples_per_second,
+        checkpoint=listener.checkpoint or _latest(run),
+        stopped=listener.stopped,
+        notes=prepared.notes,
+        restarts=tuple(attempts.restarts),
+        step=max(listener.losses, default=max(start, 0) - 1) + 1,
+        skipped=tuple(listener.skipped),
+        peaks=tuple(sorted(listener.peaks, key=lambda peak: (peak.stage, peak.rank))),
+        audits=tuple(listener.audits),
+        modules=tuple(stage.modules for stage in plan.stages),
+    )
+
+
+def _latest(run: RunDirectory) -> str:
+    found = checkpoints.steps(run.checkpoints)
+    return str(checkpoints.directory_of(run.checkpoints, found[-1])) if found else ""
+
+
+def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
+    if listener.spans:
+        first = min(span.start_seconds for span in listener.spans)
+        spans = tuple(
+            replace(s, start_seconds=s.start_seconds - first, end_seconds=s.end_seconds - first) for s in listener.spans
+        )
+        artifact.save(Timeline("measured", world, spans), run.path / "timeline.json")
+
+
+def _existing(settings: TrainSettings, held: contextlib.ExitStack) -> tuple[Path, checkpoints.Checkpoint]:
+    """Return the run that goes on, held, and the checkpoint it goes on from. Raises: RunError, ArtifactError."""
+    path = settings.run_dir or find_run(None, settings.plan.work_dir)
+    held.enter_context(only_one(path, "trains"))
+    return path, chosen(RunDirectory(path), settings.resume_step)
+
+
+def _new(settings: TrainSettings, held: contextlib.ExitStack) -> Path:
+    """Return the directory of a new run, held: the one given, or one named by the time.
+
+    Raises: RunError where it already holds a run.
+    """
+    path = settings.run_dir or _named_by_time(settings.plan.work_dir / "runs")
+    held.enter_context(only_one(path, "trains"))
+    found = checkpoints.steps(RunDirectory(path).checkpoints)
+    if found:
+        raise RunError(
+            f"{path} already holds a run (checkpoint of step {found[-1]})",
+            remedy="add --resume to go on with it, or choose another --run-dir",
+        )
+    return path
+
+
+def _named_by_time(runs: Path) -> Path:
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
+        path = runs / (name + suffix)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"{runs} cannot be written: {error.strerror}", remedy="choose a --run-dir") from None
+        return path
+    raise AssertionError("the suffixes do not end")
+
+
+__all__ = ["check", "evaluate", "export", "find_run", "train"]

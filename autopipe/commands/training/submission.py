@@ -1,0 +1,173 @@
+"""A run for somebody else's queue: SLURM and Ray start the same command again, once a rank, by ``--launcher env``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.commands.settings import TrainSettings
+from autopipe.commands.store import Store
+from autopipe.errors import RunError
+from autopipe.launch import slurm
+from autopipe.launch.request import HostCommand
+
+TRAIN, RAY = "train", "ray"
+SUBMIT_SECONDS = 120.0
+# options of the command line that say how it is started; the command that is started says it anew
+_OF_THE_START = {"--launcher": True, "--slurm-option": True, "--dry-run": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A command line taken apart: ``command`` up to ``train``, and the ``rest``."""
+
+    command: tuple[str, ...]
+    rest: tuple[str, ...]
+
+    @staticmethod
+    def of(typed: Sequence[str]) -> Words:
+        """Take apart what was typed behind the program's name."""
+        at = next(i for i, word in enumerate(typed) if word == TRAIN and tuple(typed[i - 1 : i]) != ("--config",))
+        command = (sys.executable, "-m", "autopipe.cli", *typed[: at + 1])
+        return Words(command, slurm.without(typed[at + 1 :], _OF_THE_START))
+
+    @property
+    def for_a_rank(self) -> tuple[str, ...]:
+        """The command that each rank runs."""
+        return (*self.command, "--launcher", "env", *self.rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job in the queue: its number, its script, and the file that it will write to."""
+
+    job: str
+    script: str
+    output: str
+
+
+def ranks_of(settings: TrainSettings) -> int:
+    """Return how many ranks are asked for: by the options, else by the stored plan.
+
+    Raises: RunError where nobody says.
+    """
+    if settings.plan.gpus is not None:
+        return settings.plan.gpus
+    store = Store(settings.plan.work_dir)
+    if not store.plan.exists():
+        raise RunError(
+            f"--launcher {settings.launch.name}: nobody says how many ranks there are",
+            remedy="--gpus N, or autopipe plan first",
+        )
+    return store.stored_plan()[0].num_ranks
+
+
+def in_an_allocation(environment: Mapping[str, str]) -> bool:
+    """Whether SLURM has given this process nodes: then the ranks are started here and now."""
+    return bool(environment.get("SLURM_JOB_ID"))
+
+
+def srun(settings: TrainSettings, words: Words) -> tuple[str, ...]:
+    """Return the command that starts the ranks in this allocation. Without --gpus, as many as it was made for."""
+    return (*slurm.srun_words(settings.plan.gpus), *words.for_a_rank)
+
+
+def job_of(settings: TrainSettings, words: Words, options: Mapping[str, str]) -> slurm.SlurmJob:
+    """Return the run as a job."""
+    work_dir, target = settings.plan.work_dir.resolve(), settings.plan.profile.model.target
+    stem = Path(target.partition(":")[0]).stem
+    return slurm.SlurmJob(
+        words.command,
+        slurm.without(words.rest, {"--run-dir": True}),
+        ranks_of(settings),
+        folder=Path.cwd(),
+        runs=work_dir / "runs",
+        output=work_dir / "slurm",
+        name="-".join(filter(None, ("autopipe", re.sub(r"[^A-Za-z0-9_.-]+", "-", stem)))),
+        run_dir="" if settings.run_dir is None else str(settings.run_dir.resolve()),
+        threads=settings.plan.profile.threads or 1,
+        gpus=settings.plan.profile.device == "cuda",
+        options=options,
+    )
+
+
+def rehearsed(settings: TrainSettings, words: Words, options: Mapping[str, str], inside: bool) -> list[HostCommand]:
+    """Return what would be run: srun in an allocation, else sbatch with the script that it would read; Ray's actors."""
+    if settings.launch.name == RAY:
+        note = "an actor of a placement group; ranks count in the order of the nodes"
+        return [HostCommand("Ray", (rank,), words.for_a_rank, "", note) for rank in range(ranks_of(settings))]
+    if inside:
+        return [HostCommand("", (), srun(settings, words), "", "in this allocation")]
+    job = job_of(settings, words, options)
+    return [HostCommand("", tuple(range(job.ranks)), ("sbatch", "--parsable"), slurm.script(job))]
+
+
+def submit(settings: TrainSettings, words: Words, options: Mapping[str, str]) -> Submission:
+    """Write the script beside the work directory's artifacts and give it to sbatch.
+
+    Raises: RunError where sbatch is missing, or refuses it.
+    """
+    job = job_of(settings, words, options)
+    text = slurm.script(job)
+    job.output.mkdir(parents=True, exist_ok=True)
+    path = job.output / f"{time.strftime('%Y%m%d-%H%M%S')}.sh"
+    path.write_text(text, encoding="utf-8")
+    said = _said_by_sbatch(path)
+    number = slurm.parse_job_number(said)
+    return Submission(number, str(path), job.output_of(number))
+
+
+def on_ray(settings: TrainSettings, words: Words, say: Callable[[str, str], None]) -> int:
+    """Run it on a Ray cluster, and return the exit code. ``say``: takes (out or err, a line) of rank 0's output.
+
+    Raises: RunError where Ray is not installed, does not answer, or has too few devices.
+    """
+    from autopipe.launch.ray_cluster import RayRun
+
+    profile = settings.plan.profile
+    run = RayRun(words.for_a_rank, ranks_of(settings), Path.cwd(), profile.threads or 1, profile.device == "cuda")
+    return run.start(say)
+
+
+def program(name: str) -> str:
+    """Return the path of one of SLURM's programs. Raises: RunError where it is not on this machine."""
+    found = shutil.which(name)
+    if found is None:
+        raise RunError(
+            f"--launcher slurm: there is no {name} on this machine",
+            remedy="run this on a login node of the cluster; --dry-run shows the script without it",
+        )
+    return found
+
+
+def _said_by_sbatch(path: Path) -> str:
+    try:
+        done = subprocess.run(
+            [program("sbatch"), "--parsable", str(path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SUBMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"sbatch did not answer within {SUBMIT_SECONDS:.0f} s",
+            where=str(path),
+            remedy="sinfo says whether the cluster's controller answers",
+        ) from None
+    if done.returncode:
+        why = done.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {done.returncode}"
+        raise RunError(
+            f"sbatch refused the job: {why}",
+            where=str(path),
+            remedy="say what it misses with --slurm-option KEY=VALUE; sinfo shows the partitions",
+        )
+    return done.stdout

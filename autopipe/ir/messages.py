@@ -1,0 +1,118 @@
+"""What a plan makes the stages send each other: the traffic for lowering, and the values in each message.
+
+Forward: each boundary value goes from its producer straight to each consumer. Backward: its gradient comes back as a
+chain through the consumers, last to first, then to the producer (see ``ir.plan.Boundary``). The gradient of an exactly
+tied parameter takes the same kind of chain through its copies to its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.ir.channel import ACTIVATION, BATCH, CONTROL, GRADIENT, LOAN, LOSS, TIE_GRADIENT, TIE_VALUE, Channel
+from autopipe.ir.gradients import chains, moving_ties, trained_ties
+from autopipe.ir.graph import Graph
+from autopipe.ir.loans import Loan, loans
+from autopipe.ir.plan import Plan, Tie
+from autopipe.ir.schedule import Request, Traffic
+
+Edge = tuple[int, int]
+
+
+def tied(parameter: str) -> str:
+    """Return the name under which a tied parameter's gradient travels; no value of a graph has such a name."""
+    return f"parameter:{parameter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """For every edge (from stage, to stage) the values that one message holds, in order.
+
+    ``forward``: boundary values. ``backward``: boundary values whose gradient it carries, then tied parameters.
+    ``ties``: those of trained parameters; ``shared``: those whose values move. ``loans``: for the ``after_step`` hook.
+    """
+
+    forward: dict[Edge, tuple[str, ...]]
+    backward: dict[Edge, tuple[str, ...]]
+    ties: tuple[Tie, ...]
+    shared: tuple[Tie, ...] = ()
+    loans: tuple[Loan, ...] = ()
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph) -> Routes:
+        """Read the routes off a plan of this graph."""
+        forward: dict[Edge, list[str]] = {}
+        backward: dict[Edge, list[str]] = {}
+
+        def chain(name: str, stages: Sequence[int]) -> None:
+            for later, earlier in zip(reversed(stages), [*reversed(stages)][1:], strict=False):
+                backward.setdefault((later, earlier), []).append(name)
+
+        returning = chains(graph, plan)
+        for boundary in plan.boundaries:
+            for consumer in boundary.consumers:
+                forward.setdefault((boundary.producer, consumer), []).append(boundary.value)
+            if boundary.value in returning:
+                chain(boundary.value, returning[boundary.value])
+        ties = trained_ties(graph, plan)
+        for tie in ties:
+            if tie.exact:
+                chain(tied(tie.parameter), (tie.owner, *tie.copies))
+        return Routes(
+            {edge: tuple(values) for edge, values in sorted(forward.items())},
+            {edge: tuple(values) for edge, values in sorted(backward.items())},
+            ties,
+            moving_ties(graph, plan),
+            loans(plan, graph),
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """The edges alone, for lowering."""
+        return Traffic(tuple(self.forward), tuple(self.backward))
+
+
+def loss_channel(request: Request, rank: int) -> Channel:
+    """Return where a rank of the last stage sends its share of the losses."""
+    return Channel(LOSS, request.num_stages - 1, 0, rank, 0)
+
+
+def batch_channel(rank: int) -> Channel:
+    """Return where rank 0 sends another rank its part of the minibatches, where one rank reads them for all."""
+    return Channel(BATCH, 0, 0, 0, rank)
+
+
+def loan_channel(loan: Loan, request: Request, reader: int) -> Channel:
+    """Return where the ``reader``-th replica of the reading stage gets a parameter from."""
+    givers, takers = request.stage_ranks[loan.owner], request.stage_ranks[loan.reader]
+    return Channel(LOAN, loan.owner, loan.reader, givers[reader % len(givers)], takers[reader])
+
+
+def channels(routes: Routes, request: Request) -> list[Channel]:
+    """Return every channel that a run can use, sorted: the same list on every rank."""
+    ranks = request.stage_ranks
+    found = {
+        Channel(kind, a, b, from_rank, to_rank)
+        for kind, edges in ((ACTIVATION, routes.forward), (GRADIENT, routes.backward))
+        for a, b in edges
+        for from_rank in ranks[a]
+        for to_rank in ranks[b]
+    }
+    for tie in routes.shared:
+        for copy in tie.copies:
+            owners = ranks[tie.owner]
+            for index, rank in enumerate(ranks[copy]):
+                owner = owners[index % len(owners)]
+                found.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
+    for tie in routes.ties:
+        for copy in tie.copies:
+            found.update(Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in ranks[tie.owner])
+    for loan in routes.loans:
+        found.update(loan_channel(loan, request, index) for index in range(len(ranks[loan.reader])))
+    for rank in range(1, request.num_ranks):
+        found.add(Channel(CONTROL, 0, 0, 0, rank))
+        found.add(Channel(CONTROL, 0, 0, rank, 0))
+        found.add(batch_channel(rank))
+    found.update(loss_channel(request, rank) for rank in ranks[-1])
+    return sorted(c for c in found if c.from_rank != c.to_rank)

@@ -1,0 +1,1 @@
+"""The process of a rank: its first line, heartbeat, signals and end."""

@@ -1,0 +1,83 @@
+"""Heartbeats: a small shared file in which each rank notes what it is doing; the supervisor reads it at any time.
+
+A rank that was killed or hangs cannot say where it was, so it says so beforehand, for every instruction (about a
+microsecond each).
+
+The file also carries what ``launch.rank.stopping`` needs: how far each rank has bound itself to go, and where the run
+is to stop.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_RECORD = struct.Struct("<QQ?x64s")
+_SIZE = 128
+# native: written in one piece, so that no reader sees half a number
+_WORD = struct.Struct("@Q")
+_BOUND = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank was doing: how many notes it has made, when the last (monotonic seconds), and whether it waits.
+
+    ``bound``: the minibatch before which it may stop next; 0 before the first. ``stop``: before which one it was to
+    stop when ``bound`` was read, -1 for none.
+    """
+
+    count: int
+    seconds: float
+    waiting: bool
+    doing: str
+    bound: int = 0
+    stop: int = -1
+
+
+class Heartbeats:
+    """The file, mapped. ``Heartbeats(path, n, create=True)`` by the supervisor, without ``create`` by each rank."""
+
+    def __init__(self, path: Path, num_ranks: int, *, create: bool = False) -> None:
+        if create:
+            path.write_bytes(bytes(_SIZE * (num_ranks + 1)))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE * (num_ranks + 1))
+        self._words = _SIZE * num_ranks
+        self._count = 0
+
+    def note(self, rank: int, doing: str, waiting: bool) -> None:
+        """Write down what a rank is doing now."""
+        self._count += 1
+        text = doing.encode("ascii", "replace")[:64]
+        _RECORD.pack_into(self._map, rank * _SIZE, self._count, time.monotonic_ns(), waiting, text)
+
+    def read(self, rank: int) -> Beat:
+        """Return a rank's last note."""
+        count, nanoseconds, waiting, text = _RECORD.unpack_from(self._map, rank * _SIZE)
+        stop = self.stop()  # before ``bound`` is read: see launch.rank.stopping
+        bound = _WORD.unpack_from(self._map, rank * _SIZE + _BOUND)[0]
+        doing = text.rstrip(b"\0").decode("ascii", "replace")
+        return Beat(count, nanoseconds / 1e9, waiting, doing, bound, -1 if stop is None else stop[0])
+
+    def bind(self, rank: int, end: int) -> None:
+        """Write down that a rank goes on up to before minibatch ``end``."""
+        _WORD.pack_into(self._map, rank * _SIZE + _BOUND, end)
+
+    def set_stop(self, proposed: int, agreed: bool) -> None:
+        """Write down before which minibatch the run is to stop, and whether no rank is past it."""
+        _WORD.pack_into(self._map, self._words, proposed + 1)
+        if agreed:
+            _WORD.pack_into(self._map, self._words + 8, proposed + 1)
+
+    def stop(self) -> tuple[int, bool] | None:
+        """Return before which minibatch the run is to stop and whether that is agreed, None where it is not to."""
+        proposed, agreed = (_WORD.unpack_from(self._map, self._words + offset)[0] for offset in (0, 8))
+        return (proposed - 1, agreed == proposed) if proposed else None
+
+    def close(self) -> None:
+        """Unmap."""
+        self._map.close()

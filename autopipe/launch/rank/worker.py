@@ -1,0 +1,207 @@
+"""What runs in a rank's process, from its first line to its last.
+
+The fork server imports this module once, torch included, so that a rank is there in a few hundredths of a second. The
+user's model file is imported in the rank and never before: an edit is always seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.errors import AutopipeError
+from autopipe.ir import artifact
+from autopipe.ir.plan import Plan
+from autopipe.ir.schedule import Instruction
+from autopipe.launch.rank.cpu_tuning import keep_memory, long_turns
+from autopipe.launch.rank.heartbeat import Heartbeats
+from autopipe.launch.rank.out_of_memory import resident_bytes, told
+from autopipe.launch.rank.parent_death import die_with_parent
+from autopipe.launch.rank.signals import leave_to_the_supervisor
+from autopipe.launch.rank.stopping import may_begin
+from autopipe.launch.rank.store import all_have_devices, choose_interface, open_store
+from autopipe.launch.request import WorkerSpec
+from autopipe.runtime import blame
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.session import RankSession
+from autopipe.runtime.transport.base import TransportClosed
+from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group, translate
+
+FAILED = 3
+
+
+class _Pipe:
+    """The reporter of a process: events as JSON lines to the supervisor, instructions into the shared file."""
+
+    def __init__(self, connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
+        self._connection, self._heartbeats, self._rank = connection, heartbeats, rank
+
+    def at(self, instruction: str, *, waiting: bool) -> None:
+        self._heartbeats.note(self._rank, instruction, waiting)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._connection.send_bytes(json.dumps({"kind": kind, "rank": self._rank, **fields}).encode())
+
+    def may_begin(self, step: int, end: int) -> bool:
+        return may_begin(self._heartbeats, self._rank, step, end)
+
+
+def _allow_children() -> None:
+    """Let the user's data start processes of its own, as a DataLoader with workers does; they end with the rank."""
+    # multiprocessing marks a rank so that it is ended with the supervisor, and forbids such a process to have children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # no public way
+    os.register_at_fork(after_in_child=die_with_parent)
+    # and started as a script's would be: from here another fork server would import torch for each of them
+    multiprocessing.set_start_method(None, force=True)  # None: the system's own
+
+
+def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
+    """Run one rank in a process of its own. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
+    die_with_parent()
+    _allow_children()
+    leave_to_the_supervisor()
+    spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
+    _redirect(RunDirectory(Path(spec.run)).log(spec.rank))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    reporter = _Pipe(connection, Heartbeats(Path(spec.heartbeats), spec.world_size), spec.rank)
+    if not rank_body(spec, reporter, listener):
+        os._exit(FAILED)  # no destructor may wait for a peer that waits for us
+    connection.close()
+
+
+@dataclass(slots=True)
+class _Known:
+    """How far a rank has come, for what it says when it fails. ``resident``: its memory before it did anything."""
+
+    resident: int
+    plan: Plan | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    session: RankSession | None = None
+
+    def shortage(self, error: BaseException, rank: int) -> dict[str, Any]:
+        """Return what an error says about memory, nothing for one that does not."""
+        return {} if self.plan is None else told(error, self.plan, rank, self.device, self.resident)
+
+
+def rank_body(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None = None) -> bool:
+    """Do what a rank is there for, and report ``done`` or, where it fails, ``error`` with what ``describe`` says.
+
+    Returns whether it was done. Whoever started the process is free in how. ``listener``: for rank 0 of a store that
+    is reached by network, the socket on which it listens; without one it binds the address itself.
+    """
+    known = _Known(resident_bytes())
+    try:
+        _run(spec, reporter, listener, known)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a full disk takes no log, and must not hide what happened
+            traceback.print_exc()
+            sys.stderr.flush()
+        reporter.event("error", **(describe(error, known.session) | known.shortage(error, spec.rank)))
+        return False
+    reporter.event("done")
+    return True
+
+
+def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, known: _Known) -> None:
+    reporter.at("starting", waiting=False)
+    run = RunDirectory(Path(spec.run))
+    job, plan, graph = run.job(), run.plan(), run.graph()
+    torch.set_num_threads(job.threads)
+    if job.device == "cpu":
+        keep_memory()
+        long_turns()  # before the transport starts its threads, which inherit it
+    if spec.body == "evaluate":  # every weight comes from the checkpoint
+        job = replace(job, init_from="", trust=False)
+    if spec.evaluation_data:
+        plan = replace(plan, workload=plan.workload.with_hook("evaluate_data", spec.evaluation_data))
+    known.plan, known.device = plan, torch.device(job.device)
+    layout = Layout.of(plan, graph)
+    reporter.at("connecting", waiting=True)
+    transport = _connect(spec, layout, torch.device(job.device), job.excluded_devices, reporter, listener)
+    session = known.session = RankSession.start(run, job, layout, transport, reporter)
+    if spec.body == "evaluate":
+        step = session.restore_latest(averaged=spec.averaged)
+        session.evaluate(spec.batch_size or None, step, reader="one")  # nothing else reads: one process is enough
+    else:
+        reporter.event("ready", pid=os.getpid())
+        session.train()
+        session.report_timeline()
+    transport.close()
+
+
+def _connect(
+    spec: WorkerSpec,
+    layout: Layout,
+    device: torch.device,
+    excluded_devices: Sequence[int],
+    reporter: Reporter,
+    listener: socket.socket | None,
+) -> ProcessTransport:
+    """Meet the other ranks. Raises: TransportClosed where another rank went away meanwhile."""
+    rank, world_size, seconds = spec.rank, spec.world_size, spec.timeout_seconds
+    use_nccl = False
+    choose_interface(spec)
+    try:
+        store = open_store(spec.store, rank, world_size, timeout_seconds=seconds, listener=listener)
+        if device.type == "cuda":
+            usable = [index for index in range(torch.cuda.device_count()) if index not in excluded_devices]
+            index = usable[spec.local_rank % len(usable)]
+            torch.cuda.set_device(index)
+            reporter.event("device", index=index, others=len(usable) - 1)
+            own = spec.local_world_size <= len(usable)
+            use_nccl = all_have_devices(store, rank, world_size, own)
+        start_process_group(store, rank, world_size, use_nccl=use_nccl, timeout_seconds=seconds)
+        return ProcessTransport(layout.channels, layout.groups, device=device, use_nccl=use_nccl)
+    except RuntimeError as error:
+        raise translate(error) from error
+
+
+def _redirect(path: Path) -> None:
+    """Send what the process prints to its log file, below Python too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def describe(error: BaseException, session: RankSession | None) -> dict[str, Any]:
+    """Turn what a rank died of into an event. ``secondary``: it only noticed that another rank is gone."""
+    current: Instruction | None = session.executor.current if session is not None else None
+    text = f"{type(error).__name__}: {error}"
+    where = remedy = ""
+    if isinstance(error, AutopipeError):
+        text, where, remedy = error.what, error.where, error.remedy
+    else:
+        where = blame.place(error, session.layout.graph if session is not None else None)
+    return {
+        "message": text,
+        "where": where,
+        "remedy": remedy,
+        "stage": current.stage if current is not None else None,
+        "instruction": str(current) if current is not None else "",
+        "microbatch": current.microbatch if current is not None else -1,
+        "traceback": "".join(traceback.format_exception(error)),
+        "secondary": isinstance(error, TransportClosed),
+        "time_ns": time.time_ns(),
+    }

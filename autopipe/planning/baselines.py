@@ -1,0 +1,42 @@
+"""What a plan is measured against, and why it is as it is: the tables of ``plan`` beyond the plan itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.planning import Comparison, Explanation, comparison, explain
+from autopipe.planning.cost.peaks import fitting
+from autopipe.planning.cost.predict import judge
+from autopipe.planning.space import Space, plain, replicated, takes_replicas
+
+
+def compared(made: Plan, found: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:
+    """Return a single device, data parallelism, the best straight pipeline and the best plan of all.
+
+    ``every``: the plan that was made is already the best of those with replicas.
+    """
+    rivals = space.rivals()
+    score = judge(found, cluster, (*space.straight, *rivals))
+    first = space.straight[0]
+    base = plain(first) if first.stage_ranks else first  # a grid is for its own ranks alone
+
+    def fit(find: Callable[[Cluster], Plan]) -> Plan:
+        return fitting(found, cluster, find)
+
+    return comparison(
+        found, cluster, base, score=score, straight=space.straight, free=rivals, made=made, every=every, fit=fit
+    )
+
+
+def explained(made: Plan, found: Profile, cluster: Cluster, space: Space) -> Explanation:
+    """Return, for each cut, why there; what limits the plan; how near the bound it is; and what came second."""
+    per_rank = made.schedule_options.get("stages_per_rank", 1)
+    options = next(o for o in space.straight if o.schedule == made.schedule and o.stages_per_rank == per_rank)
+    if takes_replicas(options) and any(stage.replicas > 1 for stage in made.stages):
+        options = replicated(options)
+    reasons = explain(made, found, cluster, options, score=judge(found, cluster, [options]))
+    return dataclasses.replace(reasons, left_out=space.left_out)

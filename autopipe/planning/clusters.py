@@ -1,0 +1,120 @@
+"""The cluster that a plan is for where no file describes it: figures from the command line, or this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level, Links
+from autopipe.ir.profile import Device, Profile
+from autopipe.planning.cost.datasheets import datasheet, device_like, recognized, relative_speed
+from autopipe.planning.cost.roofline import describe, on_datasheet
+
+# one host and a GPU's own links, until they are measured: on a CPU round figures of a machine that was, on a GPU of
+# data sheets
+HOST_BANDWIDTH = 2e9
+HOST_LATENCY_SECONDS = 200e-6
+HOST_COSTS = HostCosts(100e-6, 100e-6, 2e-9, 100e-6, 4e-3, 1.5e-3)
+GPU_BANDWIDTH = 16e9
+GPU_LATENCY_SECONDS = 10e-6
+LINK_LATENCY_SECONDS = 20e-6
+
+
+def cluster_of_figures(
+    num_ranks: int,
+    profile: Profile,
+    memory_bytes: int | None,
+    link: float | None,
+    device_name: str | None = None,
+    links: Links | None = None,
+) -> Cluster:
+    """Return a flat cluster from ``--gpu-memory``, ``--link`` and ``--device-name``; the rest is as on this machine.
+
+    Raises: PlanError for a device of no known name.
+    """
+    if device_name is not None:
+        sheet = datasheet(device_name)
+        device = ClusterDevice(sheet.name, memory_bytes or sheet.memory_bytes, datasheet=sheet.name)
+        level = Level("assumed", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
+        if link is not None:
+            level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
+        return by_datasheet(Cluster((level,), (device,), "command line"), profile)
+    here = this_machine(num_ranks, profile.device, links)
+    level, device = here.levels[0], here.devices[0]
+    if link is not None:
+        level = Level("link", num_ranks, link, LINK_LATENCY_SECONDS)
+    if memory_bytes is not None:
+        device = dataclasses.replace(device, memory_bytes=memory_bytes)
+    return Cluster((level,), (device,), "command line", here.host)
+
+
+def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
+    """Return the cluster with the speeds of the devices that have a datasheet; ``source`` says how they were found.
+
+    They are relative to the device that was profiled, where that has a datasheet too; else to the first device, on
+    which ``priced`` estimates the profile.
+
+    Raises: PlanError where only some of the devices have one.
+    """
+    named = [device.datasheet for device in cluster.devices if device.datasheet]
+    if not named:
+        return cluster
+    if len(named) < len(cluster.devices):
+        raise PlanError(
+            "some devices of the cluster have a datasheet and others a speed: they cannot be compared",
+            remedy="give every [[device]] a datasheet, or every one a speed",
+        )
+    precision, profiled = precision_of(profile), recognized(profile.device.name)
+    reference = profiled or datasheet(named[0])
+    devices = []
+    for device in cluster.devices:
+        scaled = device_like(reference.name, device.datasheet, precision)
+        devices.append(dataclasses.replace(device, speed=scaled.speed, memory_speed=scaled.memory_speed))
+    if profiled is None:
+        source = describe(reference, precision, profile.device.name)
+    else:
+        source = relative_speed(reference.name, named[0], precision).note
+    return dataclasses.replace(cluster, devices=tuple(devices), source=source)
+
+
+def priced(profile: Profile, cluster: Cluster) -> Profile:
+    """Return the profile whose times the speeds of the cluster are relative to.
+
+    It is the profile itself, but where the cluster's devices have datasheets and the profiled one has none: then its
+    times are estimated from the operations and bytes of its nodes.
+
+    Raises: PlanError where the profile does not hold them.
+    """
+    first = cluster.devices[0].datasheet
+    if not first or recognized(profile.device.name) is not None:
+        return profile
+    return on_datasheet(profile, datasheet(first), precision_of(profile))
+
+
+def precision_of(profile: Profile) -> str:
+    """Return the precision of the arithmetic: autocast's, or that in which most of the model's parameters are kept."""
+    if profile.workload.precision != "fp32":
+        return profile.workload.precision
+    sizes: dict[str, int] = {}
+    for spec in profile.graph.parameters.values():
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes({})
+    most = max(sizes, key=lambda name: sizes[name], default="float32")
+    return {"float16": "fp16", "bfloat16": "bf16"}.get(most, "fp32")
+
+
+def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> Cluster:
+    """Return this machine as a cluster: its links as measured, or an assumption; and the memory that it has now.
+
+    On a CPU the ranks share what is available; on GPUs each has the memory of the device that was profiled.
+    """
+    if device.kind == "cuda":
+        level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
+        found, host = ClusterDevice(device.name, device.memory_bytes), HostCosts()
+    else:
+        import psutil
+
+        level = Level("host", num_ranks, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
+        found, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_COSTS
+    if links is None or links.device_kind != device.kind:
+        return Cluster((level,), (found,), "assumed", host)
+    return Cluster((links.level(num_ranks),), (found,), "measured", links.host)

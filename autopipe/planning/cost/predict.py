@@ -1,0 +1,149 @@
+"""Plan + Profile + Cluster -> Timeline and Prediction, by the one simulator.
+
+A flush repeats itself every minibatch, so one is simulated. A schedule whose steps overlap is simulated over several,
+and what one minibatch adds is its step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopipe.errors import PlanError, ScheduleError
+from autopipe.ir.cluster import Cluster
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.gradients import num_buckets
+from autopipe.ir.messages import Edge, Routes, tied
+from autopipe.ir.plan import Plan, Prediction
+from autopipe.ir.profile import Profile
+from autopipe.ir.schedule import Schedule
+from autopipe.ir.timeline import Timeline
+from autopipe.planning import PlanOptions
+from autopipe.planning.api import candidate_counts
+from autopipe.planning.refusals import microbatch_count
+from autopipe.planning.search.alternatives import MOST_SCORED, Judge, Score
+from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
+
+WINDOW = 8
+# pairs of rank and microbatch that are simulated in a quarter of a second, and in ten
+MOST_SIMULATED = 4096
+MOST_SIMULATED_ONCE = 200_000
+
+
+def schedule_of(plan: Plan, num_minibatches: int = 1) -> Schedule:
+    """Return the schedule that a plan names, without communication."""
+    return make(plan.schedule, plan.request(num_minibatches))
+
+
+def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
+    """Return what the simulator is to charge, from the plan's figures."""
+    graph = profile.graph
+    copies = {(tie.parameter, copy) for tie in plan.ties for copy in tie.copies}
+    stages = []
+    for stage in plan.stages:
+        owned = sum(graph.parameters[n].num_bytes({}) for n in stage.parameters if (n, stage.index) not in copies)
+        link = cluster.link(stage.ranks[0], stage.ranks[-1])
+        # a ring sends and receives 2 (r - 1) / r of the gradients at each rank
+        share = 2 * (stage.replicas - 1) / stage.replicas
+        reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
+        host, pace = cluster.host.compute_seconds, cluster.host.pace
+        update = profile.optimizer_seconds_per_byte * owned / cluster.update_speed_of(stage.ranks)
+        backward = pace * (stage.backward_seconds + (stage.forward_seconds if stage.recompute else 0.0))
+        stages.append(
+            StageCosts(
+                pace * stage.forward_seconds + host,
+                backward + host,
+                backward / 2 + host,
+                backward / 2 + host,
+                step_seconds=update + cluster.host.step_seconds,
+                reduce_seconds=reduce_seconds,
+                reduce_buckets=num_buckets(owned),
+            )
+        )
+    return Costs(tuple(stages), _edges(plan, profile, cluster))
+
+
+def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:
+    routes = Routes.of(plan, profile.graph)
+    amounts = message_bytes(plan, profile, routes)
+    edges: dict[Edge, EdgeCosts] = {}
+    host = cluster.host
+    for edge, values in (*routes.forward.items(), *routes.backward.items()):
+        total, further = amounts[edge], max(len(values) - 1, 0) * host.value_seconds
+        link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
+        # further values cost less than the first, which wakes the threads that move them
+        send = host.send_seconds + further + host.send_seconds_per_byte * total
+        # both figures of a link were taken from one end to the other, and hold what its ends do
+        occupied = max(total / link.bandwidth - host.send_seconds_per_byte * total, 0.0)
+        latency = max(link.latency_seconds - host.send_seconds - host.receive_seconds, 0.0) + host.delivery_seconds
+        edges[edge] = EdgeCosts(occupied, latency, send, host.receive_seconds + further)
+    return edges
+
+
+def message_bytes(plan: Plan, profile: Profile, routes: Routes) -> dict[Edge, int]:
+    """Return the bytes that a microbatch sends over each edge; activations go to later stages, gradients back."""
+    num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
+    num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
+    every = (*routes.forward.items(), *routes.backward.items())
+    return {edge: sum(num_bytes[value] for value in values) for edge, values in every}
+
+
+def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches: int = 1) -> Timeline:
+    """Return the simulated timeline of some minibatches."""
+    lowered = lower(schedule_of(plan, num_minibatches), Routes.of(plan, profile.graph).traffic)
+    return simulate(lowered, costs_of(plan, profile, cluster))
+
+
+def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
+    """Return what a plan should do. ``bubble_fraction``: of one minibatch, or of the steady state without a flush."""
+    if not any(schedule_of(plan).staleness):
+        timeline = timeline_of(plan, profile, cluster)
+        seconds, bubble = timeline.seconds, timeline.bubble_fraction
+    else:
+        short, long = (timeline_of(plan, profile, cluster, count) for count in (WINDOW, 2 * WINDOW))
+        seconds = (long.seconds - short.seconds) / WINDOW
+        busy = sum(long.busy_seconds(rank) - short.busy_seconds(rank) for rank in range(plan.num_ranks)) / WINDOW
+        bubble = 1 - busy / (seconds * plan.num_ranks) if seconds else 0.0
+    bottleneck = max(stage.seconds / stage.replicas for stage in plan.stages)
+    return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
+
+
+def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> Judge:
+    """Return the judge of a search: the simulator, asked about the fewer plans the larger they are.
+
+    Where they are too large to be simulated at all it is the planner's formula, for all of them: figures of the one
+    and of the other are not compared with each other.
+    """
+    stages = len(Cuts(profile.graph).legal) + 1
+    largest = max(1, *(_largest(profile, options, stages) for options in choices))
+    if largest > MOST_SIMULATED_ONCE:
+        return Judge(lambda plan: plan.predicted, 1)
+    return Judge(scored(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
+
+
+def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
+    try:
+        fixed = microbatch_count(options)
+        count = fixed or max(candidate_counts(profile, options), default=1)
+        # where ranks may stay unused, no stage has more of them than microbatches
+        most = options.num_ranks if options.straight else min(options.num_ranks, count * most_stages)
+        return count * most
+    except PlanError:
+        return 0  # it will be refused
+
+
+def scored(profile: Profile, cluster: Cluster) -> Score:
+    """Return the simulator as a judge. What no schedule can run takes for ever.
+
+    A plan too large to be simulated at all keeps the planner's own figures.
+    """
+
+    def score(plan: Plan) -> Prediction:
+        if plan.num_ranks * plan.num_microbatches > MOST_SIMULATED_ONCE:
+            return plan.predicted
+        try:
+            return predict(plan, profile, cluster)
+        except ScheduleError:
+            return Prediction(math.inf, 0.0, 0.0, plan.predicted.bottleneck_seconds)
+
+    return score

@@ -1,0 +1,281 @@
+"""The best plan for a profile in PipeDream's format, under PipeDream's own cost formulas, for comparison.
+
+Every cut of the DAG is a candidate (``states``), one level of links is solved by parametric search
+(``kernels.solve_flat``), several by contiguous and by nested placement, keeping the better
+(``kernels.solve_contiguous``, ``nested``). Straight pipelines and plain data parallelism are members of the space.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopipe.errors import PlanError
+from autopipe.planning.pipedream.file_format import LayerGraph
+from autopipe.planning.pipedream.kernels import HUGE, solve_contiguous, solve_flat
+from autopipe.planning.pipedream.nested import dense_seconds, from_source, inner_values, walk
+from autopipe.planning.pipedream.states import Dag, Floats, States
+
+MOST_IDEALS = 20_000
+MOST_CELLS = 10_000_000  # ideals times layers
+MOST_PAIRS = 60_000_000  # of nested ideals: 240 MB
+MOST_PAIRS_ASKED = 2_500_000_000  # times devices, since with these grow the questions
+LEAST_SECONDS = 1e-15
+
+Arrays = tuple[Any, Any, Any, Any, Any, Any]  # pointers, supersets, seconds, parameters, activations, crossing
+MOST_STATES_PLACED = 2_000
+MOST_STATES_NESTED = 2_500
+MOST_NESTED_STEPS = 20_000_000
+MOST_PLACED_STEPS = 30_000_000  # with a memory limit, for plans that leave ranks unused
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``counts`` and ``bandwidths`` (bytes per second): one entry a link level, innermost first. 0 memory: no limit."""
+
+    counts: tuple[int, ...]
+    bandwidths: tuple[float, ...]
+    memory_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts or len(self.counts) != len(self.bandwidths) or min(self.counts) < 1:
+            raise PlanError("a machine needs one count of at least 1 and one bandwidth for every link level")
+        if min(self.bandwidths) <= 0:
+            raise PlanError("bandwidths must be larger than 0")
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices."""
+        return math.prod(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStage:
+    """Layers by name, on ``replicas`` devices; nested plans name groups of the outermost level instead."""
+
+    layers: tuple[str, ...]
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """``cost_seconds``: the bottleneck per minibatch. ``space``: how it was found (for people)."""
+
+    cost_seconds: float
+    stages: tuple[LayerStage, ...]
+    space: str
+
+    @property
+    def configuration(self) -> str:
+        """Replicas of each stage, as the papers write it: ``15-1``."""
+        return "-".join(str(stage.replicas) for stage in self.stages)
+
+
+def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) -> LayerPlan:
+    """Return the cheapest plan under PipeDream's formulas. ``straight``: every stage on one device.
+
+    Raises: PlanError when nothing fits the memory, or no layer takes any time.
+    """
+    if math.fsum(graph.forward_seconds) + math.fsum(graph.backward_seconds) < LEAST_SECONDS:
+        raise PlanError(
+            "no layer of the profile takes any time: there is nothing to share out between devices",
+            where=f"forward_compute_time and backward_compute_time of {len(graph.names)} layers",
+            remedy="profile the model anew, or plan with autopipe's own costs (--cost-model autopipe)",
+        )
+    machine = _without_trivial_levels(machine)
+    search = _Search(graph, machine, straight)
+    best: LayerPlan | None = None
+    origin = last = None
+    for states in search.spaces():
+        found = search.solve(states, best.cost_seconds if best else HUGE)
+        if found is not None:
+            best, origin = found, states
+        last = states
+    for candidate in (last, origin):  # the last space holds most, but may be too large to nest in
+        if candidate is not None and search.can_nest(candidate):
+            found, finished = search.nested(candidate, best.cost_seconds if best else HUGE)
+            best = found or best
+            if finished:
+                break
+    if best is None:
+        raise PlanError(
+            f"no plan fits {machine.memory_bytes / 2**30:.3g} GiB a device",
+            where=f"{len(graph.names)} layers on {machine.num_devices} devices",
+            remedy="use more devices or more memory",
+        )
+    return best
+
+
+def data_parallel_seconds(graph: LayerGraph, machine: Machine) -> float:
+    """Return PipeDream's prediction for plain data parallelism over all devices, level by level."""
+    seconds = math.fsum(graph.forward_seconds) + math.fsum(graph.backward_seconds)
+    size, below = math.fsum(graph.parameter_bytes), 1
+    for count, bandwidth in zip(machine.counts, machine.bandwidths, strict=True):
+        seconds = (seconds + 4 * (count - 1) * size / (bandwidth * count) / below) / count
+        below = count
+    return seconds
+
+
+def _without_trivial_levels(machine: Machine) -> Machine:
+    levels = [(c, b) for c, b in zip(machine.counts, machine.bandwidths, strict=True) if c > 1]
+    levels = levels or [(1, machine.bandwidths[0])]
+    return Machine(tuple(c for c, _ in levels), tuple(b for _, b in levels), machine.memory_bytes)
+
+
+def _rows(stages: Any) -> list[tuple[int, int, int]]:
+    return [(int(row[0]), int(row[1]), int(row[3])) for row in stages]
+
+
+class _Search:
+    """One graph on one machine: the state spaces to try, and how to solve one."""
+
+    def __init__(self, graph: LayerGraph, machine: Machine, straight: bool) -> None:
+        self.graph, self.machine, self.straight = graph, machine, straight
+        self.limit = machine.memory_bytes or HUGE
+        self.dag = Dag(graph)
+        self.orders: dict[str, list[int]] = {}
+        self.most_pairs = min(MOST_PAIRS, MOST_PAIRS_ASKED // machine.num_devices)
+
+    def spaces(self) -> Iterator[States]:
+        """Yield state spaces, small ones first.
+
+        Linear orders, then the lattice where it is small; several more orders where it is not.
+        """
+        level = self.orders["level order"] = self.dag.order(deep=False)
+        edges = set(self.graph.edges)
+        if all(pair in edges for pair in itertools.pairwise(level)):
+            # one path through all layers: its prefixes are all ideals
+            yield self.dag.chain_states(level, "level order")
+            return
+        deep = self.orders["deep order"] = self.orders["lattice"] = self.dag.order(deep=True)
+        most = MOST_IDEALS if len(self.machine.counts) == 1 else MOST_STATES_PLACED
+        ideals = self.dag.ideals(deep, min(most, MOST_CELLS // self.dag.count))
+        lattice = None if ideals is None else self.dag.lattice_states(deep, ideals, self.most_pairs)
+        if lattice is None:
+            yield from self._many_orders(deep)
+            return
+        yield self.dag.chain_states(level, "level order")
+        yield self.dag.chain_states(deep, "deep order")
+        yield lattice
+
+    def _many_orders(self, deep: list[int]) -> Iterator[States]:
+        """Yield six linear orders, or four, and where they are few enough the ideals of all of them together."""
+        found: dict[int, None] = {}
+        place = {layer: index for index, layer in enumerate(deep)}
+        # several levels take half a second an order of thousands of layers
+        few = len(self.machine.counts) > 1 and self.dag.count > MOST_STATES_PLACED // 2
+        for ties in ("first", "last") if few else ("first", "last", "listed"):
+            for deeply in (False, True):
+                name = f"{'deep' if deeply else 'level'} order, {ties} first"
+                order = self.orders[name] = self.dag.order(deep=deeply, ties=ties)
+                yield self.dag.chain_states(order, name)
+                found.update(dict.fromkeys(itertools.accumulate((1 << place[layer] for layer in order), initial=0)))
+        if len(found) <= MOST_STATES_PLACED:
+            ideals = sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
+            lattice = self.dag.lattice_states(deep, ideals, self.most_pairs)
+            if lattice is not None:
+                yield lattice
+
+    def solve(self, states: States, known: float) -> LayerPlan | None:
+        """Return the best plan over the states if it is cheaper than ``known``; several levels: placed contiguously."""
+        machine = self.machine
+        arrays = (states.pointers, states.supersets, states.seconds, states.parameters, states.activations)
+        if len(machine.counts) == 1:
+            cost, after, replicas = solve_flat(
+                *arrays, states.crossing, machine.bandwidths[0], machine.counts[0], self.limit, self.straight, known
+            )
+            if cost >= known:
+                return None
+            rows, i = [], 0
+            while i < states.count - 1:
+                rows.append((i, int(after[i]), int(replicas[i])))
+                i = int(after[i])
+            return self._plan(states, float(cost), rows, "")
+        cost, rows = self._contiguous((*arrays, states.crossing), known)
+        if cost >= known:
+            return None
+        return self._plan(states, cost, rows, "contiguous, ")
+
+    def _contiguous(self, arrays: Arrays, known: float) -> tuple[float, list[tuple[int, int, int]]]:
+        """Return the best contiguous placement cheaper than ``known``, or HUGE; with a memory limit over all counts.
+
+        Each number of ranks in use is a search of its own then, the largest first, since the memory of a stage grows
+        with the ranks that are behind it. One rank alone always does: nothing is behind it.
+        """
+        machine, seconds = self.machine, float(arrays[2][-1])
+        widths = np.cumprod((1, *machine.counts)).astype(np.int64)
+        best: tuple[float, list[tuple[int, int, int]]] = (HUGE, [])
+        steps = np.zeros(2, np.int64)
+
+        def solve(ranks: int, limit: float, below: float, more: int) -> tuple[float, Any]:
+            steps[1] = steps[0] + more
+            bandwidths = np.array(machine.bandwidths)
+            return solve_contiguous(*arrays, widths, bandwidths, ranks, limit, self.straight, below, steps)
+
+        everything, enough = machine.num_devices, 2**62
+        least, stages = solve(everything, HUGE, known, enough)
+        if self.limit >= HUGE:
+            return float(least), _rows(stages)
+        if least >= known:
+            return best
+        end = enough
+        for ranks in (*range(everything, 0, -1), 1):
+            below = min(known, best[0], seconds * (1 + 1e-9))
+            if below <= least * (1 + 1e-12) or (seconds / ranks >= below and best[1]):
+                break
+            cost, stages = solve(ranks, self.limit, below, enough if ranks in (everything, 1) else end - int(steps[0]))
+            if cost < below:
+                best = float(cost), _rows(stages)
+            if ranks == everything:
+                end = int(steps[0]) + MOST_PLACED_STEPS
+            elif steps[0] > end and best[1]:
+                break
+        return best
+
+    def can_nest(self, states: States) -> bool:
+        """Return whether nested placement makes sense, and its tables of all pairs fit in memory."""
+        if len(self.machine.counts) == 1 or self.straight:
+            return False
+        return states.count <= MOST_STATES_NESTED
+
+    def nested(self, states: States, known: float) -> tuple[LayerPlan | None, bool]:
+        """Return the best nested plan if it is cheaper than ``known``, and whether the steps allowed were enough."""
+        counts, bandwidths, n = self.machine.counts, self.machine.bandwidths, states.count
+        # a stable order: no state comes before one that it holds, whatever rounding says of layers that take no time
+        order = np.argsort(np.round(states.seconds / states.seconds[-1], 12), kind="stable")
+        C, P, X = states.seconds[order], states.parameters[order], states.crossing[order]
+        Z: Floats = P + states.activations[order]
+        V: Floats = dense_seconds(states.pointers, states.supersets, states.seconds)[np.ix_(order, order)]
+        steps = np.array([0, MOST_NESTED_STEPS])
+        below, ranks = 1, 1
+        for level, (count, bandwidth) in enumerate(zip(counts[:-1], bandwidths, strict=False)):
+            groups = counts[-1] if level == len(counts) - 2 and known < HUGE else 0
+            V = inner_values(V, C, P, X, Z, count, bandwidth, below, ranks, groups, known, self.limit, steps)
+            ranks *= count
+            below = count
+        back = np.zeros((n, counts[-1] + 1, 2), np.int32)
+        W = from_source(V, C, P, X, Z, 0, counts[-1], bandwidths[-1], below, ranks, HUGE, self.limit, back, steps)
+        if steps[0] > steps[1]:
+            return None, False
+        cost = float(W[n - 1, counts[-1]])
+        if cost >= known:
+            return None, True
+        rows = [(int(order[i]), int(order[j]), int(groups)) for i, j, groups in walk(back, n, counts[-1])]
+        return self._plan(states, cost, rows, "nested (groups), "), True
+
+    def _plan(self, states: States, cost: float, rows: Sequence[tuple[int, ...]], how: str) -> LayerPlan:
+        order = self.orders[states.space]
+        stages = []
+        for i, j, replicas in rows:
+            if states.chain:
+                layers = order[i:j]
+            else:
+                inside = states.ideals[j] & ~states.ideals[i]
+                layers = [layer for place, layer in enumerate(order) if inside >> place & 1]
+            stages.append(LayerStage(tuple(self.graph.names[layer] for layer in layers), replicas))
+        return LayerPlan(cost, tuple(stages), how + states.space)

@@ -1,0 +1,225 @@
+"""PipeDream's nested placement: level k + 1 treats a whole group of level k as one device. The loops.
+
+With V(i, j) the best time of states i..j inside one group (the plain seconds at the lowest level) and M groups::
+
+    first(s, j, m)   = (V(s, j) + 4 (m-1) P / (B m) / n_prev) / m             n_prev: groups of the level below
+    later(k, j, m)   = max((V(k, j) + 4 (m-1) P / (B m)) / m, 2 X_k / (B m), 2 X_j / (B m) unless j is the end)
+    W_s(j, m)        = min(first(s, j, m), min over k, m' of max(W_s(k, m - m'), later(k, j, m')))
+
+and V of the next level is W_i(j, M). Contiguous placement cannot express all of these plans, nor they its own; the
+better of both is kept. States stand by their seconds, so that a cut is looked for in a window only. Of the last level
+only W_0 is needed, so of the level below only the pieces that can be part of a plan cheaper than ``known``; with two
+groups these are heads and tails, which one pass in each direction gives.
+
+With a memory limit a stage is left out where a copy of its bytes for each minibatch in flight is too much::
+
+    first(s, j, m):  ceil((M - m) / m)   (Z_j - Z_s) <= limit        Z: bytes of activations and parameters
+    later(k, j, m'): ceil((M - m) / m')  (Z_j - Z_k) <= limit        m: groups up to and with this stage
+
+at every level with that level's groups, and the last stage always fits, as in PipeDream.
+
+Source: PipeDream, ``optimizer_graph_hierarchical.py`` (``compute_partitioning``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from autopipe.planning.search.compiled import compiled
+
+Array = Any  # arrays inside compiled code: numba infers the type
+HUGE = 1e300
+
+
+@compiled
+def dense_seconds(pointers: Array, supersets: Array, C: Array) -> Array:
+    """Return V of the lowest level for every pair of nested states, HUGE for the others."""
+    n = len(C)
+    V = np.full((n, n), HUGE)
+    for i in range(n):
+        if len(pointers) == 0:
+            for j in range(i + 1, n):
+                V[i, j] = C[j] - C[i]
+        else:
+            for q in range(pointers[i], pointers[i + 1]):
+                V[i, supersets[q]] = C[supersets[q]] - C[i]
+    return V
+
+
+@compiled
+def first_stage(V: Array, P: Array, s: int, j: int, m: int, B: float, n_prev: int) -> float:
+    """Return ``first`` of the module's formula."""
+    seconds: float = (V[s, j] + 4.0 * (m - 1) * (P[j] - P[s]) / (B * m) / n_prev) / m
+    return seconds
+
+
+@compiled
+def later_stage(V: Array, P: Array, X: Array, k: int, j: int, m: int, B: float) -> float:
+    """Return ``later`` of the module's formula."""
+    cost: float = (V[k, j] + 4.0 * (m - 1) * (P[j] - P[k]) / (B * m)) / m
+    cost = max(cost, 2.0 * X[k] / (B * m))
+    if j < len(P) - 1:
+        cost = max(cost, 2.0 * X[j] / (B * m))
+    return cost
+
+
+@compiled
+def fits(size: float, behind: int, used: int, limit: float) -> bool:
+    """Return whether a stage of ``size`` bytes fits with ``behind`` groups behind it, itself on ``used``."""
+    return (behind + used - 1) // used * size <= limit
+
+
+@compiled
+def last_below(C: Array, first: int, stop: int, limit: float) -> int:
+    """Return the last of the states first..stop-1, which stand by seconds, with fewer than ``limit``; or first - 1."""
+    while first < stop:
+        middle = (first + stop) // 2
+        if C[middle] < limit:
+            first = middle + 1
+        else:
+            stop = middle
+    return first - 1
+
+
+@compiled
+def from_source(
+    V: Array, C: Array, P: Array, X: Array, Z: Array, s: int, M: int, B: float, n_prev: int, ranks: int, bound: float,
+    limit: float, back: Array, steps: Array,
+) -> Array:  # fmt: skip
+    """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left at HUGE. ``back``: (k, m').
+
+    A cut k is tried only where the plain seconds on both sides of it, shared by all ranks there (``ranks`` in a
+    group), are below the best so far. ``steps``: how many were tried, and how many may be.
+    """
+    n = len(P)
+    W = np.full((n, M + 1), HUGE)
+    for j in range(s + 1, n):
+        if V[s, j] >= HUGE or V[s, j] >= bound * M:
+            continue
+        if steps[0] > steps[1]:
+            break
+        if fits(Z[j] - Z[s], M - 1, 1, limit):
+            W[j, 1] = first_stage(V, P, s, j, 1, B, n_prev)
+        back[j, 1, 0], back[j, 1, 1] = s, 1
+        for m in range(2, M + 1):
+            best, cut, last = HUGE, s, m
+            if fits(Z[j] - Z[s], M - m, m, limit):
+                best = first_stage(V, P, s, j, m, B, n_prev)
+            if W[j - 1, m] < HUGE and back[j - 1, m, 0] > s:
+                # where the state before was cut is near the best, and leaves little to try
+                k, used = back[j - 1, m, 0], back[j - 1, m, 1]
+                if V[k, j] < HUGE and fits(Z[j] - Z[k], M - m, used, limit):
+                    total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
+                    if total < best:
+                        best, cut, last = total, k, used
+            for used in range(1, m):
+                roof = min(best, bound)
+                k = last_below(C, s + 1, j, C[s] + roof * ranks * (m - used))
+                steps[0] += 1
+                while k > s and C[j] - C[k] < roof * ranks * used:
+                    steps[0] += 1
+                    if V[k, j] < roof * used and W[k, m - used] < roof and fits(Z[j] - Z[k], M - m, used, limit):
+                        total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
+                        if total < best:
+                            best, cut, last = total, k, used
+                            roof = min(best, bound)
+                    k -= 1
+            W[j, m] = best
+            back[j, m, 0], back[j, m, 1] = cut, last
+    return W
+
+
+@compiled
+def best_to_sink(
+    V: Array, C: Array, P: Array, X: Array, Z: Array, S: Array, k: int, m: int, B: float, n_prev: int, ranks: int,
+    first: bool, limit: float, steps: Array,
+) -> float:  # fmt: skip
+    """Return the best time of states k..end on m groups, its stages behind a cut as in S; ``first``: k is the source.
+
+    Cuts are tried as in ``from_source``, with ``steps`` as there.
+    """
+    end = len(P) - 1
+    best = first_stage(V, P, k, end, m, B, n_prev) if first else later_stage(V, P, X, k, end, m, B)
+    for used in range(1, m):
+        j = last_below(C, k + 1, end, C[k] + best * ranks * used)
+        steps[0] += 1
+        while j > k and C[end] - C[j] < best * ranks * (m - used):
+            steps[0] += 1
+            if V[k, j] < best * used and S[j, m - used] < best and fits(Z[j] - Z[k], m - used, used, limit):
+                head = first_stage(V, P, k, j, used, B, n_prev) if first else later_stage(V, P, X, k, j, used, B)
+                best = min(best, max(head, S[j, m - used]))
+            j -= 1
+    return best
+
+
+@compiled
+def to_sink(
+    V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, limit: float,
+    steps: Array,
+) -> Array:  # fmt: skip
+    """Return W_s(end, M) for every s: one pass backwards, sharing the later stages S(k, m) among all s."""
+    n = len(P)
+    S = np.full((n, M + 1), HUGE)
+    result = np.full(n, HUGE)
+    for k in range(n - 2, -1, -1):
+        if V[k, n - 1] >= HUGE or steps[0] > steps[1]:
+            continue
+        S[k, 1] = later_stage(V, P, X, k, n - 1, 1, B)
+        for m in range(2, M + 1):
+            S[k, m] = best_to_sink(V, C, P, X, Z, S, k, m, B, n_prev, ranks, False, limit, steps)
+        result[k] = best_to_sink(V, C, P, X, Z, S, k, M, B, n_prev, ranks, True, limit, steps)
+    return result
+
+
+@compiled
+def groups_for(seconds: float, group: float) -> int:
+    """Return the groups that so many seconds need when each group takes at most ``group``."""
+    return max(1, math.ceil(seconds / group - 1e-9))
+
+
+@compiled
+def inner_values(
+    V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, groups: int,
+    known: float, limit: float, steps: Array,
+) -> Array:  # fmt: skip
+    """Return V of the next level. ``groups``: members of that level; ``known``: a plan's cost.
+
+    Only pairs that a plan cheaper than ``known`` can use are filled; ``groups`` 0: all of them.
+    """
+    n = len(P)
+    result = np.full((n, n), HUGE)
+    back = np.zeros((n, M + 1, 2), np.int32)
+    W = from_source(V, C, P, X, Z, 0, M, B, n_prev, ranks, HUGE if groups == 0 else known * groups, limit, back, steps)
+    result[0, :] = W[:, M]
+    tails = to_sink(V, C, P, X, Z, M, B, n_prev, ranks, limit, steps)
+    result[:, n - 1] = np.minimum(result[:, n - 1], tails)
+    if groups == 2:
+        return result
+    for s in range(1, n - 1):
+        bound = HUGE
+        if groups > 0:
+            # a middle piece leaves a group to what is behind it, and to what is before it as many as that needs
+            left = groups - groups_for(C[s], known * ranks * M) - 1
+            if left < 1:
+                continue
+            bound = known * left
+        if steps[0] > steps[1]:
+            break
+        W = from_source(V, C, P, X, Z, s, M, B, n_prev, ranks, bound, limit, back, steps)
+        result[s, s + 1 : n - 1] = W[s + 1 : n - 1, M]
+    return result
+
+
+@compiled
+def walk(back: Array, n: int, M: int) -> Array:
+    """Return the stages that ``from_source`` chose for 0..end on M groups, as rows (i, j, groups)."""
+    rows = np.zeros((n, 3), np.int64)
+    count, j, m = 0, n - 1, M
+    while j > 0:
+        k, used = back[j, m, 0], back[j, m, 1]
+        rows[count, 0], rows[count, 1], rows[count, 2] = k, j, used
+        count, j, m = count + 1, k, m - used
+    return rows[:count][::-1].copy()

@@ -1,0 +1,63 @@
+"""A profile in PipeDream's format as a ``Profile`` of our own, to plan on it with our own cost model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+from autopipe.planning.pipedream.file_format import LayerGraph, read_pipedream
+from autopipe.planning.pipedream.states import Dag
+
+
+def profile_from_pipedream(path: Path, *, samples: int = 1, deep: bool = True) -> Profile:
+    """Return the profile of a ``graph.txt``; its minibatch counts as one microbatch of ``samples`` samples.
+
+    Layers stand in a linear order: branch by branch (``deep``), or level by level. Every tensor is float32, every cut
+    is legal, and what a layer makes is what it keeps for its backward, since the format says nothing more.
+
+    Raises: PlanError with file and line for anything that is not in the format.
+    """
+    return profile_of_layers(read_pipedream(path), path.name, samples=samples, deep=deep)
+
+
+def profile_of_layers(layers: LayerGraph, name: str, *, samples: int = 1, deep: bool = True) -> Profile:
+    """Return the profile of a graph of layers; see ``profile_from_pipedream``."""
+    dag = Dag(layers)
+    nodes, costs, parameters = [], {}, {}
+    batch = "batch"
+    while batch in layers.names:
+        batch += "_"
+    for layer in dag.order(deep=deep):
+        own = layers.names[layer]
+        size = int(layers.activation_bytes[layer])
+        sources = tuple(layers.names[other] for other in dag.before[layer]) or (batch,)
+        weight = int(layers.parameter_bytes[layer]) // 4
+        if weight:
+            parameters[f"{own}.weight"] = TensorSpec((weight,), "float32", True)
+        nodes.append(
+            Node(
+                name=own,
+                kind="call_module",
+                target=layers.descriptions[layer],
+                inputs=sources,
+                spec=TensorSpec(("s0", max(1, size // 4 // samples)), "float32", True),
+                parameters=(f"{own}.weight",) if weight else (),
+            )
+        )
+        costs[own] = NodeCost(layers.forward_seconds[layer], layers.backward_seconds[layer], size, size)
+    ends = tuple(node.name for node in nodes if not dag.after[layers.names.index(node.name)])
+    graph = Graph(
+        name=name,
+        inputs=(Input(batch, TensorSpec(("s0",), "float32")),),
+        symbols=(Symbol("s0", batch, 0, samples),),
+        nodes=tuple(nodes),
+        outputs=ends,
+        parameters=parameters,
+        buffers={},
+        aliases={},
+    )
+    device = Device("gpu", "as in the file", 0)
+    measurement = Measurement(samples, costs, keepers={own: own for own in costs})
+    return Profile(WorkloadSpec(name, {}, {}, (), 0), graph, device, (measurement,))

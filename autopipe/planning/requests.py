@@ -1,0 +1,132 @@
+"""``PlanRequest``: what a stored plan was asked for, so that a later option can be seen to contradict it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from autopipe.errors import unknown_choice
+from autopipe.ir.cluster import Cluster
+from autopipe.schedules import REGISTRY
+
+_OPTIONS = {
+    "gpus": "--gpus",
+    "batch_size": "--batch-size",
+    "schedule": "--schedule",
+    "num_microbatches": "--num-microbatches",
+    "microbatch_size": "--microbatch-size",
+    "recompute": "--recompute",
+    "exact_ties": "--exact-ties",
+    "cluster": "--cluster",
+    "gpu_memory_bytes": "--gpu-memory",
+    "link": "--link",
+    "replicas": "--replicas",
+    "device_name": "--device-name",
+    "vertical_sync": "--vertical-sync",
+    "stages_per_rank": "--stages-per-rank",
+    "warmup_depth": "--warmup-depth",
+    "grid": "--schedule-file",
+    "averages": "--ema",
+}
+_FILES = ("cluster", "grid")  # what they hold is not shown
+# what belongs to one schedule, and goes with it
+_OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
+
+_CHOICES = {
+    "schedule": ("auto", *REGISTRY),
+    "recompute": ("auto", "always", "never"),
+    "exact_ties": ("auto", "always"),
+    "replicas": ("auto", "never"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The options of a plan; None is *not said*. ``cluster``, ``grid``: what cluster file and schedule file held.
+
+    ``averages``: whether memory for averaged weights is counted.
+    """
+
+    gpus: int | None = None
+    batch_size: int | None = None
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    recompute: str | None = None
+    cluster: Cluster | None = None
+    gpu_memory_bytes: int | None = None
+    link: float | None = None
+    replicas: str | None = None
+    device_name: str | None = None
+    vertical_sync: bool | None = None
+    stages_per_rank: int | None = None
+    warmup_depth: int | None = None
+    grid: str | None = None
+    exact_ties: str | None = None
+    averages: bool | None = None
+
+    def __post_init__(self) -> None:
+        counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**31:
+                raise ValueError(f"{_OPTIONS[name]} {value} is out of range")
+        for name in ("gpu_memory_bytes", "link"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{_OPTIONS[name]} {value} is not above 0")
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(unknown_choice(name, value, known))
+
+    @property
+    def of_other_devices(self) -> bool:
+        """Whether the devices or links are described, and need not be here."""
+        return any(x is not None for x in (self.cluster, self.gpu_memory_bytes, self.link, self.device_name))
+
+    @property
+    def schedule_options(self) -> dict[str, int]:
+        """What the schedule is told beside how many stages a rank has, under the schedules' own names."""
+        found = {"vertical_sync": 1 if self.vertical_sync else None, "depth": self.warmup_depth}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def overlaid(self, said: PlanRequest) -> PlanRequest:
+        """Return this request with what is said now on top.
+
+        The two ways to name microbatches exclude each other; what one schedule was told is not for another, and a
+        grid says itself how many ranks and microbatches there are.
+        """
+        given = {field.name: getattr(said, field.name) for field in dataclasses.fields(said)}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if said.num_microbatches is not None:
+            changes["microbatch_size"] = None
+        elif said.microbatch_size is not None:
+            changes["num_microbatches"] = None
+        if said.cluster is not None:
+            changes |= dict.fromkeys(("gpu_memory_bytes", "link", "device_name"))
+        elif said.of_other_devices:
+            changes["cluster"] = None
+        if said.schedule is not None and said.schedule != self.schedule:
+            changes = dict.fromkeys(_OF_SCHEDULE) | changes
+        if said.grid is not None and said.grid != self.grid:
+            changes = dict.fromkeys(("gpus", "num_microbatches", "microbatch_size")) | changes
+        return dataclasses.replace(self, **changes)
+
+    def changes_to(self, other: PlanRequest) -> tuple[str, ...]:
+        """Return what differs, as the user would write it: ``--gpus 2 -> 4``."""
+        found = []
+        for name, option in _OPTIONS.items():
+            before, after = getattr(self, name), getattr(other, name)
+            if before != after:
+                found.append(option if name in _FILES else f"{option} {_shown(before)} -> {_shown(after)}")
+        return tuple(found)
+
+
+def flag_of(option: str) -> str:
+    """Return how a schedule's own option is typed."""
+    return _OPTIONS["warmup_depth" if option == "depth" else option]
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else str(value)

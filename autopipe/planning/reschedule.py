@@ -1,0 +1,85 @@
+"""A plan under another schedule than its own, its stages as they are: for ``simulate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from autopipe.errors import PlanError, counted
+from autopipe.ir.plan import Plan
+from autopipe.planning.requests import PlanRequest, flag_of
+from autopipe.planning.space import taking
+from autopipe.schedules import layout_of
+
+
+def reordered(made: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan under the schedule that is asked for, and what a person should know of it.
+
+    Raises: PlanError for an option that the schedule does not take, or where the stages of the plan cannot be dealt out
+    so; the schedule itself says what it refuses.
+    """
+    name = request.schedule if request.schedule not in (None, "auto") else made.schedule
+    taking((str(name),), request)
+    told = dict(request.schedule_options)
+    if (
+        name == made.schedule
+        and not told
+        and request.stages_per_rank is None
+        and request.grid in (None, made.schedule_text)
+    ):
+        return made, ()
+    if name == made.schedule:
+        told = {**made.schedule_options, **told}
+        if request.vertical_sync is False:
+            told.pop("vertical_sync", None)
+    ranks = made.stage_ranks
+    if name == "custom":
+        ranks = _ranks_of_grid(made, request)
+    elif request.stages_per_rank is not None:
+        ranks = _dealt(len(made.stages), request.stages_per_rank)
+        told["stages_per_rank"] = request.stages_per_rank
+    stages = tuple(dataclasses.replace(stage, ranks=own) for stage, own in zip(made.stages, ranks, strict=True))
+    other = dataclasses.replace(
+        made,
+        stages=stages,
+        num_ranks=1 + max(rank for own in ranks for rank in own),
+        schedule=str(name),
+        schedule_options=told,
+        schedule_text=request.grid or "",
+    )
+    what = ", ".join([other.schedule, *(f"{option} {value}" for option, value in told.items())])
+    note = f"the plan is for {made.schedule}; simulated with {what}, the same stages"
+    return other, (note + ("" if ranks == made.stage_ranks else f" on {counted(other.num_ranks, 'rank')}"),)
+
+
+def as_typed(plan: Plan, grid: Path | None) -> str:
+    """Return the options that name a plan's schedule. ``grid``: the file that holds it."""
+    if grid is not None:
+        return f"--schedule-file {shlex.quote(str(grid))}"
+    words = ["--schedule", plan.schedule]
+    for option, value in plan.schedule_options.items():
+        words += [flag_of(option)] if option == "vertical_sync" else [flag_of(option), str(value)]
+    return " ".join(words)
+
+
+def _dealt(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
+    if num_stages % per_rank:
+        raise PlanError(
+            f"the plan has {counted(num_stages, 'stage')}, which are not {per_rank} on every rank",
+            remedy=f"autopipe plan --gpus N --schedule interleaved --stages-per-rank {per_rank}",
+        )
+    return tuple((stage % (num_stages // per_rank),) for stage in range(num_stages))
+
+
+def _ranks_of_grid(made: Plan, request: PlanRequest) -> tuple[tuple[int, ...], ...]:
+    if request.grid is None:
+        raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
+    ranks, count = layout_of(request.grid)
+    if (len(ranks), count) != (len(made.stages), made.num_microbatches):
+        raise PlanError(
+            f"the schedule file has {counted(len(ranks), 'stage')} and {count} microbatches, and the plan "
+            f"{len(made.stages)} and {made.num_microbatches}",
+            remedy="autopipe plan --schedule-file FILE",
+        )
+    return ranks

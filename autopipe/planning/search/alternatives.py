@@ -1,0 +1,120 @@
+"""Other plans near the best one: runners-up, the data-parallel plan, and the choice among them by a better judge."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autopipe.errors import PlanError
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan, Prediction
+from autopipe.planning.build import StageChoice, build_plan
+from autopipe.planning.cost.memory import gib, in_flight, peak_tables, weight_versions
+from autopipe.planning.search.problem import Problem
+
+Score = Callable[[Plan], Prediction]
+MOST_SCORED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A score that takes its time: of a search it is asked about the ``most`` plans that are best by the formula.
+
+    Where these are fewer than about 20 no runners-up are looked for either: they take a search each.
+    """
+
+    score: Score
+    most: int
+
+    def __call__(self, plan: Plan) -> Prediction:
+        """Return the score of a plan."""
+        return self.score(plan)
+
+
+class CutsWithout(Cuts):
+    """The cuts of a graph, one of the legal ones left out."""
+
+    def __init__(self, graph: Graph, position: int) -> None:
+        super().__init__(graph)
+        self._position = position
+
+    @functools.cached_property
+    def legal(self) -> tuple[int, ...]:
+        """The legal positions but one."""
+        return tuple(position for position in Cuts(self.graph).legal if position != self._position)
+
+
+def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | None]) -> list[Plan]:
+    """Return, for each cut of the plan, the best plan that does not have it; the best first, each plan once.
+
+    Every plan with other cuts lacks one of these, so the first of them is the best plan with other cuts.
+    """
+    found: dict[str, Plan] = {}
+    for stage in plan.stages[1:]:
+        if problem.options.straight and len(problem.cuts.legal) < len(plan.stages):
+            break  # without one of its cuts the graph has too few
+        other = solve(dataclasses.replace(problem, cuts=CutsWithout(problem.profile.graph, stage.start)))
+        if other is not None:
+            found.setdefault(other.digest, other)
+    return sorted(found.values(), key=lambda other: other.predicted.step_seconds)
+
+
+def most_scored(score: Score) -> int:
+    """Return of how many plans a score is asked."""
+    return score.most if isinstance(score, Judge) else MOST_SCORED
+
+
+def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:
+    """Return the best plan by ``score`` among about 20 that the formula ranks first: one a problem, and runners-up.
+
+    The whole model on each rank is always among them: the formula leaves out what many messages cost.
+    """
+    most = most_scored(score)
+    ranked = sorted(pairs, key=lambda pair: (pair[1].predicted.step_seconds, pair[1].num_microbatches))
+    plans = [plan for _, plan in ranked[:most]]
+    for problem, plan in ranked[:3] if most >= MOST_SCORED else ():
+        if len(plans) < most:
+            plans.extend(runners_up(problem, plan, solve)[: most - len(plans)])
+    whole = sorted(whole_model_plans([problem for problem, _ in pairs]), key=lambda plan: plan.predicted.step_seconds)
+    different = {(plan.digest, plan.num_microbatches): plan for plan in (*plans, *whole[:most])}
+    scored = [dataclasses.replace(plan, predicted=score(plan)) for plan in different.values()]
+    return min(scored, key=lambda plan: (plan.predicted.step_seconds, plan.num_microbatches))
+
+
+def whole_model_plans(problems: Sequence[Problem]) -> Iterator[Plan]:
+    """Yield the plan with one stage on all ranks for each problem that may have it and where it fits."""
+    for problem in problems:
+        if not problem.options.straight:
+            try:
+                yield data_parallel_plan(problem)
+            except PlanError:
+                continue
+
+
+def data_parallel_plan(problem: Problem) -> Plan:
+    """Return the plan with one stage on all ranks, but no more than there are microbatches.
+
+    Raises: PlanError when the model does not fit a device, with the numbers.
+    """
+    from autopipe.planning.search.replicated import arrays_of  # loads numba only where it is needed
+
+    given, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
+    ranks = min(given, m)
+    options = dataclasses.replace(
+        problem.options, num_ranks=ranks, offered=problem.options.offered or given, straight=False, stages_per_rank=1
+    )
+    free = dataclasses.replace(problem, options=options)
+    tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
+    held = in_flight(problem.needs, m, behind=0, num_ranks=ranks, replicas=ranks)
+    versions = weight_versions(problem.needs, m, held, ranks)
+    if tau >= 1e300:
+        peaks = peak_tables(problem.tables, problem.profile.optimizer_bytes_per_byte, held, versions)
+        least = min(float(peak[0, n]) for peak in peaks)
+        memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
+        raise PlanError(f"the whole model needs {gib(least)} on each rank, and {gib(memory)} are available")
+    nodes = len(problem.profile.graph.nodes)
+    choice = StageChoice(0, nodes, tuple(range(ranks)), recompute, held, versions, tau * ranks)
+    return build_plan(free, [choice])

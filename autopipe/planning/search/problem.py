@@ -1,0 +1,156 @@
+"""``Problem``: one microbatch size, cluster and schedule, as functions from (stage, pair of cuts) to seconds and bytes.
+
+The cost of a microbatch at stage k on atoms i..j-1, on a device of speed s::
+
+    t_k(i, j) = (F + B) / s + c_in + c_out            F forward, B backward; 2F with recompute
+    c_in      = received / b(k-1, k) + 2 l(k-1, k)    b bandwidth, l latency of the link; nothing at the ends
+    c_out     = sent / b(k, k+1) + 2 l(k, k+1)
+    c_tied    = 2 tied / (m b)                        gradient and new value of shared trained weights, once a minibatch
+
+``received`` and ``sent`` count a value once where it is made and once where it is read, and its gradient the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster, ClusterDevice
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.profile import Measurement, Profile
+from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, peak_tables, weight_versions
+from autopipe.planning.cost.tables import Array, Tables, build_tables
+from autopipe.planning.options import PlanOptions, ScheduleNeeds
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that the search needs, for one number of microbatches."""
+
+    profile: Profile
+    cluster: Cluster
+    options: PlanOptions
+    cuts: Cuts
+    num_microbatches: int
+
+    @property
+    def needs(self) -> ScheduleNeeds:
+        """What the schedule asks."""
+        return self.options.schedule_needs
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in the largest microbatch."""
+        return math.ceil(self.options.batch_size / self.num_microbatches)
+
+    @functools.cached_property
+    def measurement(self) -> Measurement:
+        """The node costs at this microbatch size."""
+        return self.profile.at(self.microbatch_size)
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """The stage tables at this microbatch size."""
+        return build_tables(self.profile.graph, self.cuts, self.measurement)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that runs a stage of a straight plan: round robin when a rank runs several."""
+        return self.options.rank_of(stage)
+
+    def device_of(self, stage: int) -> ClusterDevice:
+        """Return the device of a stage of a straight plan."""
+        return self.cluster.device(self.rank_of(stage))
+
+    def held(self, stage: int, num_stages: int) -> tuple[int, int]:
+        """Return (microbatches in flight, weight versions) of a stage of a straight plan."""
+        v, p = self.options.stages_per_rank, self.options.num_ranks
+        if v > 1 and self.needs.in_flight == "depth":
+            count = in_flight_of_interleaved(v, p, self.num_microbatches, stage)
+        else:
+            behind = num_stages - 1 - stage
+            count = in_flight(self.needs, self.num_microbatches, behind=behind, num_ranks=num_stages)
+        return count, weight_versions(self.needs, self.num_microbatches, count)
+
+    def transfer_seconds(self, stage: int, num_stages: int) -> Array:
+        """Return c_in + c_out + c_tied of every pair."""
+        total = np.zeros_like(self.tables.received)
+        rank = self.rank_of(stage)
+        sides = [(stage - 1, self.tables.received), (stage + 1, self.tables.sent)]
+        tied = 2 * self.tables.tied_bytes / self.num_microbatches
+        charged = False
+        for other, amount in sides:
+            if not 0 <= other < num_stages or self.rank_of(other) == rank:
+                continue
+            link = self.cluster.link(rank, self.rank_of(other))
+            total = total + amount / link.bandwidth + 2 * link.latency_seconds
+            if not charged:
+                total, charged = total + tied / link.bandwidth, True
+        return total
+
+    def stage_seconds(self, stage: int, num_stages: int) -> tuple[Array, Array]:
+        """Return t_k of every pair, without and with recompute, memory aside."""
+        speed = self.device_of(stage).speed
+        transfer = self.transfer_seconds(stage, num_stages)
+        plain = (self.tables.forward_seconds + self.tables.backward_seconds) / speed + transfer
+        return plain, plain + self.tables.forward_seconds / speed
+
+    def stage_peaks(self, stage: int, num_stages: int) -> tuple[Array, Array]:
+        """Return the peak bytes of every pair, without and with recompute."""
+        held, versions = self.held(stage, num_stages)
+        return peak_tables(self.tables, self.profile.optimizer_bytes_per_byte, held, versions, self.waiting(stage))
+
+    def waiting(self, stage: int) -> int:
+        """Return how many halves of a backward wait at most: stage s lets s of them, while the next arises.
+
+        The first stage has nobody to hurry for: it leaves all to the second half (arXiv:2401.10241, section 2.3).
+        """
+        return min(stage + 1, self.num_microbatches) if self.needs.splits and stage else 0
+
+    def limit(self, stage: int) -> float:
+        """Return the bytes that a stage may use; infinite where the device has no limit.
+
+        Stages that share a device get parts of it as large as what they hold in flight.
+        """
+        memory = self.device_of(stage).memory_bytes
+        if not memory:
+            return math.inf
+        rank, count = self.rank_of(stage), self.options.num_stages
+        if self.options.stages_on(rank) == 1:
+            return memory
+        held = {other: self.held(other, count)[0] for other in range(count) if self.rank_of(other) == rank}
+        return memory * held[stage] / sum(held.values())
+
+    def stage_table(self, stage: int, num_stages: int) -> Array:
+        """Return t_k, infinite where the stage does not fit; recompute is used as the options allow."""
+        plain, again = self.stage_seconds(stage, num_stages)
+        peak, peak_again = self.stage_peaks(stage, num_stages)
+        limit = self.limit(stage)
+        table = np.full_like(plain, np.inf)
+        if self.options.recompute != "never":
+            table = np.where(peak_again <= limit, again, table)
+        if self.options.recompute != "always":
+            table = np.where(peak <= limit, plain, table)
+        return table
+
+    def overflow_table(self, stage: int, num_stages: int) -> Array:
+        """Return by how many bytes the least peak that the options allow is over the limit (negative: it fits)."""
+        peak, peak_again = self.stage_peaks(stage, num_stages)
+        least = {"never": peak, "always": peak_again, "auto": np.minimum(peak, peak_again)}[self.options.recompute]
+        return least - self.limit(stage)
+
+
+def check_cluster(cluster: Cluster, num_ranks: int) -> None:
+    """Refuse a cluster with fewer ranks than asked for.
+
+    Raises: PlanError.
+    """
+    if cluster.num_ranks < num_ranks:
+        levels = " x ".join(f"{level.count} ({level.name})" for level in cluster.levels)
+        raise PlanError(
+            f"{num_ranks} ranks asked for, but the cluster has {cluster.num_ranks}: {levels}",
+            remedy=f"ask for {cluster.num_ranks} or describe a larger cluster",
+        )

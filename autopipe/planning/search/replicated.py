@@ -1,0 +1,183 @@
+"""Plans with replicated stages: from a ``Problem`` to the solver's arrays, the search (``search``), and back to stages.
+
+Contiguous placement lays the stages over the ranks in order. Nested placement lays one whole pipeline into each group
+of an inner level of links, all groups sharing the microbatches; the better is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from autopipe.ir.cluster import Cluster, Level
+from autopipe.planning.build import StageChoice
+from autopipe.planning.cost.tables import Tables
+from autopipe.planning.search import solver
+from autopipe.planning.search.bottleneck import Arrays, Row, asynchronous, flush, objective
+from autopipe.planning.search.problem import Problem
+
+# so many ranks are placed one by one where they differ; more of them in groups, or a search takes minutes
+MOST_PLACES = 128
+
+
+def arrays_of(problem: Problem, width: int = 1) -> Arrays:
+    """Return the solver's arrays for a problem; with ``width`` groups, those of the pipeline that each group runs."""
+    tables, options, needs = problem.tables, problem.options, problem.needs
+    cluster, G = problem.cluster, options.num_ranks // width
+    equal = width == 1 and len(set(cluster.devices)) == 1 and _levels_in_use(cluster, G) <= 1
+    outer = _span(cluster, 0, options.num_ranks - 1)
+    versions = needs.fixed_versions(problem.num_microbatches) or 0
+    rules = np.zeros(solver.NUM_RULES)
+    rules[solver.MICROBATCHES] = problem.num_microbatches
+    rules[solver.RANKS] = G
+    rules[solver.DEPTH] = needs.depth
+    rules[solver.ALL] = {"depth": 0, "all": 1, "ranks": 2}[needs.in_flight]
+    rules[solver.FLUSH] = needs.flush
+    rules[solver.VERSIONS] = versions
+    rules[solver.MAY_KEEP] = options.recompute != "always"
+    rules[solver.MAY_RECOMPUTE] = options.recompute != "never"
+    rules[solver.EQUAL] = equal
+    rules[solver.WIDTH] = width
+    rules[solver.OUTER_SECONDS] = 1 / outer.ring_bandwidth
+    rules[solver.OUTER_LATENCY] = outer.latency_seconds
+    rules[solver.UNIT] = unit = 1 if equal else unit_of(G)
+    # where ranks may stay unused, a stage has no more replicas than microbatches: those beyond would have nothing to do
+    # (nor where there are very many ranks, as it takes too long; plans for fewer of them compete)
+    most = min(G, max(problem.num_microbatches, unit)) if equal or unit > 1 else G
+    rules[solver.MOST] = most
+    counts = range(1, most // unit + 1)
+    choices = [r * unit for r in counts if options.replica_choices == "any" or r & (r - 1) == 0]
+    place = placement(cluster, G, equal)
+    return Arrays(
+        (
+            tables.forward_seconds + tables.backward_seconds,
+            tables.forward_seconds,
+            tables.received,
+            tables.sent,
+            tables.gradient_bytes,
+            tables.tied_bytes,
+            tables.weight_bytes,
+            tables.gradient_bytes
+            + problem.profile.optimizer_bytes_per_byte * tables.stepped_bytes
+            + tables.workspace_bytes,
+            tables.saved_bytes,
+            tables.kept_bytes,
+            *_one_replica(tables, place),
+        ),
+        place,
+        rules,
+        np.array([1] if options.straight else choices, dtype=np.int64),
+        max(cluster.device(rank).speed for rank in range(G)) * width,
+    )
+
+
+def _one_replica(tables: Tables, place: Any) -> tuple[Any, Any]:
+    """Return t without recompute and 2 g / b_ring, for devices and links as those of rank 0."""
+    speed, _, into, into_latency, out, out_latency, ring, _ = place[:, 0, -1]
+    time = (tables.forward_seconds + tables.backward_seconds) / speed
+    time[1:] += tables.received[1:] * into + into_latency
+    time[:, :-1] += tables.sent[:, :-1] * out + out_latency
+    return time, 2 * tables.gradient_bytes * ring
+
+
+def _levels_in_use(cluster: Cluster, num_ranks: int) -> int:
+    width, used = 1, 0
+    for level in cluster.levels:
+        used += level.count > 1 and width < num_ranks
+        width *= level.count
+    return used
+
+
+def unit_of(num_ranks: int) -> int:
+    """Return of how many ranks replicas are a multiple where ranks differ: 1, or more where there are very many."""
+    return next(unit for unit in range(-(-num_ranks // MOST_PLACES), num_ranks + 1) if num_ranks % unit == 0)
+
+
+@functools.lru_cache(maxsize=32)
+def placement(cluster: Cluster, num_ranks: int, equal: bool) -> Any:
+    """Return the solver's placement tables, shape (8, G + 1, G + 1) in units, or (8, 1, 1) where all ranks are equal.
+
+    A stage on several ranks runs at the speed and with the memory of the least of them. It receives over the narrowest
+    link between its ranks and the one before, sends likewise, and reduces over the narrowest link between its ranks.
+    """
+    if equal:
+        table = np.zeros((8, 1, 1))
+        table[:, 0, 0] = _one_placement(cluster, 0, num_ranks)
+        return table
+    unit = unit_of(num_ranks)
+    count = num_ranks // unit
+    table = np.zeros((8, count + 1, count + 1))
+    for a in range(count):
+        for r in range(1, count - a + 1):
+            table[:, a, r] = _one_placement(cluster, a * unit, r * unit)
+    return table
+
+
+def _one_placement(cluster: Cluster, a: int, r: int) -> tuple[float, ...]:
+    devices = [cluster.device(rank) for rank in (range(a, a + r) if len(cluster.devices) > 1 else (0,))]
+    into, out = _span(cluster, max(a - 1, 0), a + r - 1), _span(cluster, a, min(a + r, cluster.num_ranks - 1))
+    ring = _span(cluster, a, a + r - 1)
+    return (
+        min(device.speed for device in devices),
+        min(device.memory_bytes or solver.HUGE for device in devices),
+        1 / into.bandwidth,
+        2 * into.latency_seconds,
+        1 / out.bandwidth,
+        2 * out.latency_seconds,
+        1 / ring.ring_bandwidth,
+        ring.latency_seconds,
+    )
+
+
+def _span(cluster: Cluster, first: int, last: int) -> Level:
+    """Return the narrowest level that a message between two of these ranks may pass."""
+    link = cluster.link(first, last)
+    levels = cluster.levels[: cluster.levels.index(link) + 1]
+    used = [level for level in levels if level.count > 1] or [link]
+    ring = min(x.ring_bandwidth for x in used)
+    return Level("", 1, min(x.bandwidth for x in used), max(x.latency_seconds for x in used), ring)
+
+
+def solve(problem: Problem) -> list[StageChoice] | None:
+    """Return the best stages for a problem, replicas allowed, or None when nothing fits.
+
+    Contiguous placement, and nested placement in groups of every inner level of links; the better is kept.
+    """
+    best: tuple[float, Arrays, list[Row]] | None = None
+    for width in widths(problem):
+        arrays = arrays_of(problem, width)
+        rows = flush(arrays, problem.options.tolerance) if problem.needs.flush else asynchronous(arrays)
+        if rows is not None and (best is None or objective(arrays, rows) < best[0]):
+            best = objective(arrays, rows), arrays, rows
+    if best is None:
+        return None
+    _, arrays, rows = best
+    return [_choice(arrays, problem, row, rows) for row in rows]
+
+
+def widths(problem: Problem) -> list[int]:
+    """Return the numbers of groups to try: 1, and for every inner level of links the groups that it divides ranks into.
+
+    Groups are equal only where all devices are; behind one kind of link they bring nothing.
+    """
+    cluster, G = problem.cluster, problem.options.num_ranks
+    found, size = [1], 1
+    for level in cluster.levels[:-1]:
+        size *= level.count
+        if len(cluster.devices) == 1 and level.count > 1 and size < G and G % size == 0:
+            found.append(G // size)
+    return sorted(set(found))
+
+
+def _choice(arrays: Arrays, problem: Problem, row: Row, rows: list[Row]) -> StageChoice:
+    i, j, r, d = row
+    tau, recompute = arrays.stage(row)
+    held, versions = solver.held_and_versions(arrays.rules, r, d)
+    first, group = sum(rows[0][2:]) - d - r, arrays.num_ranks
+    width = int(arrays.rules[solver.WIDTH])
+    # replicas of one group are ``width`` apart, so that a microbatch meets the same group at every stage
+    ranks = tuple(g * group + q for q in range(first, first + r) for g in range(width))
+    edges = problem.tables.edges
+    return StageChoice(edges[i], edges[j], ranks, recompute, int(held), int(versions), tau * len(ranks))

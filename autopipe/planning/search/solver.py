@@ -1,0 +1,284 @@
+"""The search with replicas, memory and recompute over one order of atoms: the loops, compiled where numba is installed.
+
+A stage is atoms i..j-1 on r ranks, with d ranks behind it, so on ranks a = G - d - r and the next r - 1. Its time for
+one microbatch, and the share of it that counts for the period::
+
+    t   = (F + B) / s + R / b_in + 2 l_in + S / b_out + 2 l_out          + F / s with recompute
+    tau = t / r + (2 (r-1)/r g / b_ring + 2 (r-1) l_ring + 2 tied / b) / m
+
+    n <= ceil(depth d / r) + 1, and in a flush n <= ceil(m/r)            microbatches in flight; all: n = ceil(m/r)
+    (n - 1) r <= (v - 1) m unless in a flush                             what v weight versions allow to be ahead
+
+Nested placement lays the same pipeline into each of w groups of ranks: then a stage has r w replicas, and the groups
+reduce among themselves over the outer links, which adds 2 (w-1)/w g / b_outer + 2 (w-1) l_outer to the share of m.
+
+Memory::
+
+    v W + g' + n (A + K) <= memory, else, with recompute, v W + g' + n K + A <= memory
+
+Two engines, both asked about a bottleneck T; ``replicated`` asks until the best is settled:
+
+- ``least_ranks`` (equal devices and links): the fewest ranks for atoms i.. with every tau <= T. Fewer ranks behind
+  never hurt, so one number a cut is enough, whatever G is: O(n^2) a T.
+- ``least_sum`` (any cluster, and every flush): the least sum of tau for atoms i.. on exactly d ranks with every
+  tau <= T: O(n^2 G R) a T.
+
+Source: planner of PipeDream (SOSP 2019) for the problem; the parametric form and the closed form of r are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from autopipe.planning.search.compiled import compiled
+
+Array = Any  # arrays inside compiled code: numba infers the type
+HUGE = 1e300
+
+# places in the tuple of tables; TIME and RING are t and k m of one replica, for equal devices and links only
+COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
+# places in the placement tables, by (first rank, replicas) in units; by (0, 0) alone where all ranks are equal
+SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
+# places in the vector of rules; the last: the most replicas, and of how many ranks replicas are a multiple
+MICROBATCHES, RANKS, DEPTH, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
+WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT = range(9, 14)
+NUM_RULES = 14
+
+
+@compiled
+def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
+    """Return (microbatches in flight on a rank, weight versions). A VERSIONS of 0 stands for "as deep as in flight"."""
+    m, width = rules[MICROBATCHES], rules[WIDTH]
+    share = math.ceil(m / (r * width))
+    held = math.ceil(rules[DEPTH] * d / r) + 1
+    if rules[ALL] == 1:
+        held = share
+    elif rules[ALL] == 2:
+        held = min(math.ceil(rules[RANKS] / r), share)
+    elif rules[FLUSH] > 0:
+        held = min(held, share)
+    versions = rules[VERSIONS]
+    if versions == 0:
+        versions = 1 + math.ceil((held - 1) * r * width / m)
+    return held, versions
+
+
+@compiled
+def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
+    """Return (tau, recompute) of a stage, or (HUGE, 0) where it does not fit. All engines use this one definition."""
+    a, q = 0, 0
+    if rules[EQUAL] == 0:
+        unit = int(rules[UNIT])
+        a, q = (int(rules[RANKS]) - d - r) // unit, r // unit
+    m = rules[MICROBATCHES]
+    held, versions = held_and_versions(rules, r, d)
+    if rules[FLUSH] == 0 and (held - 1) * r * rules[WIDTH] > (versions - 1) * m:
+        return HUGE, 0
+    fixed = versions * tables[WEIGHTS][i, j] + tables[STATE][i, j] + held * tables[KEPT][i, j]
+    saved, memory = tables[SAVED][i, j], place[MEMORY, a, q]
+    again = 0
+    if rules[MAY_KEEP] > 0 and fixed + held * saved <= memory:
+        again = 0
+    elif rules[MAY_RECOMPUTE] > 0 and fixed + saved <= memory:
+        again = 1
+    else:
+        return HUGE, 0
+    speed = place[SPEED, a, q]
+    t = (tables[COMPUTE][i, j] + again * tables[FORWARD][i, j]) / speed
+    tied = 0.0
+    if i > 0:
+        t += tables[RECEIVED][i, j] * place[IN_SECONDS, a, q] + place[IN_LATENCY, a, q]
+        tied = tables[TIED][i, j] * place[IN_SECONDS, a, q]
+    if d > 0:
+        t += tables[SENT][i, j] * place[OUT_SECONDS, a, q] + place[OUT_LATENCY, a, q]
+        if i == 0:
+            tied = tables[TIED][i, j] * place[OUT_SECONDS, a, q]
+    share = 2 * tied
+    if r > 1:
+        share += 2 * (r - 1) / r * tables[GRADIENT][i, j] * place[RING_SECONDS, a, q]
+        share += 2 * (r - 1) * place[RING_LATENCY, a, q]
+    width = rules[WIDTH]
+    if width > 1:
+        share += 2 * (width - 1) / width * tables[GRADIENT][i, j] * rules[OUTER_SECONDS]
+        share += 2 * (width - 1) * rules[OUTER_LATENCY]
+    return t / (r * width) + share / m, again
+
+
+@compiled
+def replicas_for_time(t: float, k: float, T: float) -> float:
+    """Return a lower bound of r by time: t/r + k (1 - 1/r) <= T needs r >= (t - k)/(T - k). HUGE: none is enough."""
+    if t <= T:
+        return 1.0
+    if k >= T:
+        return HUGE
+    return math.ceil((t - k) / (T - k) - 1e-9)
+
+
+@compiled
+def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float:
+    """Return a lower bound of r by memory, with ``each`` bytes a microbatch in flight and ``free`` for all of them."""
+    if free < 0:
+        return HUGE
+    if each <= 0 or free >= each * 1e9:
+        return 1.0
+    allowed = math.floor(free / each + 1e-9)
+    if allowed < 1:
+        return HUGE
+    by_share: float = math.ceil(rules[MICROBATCHES] / allowed)
+    by_depth: float = HUGE
+    if d == 0:
+        by_depth = 1.0
+    elif allowed > 1:
+        by_depth = math.ceil(rules[DEPTH] * d / (allowed - 1))
+    if rules[ALL] == 1:
+        return by_share
+    if rules[ALL] == 2:
+        by_ranks: float = math.ceil(rules[RANKS] / allowed)
+        return min(by_share, by_ranks)
+    return min(by_share, by_depth) if rules[FLUSH] > 0 else by_depth
+
+
+@compiled
+def least_count(
+    rules: Array, d: int, most: int, T: float, memory: float,
+    t: float, k: float, more: float, weights: float, state: float, kept: float, saved: float,
+) -> float:  # fmt: skip
+    """Return a lower bound of r, or HUGE where it is more than ``most``; ``more`` are the seconds of a recompute.
+
+    A stage that fits keeps its activations or recomputes them; for both, time and memory each give a least r in closed
+    form, and the smaller of the two is the bound. With weight versions that grow with r only time gives one.
+    """
+    keep, again = HUGE, HUGE
+    if rules[MAY_KEEP] > 0:
+        keep = replicas_for_time(t, k, T)
+    if rules[MAY_RECOMPUTE] > 0:
+        again = replicas_for_time(t + more, k, T)
+    if min(keep, again) > most:
+        return HUGE
+    if rules[VERSIONS] > 0:
+        if rules[FLUSH] == 0 and rules[DEPTH] * d > (rules[VERSIONS] - 1) * rules[MICROBATCHES]:
+            return HUGE
+        free = memory - rules[VERSIONS] * weights - state
+        if keep <= most:
+            keep = max(keep, replicas_for_memory(rules, d, free, kept + saved))
+        if again <= most:
+            again = max(again, replicas_for_memory(rules, d, free - saved, kept))
+    r = min(keep, again)
+    return r if r <= most else HUGE
+
+
+@compiled
+def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: int, most: int, T: float) -> int:
+    """Return the least r <= most with tau <= T, or most + 1. For equal devices and links."""
+    t, k = tables[TIME][i, j], tables[RING][i, j] / rules[MICROBATCHES]
+    more = tables[FORWARD][i, j] / place[SPEED, 0, 0]
+    least = least_count(
+        rules, d, most, T, place[MEMORY, 0, 0],
+        t, k, more, tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j],
+    )  # fmt: skip
+    if least > most:
+        return most + 1
+    r = int(least)
+    slope = 2 * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
+    while r <= most:
+        tau, recomputed = stage(tables, place, rules, i, j, r, d)
+        if tau <= T:
+            return r
+        # too slow, though it fits, and slower from here on: (t - k)/r^2 is what one more replica gains, slope its price
+        if tau < HUGE and recomputed == 0 and t - k <= slope * r * r:
+            return most + 1
+        r += 1
+    return most + 1
+
+
+@compiled
+def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> int:
+    """Fill g[i], the fewest ranks for atoms i.. with every tau <= T; return g[0].
+
+    The closed form gives a lower bound for every end j; the end with the least bound is asked exactly first, and then
+    only those whose bound is still lower than the best count. Nearly all of these do not fit, and ``least_count`` tells
+    so from the numbers of one row: handing over the tables would take several times as long as the check.
+    """
+    n, G, cap = len(g) - 1, int(rules[RANKS]), int(rules[MOST])
+    memory, speed = place[MEMORY, 0, 0], place[SPEED, 0, 0]
+    budget = T * speed * (1 + 1e-9)
+    bounds = np.empty(n + 1)
+    g[n] = 0
+    for i in range(n - 1, -1, -1):
+        seconds, time, ring, forward = tables[COMPUTE][i], tables[TIME][i], tables[RING][i], tables[FORWARD][i]
+        weights, state, kept, saved = tables[WEIGHTS][i], tables[STATE][i], tables[KEPT][i], tables[SAVED][i]
+        lowest, first, known = G, 0, i
+        best = G + 1
+        for again in range(2):
+            for j in range(i + 1, n + 1):
+                d = g[j]
+                # recomputed input-only nodes make the seconds not quite additive, but they never fall as j grows
+                if seconds[j] > budget * min(cap, lowest if again == 0 else best - 1):
+                    break
+                if j > known:
+                    known, count, t, k = j, 1.0, time[j], ring[j] / rules[MICROBATCHES]
+                    if t > T:
+                        count = (t - k) / (T - k) - 1e-9 if k < T else HUGE
+                    bounds[j] = count + d
+                if again == 0:
+                    if bounds[j] <= lowest - (first > 0):
+                        lowest, first = math.ceil(bounds[j]), j
+                elif bounds[j] <= best - 1 and d + 1 < best:
+                    most, k = min(best - 1 - d, cap), ring[j] / rules[MICROBATCHES]
+                    least = least_count(
+                        rules, d, most, T, memory,
+                        time[j], k, forward[j] / speed, weights[j], state[j], kept[j], saved[j],
+                    )  # fmt: skip
+                    if least <= most:
+                        r = least_replicas(tables, place, rules, i, j, d, most, T)
+                        best = d + r if r <= most else best
+            if again == 0 and first > 0:
+                d, most = g[first], min(G - g[first], cap)
+                r = least_replicas(tables, place, rules, i, first, d, most, T)
+                best = d + r if r <= most else best
+        g[i] = best
+    return int(g[0])
+
+
+@compiled
+def least_sum(
+    tables: Any, place: Array, rules: Array, replica_choices: Array, T: float, top_speed: float,
+    h: Array, choice: Array,
+) -> None:  # fmt: skip
+    """Fill h[i, d], the least sum of tau of atoms i.. on exactly d ranks with every tau <= T; choice[i, d] = (j, r).
+
+    Both are indexed by d in units, of which all ``replica_choices`` are multiples. Only (i, d) that can be part of a
+    plan are followed: d ranks must be able to do what is behind i within T, and the others what is before it. Where
+    devices and links are equal only the memory depends on d.
+    """
+    n, G, unit = h.shape[0] - 1, int(rules[RANKS]), int(rules[UNIT])
+    seconds = tables[COMPUTE]
+    h[:] = HUGE
+    h[n, 0] = 0.0
+    for i in range(n - 1, -1, -1):
+        before = math.ceil(seconds[0, i] / (T * top_speed) - 1e-9) if i > 0 else 0
+        most = G - max(before, 1 if i > 0 else 0)
+        for r in replica_choices:
+            for j in range(i + 1, n + 1):
+                if seconds[i, j] > T * top_speed * r * (1 + 1e-9):
+                    break
+                first = 0 if j == n else max(1, math.ceil(seconds[j, n] / (T * top_speed) - 1e-9))
+                last = 0 if j == n else min(most - r, (n - j) * int(rules[MOST]))
+                tau, held, size = HUGE, -1.0, r // unit
+                for behind in range(-(-first // unit), min(last, most - r) // unit + 1):
+                    d, here = behind * unit, behind + size
+                    if h[j, behind] >= h[i, here]:
+                        continue
+                    if rules[EQUAL] > 0:
+                        now, _ = held_and_versions(rules, r, d)
+                        if now != held or rules[VERSIONS] == 0:
+                            tau, _ = stage(tables, place, rules, i, j, r, d)
+                            held = now
+                    else:
+                        tau, _ = stage(tables, place, rules, i, j, r, d)
+                    if tau <= T and tau + h[j, behind] < h[i, here]:
+                        h[i, here] = tau + h[j, behind]
+                        choice[i, here, 0], choice[i, here, 1] = j, r

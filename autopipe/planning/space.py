@@ -1,0 +1,232 @@
+"""The plans that a request allows: schedules, stages a rank, replicas; as options of the planner.
+
+The number and size of microbatches are the planner's own outer loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.errors import PlanError
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.profile import Profile
+from autopipe.ir.schedule import Request
+from autopipe.planning import NEEDS, PlanOptions
+from autopipe.planning.requests import PlanRequest, flag_of
+from autopipe.schedules import REGISTRY, layout_of, make
+
+# where a schedule is to be chosen: the first one wins a tie, and needs less memory than gpipe
+_AUTO_FIRST = "1f1b"
+# a schedule of several stages a rank is tried with so many; one that merely can have them runs one
+_STAGES_PER_RANK = {"interleaved": (2, 3, 4)}
+# above so many ranks replicas are powers of two, and within 1 % of the best
+MANY_RANKS = 32
+_SPLITS = (
+    "zero-bubble was not considered: the profile has no times of the two halves of a backward, which it moves apart"
+)
+_SENDS = (
+    "interleaved was not considered: it sends more often, and the links are assumed (autopipe doctor --links measures "
+    "them, --link and --cluster say)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """``straight``: one rank a stage. ``free``: replicas where they pay; a schedule without them is not in it.
+
+    ``left_out``: what was not considered, and why.
+    """
+
+    straight: tuple[PlanOptions, ...]
+    free: tuple[PlanOptions, ...]
+    left_out: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(request: PlanRequest, num_ranks: int, batch_size: int, *, links_known: bool = False) -> Space:
+        """Return the space of a request. ``links_known``: measured or described, and not just assumed.
+
+        Raises: PlanError for an option that no plan can meet; ScheduleError where the user's own grid breaks a rule.
+        """
+        name = request.schedule or "auto"
+        if name == "custom":
+            return Space((_of_grid(request, num_ranks, batch_size),), ())
+        straight: list[PlanOptions] = []
+        names = taking(schedules(name, links_known=links_known or bool(request.stages_per_rank)), request)
+        for schedule in names:
+            alone = _ordered(request, schedule, num_ranks, batch_size)
+            counts = _STAGES_PER_RANK.get(schedule, (1,)) if num_ranks > 1 else (1,)
+            for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
+                straight.append(dataclasses.replace(alone, stages_per_rank=count))
+        free = [
+            replicated(dataclasses.replace(options, offered=num_ranks))
+            for ranks in fewer(num_ranks)
+            for options in (_ordered(request, schedule, ranks, batch_size) for schedule in names)
+            if takes_replicas(options)
+        ]
+        left_out = (_SPLITS, *(() if links_known else (_SENDS,))) if name == "auto" else ()
+        return Space(tuple(straight), tuple(free), left_out)
+
+    def choices(self, replicas: str) -> tuple[PlanOptions, ...]:
+        """Return what is searched with ``--replicas auto`` or ``never``.
+
+        Raises: PlanError where no schedule of the request runs replicas, and they were asked for.
+        """
+        if replicas == "never":
+            return self.straight
+        if not self.free:
+            raise PlanError(
+                f"schedule {self.straight[0].schedule!r} runs no replicated stages",
+                remedy="--replicas never, or another schedule",
+            )
+        return (*self.straight, *self.free)
+
+    def covered_by(self, choices: Sequence[PlanOptions]) -> bool:
+        """Whether these are all that plans with replicas are searched with."""
+        return bool(self.free) and set(self.free) <= set(choices)
+
+    def rivals(self) -> tuple[PlanOptions, ...]:
+        """Return the options of the best replicated plan to compare with: 1f1b's where the request's has none."""
+        return self.free or (replicated(plain(self.straight[0])),)
+
+
+def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
+    """Return the options of a schedule with what the request tells it: a stage a rank, no replicas."""
+    needs = NEEDS[schedule]
+    if request.warmup_depth is not None:
+        needs = needs.with_depth(request.warmup_depth)
+    if request.vertical_sync:
+        needs = needs.with_one_version(num_ranks)
+    return PlanOptions(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        num_microbatches=request.num_microbatches,
+        microbatch_size=request.microbatch_size,
+        schedule=schedule,
+        needs=None if needs is NEEDS[schedule] else needs,
+        recompute=request.recompute or "auto",
+        exact_ties=request.exact_ties or "auto",
+        schedule_options=tuple(request.schedule_options.items()),
+    )
+
+
+def taking(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
+    """Return those of the schedules that take what the request tells them.
+
+    Raises: PlanError where there is none, with those that do; or where it is out of range.
+    """
+    told = dict(request.schedule_options)
+    if request.stages_per_rank:
+        told["stages_per_rank"] = request.stages_per_rank
+
+    def lacks(name: str) -> list[str]:
+        known = {option.name for option in REGISTRY[name].options}
+        return [option for option in told if option not in known]
+
+    found = tuple(name for name in names if not lacks(name))
+    for option in (option for name in found for option in REGISTRY[name].options):
+        value = told.get(option.name, option.default)
+        if not option.minimum <= value <= option.maximum:
+            raise PlanError(
+                f"{flag_of(option.name)} {value} is out of range: it runs from {option.minimum} to {option.maximum}",
+                remedy=f"leave it out for {option.default} ({option.meaning})",
+            )
+    if found:
+        return found
+    missing = lacks(names[0])[0]
+    takers = [kind.name for kind in REGISTRY.values() if missing in {option.name for option in kind.options}]
+    who = f"schedule {names[0]} takes no" if len(names) == 1 else "nothing that --schedule auto tries takes"
+    remedy = f"leave it out, or choose a schedule that does: {', '.join(takers)}"
+    raise PlanError(f"{who} {flag_of(missing)}", remedy=remedy)
+
+
+def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptions:
+    """Return the options of the user's own grid, which is validated here. ``num_ranks``: those of its rows."""
+    if request.grid is None:
+        raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
+    taking(("custom",), request)
+    stage_ranks, count = layout_of(request.grid)
+    make("custom", Request(stage_ranks, count, text=request.grid))
+    for stage, ranks in enumerate(stage_ranks):
+        if len(ranks) > 1:
+            raise PlanError(
+                f"the schedule file runs stage {stage} on ranks {list(ranks)}: the planner places a grid's stages on a "
+                "rank each",
+                remedy="give each stage one row",
+            )
+    if request.num_microbatches not in (None, count):
+        raise PlanError(
+            f"the schedule file has {count} microbatches, and --num-microbatches is {request.num_microbatches}",
+            remedy="leave --num-microbatches out",
+        )
+    return PlanOptions(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        num_microbatches=count,
+        microbatch_size=request.microbatch_size,
+        schedule="custom",
+        recompute=request.recompute or "auto",
+        exact_ties=request.exact_ties or "auto",
+        schedule_text=request.grid,
+        stage_ranks=tuple(ranks[0] for ranks in stage_ranks),
+    )
+
+
+def plain(options: PlanOptions) -> PlanOptions:
+    """Return the same question under 1f1b, with nothing told to the schedule."""
+    return dataclasses.replace(
+        options,
+        schedule=_AUTO_FIRST,
+        needs=None,
+        stages_per_rank=1,
+        schedule_options=(),
+        schedule_text="",
+        stage_ranks=(),
+    )
+
+
+def replicated(options: PlanOptions) -> PlanOptions:
+    """Return the options with replicas allowed."""
+    many = options.num_ranks > MANY_RANKS
+    return dataclasses.replace(
+        options,
+        straight=False,
+        stages_per_rank=1,
+        replica_choices="powers" if many else "any",
+        tolerance=0.01 if many else 0.0,
+    )
+
+
+def fewer(num_ranks: int) -> list[int]:
+    """Return the numbers of ranks to plan with replicas for: all, and half of them each time, down to one.
+
+    Where devices or links differ a search uses all ranks; else it may leave some unused, and judges that by formula.
+    """
+    return [num_ranks >> k for k in range(num_ranks.bit_length())]
+
+
+def takes_replicas(options: PlanOptions) -> bool:
+    """Whether the planner and the runtime can replicate stages under this schedule."""
+    return options.schedule_needs.replicas and REGISTRY[options.schedule].replicas and not options.stage_ranks
+
+
+def schedules(name: str, *, links_known: bool = False) -> tuple[str, ...]:
+    """Return the schedules to try.
+
+    ``auto``: those that the planner knows and that give plain training's result. One that splits the backward is not
+    among them: the profile has no times of the halves. One with several stages a rank is where the links are known:
+    it pays with more messages, which cost nothing on a link that is merely assumed to be fast. Nor is a file.
+    """
+    if name != "auto":
+        return (name,)
+    kinds = [kind for kind in REGISTRY.values() if kind.synchronous and kind.name in NEEDS and kind.name != "custom"]
+    names = [
+        kind.name for kind in kinds if not kind.splits_backward and (links_known or kind.name not in _STAGES_PER_RANK)
+    ]
+    return tuple(sorted(names, key=lambda name: name != _AUTO_FIRST))
+
+
+def most_stages(found: Profile) -> int:
+    """Return how many stages the model can be cut into."""
+    return len(Cuts(found.graph).legal) + 1

@@ -1,0 +1,1 @@
+"""Minibatches on a rank: who reads them, and which recording they follow."""

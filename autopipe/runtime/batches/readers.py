@@ -1,0 +1,260 @@
+"""Who reads the minibatches: each rank for itself, or rank 0 for all of them.
+
+::
+
+    EachReads   every rank: Source -> Recordings -> microbatches; digests are compared (``exchange``)
+    OneReads    rank 0:     Source -> Recordings -> microbatches; sends
+                the others: a header (JSON: recording, factor and sizes of each part), then the leaves that their
+                stages read, whole and in the memory layout that they have on rank 0; cut there as rank 0 cuts them
+
+All of them give the same ``Minibatch``. Whether a source can be read by each rank is found out before the ranks start
+(``commands.training.repeating``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from autopipe.errors import AutopipeError
+from autopipe.generate import inputs_of_stages
+from autopipe.ir.messages import batch_channel
+from autopipe.runtime.batches.exchange import DigestExchange
+from autopipe.runtime.batches.recording import Recording
+from autopipe.runtime.batches.recordings import Recordings
+from autopipe.runtime.batches.source import Place, Source, Taken
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.transport.base import Transport
+from autopipe.runtime.transport.strides import memory_order, packed, unpacked
+
+# of a microbatch: what is not a number or text, and travels in another way
+_NOT_IN_HEADER = ("leaves", "recording")
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """A minibatch that is ready to run. ``place``: where the data goes on behind it.
+
+    ``weight``: what it weighs beside others, in an evaluation.
+    """
+
+    parts: list[Microbatch]
+    samples: int
+    weight: float
+    place: Place
+
+
+class Reader(Protocol):
+    """Gives a rank its minibatches."""
+
+    def seek(self, place: Place, *, compare: bool) -> None:
+        """Go to where a run was interrupted. Raises: RunError as ``Source.seek`` does."""
+
+    def read(self, first: int, length: int) -> list[Minibatch]:
+        """Return the minibatches of the steps from ``first`` on: fewer than ``length`` where the data ends.
+
+        Every rank calls it with the same numbers, and gets as many.
+        """
+
+    def settle(self) -> None:
+        """Return once no rank can have read anything else: before a step is made with what ``read`` returned last.
+
+        Raises: RunError, TransportClosed as ``DigestExchange.settle`` does.
+        """
+
+
+@dataclass(slots=True)
+class EachReads:
+    """Every rank reads for itself."""
+
+    source: Source
+    recordings: Recordings
+    exchange: DigestExchange
+    device: torch.device
+    training: bool = True
+
+    def seek(self, place: Place, *, compare: bool) -> None:
+        """Go to where a run was interrupted."""
+        self.source.seek(place, compare=compare)
+
+    def read(self, first: int, length: int) -> list[Minibatch]:
+        """Read, and start to compare."""
+        taken = self.source.read(first, length)
+        self.exchange.start(first, taken, length)
+        # a rank must not meet a new structure, and wait for the others to capture it, alone
+        self.recordings.before_recording, self.recordings.announce = self.settle, None
+        if len(taken) < length:
+            self.settle()
+        return [_cut(minibatch, self.recordings, self.device, training=self.training) for minibatch in taken]
+
+    def settle(self) -> None:
+        """Wait for the comparison."""
+        self.exchange.settle()
+
+
+def _cut(minibatch: Taken, recordings: Recordings, device: torch.device, *, training: bool) -> Minibatch:
+    parts = recordings.microbatches(minibatch.item, device, training=training)
+    samples = recordings.workload.num_samples(minibatch.item)
+    return Minibatch(parts, samples, recordings.weight, minibatch.place)
+
+
+@dataclass(slots=True)
+class OneReads:
+    """Rank 0 reads for all. ``source``: on the other ranks it is never opened."""
+
+    source: Source
+    recordings: Recordings
+    transport: Transport
+    reporter: Reporter
+    device: torch.device
+    training: bool = True
+    _inputs: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+
+    def seek(self, place: Place, *, compare: bool) -> None:
+        """Go to where a run was interrupted."""
+        if self.transport.rank == 0:
+            self.source.seek(place, compare=compare)
+
+    def read(self, first: int, length: int) -> list[Minibatch]:
+        """Read and send, or receive."""
+        if self.transport.rank != 0:
+            return self._receive_all(length)
+        taken = self.source.read(first, length)
+        self.recordings.before_recording, self.recordings.announce = None, self._announce
+        minibatches = []
+        for index, minibatch in enumerate(taken):
+            minibatches.append(_cut(minibatch, self.recordings, self.device, training=self.training))
+            self._send(first + index, minibatch.item, minibatches[-1])
+        if len(taken) < length:
+            self._tell_all({"kind": "end"})
+        return minibatches
+
+    def settle(self) -> None:
+        """Nothing can differ."""
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def _read_by(self, recording: Recording, stage: int) -> tuple[str, ...]:
+        """Return the leaves that a stage reads."""
+        if recording.name not in self._inputs:
+            self._inputs[recording.name] = inputs_of_stages(recording.graph, recording.plan)
+        return self._inputs[recording.name][stage]
+
+    def _announce(self, name: str, training: bool) -> None:
+        self._tell_all({"kind": "recording", "name": name, "training": training})
+
+    def _tell_all(self, header: Mapping[str, Any]) -> None:
+        for rank in range(1, self.transport.world_size):
+            self._tell(rank, header)
+
+    def _tell(self, rank: int, header: Mapping[str, Any]) -> None:
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        self.transport.send(batch_channel(rank), torch.tensor([text.numel()]))
+        self.transport.send(batch_channel(rank), text)
+
+    def _send(self, step: int, item: Any, minibatch: Minibatch) -> None:
+        workload, layout = self.recordings.workload, self.recordings.layout
+        count, parts = workload.num_samples(item), minibatch.parts
+        # what each part reads: of the whole minibatch, to be cut there, or of the part itself
+        shared = workload.cuts_by_dimension(item)
+        dimensions = workload.batch_dims(item) if shared else {}
+        sources = [workload.leaves(item)] if shared else [part.leaves for part in parts]
+        fields = [field.name for field in dataclasses.fields(Microbatch) if field.name not in _NOT_IN_HEADER]
+        described = [
+            {"recording": part.recording.name, **{name: getattr(part, name) for name in fields}} for part in parts
+        ]
+        place = dataclasses.asdict(minibatch.place)
+        for rank in range(1, self.transport.world_size):
+            wanted = {
+                (0 if shared else j, name)
+                for stage in layout.plan.stages
+                if rank in stage.ranks
+                for j, part in enumerate(parts)
+                if layout.request.rank_of(stage.index, step, j) == rank
+                for name in self._read_by(part.recording, stage.index)
+            }
+            leaves = [
+                (j, name, leaf.cpu(), memory_order(leaf))
+                for j, source in enumerate(sources)
+                for name, leaf in source.items()
+                if (j, name) in wanted
+            ]
+            described_leaves = [
+                {
+                    "name": name,
+                    "part": None if shared else j,
+                    "dtype": str(leaf.dtype).removeprefix("torch."),
+                    "shape": list(leaf.shape),
+                    "order": order,
+                    "cut": dimensions.get(name),
+                }
+                for j, name, leaf, order in leaves
+            ]
+            header = {
+                "kind": "minibatch",
+                "parts": described,
+                "samples": count,
+                "place": place,
+                "leaves": described_leaves,
+            }
+            header["weight"] = minibatch.weight
+            self._tell(rank, header)
+            for _, _, leaf, order in leaves:
+                # the user may fill the same memory with the next minibatch
+                self.transport.send(batch_channel(rank), packed(leaf, order).clone())
+
+    # -- the other ranks -----------------------------------------------------------------------------------------------
+
+    def _receive_all(self, length: int) -> list[Minibatch]:
+        minibatches: list[Minibatch] = []
+        while len(minibatches) < length:
+            self.reporter.at("waiting for data from rank 0", waiting=True)
+            header = self._hear()
+            if header["kind"] == "end":
+                break
+            if header["kind"] == "recording":
+                self.recordings.follow(header["name"], training=header["training"])
+            else:
+                minibatches.append(self._minibatch(header))
+        return minibatches
+
+    def _hear(self) -> dict[str, Any]:
+        channel = batch_channel(self.transport.rank)
+        size = int(self.transport.receive(channel, (1,), torch.int64).wait())
+        text = self.transport.receive(channel, (size,), torch.uint8).wait()
+        header: dict[str, Any] = json.loads(text.numpy().tobytes())
+        return header
+
+    def _minibatch(self, header: Mapping[str, Any]) -> Minibatch:
+        described: Sequence[dict[str, Any]] = header["parts"]
+        parts = len(described)
+        cut: list[dict[str, torch.Tensor]] = [{} for _ in described]
+        for fields_of_leaf in header["leaves"]:
+            name, part = fields_of_leaf["name"], fields_of_leaf["part"]
+            shape, order = fields_of_leaf["shape"], fields_of_leaf["order"]
+            stored = [shape[d] for d in order[: len(shape)]]
+            elements = self.transport.receive(
+                batch_channel(self.transport.rank), stored, getattr(torch, fields_of_leaf["dtype"])
+            )
+            leaf = unpacked(elements.wait(), shape, order)
+            dimension = fields_of_leaf["cut"]
+            if part is not None:
+                cut[part][name] = leaf
+                continue
+            for j, piece in enumerate([leaf] * parts if dimension is None else leaf.tensor_split(parts, dimension)):
+                cut[j][name] = piece
+        known = {recording.name: recording for recording in self.recordings.known(training=self.training)}
+        microbatches = []
+        for j, fields in enumerate(described):
+            name = fields.pop("recording")
+            if name not in known:
+                raise AutopipeError(f"rank 0 follows a recording that this rank does not have: {name!r}")
+            leaves = {leaf: piece.to(self.device, non_blocking=True) for leaf, piece in cut[j].items()}
+            microbatches.append(Microbatch(leaves=leaves, recording=known[name], **fields))
+        return Minibatch(microbatches, header["samples"], header["weight"], Place(**header["place"]))

@@ -1,0 +1,84 @@
+"""``Recording``: one capture of the model, cut as the plan says. What ranks follow for batches of its shape.
+
+There is one to begin with, the plan's own. Batches of another shape, and evaluation where it takes another way through
+the model, get one of their own (``recordings``): other calls, over the same parameters on the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopipe.errors import RunError
+from autopipe.ir.batch import BatchForm
+from autopipe.ir.graph import Graph, Input
+from autopipe.ir.messages import Routes, tied
+from autopipe.ir.plan import Plan
+from autopipe.ir.tensor import TensorSpec
+from autopipe.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """``name``: of its folder beside the stage files, "" for the plan's own. ``specs``: of every value that crosses.
+
+    ``divisor``: computes what the loss divides by; None where that is the number of samples.
+    """
+
+    name: str
+    plan: Plan
+    graph: Graph
+    routes: Routes
+    specs: Mapping[str, TensorSpec]
+    divisor: Stage | None = None
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph, name: str = "", divisor: Stage | None = None) -> Recording:
+        """Read it off a plan for this graph."""
+        specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
+        specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
+        return Recording(name, plan, graph, Routes.of(plan, graph), specs, divisor)
+
+    @property
+    def carries_gradient(self) -> frozenset[str]:
+        """The values through which a gradient comes back."""
+        return frozenset(value for values in self.routes.backward.values() for value in values)
+
+    def sizes(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Return the sizes of a batch by symbol."""
+        return {s.name: int(leaves[s.input].shape[s.dimension]) for s in self.graph.symbols if leaves[s.input].dim()}
+
+    def fits(self, leaves: Mapping[str, torch.Tensor], form: BatchForm) -> bool:
+        """Tell whether a batch has the form and the shapes that this stands for."""
+        if not self.graph.batch.fits(form) or not _are_kinds(self.graph, leaves):
+            return False
+        sizes = self.sizes(leaves)
+        if not all(symbol.holds(sizes.get(symbol.name, symbol.hint)) for symbol in self.graph.symbols):
+            return False
+        return all(tuple(leaves[entry.name].shape) == entry.spec.concrete(sizes) for entry in self.graph.inputs)
+
+
+def _are_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether the tensors that a graph reads are there, of the same dtypes and numbers of dimensions."""
+    return all(entry.name in leaves and _is_kind(entry, leaves[entry.name]) for entry in graph.inputs)
+
+
+def _is_kind(entry: Input, leaf: torch.Tensor) -> bool:
+    return leaf.dim() == len(entry.spec.shape) and str(leaf.dtype) == f"torch.{entry.spec.dtype}"
+
+
+def refuse_other_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a tensor of another dtype or number of dimensions than the graph was captured with.
+
+    Raises: RunError naming the tensor and both.
+    """
+    for entry in graph.inputs:
+        leaf = leaves.get(entry.name)
+        if leaf is not None and not _is_kind(entry, leaf):
+            raise RunError(
+                f"{entry.name} is {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}; "
+                f"the model was captured with {entry.spec}",
+                remedy="give every batch the dtypes and the number of dimensions of the first one",
+            )

@@ -1,0 +1,218 @@
+"""Recordings made while a run goes on: a batch of a shape or form not seen before gets stage code of its own.
+
+All ranks meet the same batches in the same order, so all come to a new shape together, between two minibatches. Rank 0
+captures the model at that shape, compares it with the model as every capture is, cuts it as the plan is cut, and writes
+it beside the stage files; the others wait, and then each takes over its part. The parameters stay where they are.
+
+Of evaluation the first recording may already be there: ``generate`` wrote it because the model takes another way then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.draws import exclusive
+from autopipe.errors import ArtifactError, AutopipeError, RunError
+from autopipe.generate import generate, load_constants, load_divisor, load_stage
+from autopipe.ir import artifact
+from autopipe.ir.batch import BatchForm
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.ir.shares import Shares
+from autopipe.planning import recut
+from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
+from autopipe.runtime.batches.recording import Recording, refuse_other_kinds
+from autopipe.runtime.events import Reporter
+from autopipe.runtime.executor import Microbatch
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.stage_runner import Face, StageRunner
+from autopipe.runtime.step.shares import shares_of, shares_of_parts
+from autopipe.runtime.transport.base import Transport
+from autopipe.stage import Stage
+from autopipe.trace import Capture, capture, with_own_constants
+from autopipe.workload import Workload
+from autopipe.workload.batches.forms import form_of
+
+EVALUATION = "evaluation"
+
+
+def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -> None:
+    """Cut a capture as a plan of ``graph`` is cut, and write its stage files, graph and plan into a folder of its own.
+
+    Raises: PlanError where it cannot be cut so.
+    """
+    captured = with_own_constants(captured, folder.name)
+    cut = recut(plan, graph, captured.graph)
+    generate(captured, cut, folder)
+    artifact.save(captured.graph, folder / "graph.json")
+    artifact.save(cut, folder / "plan.json")
+
+
+@dataclass(slots=True)
+class Recordings:
+    """The recordings of one rank. ``training``, ``evaluation``: those that a batch may follow, the plan's own first.
+
+    ``weight``: what the minibatch that was cut last weighs beside others, in an evaluation.
+    ``before_recording``: called when a batch fits no recording, before this rank refuses it, or waits for the others
+    to record it.
+    ``announce``: (name, training), called then where this rank alone sees the batches: the others call ``follow``.
+    ``latest``: the minibatch of training that was cut last.
+    """
+
+    run: RunDirectory
+    job: Job
+    layout: Layout
+    workload: Workload
+    transport: Transport
+    reporter: Reporter
+    runners: dict[int, StageRunner]
+    training: list[Recording] = field(default_factory=list)
+    evaluation: list[Recording] = field(default_factory=list)
+    weight: float = 0.0
+    before_recording: Callable[[], None] | None = None
+    announce: Callable[[str, bool], None] | None = None
+    latest: Any = None
+    _made: int = 0
+    _disagreement: float = 0.0
+
+    def __post_init__(self) -> None:
+        plan, graph = self.layout.plan, self.layout.graph
+        own = Recording.of(plan, graph, divisor=_divisor(self.run.stages, plan, graph))
+        self.training = [own]
+        self.evaluation = self.training
+        if (self.run.stages / EVALUATION / "plan.json").is_file():
+            self.evaluation = [self._taken_over(EVALUATION)]
+
+    def microbatches(self, item: Any, device: torch.device, *, training: bool = True) -> list[Microbatch]:
+        """Cut a minibatch. The factor of each part is its share of the loss: see ``runtime.step.shares``.
+
+        Raises: RunError where a part has other tensors than the captured batch, or more shapes come than are allowed.
+        """
+        if training:
+            self.latest = item
+        parts = self.workload.split(item, self.layout.plan.num_microbatches)
+        followed = [self._of(part, training=training) for part in parts]
+        shares = self.shares(item, parts, followed)
+        found = []
+        for part, recording, factor in zip(parts, followed, shares.factors, strict=True):
+            leaves = self.workload.leaves(part)
+            on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
+            found.append(Microbatch(on_device, factor, recording.sizes(leaves), recording))
+        self.weight = shares.total
+        return found
+
+    def shares(self, item: Any, parts: Sequence[Any], followed: Sequence[Recording] | None = None) -> Shares:
+        """Return what the parts of a minibatch weigh. ``followed``: their recordings, found where they are None.
+
+        The first minibatch whose loss has terms that ask for different shares is reported.
+        """
+        followed = followed or [self._of(part, training=True) for part in parts]
+        recording = followed[0]
+        leaves, samples = self.workload.leaves, [self.workload.num_samples(part) for part in parts]
+        each = [leaves(part) for part in parts]
+        if self.workload.cuts_by_dimension(item):
+            shares = shares_of(recording.divisor, leaves(item), each, samples)
+        else:
+            shares = shares_of_parts([entry.divisor for entry in followed], each, samples)
+        if shares.disagreement and not self._disagreement:
+            self._disagreement = shares.disagreement
+            if self.transport.rank == 0:
+                self.reporter.event("note", text=_disagreement(recording.graph.divisor, shares.disagreement))
+        return shares
+
+    def known(self, *, training: bool) -> list[Recording]:
+        """Return the recordings that batches of training, or of evaluation, may follow."""
+        return self.training if training else self.evaluation
+
+    def follow(self, name: str, *, training: bool) -> None:
+        """Take part in a recording that rank 0 makes of a batch which this rank does not see."""
+        self._made += 1
+        self.reporter.at(f"waiting for {name}", waiting=True)
+        self.transport.barrier()
+        self.transport.barrier()
+        self.known(training=training).append(self._taken_over(name))
+
+    def _of(self, part: Any, *, training: bool) -> Recording:
+        leaves, form = self.workload.leaves(part), form_of(part)
+        known = self.known(training=training)
+        for recording in known:
+            if recording.fits(leaves, form):
+                return recording
+        if self.before_recording is not None:
+            self.before_recording()
+        refuse_other_kinds(known[0].graph, leaves)
+        if self._made >= self.job.max_shapes:
+            raise too_many(self.training[0].graph.batch, part, form, self._made)
+        self._made += 1
+        known.append(self._record(part, form, training=training))
+        return known[-1]
+
+    def _record(self, part: Any, form: BatchForm, *, training: bool) -> Recording:
+        """Make the recording of a new shape or form, together with the other ranks."""
+        name = f"shape_{self._made}" if training or self.evaluation is self.training else f"{EVALUATION}_{self._made}"
+        if self.announce is not None:
+            self.announce(name, training)
+        self.reporter.at(f"capturing {name}", waiting=False)
+        self.transport.barrier()  # ranks may be threads: none of them may run the model while it is followed
+        other = other_batch(self.training[0].graph.batch, part, form)
+        if self.transport.rank == 0:
+            as_trained = training or self.evaluation is self.training
+            try:
+                with exclusive(), torch.enable_grad():
+                    captured = capture(
+                        OneBatch(self.workload, part),  # type: ignore[arg-type]  # a workload in all but its examples
+                        allow_data_dependent=self.job.allow_data_dependent,
+                        training=as_trained,
+                    )
+                    # how a batch of few samples lies in memory is not always how one of more samples does
+                    followed = captured.graph.batch
+                    form = replace(form, reads=followed.reads, unread=followed.unread)
+                    captured = replace(captured, graph=replace(captured.graph, batch=form))
+                    write_recording(captured, self.layout.plan, self.layout.graph, self.run.stages / name)
+            except AutopipeError as error:
+                raise RunError(
+                    f"{other} cannot be followed in these stages: {error.what}",
+                    where=error.where,
+                    remedy=error.remedy or "pad the batches to one shape, with the entries of the first one",
+                ) from error
+            self.reporter.event("note", text=f"stage code made for {other} ({captured.method}): stages/{name}")
+        self.reporter.at(f"waiting for {name}", waiting=True)
+        self.transport.barrier()
+        try:
+            return self._taken_over(name)
+        except ArtifactError as error:
+            raise RunError(
+                f"{other} cannot be followed in these stages: {error.what}",
+                remedy=OTHER_LAYERS,
+            ) from error
+
+    def _taken_over(self, name: str) -> Recording:
+        """Load a recording that was written, and let this rank's stages take its code over."""
+        folder = self.run.stages / name
+        plan = artifact.load(Plan, folder / "plan.json", renew="autopipe train")
+        graph = artifact.load(Graph, folder / "graph.json", renew="autopipe train")
+        recording = Recording.of(plan, graph, name, _divisor(folder, plan, graph))
+        constants = load_constants(folder)
+        for index, runner in self.runners.items():
+            code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+            runner.stage.take_over(code, constants)
+            runner.faces[name] = Face(code, recording.carries_gradient, graph.replayed_buffers)
+        return recording
+
+
+def _divisor(folder: Path, plan: Plan, graph: Graph) -> Stage | None:
+    return load_divisor(folder, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+
+
+def _disagreement(divisor: str, amount: float) -> str:
+    return (
+        f"warning: the terms of the loss divide by different numbers ({divisor}): the shares of a microbatch that they "
+        f"ask for differ by up to {amount:.2g}. Each microbatch counts by its samples, which is not quite the whole "
+        "batch; return (loss, weight) from the loss, or train with one microbatch"
+    )

@@ -1,0 +1,240 @@
+"""Weights from elsewhere: what a training can start from, read tensor by tensor.
+
+====================================  ==================================================================
+path                                  read as
+====================================  ==================================================================
+``x.safetensors``                     one file
+folder with an index, or one file     Hugging Face: ``model.safetensors.index.json`` names the files
+``x.pt``, ``x.pth``, ``x.bin``        a ``state_dict`` by ``torch.save``, tensors only, mapped
+folder with ``manifest.json``         a checkpoint of a run
+folder with ``.metadata``             torch's distributed checkpoint; reading it runs code: trusted only
+====================================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from autopipe.errors import ArtifactError, RunError
+from autopipe.ir.graph import Graph
+from autopipe.runtime.checkpoint import dcp
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+
+INDEX = "model.safetensors.index.json"
+_WRAPPERS = ("state_dict", "model", "model_state_dict")
+
+
+class Weights(Protocol):
+    """Tensors under names."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each; no tensor is read for it."""
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return some of them, each with memory of its own, reading only them."""
+
+
+class _Safetensors:
+    """One file or several. ``files``: tensor name -> file."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in dict.fromkeys(files.values()):
+            with _opened(path) as file:
+                held = set(file.keys())
+                for name in (name for name, place in files.items() if place == path):
+                    if name not in held:
+                        raise ArtifactError(f"{path.name} lacks {name!r}, which the index promises", where=str(path))
+                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    @staticmethod
+    def of_file(path: Path) -> _Safetensors:
+        with _opened(path) as file:
+            return _Safetensors(dict.fromkeys(file.keys(), path))
+
+    @staticmethod
+    def of_index(index: Path) -> _Safetensors:
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+            files = {str(name): str(file) for name, file in named}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ArtifactError(
+                f"{index.name} is no index: {type(error).__name__}: {error}", where=str(index)
+            ) from None
+        for file in files.values():
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ArtifactError(f"{index.name} names {file!r}, which is no file beside it", where=str(index))
+        return _Safetensors({name: index.parent / file for name, file in files.items()})
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for path in dict.fromkeys(self._files[name] for name in names):
+            with _opened(path) as file:
+                found.update({n: file.get_tensor(n).clone() for n in names if self._files[n] == path})
+        return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{path.name} cannot be read as safetensors: {error}", where=str(path)) from None
+
+
+class _StateDict:
+    """A file by ``torch.save``. It is mapped, not read: memory is taken by what ``read`` copies."""
+
+    def __init__(self, path: Path) -> None:
+        found = _load(path)
+        while isinstance(found, Mapping) and not any(isinstance(value, torch.Tensor) for value in found.values()):
+            inner = [found[key] for key in _WRAPPERS if isinstance(found.get(key), Mapping)]
+            if not inner:
+                break
+            found = inner[0]
+        if not isinstance(found, Mapping) or not any(isinstance(value, torch.Tensor) for value in found.values()):
+            raise ArtifactError(f"{path.name} holds no state_dict: no tensors under names", where=str(path))
+        self._tensors = {str(n): value for n, value in found.items() if isinstance(value, torch.Tensor)}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: self._tensors[name].detach().clone() for name in names}
+
+
+def _load(path: Path) -> Any:
+    """Raises: ArtifactError where the file is none of torch's, or holds more than tensors."""
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # written before torch 1.6: not a zip file, so it cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ArtifactError(
+            f"{path.name} cannot be read as tensors only: {first}",
+            where=str(path),
+            remedy="write it as safetensors where it was made; what a file could run is never run here",
+        ) from None
+
+
+class _OfCheckpoint:
+    """The weights of a checkpoint of ours."""
+
+    _PREFIX = "model."
+
+    def __init__(self, directory: Path) -> None:
+        self._checkpoint = Checkpoint(directory)
+        held = self._checkpoint.shapes()
+        self.shapes = {n.removeprefix(self._PREFIX): s for n, s in held.items() if n.startswith(self._PREFIX)}
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        read = self._checkpoint.read([self._PREFIX + name for name in names])
+        return {name: read[self._PREFIX + name] for name in names}
+
+
+def open_weights(path: Path, *, trust: bool = False) -> Weights:
+    """Return what a path holds. ``trust``: a format that can run code may be read.
+
+    Raises: RunError where nothing is there, or it is not trusted; ArtifactError for a damaged file.
+    """
+    if path.is_dir():
+        return _open_folder(path, trust)
+    if not path.is_file():
+        raise RunError(f"there are no weights at {path}", remedy="--init-from takes a file or a folder of weights")
+    return _Safetensors.of_file(path) if path.suffix == ".safetensors" else _StateDict(path)
+
+
+def _open_folder(path: Path, trust: bool) -> Weights:
+    if (path / "manifest.json").is_file():
+        return _OfCheckpoint(path)
+    if (path / INDEX).is_file():
+        return _Safetensors.of_index(path / INDEX)
+    single = sorted(path.glob("*.safetensors"))
+    if len(single) == 1:
+        return _Safetensors.of_file(single[0])
+    if (path / ".metadata").is_file():
+        if not trust:
+            raise RunError(
+                f"{path} is a distributed checkpoint of torch: reading it can run code that somebody put into it",
+                remedy="--trust, if you know who wrote it",
+            )
+        return dcp.Stored(path)
+    raise RunError(
+        f"{path} holds no weights: looked for {INDEX}, one .safetensors file, manifest.json and .metadata",
+        remedy="name the file itself",
+    )
+
+
+class Matched:
+    """Weights under the names of a model. ``names``: the model's name -> the file's, of every tensor that is there.
+
+    The file's names may all stand behind one more prefix, or one fewer, than the model's. ``own``: the names of
+    parameters that a file need not hold, those of the loss: a file without them leaves them as they are built.
+    """
+
+    def __init__(self, weights: Weights, graph: Graph, where: str, own: Collection[str] = ()) -> None:
+        self._weights, self._where, self._own = weights, where, own
+        others: dict[str, list[str]] = {}
+        for other, first in graph.aliases.items():
+            others.setdefault(first, []).append(other)
+        wanted = {name: [name, *others.get(name, ())] for name in (*graph.parameters, *graph.buffers)}
+        self.names = _best_match(wanted, list(graph.parameters), weights.shapes)
+        self._refuse(graph)
+
+    def _refuse(self, graph: Graph) -> None:
+        """Raises: RunError naming the first parameter that is missing or has another shape."""
+        missing = [name for name in graph.parameters if name not in self.names and name not in self._own]
+        if missing:
+            raise RunError(
+                f"the weights lack {missing[0]!r} ({len(missing)} of {len(graph.parameters)} parameters missing)",
+                where=self._where,
+                remedy=f"the names there are such as {next(iter(self._weights.shapes), 'none')!r}",
+            )
+        for name, spec in {**graph.parameters, **graph.buffers}.items():
+            if name in self.names and (found := self._weights.shapes[self.names[name]]) != spec.concrete({}):
+                raise RunError(
+                    f"{name} is {list(found)} in the weights and {list(spec.concrete({}))} in the model",
+                    where=self._where,
+                    remedy="give the model the arguments it was made with (--arg), or other weights",
+                )
+
+    @property
+    def unused(self) -> list[str]:
+        """The names in the file that the model does not ask for."""
+        used = set(self.names.values())
+        return [name for name in self._weights.shapes if name not in used]
+
+    def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return those of the named tensors that are there, by the model's names, reading only them."""
+        there = [name for name in names if name in self.names]
+        read = self._weights.read(list(dict.fromkeys(self.names[name] for name in there)))
+        return {name: read[self.names[name]] for name in there}
+
+
+def _best_match(wanted: Mapping[str, Sequence[str]], needed: Sequence[str], held: Collection[str]) -> dict[str, str]:
+    """Return the match, by an added or removed prefix, that finds most of what is needed; the plain one in a tie."""
+    prefixes = {""}
+    for name in needed[:1]:
+        prefixes |= {other.removesuffix(name) for other in held if other.endswith(f".{name}")}
+    removable = {""} | {name.partition(".")[0] + "." for name in needed[:1] if "." in name}
+    best: dict[str, str] = {}
+    for added, removed in sorted((added, removed) for added in prefixes for removed in removable):
+        found = {}
+        for name, options in wanted.items():
+            places = [added + option.removeprefix(removed) for option in options if option.startswith(removed)]
+            place = next((place for place in places if place in held), None)
+            if place is not None:
+                found[name] = place
+        if sum(name in found for name in needed) > sum(name in best for name in needed) or not best:
+            best = found
+    return best

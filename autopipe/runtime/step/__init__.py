@@ -1,0 +1,1 @@
+"""The end of a minibatch: gradients reduced, scaled, clipped and applied."""

@@ -1,0 +1,200 @@
+"""What the replicas of a stage bring together: the sum of their gradients, and the mean of their running statistics.
+
+Gradients go in buckets that start while the last backward of a minibatch still runs.
+
+::
+
+    backward of the last microbatch |  layer 9   layer 8   layer 7  ...  layer 0 |
+    bucket 0 (layers 9, 8)                               |-- sum ---|
+    bucket 1 (layers 7, 6)                                           |-- sum ---|            S waits here
+    bucket 2 (the rest)                                                          |-- sum ---|
+
+Parameters fill buckets in the reverse order of their use in the forward, which is about the order in which backward
+finishes with them. A bucket starts when all its gradients are there and the bucket before it has started: so every
+replica starts the same sums in the same order, whatever it has computed. Which bucket a number is in, and where, never
+changes, and with it the order in which the replicas' numbers are added: a run comes out the same every time.
+
+A replica may have no gradient for a parameter (it had no microbatch, or the parameter was not used): it adds zeros.
+Each bucket therefore ends with a number a parameter, how many replicas have one; where none has, ``grad`` stays None.
+
+Source: PyTorch DDP, arXiv:2006.15704, section 3.2 (bucketing, and the order).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from autopipe.ir.gradients import BUCKET_BYTES
+from autopipe.runtime.transport.base import Pending, Transport
+
+# kernels take another path at other alignments, and round otherwise
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """``places``: where each parameter's numbers begin. ``size``: numbers, the counts of replicas at the end included.
+
+    ``missing``: parameters whose gradient the running backward has not made yet. ``absent``: those that have none here.
+    """
+
+    names: list[str] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
+    size: int = 0
+    missing: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
+    pending: Pending | None = None
+
+
+class GradientSum:
+    """Adds up one stage's gradients over its replicas. ``order``: names in the order in which the forward uses them.
+
+    ``parameters``: what is trained, by name, as its own stage steps it; the shapes decide the buckets.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        order: Sequence[str],
+        group: Sequence[int],
+        transport: Transport,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.group, self.transport = tuple(group), transport
+        self.parameters = dict(parameters)
+        place = {name: index for index, name in enumerate(order)}
+        names = sorted(self.parameters, key=lambda name: place.get(name, -1), reverse=True)
+        self.buckets = _filled(self.parameters, names, bucket_bytes)
+        self._of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self._next = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sum has been started that nobody has waited for."""
+        return self._next > 0
+
+    @contextlib.contextmanager
+    def watching(self, leaves: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Start each bucket as its gradients come, in the backward that runs in here: the last of its minibatch.
+
+        ``leaves``: what that backward accumulates into, by name. What it leaves without a gradient keeps its bucket,
+        and those behind it, for ``start``.
+        """
+        hooks = []
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.names)
+        for name in self._of:
+            note = self._noting(name, leaves)
+            hooks.append(leaves[name].register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _noting(self, name: str, leaves: Mapping[str, nn.Parameter]) -> Callable[[torch.Tensor], None]:
+        def note(leaf: torch.Tensor) -> None:
+            self._of[name].missing.discard(name)
+            while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+                self._start_next(leaves)
+
+        return note
+
+    def start(self, leaves: Mapping[str, nn.Parameter]) -> None:
+        """Start every bucket that has not been: all gradients of the minibatch are there, or will not come."""
+        while self._next < len(self.buckets):
+            self._start_next(leaves)
+
+    def _start_next(self, leaves: Mapping[str, nn.Parameter]) -> None:
+        bucket = self.buckets[self._next]
+        first = leaves[bucket.names[0]]
+        flat = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
+        bucket.absent = {name for name in bucket.names if leaves[name].grad is None}
+        for name, place in bucket.places.items():
+            leaf = leaves[name]
+            if leaf.grad is not None:
+                flat[place : place + leaf.numel()].view_as(leaf).copy_(leaf.grad)
+                leaf.grad = None  # its numbers are in the bucket: not twice in memory
+        flat[-len(bucket.names) :] = torch.tensor([float(name not in bucket.absent) for name in bucket.names])
+        bucket.pending = self.transport.start_all_reduce(self.group, flat)
+        self._next += 1
+
+    def finish(self) -> None:
+        """Wait for all buckets and give every parameter its sum."""
+        for bucket in self.buckets:
+            if bucket.pending is None:
+                continue
+            flat, bucket.pending = bucket.pending.wait(), None
+            # what is here is somewhere: a device need not be waited for to hear of it
+            counts = flat[-len(bucket.names) :].tolist() if bucket.absent else [1.0] * len(bucket.names)
+            for name, count in zip(bucket.names, counts, strict=True):
+                parameter, place = self.parameters[name], bucket.places[name]
+                part = flat[place : place + parameter.numel()].view_as(parameter)
+                parameter.grad = part if count else None
+        self._next = 0
+
+
+def _filled(parameters: Mapping[str, nn.Parameter], names: Sequence[str], bucket_bytes: int) -> list[_Bucket]:
+    """Return the buckets: of one kind of number each, and no larger than asked for unless one parameter is."""
+    buckets: list[_Bucket] = []
+    open_: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    for name in names:
+        parameter = parameters[name]
+        kind = parameter.dtype, parameter.device
+        step = max(_ALIGNMENT_BYTES // parameter.element_size(), 1)
+        needed = -(-parameter.numel() // step) * step
+        bucket = open_.get(kind)
+        if bucket is None or (bucket.size + needed) * parameter.element_size() > bucket_bytes:
+            bucket = open_[kind] = _Bucket()
+            buckets.append(bucket)
+        bucket.names.append(name)
+        bucket.places[name] = bucket.size
+        bucket.size += needed
+    for bucket in buckets:
+        bucket.size += len(bucket.names)
+    return buckets
+
+
+class BufferMean:
+    """Gives all replicas of a stage the mean of what its forwards write: running statistics, not what counts batches.
+
+    ``written``: the names of buffers that a node of the stage writes; any other is the same everywhere already.
+    ``first``: other name -> first name of a buffer with several.
+    """
+
+    def __init__(
+        self, stage: nn.Module, written: Iterable[str], first: Mapping[str, str], group: Sequence[int]
+    ) -> None:
+        self.group = tuple(group)
+        names = frozenset(written)
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        for path, module in stage.named_modules(remove_duplicate=False):
+            for key, buffer in module._buffers.items():
+                full = f"{path}.{key}" if path else key
+                name = first.get(full, full)
+                if name in names and buffer is not None and buffer.is_floating_point():
+                    self._places.setdefault(name, []).append((module, key))
+
+    @torch.no_grad()
+    def average(self, transport: Transport) -> None:
+        """Take the mean, in other tensors: without a flush, autograd has saved these for microbatches in flight."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+        for name, ((module, key), *_) in self._places.items():
+            buffer = module._buffers[key]
+            if buffer is not None:
+                kinds.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
+        for held in kinds.values():
+            flat = torch.cat([buffer.reshape(-1) for _, buffer in held])
+            transport.all_reduce(self.group, flat)
+            flat.div_(len(self.group))
+            offset = 0
+            for name, buffer in held:
+                own = flat[offset : offset + buffer.numel()].view_as(buffer).clone()
+                offset += buffer.numel()
+                for module, key in self._places[name]:
+                    module._buffers[key] = own

@@ -1,0 +1,1 @@
+"""Transports: how a tensor gets from one rank to another."""

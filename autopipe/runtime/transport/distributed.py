@@ -1,0 +1,277 @@
+"""The transport between processes: gloo for CPU tensors, and for CUDA tensors NCCL or, staged through the host, gloo.
+
+Gloo keeps channels apart by tag on one mesh. NCCL has no tags, and two operations in another order at the two ends of a
+communicator deadlock: so every channel gets a two-rank group of its own, all of them created in one global order and
+exercised once at the start (the first operation of a group connects it, and lazy connections have hung).
+
+Between CPU ranks the layout of a tensor in memory (``strides``) travels ahead of it.
+
+Gloo's all-reduce adds each part of a tensor up in another order: the order of its ring, from wherever that part starts.
+A sum of three ranks or more on a CPU is therefore made here (``rank_order``), with as many bytes sent.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopipe.ir.channel import FIGURES, Channel
+from autopipe.runtime.transport.base import Pending, TransportClosed
+from autopipe.runtime.transport.rank_order import OrderedSums
+from autopipe.runtime.transport.strides import memory_order, packed, unpacked
+
+_GONE = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "aborted",
+)
+
+
+def backends() -> dict[str, bool]:
+    """Return which of the backends that a run can use this torch was built with."""
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+
+
+def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: bool, timeout_seconds: float) -> None:
+    """Join the ranks at ``store``, a torch store. Gloo is always there: control messages are small CPU tensors."""
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if use_nccl else None,
+    )
+
+
+class _Received:
+    """A posted receive. ``device``: where the tensor belongs when it was staged through the host.
+
+    ``layout``: the receive of the tensor's layout, and where it arrives.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        buffer: torch.Tensor,
+        device: torch.device,
+        layout: tuple[Any, torch.Tensor] | None = None,
+    ) -> None:
+        self._work, self._buffer, self._device, self._layout = work, buffer, device, layout
+
+    def wait(self) -> torch.Tensor:
+        try:
+            if self._layout is not None:
+                self._layout[0].wait()
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError as error:
+            raise translate(error) from error
+        if self._layout is not None:
+            return unpacked(self._buffer, self._buffer.shape, self._layout[1].tolist())
+        return self._buffer if self._buffer.device == self._device else self._buffer.to(self._device)
+
+
+def translate(error: RuntimeError) -> BaseException:
+    """Return what an error of torch means: ``TransportClosed`` where it only says that another rank is gone."""
+    text = str(error)
+    return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
+
+
+class _Departures:
+    """Keeps what is being sent over gloo until it has left, and not longer.
+
+    Gloo tells that a send is complete only to whoever waits for it, and a rank that waited would stop computing: so one
+    thread waits for them in their order. What fails is raised by the rank's next ``check``.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._wait, name="departures", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Any, tensor: torch.Tensor) -> None:
+        """Keep a tensor until its send is complete."""
+        self._queue.put((work, tensor))
+
+    def check(self) -> None:
+        """Raise what a send failed with."""
+        if self._error is not None:
+            raise translate(self._error) from self._error
+
+    def drain(self) -> None:
+        """Return when everything has left; nothing can be added afterwards."""
+        self._queue.put(None)
+        self._thread.join()
+        self.check()
+
+    def _wait(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            try:
+                entry[0].wait()
+            except RuntimeError as error:
+                self._error = self._error or error
+            entry = None  # or the last tensor would be held while the queue is empty
+
+
+class ProcessTransport:
+    """One rank's end, over the process group that ``start_process_group`` made.
+
+    ``channels``: every channel of the run, the same list in the same order on every rank. ``groups``: the sets of ranks
+    that will add something up.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        groups: Sequence[Sequence[int]] = (),
+        *,
+        device: torch.device | None = None,
+        use_nccl: bool = False,
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = device or torch.device("cpu")
+        self.use_nccl = use_nccl
+        ordered = sorted(set(channels))
+        self._tags = {channel: index + 1 for index, channel in enumerate(ordered)}
+        self._sums: dict[tuple[int, ...], Any] = {tuple(range(self.world_size)): None}  # the default group
+        self._sums |= {tuple(group): dist.new_group(list(group)) for group in sorted(map(tuple, groups))}
+        self._ordered: dict[tuple[int, ...], OrderedSums] = {}
+        self._pairs: dict[Channel, Any] = {}
+        self._departures = _Departures()
+        self._flying: deque[tuple[Any, torch.Tensor]] = deque()  # over NCCL
+        if use_nccl:
+            for channel in ordered:
+                if channel.kind not in FIGURES:
+                    self._pairs[channel] = dist.new_group([channel.from_rank, channel.to_rank])
+        self._exercise(ordered)
+
+    def _exercise(self, channels: Sequence[Channel]) -> None:
+        """Send one element over every channel, so that a pair that cannot connect fails here and by name."""
+        for channel in channels:
+            token = torch.zeros(1, device=self.device if channel in self._pairs else "cpu")
+            try:
+                if channel.from_rank == self.rank:
+                    self.send(channel, token)
+                elif channel.to_rank == self.rank:
+                    self.receive(channel, (1,), token.dtype).wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"cannot connect {channel}: {error}") from error
+
+    def send(self, channel: Channel, tensor: torch.Tensor) -> None:
+        """Start the transfer. The tensor is kept until it has left."""
+        tensor = tensor.detach()
+        if tensor.numel() == 0:
+            return
+        self._departures.check()
+        pair = self._pairs.get(channel) if tensor.is_cuda else None
+        if pair is not None:
+            self._send_by_nccl(pair, channel, tensor.contiguous())
+            return
+        if tensor.is_cuda:
+            staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            staged.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            tensor = staged
+        elif self._laid_out(channel, tensor.dim()):
+            layout = memory_order(tensor)
+            tensor = packed(tensor, layout)
+            self._send_by_gloo(channel, torch.tensor(layout))
+        self._send_by_gloo(channel, tensor.contiguous())
+
+    def _laid_out(self, channel: Channel, dimensions: int) -> bool:
+        """Whether the layout travels ahead: on the CPU, where results are promised to the last bit."""
+        return self.device.type == "cpu" and channel.kind not in FIGURES and dimensions > 0
+
+    def _send_by_gloo(self, channel: Channel, tensor: torch.Tensor) -> None:
+        try:
+            self._departures.add(dist.isend(tensor, channel.to_rank, tag=self._tags[channel]), tensor)
+        except RuntimeError as error:
+            raise translate(error) from error
+
+    def _send_by_nccl(self, pair: Any, channel: Channel, tensor: torch.Tensor) -> None:
+        while self._flying and self._flying[0][0].is_completed():
+            self._flying.popleft()
+        try:
+            self._flying.append((dist.isend(tensor, channel.to_rank, group=pair), tensor))
+        except RuntimeError as error:
+            raise translate(error) from error
+
+    def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
+        """Post the receive now; ``wait`` for it later. Activations and gradients arrive on the rank's device."""
+        device = torch.device("cpu") if channel.kind in FIGURES else self.device
+        pair = self._pairs.get(channel) if device.type == "cuda" else None
+        buffer = torch.empty(
+            tuple(shape),
+            dtype=dtype,
+            device=device if pair is not None else "cpu",
+            pin_memory=device.type == "cuda" and pair is None,
+        )
+        if buffer.numel() == 0:
+            return _Received(None, buffer, device)
+        layout = None
+        try:
+            if self._laid_out(channel, buffer.dim()):
+                ahead = torch.empty(2 * buffer.dim(), dtype=torch.int64)
+                layout = dist.irecv(ahead, channel.from_rank, tag=self._tags[channel]), ahead
+            if pair is not None:
+                work = dist.irecv(buffer, channel.from_rank, group=pair)
+            else:
+                work = dist.irecv(buffer, channel.from_rank, tag=self._tags[channel])
+        except RuntimeError as error:
+            raise translate(error) from error
+        return _Received(work, buffer, device, layout)
+
+    def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
+        """Add up over the group."""
+        self.start_all_reduce(group, tensor).wait()
+
+    def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
+        """Start to add up over the group: the backend does it in threads, or on a stream, of its own."""
+        if len(group) > 2 and not tensor.is_cuda and (tensor.is_floating_point() or tensor.is_complex()):
+            return self._in_rank_order(tuple(group)).start(tensor)
+        try:
+            work = dist.all_reduce(tensor, group=self._sums[tuple(group)], async_op=True)
+        except RuntimeError as error:
+            raise translate(error) from error
+        return _Received(work, tensor, tensor.device)
+
+    def _in_rank_order(self, group: tuple[int, ...]) -> OrderedSums:
+        if group not in self._ordered:
+            of = self._sums[group]
+            self._ordered[group] = OrderedSums(
+                group,
+                self.rank,
+                lambda tensor, rank, tag: dist.irecv(tensor, rank, group=of, tag=tag),
+                lambda tensor, rank, tag: dist.isend(tensor, rank, group=of, tag=tag),
+                translate,
+            )
+        return self._ordered[group]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise translate(error) from error
+
+    def close(self) -> None:
+        """Wait until everything has left, meet the others, leave the group."""
+        self._departures.drain()
+        for sums in self._ordered.values():
+            sums.close()
+        for work, _ in self._flying:
+            work.wait()
+        self.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""Ranks as threads of one process: the same sessions and the same instructions, without processes or sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autopipe.errors import AutopipeError, WorkerError
+from autopipe.runtime import blame
+from autopipe.runtime.events import Reporter, Silent
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.session import RankSession
+from autopipe.runtime.step.stepper import GradientHook
+from autopipe.runtime.transport.base import ThreadHub, TransportClosed
+
+ItemSource = Callable[[int], Iterator[Any]]
+
+
+def run_in_threads(
+    run: RunDirectory,
+    job: Job,
+    layout: Layout,
+    body: Callable[[RankSession], None],
+    *,
+    items: ItemSource | None = None,
+    on_gradients: GradientHook | None = None,
+    reporters: Sequence[Reporter] = (),
+    timeout_seconds: float = 300.0,
+) -> list[RankSession]:
+    """Run ``body`` on every rank and return the sessions, by rank.
+
+    ``items``: epoch -> minibatches, in place of the workload's own data.
+    Raises: WorkerError for the rank that failed first, its own error as the cause.
+    """
+    world = layout.request.num_ranks
+    hub = ThreadHub(world, timeout_seconds)
+    sessions: list[RankSession | None] = [None] * world
+    failures: list[tuple[int, BaseException]] = []
+
+    def live(rank: int) -> None:
+        torch.set_num_threads(job.threads)
+        transport = hub.transport(rank)
+        try:
+            reporter = reporters[rank] if reporters else Silent()
+            session = RankSession.start(run, job, layout, transport, reporter, on_gradients=on_gradients)
+            session.items = items
+            sessions[rank] = session
+            body(session)
+        except BaseException as error:
+            failures.append((rank, error))
+            hub.abort()
+
+    threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise _first(failures, sessions)
+    return [session for session in sessions if session is not None]
+
+
+def _first(failures: list[tuple[int, BaseException]], sessions: Sequence[RankSession | None]) -> BaseException:
+    own = [failure for failure in failures if not isinstance(failure[1], TransportClosed)]
+    rank, error = (own or failures)[0]
+    session = sessions[rank]
+    current = session.executor.current if session is not None else None
+    stage = session.layout.plan.stages[current.stage] if session is not None and current is not None else None
+    if isinstance(error, AutopipeError) and current is None:
+        return error
+    what = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
+    failure = WorkerError(
+        what,
+        rank=rank,
+        stage=None if stage is None else stage.index,
+        modules="" if stage is None else stage.modules,
+        instruction=str(current) if current is not None else "",
+        where=error.where
+        if isinstance(error, AutopipeError)
+        else blame.place(error, None if session is None else session.layout.graph),
+        remedy=error.remedy if isinstance(error, AutopipeError) else "",
+    )
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,1 @@
+"""The recorded ``fx.Graph`` as ``ir.Graph`` and as a ``GraphModule`` that runs."""

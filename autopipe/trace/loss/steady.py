@@ -1,0 +1,224 @@
+"""A model whose gradients depend on its samples and weights alone: to compare a batch with its microbatches.
+
+Random operations give every sample the same numbers, layers with batch statistics use those of the whole batch, and the
+weights are moved a little away from where they start: a new classifier's loss is near the logarithm of its classes,
+whatever is averaged over what. All of it is put back, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopipe.draws import Draws, flat_checkpoints, is_random
+from autopipe.ir.graph import Graph
+from autopipe.trace.record.borrowed import Snapshot
+from autopipe.workload import Item, Workload
+
+_COARSE = (torch.bfloat16, torch.float16)
+_AWAY = 0.1  # of a tensor's root mean square
+_SMALL = 0.02  # what stands for that of a tensor of zeros
+_NORMAL = 0.37  # what a normal distribution gives to everybody
+
+
+class SameDraws(Draws):  # type: ignore[no-untyped-call]  # torch has no annotation for its __init_subclass__
+    """While active, a random operation gives all elements one number, whatever the batch; nothing is dropped."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_random(func, args, kwargs):
+            return func(*args, **kwargs)
+        name = str(func._schema.name)
+        if "native_dropout" in name:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        args, kwargs, dropped = _undropped(func, args, kwargs)
+        if dropped:
+            return func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                _level(tensor, name)
+        return result
+
+
+def _undropped(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments of a fused call without its dropout, and whether there was one."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            if index < len(args):
+                return (*args[:index], 0.0, *args[index + 1 :]), kwargs, True
+            return args, {**kwargs, argument.name: 0.0}, True
+    return args, kwargs, False
+
+
+def _level(tensor: Tensor, name: str) -> None:
+    """Give all elements of what was drawn one value. A permutation becomes that which moves nothing."""
+    if "randperm" in name:
+        tensor.copy_(torch.arange(tensor.numel(), device=tensor.device))
+    elif "bernoulli" in name:
+        tensor.fill_(1)
+    elif "randn" in name or "normal" in name:
+        tensor.fill_(_NORMAL)
+    else:
+        tensor.copy_(tensor.flatten()[0].clone())
+
+
+@contextlib.contextmanager
+def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool = False) -> Iterator[None]:
+    """Make a model such that the gradient of a batch is comparable with that of its parts.
+
+    ``as_it_is``: leave weights and batch statistics as they are; what is changed is put back all the same.
+    """
+    snapshot = Snapshot(model)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    data = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        if not as_it_is:
+            _move(model)
+            _fix_statistics(workload, model, item)
+        yield
+    finally:
+        for parameter, before in data:
+            parameter.data = before
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        snapshot.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _move(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            continue
+        now = parameter.data
+        size = float(now.double().pow(2).mean().sqrt()) if now.numel() else 0.0
+        noise = torch.randn(now.shape, generator=generator).to(now.device, now.dtype)
+        parameter.data = now + noise * (_AWAY * size if size else _SMALL)
+
+
+def _fix_statistics(workload: Workload, model: nn.Module, item: Item) -> None:
+    """Let layers with batch statistics use those of ``item`` for every part of it."""
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats
+    ]
+    if not layers:
+        return
+    for layer in layers:
+        layer.momentum = 1.0
+    with torch.no_grad(), flat_checkpoints(), SameDraws(workload.spec.seed, 0, 0):
+        workload.loss(model, _copied(item))
+    for layer in layers:
+        layer.training = False
+
+
+def _copied(item: Item) -> Item:
+    """Return a copy of a batch: a forward may change it."""
+    copy: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)
+    return copy
+
+
+def gradients_of(
+    workload: Workload, model: nn.Module, parts: Sequence[Item], factors: Sequence[float]
+) -> dict[str, Tensor]:
+    """Return the gradients of the weighted sum of the parts' losses. A loss that gives its own weight uses that."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    weights = 0.0
+    for part, factor in zip(parts, factors, strict=True):
+        with flat_checkpoints(), SameDraws(workload.spec.seed, 0, 0):
+            loss, weight = workload.loss(model, _copied(part))
+        weights += 0.0 if weight is None else float(weight.detach())
+        if loss.requires_grad and (weight is not None or factor):
+            torch.autograd.backward(loss * (factor if weight is None else weight.detach()))
+    return {
+        name: (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).detach().double().cpu()
+        / (weights or 1.0)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def difference(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> float | None:
+    """Return how far apart two gradients are, relative to the size of the first; None where that is not a number."""
+    size = apart = 0.0
+    for name in {**whole, **parts}:
+        one, other = whole.get(name, torch.zeros(())), parts.get(name, torch.zeros(()))
+        size += float(one.pow(2).sum())
+        apart += float((one - other).pow(2).sum())
+    if not math.isfinite(size) or not math.isfinite(apart) or not size:
+        return None
+    return math.sqrt(apart / size)
+
+
+def precision_of(workload: Workload, model: nn.Module, graph: Graph) -> float:
+    """Return the step between numbers of the coarsest type that a model computes in, regions of autocast included."""
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}}.get(workload.spec.precision, set())
+    made = {node.spec.dtype for node in graph.nodes if node.spec is not None}
+    types |= {kind for kind in _COARSE if str(kind).removeprefix("torch.") in made}
+    return max((torch.finfo(kind).eps for kind in types), default=0.0)
+
+
+class _NothingCoarse(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own gap
+    """While active, an operation whose result is bfloat16 or float16 is an error."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) and leaf.dtype in _COARSE for leaf in pytree.tree_leaves(result)):
+            raise TypeError(f"{func} computes in a coarse type")
+        return result
+
+
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Give a model that computes in bfloat16 or float16 its weights and buffers in float32 for a while.
+
+    Raises: TypeError where it computes in one of these types all the same: autocast, a conversion in its forward.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype in _COARSE]
+    buffers = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in _COARSE
+    ]
+    try:
+        for parameter, data in parameters:
+            parameter.grad = None
+            parameter.data = data.float()
+        for registry, name, buffer in buffers:
+            registry[name] = buffer.float()
+        with _NothingCoarse():  # type: ignore[no-untyped-call]  # torch's own gap
+            yield
+    finally:
+        for parameter, data in parameters:
+            parameter.grad = None
+            parameter.data = data
+        for registry, name, buffer in buffers:
+            registry[name] = buffer
+
+
+def item_in_float32(item: Item) -> Item:
+    """Return a batch whose bfloat16 and float16 tensors are float32."""
+    wide: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.float() if leaf.dtype in _COARSE else leaf, item)
+    return wide

@@ -1,0 +1,64 @@
+"""What the user's Python keeps outside of the model's modules, put back behind a pass.
+
+A table that a helper makes once and keeps (``functools.lru_cache``, a dict at the top of the file, an attribute of an
+object that is no module) would be kept as a fake tensor, and spoil the next real forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch import nn
+
+from autopipe.trace.record.containers import attributes, copied, refill
+
+
+class Caches:
+    """The caches of the model's own Python modules as they are now; ``restore`` puts them back or empties them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._memoized: dict[int, tuple[Any, int]] = {}
+        for users in users_namespaces(model):
+            self._look_at(vars(users))
+        for module in model.modules():
+            for value in vars(module).values():
+                if _is_helper(value):
+                    namespace = attributes(value) or {}
+                    self._containers.append((namespace, dict(namespace)))
+                    self._look_at(namespace)
+        for kind in dict.fromkeys(type(module) for module in model.modules()):
+            self._look_at(dict(vars(kind)), containers=False)
+
+    def _look_at(self, namespace: dict[str, Any], *, containers: bool = True) -> None:
+        for name, value in namespace.items():
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._memoized[id(value)] = value, value.cache_info().misses
+            elif containers and type(value) in (dict, list, set) and not name.startswith("__"):
+                self._containers.append((value, copied(value)))
+
+    def restore(self) -> None:
+        """Put containers back; empty the memoized functions that were called with something new."""
+        for container, before in self._containers:
+            refill(container, before)
+        for function, misses in self._memoized.values():
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+
+
+def users_namespaces(model: nn.Module) -> list[Any]:
+    """Return the Python modules that the model's own classes come from."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+
+
+def _is_helper(value: Any) -> bool:
+    place = type(value).__module__
+    return (
+        attributes(value) is not None
+        and not isinstance(value, (nn.Module, type))
+        and not callable(value)
+        and not place.startswith(("torch", "builtins", "collections"))
+    )

@@ -1,0 +1,322 @@
+"""One pass over the user's loss with fake tensors -> what was recorded, tidied up.
+
+After the pass a few things are made explicit that Python did by assignment: a buffer bound to a new tensor becomes a
+copy into the buffer, and a batch that is changed in place is cloned first, so that every stage can start from its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from autopipe.errors import TraceError
+from autopipe.trace.explain import COIN, FIXED_BATCH, Line, explained, place_in, short_path, short_place_in
+from autopipe.trace.lines.draws import DrawingLine, is_drawn
+from autopipe.trace.opaque.choose import Opaque
+from autopipe.trace.record.borrowed import NUMPYS, Borrowed, Snapshot
+from autopipe.trace.record.patches import TrainingReads, following
+from autopipe.trace.record.reads import FollowingShapeEnv, Reads
+from autopipe.trace.record.recorder import Recorder
+from autopipe.trace.record.symbols import Symbols
+from autopipe.trace.sizes.joined import join
+from autopipe.trace.sizes.lengths import Length
+from autopipe.workload import Item, Workload
+from autopipe.workload.batches.layouts import strides_like
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class Followed:
+    """What one pass found. ``sizes``: its number of samples, and its ``lengths``, where they are free to vary.
+
+    ``batch``: the input, and its dimension, that the number of samples is read from; None where it is in none.
+    ``reads_training``: the user's code asks for the mode. ``calls``: as they were recorded, before tidying up.
+    """
+
+    recorder: Recorder
+    borrowed: Borrowed
+    symbols: Symbols
+    sizes: tuple[int, ...]
+    reads_training: bool
+    batch: tuple[str, int] | None
+    lengths: tuple[Length, ...] = ()
+    calls: tuple[fx.Node, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The recorded calls."""
+        return self.recorder.graph
+
+    @property
+    def places(self) -> list[tuple[fx.Node, int]]:
+        """Where each of ``sizes`` is read: an input and its dimension."""
+        inputs = {str(node.target): node for node in self.graph.nodes if node.op == "placeholder"}
+        places = [] if self.batch is None else [self.batch, *(length.places[0] for length in self.lengths)]
+        return [(inputs[name], dimension) for name, dimension in places]
+
+
+def follow(
+    workload: Workload,
+    model: nn.Module,
+    item: Item,
+    *,
+    batch: int | None = None,
+    lengths: tuple[tuple[Length, int], ...] = (),
+    watch: bool = False,
+    answer: bool = False,
+    forward: Forward | None = None,
+    most: int = 0,
+    beside: Callable[[fx.Node], None] | None = None,
+    opaque: Opaque | None = None,
+) -> Followed:
+    """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
+
+    ``workload.batch_dims`` says where the samples are counted. ``batch``: follow a batch of so many
+    samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
+    end the pass at the first call after a draw from Python's or numpy's random numbers. ``answer``: keep data-dependent
+    decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
+    ``beside``: is told every call as it is recorded, and may raise a TraceError that ends the pass. ``opaque``: the
+    modules that run as they are, each call of theirs being one node.
+
+    Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
+    """
+    leaves = workload.leaves(item)
+    sized = [leaf for leaf in leaves.values() if leaf.dim() > 0]
+    if not sized:
+        raise TraceError("the batch holds no tensor with a dimension", remedy="give samples-first tensors")
+    dimensions = workload.batch_dims(item)
+    first, count = next(iter(dimensions.items()), None), workload.num_samples(item)
+    if workload.is_fixed(item):
+        dimensions, first = {}, None
+    shape_env = FollowingShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    symbols = Symbols(shape_env)
+    borrowed = Borrowed(model, mode, sized[0].device)
+    with borrowed:
+        recorder = Recorder(borrowed, symbols, watch=watch)
+        recorder.most, recorder.beside, recorder.opaque = most, beside, opaque
+        shape_env.around = lambda: recorder.around
+        given = {place: size for length, size in lengths for place in length.places}
+        fakes = {
+            name: _fake_leaf(mode, name, leaf, dimensions.get(name), batch, given) for name, leaf in leaves.items()
+        }
+        for name, fake in fakes.items():
+            recorder.add_input(name, fake)
+        if answer:
+            recorder.reads = Reads(borrowed, leaves, workload.spec.seed)
+        shape_env.on_answer = recorder.answered
+        with _running(recorder, mode, symbolic=batch is None) as reads:
+            faked = workload.with_leaves(item, fakes)
+            loss, weight = workload.loss(model, faked) if forward is None else forward(recorder, faked)
+            _copy_reassigned(recorder, borrowed)
+            recorder.set_output((loss,) if weight is None else (loss, weight))
+        drawn = borrowed.snapshot.random_drawn()
+    if drawn and not watch:
+        raise _coin(workload, model, item, drawn, answer=answer, opaque=opaque)
+    _check_batch(symbols, shape_env, count)
+    calls = tuple(recorder.graph.nodes)
+    _clone_changed_inputs(recorder.graph)
+    join(recorder.graph, batch or count)
+    remove_unused(recorder.graph)
+    sizes = () if first is None else (batch or count, *(size for _, size in lengths))
+    free = tuple(length for length, _ in lengths)
+    return Followed(recorder, borrowed, symbols, sizes, reads.seen, first, free, calls)
+
+
+@contextlib.contextmanager
+def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Iterator[TrainingReads]:
+    # without it some operations written in C++ make a number of a symbolic size
+    dispatcher = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
+    try:
+        with following(recorder) as reads, mode, recorder.random, dispatcher, recorder:
+            yield reads
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:
+        failure = explained(error, recorder.construct, drawn=is_drawn(recorder, error))
+        failure.within = failure.within or recorder.within
+        raise failure from error
+    finally:
+        if recorder.reads is not None:
+            with recorder.borrowed.returned():
+                recorder.reads.restore()
+
+
+def _fake_leaf(
+    mode: FakeTensorMode,
+    name: str,
+    leaf: Tensor,
+    counting: int | None,
+    batch: int | None,
+    lengths: Mapping[tuple[str, int], int],
+) -> Tensor:
+    """Return the fake of an input; an object of its own even where the user passes one tensor twice.
+
+    ``counting``: the dimension that counts the samples.
+    """
+    if batch is not None:
+        shape = [lengths.get((name, dimension), size) for dimension, size in enumerate(leaf.shape)]
+        if counting is not None:
+            shape[counting] = batch
+        with mode:
+            return _empty(leaf, shape)
+    real = _empty(leaf, leaf.shape)
+    sizes = [DimDynamic.DUCK if d == counting else DimDynamic.STATIC for d in range(leaf.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(real, source=LocalSource(name), symbolic_context=context)
+
+
+def _empty(leaf: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of another shape, which lies in memory as ``leaf`` does."""
+    strides = strides_like(leaf, shape)
+    return torch.empty_strided(
+        list(shape), strides, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
+    )
+
+
+def _coin(
+    workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool, opaque: Opaque | None
+) -> TraceError:
+    """Return the error for a model that flips coins outside of torch: one way would be kept for ever."""
+    before = Snapshot(model)
+    within: tuple[str, ...] = ()
+    try:
+        with DrawingLine(before.numpy_drawn if generator == NUMPYS else None) as line:
+            follow(workload, model, item, watch=True, answer=answer, opaque=opaque)
+    except TraceError as error:
+        within = error.within
+        logger.info("the pass that looks for the draw ended: %s", error.what)
+    coin = TraceError(
+        f"the model draws from {generator} in its forward, {COIN}",
+        where=line.where,
+        remedy="draw with torch and apply the result as a factor, or set the probability to 0 (layerdrop=0.0)",
+    )
+    coin.within = within
+    return coin
+
+
+def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> None:
+    for symbol, (node, dimension) in symbols.source.items():
+        value = symbols.simplified(symbol)
+        if value != symbol:
+            fixed = TraceError(
+                f"{FIXED_BATCH} {value} samples: dimension {dimension} of {node.name} was taken for "
+                f"a number (the batch had {batch})",
+                where=shape_env.fixed_at.get(symbol, ""),
+                remedy="compute with x.shape[0] as it is: no int(), no range() over it, no comparison with a number",
+            )
+            fixed.within = shape_env.fixed_within.get(symbol, ())
+            raise fixed
+
+
+def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:
+    """Write ``self.buffer = value`` as ``self.buffer.copy_(value)``."""
+    for name, now in borrowed.reassigned_buffers().items():
+        fake = borrowed.fake[name]
+        if now is None or now.shape != fake.shape or now.dtype != fake.dtype:
+            raise TraceError(
+                f"buffer {name} is bound to a tensor of another shape or dtype in the forward",
+                where=_made_at(recorder, now),
+                remedy="where the first forward fills it in, run the model on one batch before build_model returns it; "
+                "else keep its shape and dtype, or keep the value out of the module",
+            )
+        with torch.no_grad():
+            fake.copy_(now)
+
+
+def _made_at(recorder: Recorder, value: Tensor | None) -> str:
+    """Return ``file:line: source line`` of the call that made a value, "" where no call did."""
+    return where_text(recorder.known.node(value).meta) if recorder.known.has(value) and value is not None else ""
+
+
+def _clone_changed_inputs(graph: fx.Graph) -> None:
+    """Give an input that is changed in place a clone, which is changed instead."""
+    changed = [n for node in graph.nodes for n in node.meta.get("mutates", ()) if _root_input(n) is not None]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in inputs:
+        if not any(_root_input(entry) is node for entry in changed):
+            continue
+        with graph.inserting_after(inputs[-1]):
+            clone = graph.call_method("clone", (node,))
+        clone.meta = {**node.meta, "stack": (), "grad": True, "autocast": (), "random": (0, 0)}
+        clone.meta["val"] = node.meta["val"]
+        clone.meta["fresh"] = True
+        node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+        for other in graph.nodes:
+            if "mutates" in other.meta:
+                other.meta["mutates"] = [clone if entry is node else entry for entry in other.meta["mutates"]]
+
+
+def _root_input(node: fx.Node) -> fx.Node | None:
+    """Return the input whose memory a value has, or None."""
+    key = storage_key(node.meta.get("val"))
+    if key is None:
+        return None
+    other: fx.Node
+    for other in node.graph.nodes:
+        if other.op != "placeholder":
+            return None
+        if storage_key(other.meta["val"]) == key:
+            return other
+    return None
+
+
+def storage_key(value: Any) -> int | None:
+    """Return what tells one memory from another, None where a value has none."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Remove what nobody reads and what changes nothing. Positions of random draws are already counted."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        if node.meta.get("changed") or node.meta.get("keep"):
+            continue
+        graph.erase_node(node)
+
+
+def source_text(meta: Mapping[str, Any]) -> str:
+    """Return ``file:line`` of a node, "" where unknown."""
+    if "source" not in meta:
+        return ""
+    filename, line = meta["source"]
+    return f"{short_path(filename)}:{line}"
+
+
+def own_text(meta: Mapping[str, Any]) -> str:
+    """Return ``file:line`` of the model's own line that leads to a library's call, "" where the call is the model's."""
+    if "own" not in meta:
+        return ""
+    filename, line = meta["own"]
+    return f"{short_path(filename)}:{line}"
+
+
+def where_text(meta: Mapping[str, Any]) -> str:
+    """Return ``file:line: source line`` of a node, "" where unknown: the model's own line, then a library's."""
+    return place_in(*_own_and_inner(meta)) if "source" in meta else ""
+
+
+def short_where_text(meta: Mapping[str, Any]) -> str:
+    """Return ``file:line`` of a node, "" where unknown: the model's own line, then a library's."""
+    return short_place_in(*_own_and_inner(meta)) if "source" in meta else ""
+
+
+def _own_and_inner(meta: Mapping[str, Any]) -> tuple[Line, Line | None]:
+    source: Line = meta["source"]
+    return (meta["own"], source) if "own" in meta else (source, None)

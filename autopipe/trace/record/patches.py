@@ -1,0 +1,181 @@
+"""What must be different in torch while a model is followed, and is put back whatever happens.
+
+Besides the call of modules and of custom autograd functions: ``torch.compiler.is_compiling()`` says yes, so that model
+libraries take the path without data-dependent shortcuts (transformers drops an all-ones mask otherwise); user-level
+``checkpoint()`` runs its function once; reads of ``module.training`` by the user's code are noticed; and what torch
+logs of a fake call that fails is not shown, since the error says it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributions
+import torch.utils.checkpoint
+from torch import nn
+
+from autopipe.trace.explain import calling_frame, here, short_path, unsupported, users_frame
+from autopipe.trace.record.caches import users_namespaces
+from autopipe.trace.record.recorder import Recorder
+
+_AUTOCAST = torch.amp.autocast_mode.autocast
+_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+class TrainingReads:
+    """Stands for ``nn.Module.training`` and notes whether anybody but a leaf module asked for it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.seen = False
+
+    def __get__(self, module: Any, owner: Any) -> Any:
+        if module is None:
+            return self
+        if self.recorder.listening:
+            self.seen = True
+        return vars(module)["training"]
+
+    def __set__(self, module: Any, value: bool) -> None:
+        vars(module)["training"] = value
+
+
+@contextlib.contextmanager
+def following(recorder: Recorder) -> Iterator[TrainingReads]:
+    """Bring the calls of modules, custom functions and autocast regions to the recorder."""
+    call, change_all = nn.Module.__call__, nn.Module._apply
+    apply = torch.autograd.Function.__dict__["apply"]
+    enter: Any = _AUTOCAST.__enter__
+    leave: Any = _AUTOCAST.__exit__
+    reads = TrainingReads(recorder)
+
+    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(call, module, *args, **kwargs)
+
+    def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        original = types.MethodType(apply.__func__, cls)
+        if not recorder.listening:
+            return original(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            note_checkpoint()
+            return args[0](*args[2:])
+        if cls is torch.nn.modules._functions.BackwardHookFunction:
+            out = original(*args, **kwargs)
+            for value, of in zip(out if isinstance(out, tuple) else (out,), args, strict=True):
+                recorder.alias(value, of)
+            recorder.notes.append(f"a backward hook of a module is not run in stages ({here()})")
+            return out
+        return recorder.call_custom(cls, original, *args, **kwargs)
+
+    def module_apply(module: nn.Module, change: Any, *args: Any, **kwargs: Any) -> Any:
+        # module.to(dtype) in the forward: it would put other tensors into the model
+        if not recorder.listening:
+            return change_all(module, change, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own gap
+        with torch._C.DisableTorchFunction():
+            for tensor in (*module.parameters(), *module.buffers()):
+                now = change(tensor)
+                if now is not tensor and (now.dtype, now.device) != (tensor.dtype, tensor.device):
+                    raise unsupported(
+                        f"the forward moves or converts {type(module).__name__}: {tensor.dtype} to {now.dtype}",
+                        "do it where the model is built",
+                    )
+        return module
+
+    def note_checkpoint() -> None:
+        if not any("checkpoint()" in note for note in recorder.notes):
+            recorder.notes.append(
+                f"checkpoint() in the model is flattened; recompute is decided per stage instead ({here()})"
+            )
+
+    def checkpoint_once(*args: Any, **kwargs: Any) -> Iterator[None]:
+        note_checkpoint()
+        yield
+
+    def autocast_enter(self: Any) -> Any:
+        if recorder.listening:
+            recorder.autocast.append((self.device, self.fast_dtype, self._enabled, self._cache_enabled))
+        return enter(self)
+
+    def autocast_exit(self: Any, *error: Any) -> Any:
+        if recorder.listening and recorder.autocast:
+            recorder.autocast.pop()
+        return leave(self, *error)
+
+    def symbolic_len(value: Any) -> Any:
+        # len() makes a number of a symbolic size; the user's len(x) means x.shape[0]
+        if isinstance(value, torch.Tensor) and value.dim() and recorder.listening:
+            return value.shape[0]
+        return len(value)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (nn.Module, "__call__", module_call),
+        (nn.Module, "_apply", module_apply),
+        (torch.autograd.Function, "apply", classmethod(function_apply)),
+        (_AUTOCAST, "__enter__", autocast_enter),
+        (_AUTOCAST, "__exit__", autocast_exit),
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint_once),
+        (nn.Module, "training", reads),
+        (torch.distributions.Distribution, "_validate_args", False),  # it reads the data to check it
+        (_FAKES, "disabled", True),  # it would show a traceback of torch's beside our error
+    ]
+    with contextlib.ExitStack() as stack:
+        namespaces = users_namespaces(recorder.borrowed.model)
+        replaced += [(namespace, "len", symbolic_len) for namespace in namespaces if "len" not in vars(namespace)]
+        for owner, name, value in replaced:
+            stack.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))
+            setattr(owner, name, value)
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+        stack.enter_context(as_compiled())
+        yield reads
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging a traceback of its own beside our error, where something is run without numbers."""
+    before = _FAKES.disabled
+    _FAKES.disabled = True
+    try:
+        yield
+    finally:
+        _FAKES.disabled = before
+
+
+_ABSENT = object()
+
+
+def _restore(owner: Any, name: str, before: Any) -> None:
+    if before is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def as_compiled(asked: list[str] | None = None, only: str = "") -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` say yes.
+
+    ``asked``: where to put the places (``file:line``) that ask. ``only``: the one place that gets this answer.
+    """
+
+    def yes() -> bool:
+        place = ""
+        if asked is not None:
+            frame = calling_frame()
+            while frame is not None and frame.f_code.co_name.startswith("is_"):  # a helper, which hands the answer on
+                frame = users_frame(frame.f_back)
+            place = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+            if place and place not in asked:
+                asked.append(place)
+        return not only or place == only
+
+    before = torch.compiler.is_compiling, torch.compiler.is_exporting
+    torch.compiler.is_compiling = torch.compiler.is_exporting = yes
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling, torch.compiler.is_exporting = before

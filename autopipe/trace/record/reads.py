@@ -1,0 +1,132 @@
+"""What a data-dependent read would see: the part of the graph recorded so far, run on the real batch.
+
+Only with ``allow_data_dependent``. The graph stays symbolic in the batch size; a read is answered with the real value,
+and a call of ``autopipe.guards.expect`` is recorded that compares it at every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopipe import draws
+from autopipe.trace.explain import here
+from autopipe.trace.graph.replay import context_of
+from autopipe.trace.record.borrowed import Borrowed
+from autopipe.workload.batches.layouts import laid_out
+
+WHERE = (0, 0)  # minibatch and microbatch of the captured batch
+
+
+class Reads:
+    """Runs recorded nodes on real tensors, each once and in order, as far as a read needs them."""
+
+    def __init__(self, borrowed: Borrowed, leaves: Mapping[str, Tensor], seed: int) -> None:
+        self.borrowed, self.seed = borrowed, seed
+        self._leaves = {name: laid_out(leaf, leaf) for name, leaf in leaves.items()}
+        self._state: dict[str, Tensor] = {}
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        with borrowed.returned():
+            for _, tensors in (("", borrowed.model.named_parameters()), ("", borrowed.model.named_buffers())):
+                self._state.update(tensors)
+            self._buffers = [(buffer, buffer.detach().clone()) for buffer in borrowed.model.buffers()]
+        self._values: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
+        """Return the real value of a recorded node."""
+        pending = [entry for entry in node.graph.nodes if entry not in self._values and entry.op != "output"]
+        if pending:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_disable_current_modes())
+                stack.enter_context(torch._C._DisablePythonDispatcher())
+                stack.enter_context(self.borrowed.returned())
+                stack.enter_context(torch.no_grad())
+                for device in ("cpu", "cuda"):
+                    if torch.is_autocast_enabled(device):
+                        stack.enter_context(torch.autocast(device, enabled=False))
+                for entry in pending:
+                    self._values[entry] = self._run(entry, constants)
+        return self._values[node]
+
+    def number(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
+        """Return the real value of a recorded node as Python has it: a number, or nested lists."""
+        value = self.value(node, constants)
+        with _disable_current_modes():  # a fake tensor mode would take the real tensor for one of its own
+            if isinstance(value, Tensor):
+                return value.item() if value.numel() == 1 else value.tolist()
+        return value
+
+    def _run(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
+        if node.op == "placeholder":
+            return self._leaves[str(node.target)]
+        if node.op == "get_attr":
+            target = str(node.target)
+            return constants[target] if target in constants else self._state[target]
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda entry: self._values[entry])
+        position, count = node.meta.get("random", (0, 0))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context_of(node.meta))
+            stack.enter_context(torch.no_grad())
+            if node.meta.get("opaque"):
+                stack.enter_context(draws.inside((self.seed, *WHERE), position))
+            elif count:
+                stack.enter_context(draws.at((self.seed, *WHERE), position, count))
+            if node.op == "call_module":
+                return self.borrowed.model.get_submodule(str(node.target))(*args, **kwargs)
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            assert callable(node.target)
+            return node.target(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Put the buffers back that the run changed."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+
+
+_SIZES = (2, 3, 4, 5, 8, 17, 64, 100, 1024, 4096)  # batch sizes at which a comparison is tried
+
+
+class FollowingShapeEnv(ShapeEnv):
+    """A shape environment that remembers where the user's code fixed a size to a number.
+
+    ``on_answer`` is told of comparisons whose answer is kept: of data-dependent sizes whose values are known, and of
+    the batch size where another batch would answer otherwise.
+    """
+
+    def __init__(self, on_answer: Callable[[Any, Any], None] | None = None) -> None:
+        super().__init__(allow_scalar_outputs=True)
+        self.on_answer = on_answer
+        self.fixed_at: dict[Any, str] = {}
+        self.fixed_within: dict[Any, tuple[str, ...]] = {}  # the modules that were running there
+        self.around: Callable[[], tuple[str, ...]] = tuple
+
+    def _log_real_tensor_propagation(self, orig_expr: Any, unsound_result: Any) -> None:
+        if self.on_answer is not None:
+            self.on_answer(orig_expr, unsound_result)
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a comparison, and tell of it where it would not hold for every batch size."""
+        known = len(self.guards)
+        answer = super().evaluate_expr(*args, **kwargs)
+        for guard in self.guards[known:]:
+            symbols = sorted(guard.expr.free_symbols, key=str)
+            if self.fixed_at.keys() & set(symbols):
+                continue  # refused as a whole when the pass is over
+            holds = (guard.expr.subs(dict.fromkeys(symbols, size)) for size in _SIZES)
+            if self.on_answer is not None and any(held is sympy.false for held in holds):  # sympy's false
+                self.on_answer(guard.expr, True)
+        return answer
+
+    def _set_replacement(self, a: Any, *rest: Any, **more: Any) -> None:
+        self.fixed_at.setdefault(a, here())
+        self.fixed_within.setdefault(a, self.around())
+        super()._set_replacement(a, *rest, **more)

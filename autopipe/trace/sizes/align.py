@@ -1,0 +1,109 @@
+"""Two recordings of one model, call by call: whether they are the same, and which constant arguments differ.
+
+Whether they are the same is looked at while the second one is made, too: most models with batch norm of their own
+go another way in evaluation from the first layer on, and the rest of that pass would be for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from autopipe.errors import TraceError
+from autopipe.trace.explain import OTHER_CALLS, type_name
+from autopipe.trace.record.canonical import tensor_digest
+from autopipe.trace.record.follow import Followed, short_where_text
+from autopipe.trace.record.targets import qualified_name
+
+
+class OtherWay(Exception):  # noqa: N818  # a finding, which the caller turns into a note or another attempt  # no error: a finding that the caller turns into a note or another attempt
+    """The two recordings are not the same calls; the text says where they part."""
+
+
+_ASTRAY = 16  # calls in a row that are not the other recording's, beyond what is made and never read
+
+
+class Beside:
+    """Ends a recording that goes another way than one there is. Calls whose result nobody read may be missing from it.
+
+    It only saves time: what it lets pass is compared by ``aligned``.
+    """
+
+    def __init__(self, other: Followed) -> None:
+        # what reads the model's tensors is no call of the user's, and nobody is told of it
+        self._calls = [node for node in other.calls if node.op not in ("placeholder", "get_attr")]
+        self._kept = set(other.graph.nodes)
+        self._next = 0
+        self._astray: list[fx.Node] = []
+
+    def __call__(self, node: fx.Node) -> None:
+        """Take the next call. Raises: TraceError (``OTHER_CALLS``) at the place where the two have parted."""
+        for index in range(self._next, len(self._calls)):
+            call = self._calls[index]
+            if (call.op, call.target) == (node.op, node.target):
+                self._next = index + 1
+                self._astray.clear()
+                return
+            if call in self._kept:
+                break
+        self._astray.append(node)
+        if len(self._astray) > _ASTRAY:
+            raise TraceError(OTHER_CALLS, where=short_where_text(self._astray[0].meta))
+
+
+def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:
+    """Return node of ``theirs`` -> node of ``ours``.
+
+    Raises: OtherWay when the calls are not the same, or not on the same values.
+    """
+    left, right = list(ours.graph.nodes), list(theirs.graph.nodes)
+    same: dict[fx.Node, fx.Node] = {}
+    for a, b in zip(left, right, strict=False):
+        same[b] = a
+        if a.op != b.op or not _same_target(a, b, ours, theirs):
+            raise OtherWay(_where(a, b))
+        if a.all_input_nodes != [same.get(node) for node in b.all_input_nodes]:
+            raise OtherWay(_where(a, b))
+    if len(left) != len(right):
+        raise OtherWay(f" ({len(right)} calls instead of {len(left)})")
+    return same
+
+
+def _where(left: fx.Node, right: fx.Node) -> str:
+    place = short_where_text(left.meta) or short_where_text(right.meta)
+    return f" at {place}" if place else ""
+
+
+def _same_target(left: fx.Node, right: fx.Node, ours: Followed, theirs: Followed) -> bool:
+    if left.op == "get_attr":
+        a = ours.recorder.constants.get(str(left.target))
+        b = theirs.recorder.constants.get(str(right.target))
+        if a is not None and b is not None:
+            return tensor_digest(a) == tensor_digest(b)
+    if callable(left.target) and callable(right.target):
+        return qualified_name(left.target) == qualified_name(right.target)
+    return left.op == "output" or left.target == right.target
+
+
+def merged(raw: Any, other: Any, base: Any, same: dict[fx.Node, fx.Node], choose: Callable[[Any, Any], Any]) -> Any:
+    """Walk two argument trees; give ``base``'s entry where they agree and ``choose(raw, other)`` where they do not.
+
+    ``base`` is ``raw`` or a rewritten form of it. ``same``: node of the other recording -> node of ours.
+    """
+    if isinstance(raw, (list, tuple)) and isinstance(other, (list, tuple)) and len(raw) == len(other):
+        items = [merged(a, b, c, same, choose) for a, b, c in zip(raw, other, base, strict=True)]
+        return items if isinstance(raw, list) else tuple(items)
+    if isinstance(raw, dict) and isinstance(other, dict) and raw.keys() == other.keys():
+        return {key: merged(raw[key], other[key], base[key], same, choose) for key in raw}
+    if isinstance(raw, slice) and isinstance(other, slice):
+        ends = [(s.start, s.stop, s.step) for s in (raw, other, base)]
+        return slice(*(merged(a, b, c, same, choose) for a, b, c in zip(*ends, strict=True)))
+    if isinstance(other, fx.Node):
+        return base if same.get(other) is raw else choose(raw, same.get(other))
+    return base if _equal(raw, other) else choose(raw, other)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return type_name(left) == type_name(right) and (bool(left == right) or repr(left) == repr(right) == "nan")

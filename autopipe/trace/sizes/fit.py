@@ -1,0 +1,112 @@
+"""Two recordings at two shapes of the batch -> one graph for every batch size and, where they vary, every length.
+
+A number that is the same in both is a constant; one that differs is arithmetic over the sizes (``sizes.Size``) and is
+written into the graph as such, from ``input.size(0)``. Fake tensors cost the same at any size, so the second batch is
+large: what a model does differently for more than a few samples, or for a long sequence, shows. Verification then
+tries a third shape.
+
+About three times as fast as one recording with a symbolic size, which stands behind it for whatever does not fit.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+
+from autopipe.trace.record.follow import Followed
+from autopipe.trace.sizes.align import OtherWay, aligned, merged
+from autopipe.trace.sizes.arithmetic import Size
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Fit:
+    """What two recordings have in common. ``narrow`` is the one that becomes the graph."""
+
+    def __init__(self, narrow: Followed, wide: Followed) -> None:
+        self.narrow, self.wide = narrow, wide
+        if narrow.recorder.fixed.seen != wide.recorder.fixed.seen:
+            raise OtherWay(": a number that is read from a tensor depends on the size of the batch")
+        self.same = aligned(narrow, wide)
+        self.arguments: dict[fx.Node, Arguments] = {}
+        for other, node in self.same.items():
+            if node.op == "output":
+                continue
+            args = merged(node.args, other.args, node.args, self.same, self._number)
+            kwargs = merged(dict(node.kwargs), dict(other.kwargs), dict(node.kwargs), self.same, self._number)
+            self.arguments[node] = args, kwargs
+            self._shape(node, other)
+
+    def _number(self, first: Any, second: Any) -> Size:
+        if type(first) is not int or type(second) is not int:
+            raise OtherWay(f": {first!r} and {second!r}")
+        return Size.through((self.narrow.sizes, first), (self.wide.sizes, second))
+
+    def _shape(self, node: fx.Node, other: fx.Node) -> None:
+        value, wider = node.meta.get("val"), other.meta.get("val")
+        if not isinstance(value, Tensor) or not isinstance(wider, Tensor):
+            return
+        if value.dim() != wider.dim():
+            raise OtherWay(f": {value.dim()} and {wider.dim()} dimensions")
+        shape: list[int | str | None] = []
+        for a, b in zip(value.shape, wider.shape, strict=True):
+            if type(a) is not int or type(b) is not int:
+                shape.append(None)  # as many as the data selects
+            else:
+                shape.append(a if a == b else str(self._number(a, b)))
+        node.meta["shape"] = tuple(shape)
+
+    def apply(self) -> None:
+        """Write the sizes into the narrow graph."""
+        made: dict[Size, fx.Node] = {}
+        for node, (args, kwargs) in self.arguments.items():
+            if node.op not in ("placeholder", "get_attr"):
+                node.args = self._written(args, node, made)
+                node.kwargs = self._written(kwargs, node, made)
+
+    def _written(self, value: Any, user: fx.Node, made: dict[Size, fx.Node]) -> Any:
+        if isinstance(value, Size):
+            return self._node(value, user, made)
+        if isinstance(value, (list, tuple)):
+            items = [self._written(item, user, made) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {key: self._written(item, user, made) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._written(item, user, made) for item in (value.start, value.stop, value.step)))
+        return value
+
+    def _node(self, size: Size, user: fx.Node, made: dict[Size, fx.Node]) -> fx.Node:
+        if size in made:
+            return made[size]
+        found = self._product(size.of, user, made)
+        if size.factor != 1:
+            found = self._insert("call_function", operator.mul, (found, size.factor), user)
+        if size.offset:
+            found = self._insert("call_function", operator.add, (found, size.offset), user)
+        if size.times:
+            outer = self._product(size.times, user, made)
+            found = self._insert("call_function", operator.mul, (outer, found), user)
+        made[size] = found
+        return found
+
+    def _product(self, which: tuple[int, ...], user: fx.Node, made: dict[Size, fx.Node]) -> fx.Node:
+        """Return the node of one size of the batch, or of several multiplied."""
+        plain = Size(1, 0, which)
+        if plain not in made:
+            if len(which) == 1:
+                source, dimension = self.narrow.places[which[0]]
+                made[plain] = self._insert("call_method", "size", (source, dimension), user)
+            else:
+                first, second = (self._product((index,), user, made) for index in which)
+                made[plain] = self._insert("call_function", operator.mul, (first, second), user)
+        return made[plain]
+
+    def _insert(self, kind: str, target: Any, args: tuple[Any, ...], user: fx.Node) -> fx.Node:
+        with self.narrow.graph.inserting_before(user):
+            node: fx.Node = getattr(self.narrow.graph, kind)(target, args)
+        kept = ("source", "frame", "stack", "grad", "autocast")
+        node.meta = {key: user.meta[key] for key in kept if key in user.meta}
+        return node

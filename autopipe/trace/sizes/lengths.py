@@ -1,0 +1,113 @@
+"""Sizes beside the batch size that may differ from batch to batch: sequence lengths.
+
+Which they are is guessed from the example, and only believed when the recordings agree and real batches of that length
+compare equal (``api.capture``). A guess that is wrong costs a pass; what is not found is captured per shape instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from autopipe.workload import Item, Workload
+from autopipe.workload.batches.layouts import laid_out
+
+_SHORTEST = 4  # a size below is a number of classes or coordinates rather than a length
+_MOST = 2  # source and target of an encoder-decoder
+_TABLES = 2  # of positions, say, at the end of which a longer recording is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A size that tensors of the batch share. ``places``: (input, dimension) of each. ``size``: in the example."""
+
+    places: tuple[tuple[str, int], ...]
+    size: int
+
+
+def found_lengths(
+    model: nn.Module, leaves: Mapping[str, Tensor], dimensions: Mapping[str, int], count: int
+) -> tuple[Length, ...]:
+    """Return the lengths of a batch of ``count`` samples. ``dimensions``: by tensor, the one that counts them.
+
+    The first other dimension of integers (tokens, labels), and dimensions of vectors in a row, ``[batch, length,
+    width]``, that no size of the model equals. Wherever a tensor has that size again, it is taken for the same length.
+    """
+    taken = sizes_of(model)
+    wanted: dict[int, None] = {}
+    for name, leaf in leaves.items():
+        if leaf.dim() not in (2, 3) or name not in dimensions:
+            continue
+        others = [int(size) for dimension, size in enumerate(leaf.shape) if dimension != dimensions[name]]
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            wanted[others[0]] = None
+        else:
+            wanted.update({size: None for size in others if size not in taken})
+    found = []
+    for size in wanted:
+        if size < _SHORTEST or size == count:
+            continue
+        places = [
+            (name, dimension)
+            for name, leaf in leaves.items()
+            for dimension in range(leaf.dim())
+            if leaf.shape[dimension] == size and dimension != dimensions.get(name)
+        ]
+        found.append(Length(tuple(places), size))
+    return tuple(found) if len(found) <= _MOST else ()
+
+
+def sizes_of(model: nn.Module) -> set[int]:
+    """Return every size of the model's parameters and buffers."""
+    state = (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor))
+    return {int(size) for tensor in state for size in tensor.shape}
+
+
+def other_sizes(workload: Workload, item: Item) -> set[int]:
+    """Return every size of a batch but the number of its samples."""
+    dimensions = workload.batch_dims(item)
+    return {
+        int(size)
+        for name, leaf in workload.leaves(item).items()
+        for dimension, size in enumerate(leaf.shape)
+        if dimension != dimensions.get(name)
+    }
+
+
+def other_lengths(size: int, taken: set[int]) -> tuple[int, ...]:
+    """Return the lengths of a second recording, in the order in which they are tried.
+
+    Four times the size; up to the end of a table of the model that is longer, for one that ends there; a shorter one.
+    Each is a prime number of steps away, so that no rounding looks like a line: a length padded to a multiple of 8, or
+    halved, differs by a number that this prime does not divide. ``taken``: sizes of the model.
+    """
+    tables = sorted((n for n in taken if size < n < 4 * size), reverse=True)[:_TABLES]
+    ways = [
+        (n for n in range(4 * size, 8 * size) if n not in taken),
+        *(range(table, size, -1) for table in tables),
+        (n for n in range(max(size // 2, 2), 1, -1) if n not in taken),
+    ]
+    found = (next((n for n in way if _is_prime(abs(n - size)) and abs(n - size) > 2), 0) for way in ways)
+    return tuple(dict.fromkeys(n for n in found if n))
+
+
+def shorter(size: int) -> tuple[int, ...]:
+    """Return the lengths at which real batches are compared, the shortest first."""
+    return tuple(dict.fromkeys(cut for cut in (2, size // 4, 3 * size // 4) if 1 < cut < size))
+
+
+def cut(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], part: int) -> dict[str, Tensor]:
+    """Return the tensors of a batch at the ``part``-th of the shorter lengths."""
+    found = dict(leaves)
+    for length in lengths:
+        for name, dimension in length.places:
+            found[name] = found[name].narrow(dimension, 0, shorter(length.size)[part])
+    return {name: laid_out(leaf, leaves[name]) if leaf is not leaves[name] else leaf for name, leaf in found.items()}
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))

@@ -1,0 +1,1 @@
+"""The equality proof: training in stages against plain training, tensor by tensor."""

@@ -1,0 +1,351 @@
+"""Equality with plain training, tensor by tensor: losses, gradients of every step, weights and buffers at the end.
+
+Gradients are compared as well as weights because an adaptive optimizer hides a gradient that is wrong by a factor.
+
+Where a plan adds up in another order than one process (replicas, ties over stages), it is compared with a plain loop
+that adds in the plan's order (``verify.order``), to the last bit; by how much that order differs from one process's is
+measured between the two plain loops, and reported apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopipe import sparse
+from autopipe.ir.gradients import trained_ties
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.transport.threads import run_in_threads
+from autopipe.schedules import make
+from autopipe.trace.record.patches import as_compiled
+from autopipe.verify.comparison import Comparison, TensorDifference, Worst, nonfinite
+from autopipe.verify.joined import JoinedStages
+from autopipe.verify.order import SumOrder
+from autopipe.verify.plain import PlainSettings, Subject, plain_training
+from autopipe.workload import Workload
+
+logger = logging.getLogger(__name__)
+
+# of the lines that ask whether the model is captured: tried by themselves, and named
+_MOST_PLACES, _SHOWN_PLACES = 8, 3
+
+
+def why_another_order(layout: Layout) -> tuple[str, ...]:
+    """Say what makes a plan add up in another order than one process."""
+    reasons = []
+    replicated = [stage.index for stage in layout.plan.stages if stage.replicas > 1]
+    if replicated:
+        reasons.append(f"stages {replicated} are replicated: their gradients are added up per replica first")
+    reasons.extend(
+        f"{tie.parameter} is tied over stages {[tie.owner, *tie.copies]}: each adds up its own gradient first"
+        for tie in trained_ties(layout.graph, layout.plan)
+        if not tie.exact
+    )
+    return tuple(reasons)
+
+
+def why_not_bitwise(layout: Layout, job: Job) -> tuple[str, ...]:
+    """Say what makes the order of a sum unknown, so that only closeness is promised."""
+    reasons = []
+    if not layout.graph.exact:
+        reasons.append("the model takes another way with the same numbers when it is not captured (a mask of ones)")
+    if layout.plan.workload.precision != "fp32":
+        reasons.append("autocast: a weight's cast is shared within a stage, not over the whole model")
+    if job.device != "cpu":
+        reasons.append(f"{job.device} kernels may add up in another order from run to run")
+    dtypes = {layout.graph.parameters[name].dtype for stage in layout.plan.stages for name in stage.parameters}
+    if job.clip_grad_norm and len(dtypes) > 1:
+        reasons.append(f"the norm of gradients of several types ({', '.join(sorted(dtypes))}) is rounded otherwise")
+    return tuple(reasons)
+
+
+Gradients = dict[tuple[int, str], torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class _Trained:
+    """What a run left: gradients by (step, name), weights after the first step and at the end, buffers, losses."""
+
+    gradients: Gradients = field(default_factory=dict)
+    after_first: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+
+    def keep(self, step: int, parameters: Mapping[str, Any]) -> None:
+        """Take the gradients of a step, and the weights before the second one."""
+        for name, parameter in parameters.items():
+            self.gradients[step, name] = None if parameter.grad is None else parameter.grad.detach().clone()
+            if step == 1:
+                self.after_first[name] = parameter.detach().clone()
+
+    def finish(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], losses: Any) -> _Trained:
+        """Take what is there at the end."""
+        self.parameters, self.buffers, self.losses = parameters, buffers, tuple(losses)
+        self.after_first = self.after_first or parameters
+        return self
+
+
+def _fresh(items: Sequence[Any]) -> Iterator[Any]:
+    """Iterate copies of the minibatches: a forward may change its batch in place, and the next run is not to see it."""
+    for item in items:
+        yield pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, item)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Plain runs over the same minibatches. ``settings``: in one process's order."""
+
+    workload: Workload
+    run: RunDirectory
+    job: Job
+    layout: Layout
+    items: Sequence[Any]
+    settings: PlainSettings
+
+    def train(self, subject: Subject | None = None, **changes: Any) -> _Trained:
+        """Train once, with these changes to the settings."""
+        trained = _Trained()
+        run = plain_training(
+            self.workload,
+            _fresh(self.items),
+            replace(self.settings, **changes),
+            device=torch.device(self.job.device),
+            subject=subject,
+            on_gradients=trained.keep,
+        )
+        parameters = {name: parameter.data for name, parameter in run.subject.parameters.items()}
+        moving = self.layout.graph.moving
+        parameters.update({f"ema.{name}": tensor for name, tensor in run.averages.items() if name in moving})
+        return trained.finish(parameters, run.subject.buffers(), run.losses)
+
+    def in_order(self, order: SumOrder, **changes: Any) -> _Trained:
+        """Train once in the order of a plan: the user's own model, or its stages joined where they share parameters."""
+        subject = self.joined(shared=False) if order.shared else None
+        return self.train(subject, order=order, **changes)
+
+    def joined(self, *, shared: bool) -> JoinedStages:
+        """Return the stages joined in one process."""
+        device = torch.device(self.job.device)
+        return JoinedStages(self.run, self.layout, self.workload, device, shared=shared)
+
+
+def compare(
+    workload: Workload, run: RunDirectory, job: Job, layout: Layout, items: Sequence[Any], *, draws: bool
+) -> Comparison:
+    """Train ``items`` plainly and through the plan with ranks as threads, both on one thread a rank, and compare."""
+    plan, order = layout.plan, SumOrder.of(layout)
+    settings = PlainSettings(
+        plan.num_microbatches,
+        plan.workload.seed,
+        draws,
+        job.clip_grad_norm,
+        staleness(layout),
+        deferred_batch_norm=job.deferred_batch_norm,
+        ema=job.ema,
+    )
+    reasons = why_not_bitwise(layout, job)
+    loop = _Plain(workload, run, job, layout, items, settings)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.threads)
+    try:
+        trained, shares = _in_stages(loop)  # first: the rule for a batch of another shape is found while they run
+        loop = replace(loop, settings=replace(settings, shares=shares))
+        plain = loop.train()
+        orders = _Orders()
+        reference = plain
+        if order.shared and (why := _unlike_joined(loop, plain)):
+            reasons, order = (*reasons, why), order.without_shared()
+        if not order.plain:
+            reference = loop.in_order(order)
+            orders = _Orders.between(plain, reference)
+        worst = _differences(trained, reference, layout, job)
+        if not reasons and _unlike(trained, reference, loop):
+            reasons = _other_way(loop, order, trained)
+        noise = Worst()
+        if reasons:
+            noise = _noise(reference, loop.in_order(order, reverse=True))
+    finally:
+        torch.set_num_threads(threads)
+    owners = _owners(layout)
+    first = [
+        n for (step, n), g in reference.gradients.items() if not step and not _same(trained.gradients.get((0, n)), g)
+    ]
+    return Comparison(
+        tuple(
+            TensorDifference(
+                name,
+                error,
+                name not in worst.unequal,
+                owners.get(name.removeprefix("ema."), -1),
+                noise.errors.get(name, 0.0),
+                worst.gradients.get(name, 0.0),
+                noise.gradients.get(name, 0.0),
+                orders.errors.get(name, 0.0),
+                orders.gradients.get(name, 0.0),
+                orders.weights.get(name, 0.0),
+            )
+            for name, error in worst.errors.items()
+        ),
+        trained.losses,
+        reference.losses,
+        not reasons,
+        reasons,
+        statistics.median(noise.errors.values()) if noise.errors else 0.0,
+        nonfinite(trained.losses, reference.losses, worst.nonfinite),
+        statistics.median(noise.gradients.values()) if noise.gradients else 0.0,
+        why_another_order(layout),
+        not first and trained.losses[:1] == reference.losses[:1],
+        all(_same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),
+        tuple(first),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """How far the plan's order of sums is from one process's, by tensor: see ``comparison.TensorDifference``."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def between(plain: _Trained, reference: _Trained) -> _Orders:
+        """Compare the two plain loops."""
+        first, last = Worst(), Worst()
+        for (step, name), gradient in plain.gradients.items():
+            if not step:
+                first.add(name, reference.gradients.get((step, name)), gradient)
+        for name, parameter in plain.parameters.items():
+            last.add(name, reference.parameters[name], parameter)
+        return _Orders(_noise(plain, reference).errors, _finite(first.errors), _finite(last.errors))
+
+
+def _finite(errors: Mapping[str, float]) -> dict[str, float]:
+    return {name: error for name, error in errors.items() if math.isfinite(error)}
+
+
+def _unlike_joined(loop: _Plain, plain: _Trained) -> str:
+    """Say why the stages, joined in one process, are not plain training to the last bit; "" where they are."""
+    try:
+        joined = loop.train(loop.joined(shared=True))
+    except Exception as error:  # that the order of sums cannot be proven is no reason to refuse a plan
+        logger.info("the stages cannot be joined in one process: %s", error)
+        return f"the stages that share parameters cannot be joined in one process ({type(error).__name__})"
+    unlike = _unlike(joined, plain, loop)
+    return "the calls of the model, joined again in one process, round otherwise" if unlike else ""
+
+
+def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], Sequence[float]]]:
+    """Train through the plan, with ranks as threads. Return what the parts of a minibatch weigh too."""
+    trained = _Trained()
+    sessions = run_in_threads(
+        loop.run,
+        loop.job,
+        loop.layout,
+        lambda session: session.train(),
+        items=lambda epoch: _fresh(loop.items),
+        on_gradients=lambda stage, step, parameters: trained.keep(step, parameters),
+    )
+    tensors = {name: tensor for session in sessions for name, tensor in session.tensors().items()}
+    losses = sessions[0].executor.stepper.losses
+    trained.finish(tensors, tensors, [losses[step] for step in sorted(losses)])
+    return trained, lambda item, parts: sessions[0].shares(item, parts).factors
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return sparse.equal(one, other)
+
+
+def _unlike(one: _Trained, other: _Trained, loop: _Plain) -> bool:
+    """Whether a bit differs."""
+    return bool(_differences(one, other, loop.layout, loop.job).unequal) or one.losses != other.losses
+
+
+def _differences(trained: _Trained, plain: _Trained, layout: Layout, job: Job) -> Worst:
+    worst = Worst()
+    scaled = layout.plan.workload.precision == "fp16"
+    for key, gradient in plain.gradients.items():
+        worst.add_gradient(key[1], trained.gradients.get(key), gradient, may_overflow=scaled)
+    for name, parameter in plain.parameters.items():
+        worst.add(name, trained.parameters.get(name), parameter)
+    averaged = set() if job.deferred_batch_norm else _averaged_in_flight(layout)
+    for name, buffer in plain.buffers.items():
+        if name in trained.buffers and name not in averaged:
+            worst.add(name, trained.buffers[name], buffer)
+    return worst
+
+
+def _other_way(loop: _Plain, order: SumOrder, trained: _Trained) -> tuple[str, ...]:
+    """Say where a model decides by the data as long as nobody captures it, where that is all that differs.
+
+    It is where plain training equals the stages as soon as the model is told, as it was when it was captured, that it
+    is compiled. Whether the other way is the same but for rounding is for the comparison to say.
+    """
+    asked: list[str] = []
+
+    def explains(only: str = "") -> bool:
+        as_captured = loop.in_order(order, within=functools.partial(as_compiled, asked, only))
+        return not _unlike(trained, as_captured, loop)
+
+    try:
+        if not explains() or not asked:
+            return ()
+        places = [place for place in asked[:_MOST_PLACES] if explains(place)] or asked
+    except Exception as error:  # a way that nobody takes may fail
+        logger.info("plain training as it is captured: %s", error)
+        return ()
+    return (
+        f"the model takes another way when it is not captured: it asks at {', '.join(places[:_SHOWN_PLACES])}, as "
+        "transformers does to leave out a mask of ones",
+    )
+
+
+def _noise(one: _Trained, other: _Trained) -> Worst:
+    worst = Worst()
+    for key, gradient in one.gradients.items():
+        worst.add_gradient(key[1], other.gradients.get(key), gradient)
+    for name, parameter in one.parameters.items():
+        worst.add(name, other.parameters[name], parameter)
+    # what is not finite is no noise: else it would excuse every difference
+    worst.errors, worst.gradients = _finite(worst.errors), _finite(worst.gradients)
+    return worst
+
+
+def _averaged_in_flight(layout: Layout) -> set[str]:
+    """Return the buffers that replicas average while later microbatches are under way, so that no loop has them.
+
+    It is where steps overlap; where the pipeline drains, the loop averages them as the definition says.
+    """
+    if not any(make(layout.plan.schedule, layout.request).staleness):
+        return set()
+    return {name for stage in layout.plan.stages if stage.replicas > 1 for name in layout.buffers_written(stage)}
+
+
+def staleness(layout: Layout) -> dict[str, int]:
+    """Return delta by parameter name, where it is not 0."""
+    schedule = make(layout.plan.schedule, layout.request)
+    owners = _owners(layout)
+    return {
+        n: schedule.staleness[s] for n, s in owners.items() if n in layout.graph.parameters and schedule.staleness[s]
+    }
+
+
+def _owners(layout: Layout) -> dict[str, int]:
+    """Return the stage that steps each parameter: of a tied one the first."""
+    owners: dict[str, int] = {}
+    for stage in layout.plan.stages:
+        for name in stage.parameters:
+            owners.setdefault(name, stage.index)
+    return owners

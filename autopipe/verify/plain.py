@@ -1,0 +1,314 @@
+"""Plain training: one process, the user's own model, the loop anyone would write. What every plan is compared with.
+
+For schedules with staleness it keeps old weights, as the definition says: minibatch t reads version max(t - delta, 0)
+of each parameter, delta being that of the stage which owns it. With a ``SumOrder`` it adds up as a plan does: the same
+loop, and each microbatch's gradients go to the sum that its replica and stage would add them to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from autopipe.draws import Draws, flat_checkpoints
+from autopipe.runtime.after_step.average import average_dtype
+from autopipe.runtime.step.deferred import DeferredStatistics, ReplicaStatistics
+from autopipe.verify.order import Key, ReplicaBuffers, SumOrder
+from autopipe.workload import Workload
+
+OnGradients = Callable[[int, Mapping[str, nn.Parameter]], None]
+
+
+class Subject:
+    """What is trained: the user's model in one piece. ``joined.JoinedStages`` is the other kind.
+
+    ``parameters``: what the optimizer steps. ``buffers``: those of the model, by first name.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.workload = workload
+        self.model = workload.build_model().to(device)
+        self.parameters = dict(self.model.named_parameters())
+
+    def modules(self, stage: int) -> nn.Module:
+        """Return what holds the buffers that a stage writes."""
+        return self.model
+
+    def leaves(self, name: str) -> Mapping[int, nn.Parameter]:
+        """Return the tensors that forwards read for a parameter, by stage; -1 stands for every stage."""
+        return {-1: self.parameters[name]}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers as they are now."""
+        return dict(self.model.named_buffers())
+
+    def loss(self, part: Any, draws: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a microbatch. ``draws``: its (seed, minibatch, microbatch); None where nothing is drawn.
+
+        A user-level ``checkpoint()`` keeps everything: its recompute would draw again.
+        """
+        if draws is None:
+            return self.workload.loss(self.model, part)
+        with Draws(*draws), flat_checkpoints():
+            return self.workload.loss(self.model, part)
+
+
+@dataclass(slots=True)
+class PlainRun:
+    """``model``: as it is after the last step. ``losses``: one a step. ``subject``: what was trained.
+
+    ``averages``: of its parameters, by name, where they are averaged.
+    """
+
+    subject: Subject
+    losses: list[float] = field(default_factory=list)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.subject.model
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSettings:
+    """``draws``: give every random operation the seed of its position; needed only where the model draws at all.
+
+    ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping. ``reverse``: add the microbatches up
+    in reverse, which is as right, and shows how much the order of a sum alone changes. ``within``: opened around every
+    forward. ``order``: the order in which a plan adds up; None for that of one process. ``shares``: of a minibatch and
+    its parts, what each part counts; None for its share of the samples. ``ema``: decay of averaged weights, 0: none.
+    """
+
+    num_microbatches: int
+    seed: int
+    draws: bool = True
+    clip_norm: float = 0.0
+    staleness: Mapping[str, int] = field(default_factory=dict)
+    reverse: bool = False
+    deferred_batch_norm: bool = False
+    within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    order: SumOrder | None = None
+    shares: Callable[[Any, Sequence[Any]], Sequence[float]] | None = None
+    ema: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where training goes on. ``step``: of the first minibatch.
+
+    ``restore``: called once with the subject, optimizer, scheduler and scaler, gives them the state before that step
+    and returns the older weight versions that are still read, by name, oldest first.
+    """
+
+    step: int
+    restore: Callable[
+        [Subject, torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None, Any],
+        list[dict[str, torch.Tensor]],
+    ]
+
+
+def plain_training(
+    workload: Workload,
+    items: Iterable[Any],
+    settings: PlainSettings,
+    *,
+    device: torch.device | None = None,
+    subject: Subject | None = None,
+    on_gradients: OnGradients | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+    resumed: Resumed | None = None,
+) -> PlainRun:
+    """Train over ``items``, one optimizer step each, from the start or where ``resumed`` goes on.
+
+    ``subject``: what is trained; a new model where it is None. ``on_gradients``: (step, parameters) when a step's
+    gradients are complete, before clipping.
+    """
+    run = PlainRun(subject or Subject(workload, device or torch.device("cpu")))
+    parameters = run.subject.parameters
+    optimizer = workload.optimizer(list(parameters.items()))
+    scheduler = None if optimizer is None else workload.scheduler(optimizer)
+    scaler = torch.amp.GradScaler(_kind(device)) if workload.spec.precision == "fp16" else None
+    older = [] if resumed is None else resumed.restore(run.subject, optimizer, scheduler, scaler)
+    sums = _Sums(run.subject, settings)
+    history = [*older, _data(parameters)]
+    for step, item in enumerate(items, 0 if resumed is None else resumed.step):
+        for name in parameters:
+            version = history[_version(step, settings.staleness.get(name, 0), len(history))][name]
+            for leaf in run.subject.leaves(name).values():
+                leaf.data = version
+        loss, divisor = _minibatch(workload, sums, item, step, settings, device, scaler)
+        sums.complete()
+        for name, parameter in parameters.items():
+            parameter.data = history[-1][name].clone() if settings.staleness else history[-1][name]
+        if scaler is not None and optimizer is not None:
+            scaler.unscale_(optimizer)
+        if divisor != 1.0:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad /= divisor
+        if on_gradients is not None:
+            on_gradients(step, parameters)
+        if settings.clip_norm:
+            torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
+        stepped = optimizer is None or _step(optimizer, scaler)
+        run.model.zero_grad(set_to_none=True)  # of parameters that the optimizer leaves out too
+        if stepped:
+            workload.after_step(list(parameters.items()), step)
+            if settings.ema:
+                _average(run.averages, parameters, settings.ema)
+        if scheduler is not None and stepped:
+            scheduler.step()
+        sums.commit()
+        history.append(_data(parameters))
+        del history[: -1 - max(settings.staleness.values(), default=0)]
+        run.losses.append(loss)
+        if on_step is not None:
+            on_step(step, loss)
+    return run
+
+
+def _average(averages: dict[str, torch.Tensor], parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    """Update averages by torch's own function; the first ones are copies."""
+    update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    for name, parameter in parameters.items():
+        weight = parameter.detach().to(average_dtype(parameter.dtype), copy=True)
+        if name in averages:
+            update([averages[name]], [weight], None)
+        else:
+            averages[name] = weight
+
+
+class _Sums:
+    """Where the gradients of a minibatch are accumulated: one tensor a parameter, or as many as a plan has."""
+
+    def __init__(self, subject: Subject, settings: PlainSettings) -> None:
+        self.subject, self.order = subject, settings.order
+        self._kept: dict[Key, torch.Tensor | None] = {}
+        self._keys: list[Key] = []
+        self._replicas: dict[int, ReplicaBuffers | ReplicaStatistics] = {}
+        self._deferred = DeferredStatistics.of(subject.model) if settings.deferred_batch_norm else None
+        if self.order is None:
+            return
+        for stage, written in self.order.written.items():
+            module = subject.modules(stage)
+            first = _first_names(module)
+            count, saved = self.order.replicas(stage), self.order.saved(stage)
+            if self._deferred is None:
+                self._replicas[stage] = ReplicaBuffers(module, written, first, count, saved)
+            else:
+                self._replicas[stage] = ReplicaStatistics(self._deferred, module, written, first, count)
+
+    def begin(self, step: int, index: int) -> None:
+        """Let what follows accumulate where this microbatch belongs."""
+        if self.order is None:
+            return
+        self.end()
+        self._keys = self.order.keys(step, index)
+        for key in self._keys:
+            self._leaf(key).grad = self._kept.get(key)
+        for stage, buffers in self._replicas.items():
+            buffers.use(self.order.replica(stage, step, index))
+
+    def end(self) -> None:
+        """Keep what the microbatch accumulated."""
+        for key in self._keys:
+            leaf = self._leaf(key)
+            self._kept[key], leaf.grad = leaf.grad, None
+        self._keys = []
+
+    def complete(self) -> None:
+        """Give every parameter the gradient of the minibatch."""
+        if self.order is None:
+            return
+        self.end()
+        for name, parameter in self.subject.parameters.items():
+            parameter.grad = self.order.total(name, self._kept)
+        self._kept.clear()
+        for buffers in self._replicas.values():
+            buffers.average()
+
+    def commit(self) -> None:
+        """Update the statistics that are deferred to the end of a minibatch."""
+        if self._deferred is not None:
+            self._deferred.commit()
+
+    def _leaf(self, key: Key) -> nn.Parameter:
+        leaves = self.subject.leaves(key[0])
+        return leaves[key[1] if key[1] in leaves else -1]
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return every name of a buffer -> its first name."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names[name] = first.setdefault(id(buffer), name)
+    return names
+
+
+def _kind(device: torch.device | None) -> str:
+    return "cpu" if device is None else device.type
+
+
+def _step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
+    """Step, unless the scaler has found a gradient that is not finite; tell whether the optimizer has stepped."""
+    if scaler is None:
+        optimizer.step()
+        return True
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() >= before
+
+
+def _data(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: parameter.data for name, parameter in parameters.items()}
+
+
+def _version(step: int, staleness: int, held: int) -> int:
+    """Return the place in the history of version max(step - staleness, 0); the newest, of version ``step``, is last."""
+    return held - 1 - min(staleness, step)
+
+
+def _minibatch(
+    workload: Workload,
+    sums: _Sums,
+    item: Any,
+    step: int,
+    settings: PlainSettings,
+    device: torch.device | None,
+    scaler: torch.amp.GradScaler | None,
+) -> tuple[float, float]:
+    """Run forward and backward of a minibatch; return its loss, and what the gradients are to be divided by."""
+    parts = workload.split(item, settings.num_microbatches)
+    if settings.shares is None:
+        total = sum(workload.num_samples(part) for part in parts)
+        factors: Sequence[float] = [workload.num_samples(part) / total for part in parts]
+    else:
+        factors = settings.shares(item, parts)
+    shares: list[float] = []
+    weights: list[float] = []
+    for index in reversed(range(len(parts))) if settings.reverse else range(len(parts)):
+        part = parts[index]
+        if device is not None:
+            part = workload.with_leaves(part, {n: leaf.to(device) for n, leaf in workload.leaves(part).items()})
+        sums.begin(step, index)
+        draws = (settings.seed, step, index) if settings.draws else None
+        with settings.within(), workload.explained(part):
+            loss, weight = sums.subject.loss(part, draws)
+        scaled = loss * factors[index] if weight is None else loss * weight.detach()
+        if weight is None and not factors[index]:
+            scaled = torch.zeros_like(scaled, requires_grad=False)  # its loss may be 0 / 0
+        if scaled.requires_grad:
+            torch.autograd.backward(scaled if scaler is None else scaler.scale(scaled))
+        shares.append(float(scaled.detach()))
+        weights.append(0.0 if weight is None else float(weight.detach()))
+    divisor = sum(weights) or 1.0
+    return sum(shares) / divisor, divisor

@@ -1,0 +1,221 @@
+"""One step of a run by the plain loop, from the run's own state and batch, compared with what the run came to.
+
+What it proves: from this state and this minibatch, the user's model, loss, optimizer and scheduler, each rebuilt,
+come to the weights that the run came to. What it cannot see: state that only the run's process had, such as a counter
+in the user's file, as far as both sides would start it alike; and whether the minibatch was the right one.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from autopipe import sparse
+from autopipe.errors import ArtifactError
+from autopipe.runtime.audit import batch
+from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
+from autopipe.runtime.checkpoint import state
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.job import RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.stage_runner import StageRunner
+from autopipe.trace.record.patches import as_compiled
+from autopipe.verify.check import staleness, why_not_bitwise
+from autopipe.verify.comparison import Comparison, TensorDifference, relative_error
+from autopipe.verify.joined import JoinedStages
+from autopipe.verify.order import SumOrder
+from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
+from autopipe.workload import Workload
+
+# of the memory that is free, the part that an audit may take
+MEMORY_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a step has led to. ``tensors``: parameters and buffers by first name."""
+
+    tensors: dict[str, torch.Tensor]
+    loss: float
+
+
+def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResult:
+    """Compare minibatch ``step`` of the run at ``path``, whose loss was ``loss``, with the plain loop.
+
+    ``elsewhere``: why the ranks' processors may round otherwise than this one, "" where they are this machine's.
+
+    Raises: ArtifactError where a file of the audit is damaged; what the user's code raises.
+    """
+    run = RunDirectory(path)
+    job, plan, graph = run.job(), run.plan(), run.graph()
+    layout, files = Layout.of(plan, graph), AuditFiles(path, step)
+    needed = memory_bytes(layout)
+    free = _free_bytes(torch.device(job.device))
+    if needed > MEMORY_SHARE * free:
+        return AuditResult(
+            step, LEFT_OUT, reason=f"the plain step needs about {needed} bytes of memory; {free} are free"
+        )
+    torch.set_num_threads(job.threads)
+    run_after = _after(files, len(plan.stages))
+    order = SumOrder.of(layout)
+    settings = PlainSettings(
+        plan.num_microbatches,
+        plan.workload.seed,
+        any(node.num_random for node in graph.nodes),
+        job.clip_grad_norm,
+        staleness(layout),
+        deferred_batch_norm=job.deferred_batch_norm,
+        order=None if order.plain else order,
+    )
+    take = functools.partial(_plain, run, layout, files, torch.device(job.device))
+    plain = take(settings)
+    parts = [part for tensor in plain.tensors.values() for part in sparse.stored(tensor)]
+    if not all(bool(part.isfinite().all()) for part in (*parts, torch.tensor(plain.loss))):
+        return AuditResult(step, LEFT_OUT, reason="the step is not finite, and proves nothing")
+    reasons = (*why_not_bitwise(layout, job), *([elsewhere] if elsewhere else []))
+    compared = _compared(run_after, loss, plain, layout, reasons, take, settings)
+    if not compared.equal and not reasons:
+        asked: list[str] = []
+        captured = take(replace(settings, within=functools.partial(as_compiled, asked, "")))
+        if asked and _compared(run_after, loss, captured, layout, (), take, settings).equal:
+            reasons = (f"the model takes another way when it is not captured: it asks at {asked[0]}",)
+            compared = _compared(run_after, loss, plain, layout, reasons, take, settings)
+    return _result(step, compared)
+
+
+def memory_bytes(layout: Layout) -> int:
+    """Return about how much memory the plain step takes: that of all stages together, and the tensors to compare."""
+    parameters = sum(spec.num_bytes({}) for spec in layout.graph.parameters.values())
+    return sum(stage.peak_bytes for stage in layout.plan.stages) + 3 * parameters
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    return int(torch.cuda.mem_get_info(device)[0]) if torch.cuda.is_available() else 0
+
+
+def _after(files: AuditFiles, num_stages: int) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for stage in range(num_stages):
+        try:
+            tensors.update(sparse.assembled(load_file(files.after_stage(stage))))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ArtifactError(f"a file of an audit cannot be read: {error}", where=str(files.after)) from error
+    return tensors
+
+
+def _plain(
+    run: RunDirectory, layout: Layout, files: AuditFiles, device: torch.device, settings: PlainSettings
+) -> _Step:
+    """Make the step with a model, an optimizer and a scheduler that are built for it, adding up in the plan's order."""
+    workload = Workload.from_spec(layout.plan.workload)
+    item, factors = batch.load(files.batch)
+    settings = replace(settings, shares=lambda item, parts: factors)
+    # the user's model has one tensor for all stages that share a parameter; where each adds up its own, there is no way
+    # but through the stages
+    shared = settings.order is not None and settings.order.shared
+    subject = JoinedStages(run, layout, workload, device, shared=False) if shared else Subject(workload, device)
+    restore = functools.partial(_restore, Checkpoint(files.before), max(settings.staleness.values(), default=0))
+    resumed = Resumed(files.step, restore)
+    result = plain_training(workload, [item], settings, device=device, subject=subject, resumed=resumed)
+    tensors = {name: parameter.data.cpu() for name, parameter in subject.parameters.items()}
+    tensors.update({name: buffer.detach().cpu() for name, buffer in subject.buffers().items()})
+    return _Step(tensors, result.losses[0])
+
+
+@dataclass(slots=True)
+class _Weights:
+    """The weights of a whole model, in place of the versions that a stage keeps."""
+
+    masters: dict[str, nn.Parameter]
+    staleness: int = 0
+
+    def start_at(self, version: int) -> None:
+        """Versions are of no concern here."""
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """Return the weights."""
+        return {name: parameter.data for name, parameter in self.masters.items()}
+
+
+def _restore(
+    source: Checkpoint,
+    depth: int,
+    subject: Subject,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    scaler: Any,
+) -> list[dict[str, torch.Tensor]]:
+    """Give a whole model the state of a checkpoint, and return the older versions, ``depth`` at most, oldest first."""
+    parameters = subject.parameters
+    stage = SimpleNamespace(named_buffers=lambda: subject.buffers().items(), constants=())
+    whole = cast(StageRunner, SimpleNamespace(stage=stage, versions=_Weights(parameters)))
+    state.restore(source, whole, parameters, optimizer, scheduler)
+    manifest = source.manifest
+    if scaler is not None and manifest.scale:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": manifest.scale, "_growth_tracker": manifest.good_steps})
+    older = []
+    for version in range(max(manifest.step - depth, 0), manifest.step):
+        stored = [name for name in parameters if f"version.{version}.{name}" in source.names]
+        read = source.read([f"version.{version}.{name}" for name in stored])
+        tensors = {name: parameter.data for name, parameter in parameters.items()}
+        for name in stored:
+            tensors[name] = torch.empty_like(tensors[name]).copy_(read[f"version.{version}.{name}"])
+        older.append(tensors)
+    return older
+
+
+def _compared(
+    ours: Mapping[str, torch.Tensor],
+    loss: float,
+    plain: _Step,
+    layout: Layout,
+    reasons: tuple[str, ...],
+    take: functools.partial[_Step],
+    settings: PlainSettings,
+) -> Comparison:
+    """Compare what the run and the plain loop have come to, with the noise of another order where bits may differ."""
+    names = [name for name in ours if name in plain.tensors]
+    names += [name for name in layout.graph.parameters if name not in ours]
+    noise: dict[str, float] = {}
+    if reasons:
+        other = take(replace(settings, reverse=True))
+        noise = {name: relative_error(other.tensors[name], tensor) for name, tensor in plain.tensors.items()}
+    owners: dict[str, int] = {}
+    for stage in layout.plan.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            owners.setdefault(name, stage.index)
+    differences = []
+    for name in names:
+        error = relative_error(ours[name], plain.tensors[name]) if name in ours else float("inf")
+        same = name in ours and sparse.equal(ours[name], plain.tensors[name])
+        differences.append(TensorDifference(name, error, same, owners.get(name, -1), noise.get(name, 0.0)))
+    usual = statistics.median(noise.values()) if noise else 0.0
+    return Comparison(tuple(differences), (loss,), (plain.loss,), not reasons, reasons, usual)
+
+
+def _result(step: int, compared: Comparison) -> AuditResult:
+    worst = max(compared.differences, key=lambda difference: (not difference.bitwise, difference.error))
+    status = EQUAL if compared.equal else DIFFERENT
+    return AuditResult(
+        step,
+        status,
+        compared.bitwise,
+        worst.name,
+        worst.owner,
+        min(worst.error, 1e30),
+        0 if compared.equal else sum(not difference.bitwise for difference in compared.differences),
+        len(compared.differences),
+        "; ".join(compared.reasons),
+    )

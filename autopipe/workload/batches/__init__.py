@@ -1,0 +1,1 @@
+"""Batches: where they come from, their leaves, form, layout and digest."""

@@ -1,0 +1,113 @@
+"""``python -m autopipe.workload.batches.probe`` prints digests and forms of the first minibatches of a source.
+
+It imports everything, prints a line, and waits for its task, one line of JSON, so that the import runs while other
+work is done. ``commands.training.repeating`` starts two of them and compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from autopipe.errors import AutopipeError
+from autopipe.ir import artifact
+from autopipe.ir.batch import BatchForm
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.workload.batches.digests import digest_of
+from autopipe.workload.batches.forms import form_of
+from autopipe.workload.workload import Workload
+
+READY = "ready"
+MOST_MINIBATCHES = 64
+MOST_SECONDS = 1.0
+MOST_FORMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTask:
+    """``batch_size`` 0: the data's own. ``count``: minibatches to read. ``evaluation``: of the evaluation data, too.
+
+    ``parts``: microbatches of a minibatch, whose forms are wanted; 0 for none.
+    """
+
+    spec: WorkloadSpec
+    batch_size: int
+    count: int
+    evaluation: bool = False
+    parts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SeenForm:
+    """A form of a batch, and the minibatch of the training data that shows it first, from 0."""
+
+    minibatch: int
+    form: BatchForm
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """``digests``: by hook, of its first minibatches. ``forms``: those of microbatches of the training data."""
+
+    digests: dict[str, tuple[str, ...]]
+    forms: tuple[SeenForm, ...] = ()
+
+
+def read(task: ProbeTask) -> Reading:
+    """Read the first minibatches, and for the forms further ones: ``MOST_MINIBATCHES``, or for ``MOST_SECONDS``.
+
+    Raises: ModelFileError as ``Workload`` does.
+    """
+    workload, size = Workload.from_spec(task.spec), task.batch_size or None
+    deadline = time.monotonic() + MOST_SECONDS
+    training = workload.items(size)
+    forms: dict[str, SeenForm] = {}
+
+    def note(index: int, item: Any) -> str:
+        with contextlib.suppress(Exception):  # what cannot be cut or compared is for training to refuse
+            for part in workload.split(item, task.parts) if task.parts else ():
+                form = form_of(part)
+                forms.setdefault(artifact.canonical(form), SeenForm(index, form))
+        return digest_of(item).hex()
+
+    digests = {"data": tuple(note(k, item) for k, item in enumerate(itertools.islice(training, task.count)))}
+    if task.evaluation and workload.has_evaluation_data:
+        further = workload.evaluation_items(None, otherwise=size)
+        digests["evaluate_data"] = tuple(digest_of(item).hex() for item in itertools.islice(further, task.count))
+    if task.parts:
+        with contextlib.suppress(Exception):  # it is training that is to fail of it, where it comes so far
+            for index in range(task.count, MOST_MINIBATCHES):
+                if time.monotonic() > deadline or len(forms) >= MOST_FORMS:
+                    break
+                note(index, next(training))
+    return Reading(digests, tuple(forms.values()))
+
+
+def main() -> None:
+    """Read one task from stdin, and write its result to stdout, where nothing else may be written."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's code prints
+    out.write(READY + "\n")
+    out.flush()
+    line = sys.stdin.readline()
+    if not line:
+        return
+    answer: dict[str, Any]
+    try:
+        answer = artifact.encode(read(artifact.decode(ProbeTask, json.loads(line), "task")))
+    except AutopipeError as error:
+        answer = {"error": error.what}
+    with contextlib.suppress(OSError):
+        out.write(json.dumps(answer) + "\n")
+        out.close()
+    os._exit(0)  # workers of a loader may still be there; they end with their parent
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The hooks of a model file: optimizer, loss and the others, each checked before it is used."""

@@ -1,0 +1,133 @@
+"""The user's loss hook: what is called with (output, target), and the parameters that it may have of its own.
+
+A loss that is an ``nn.Module`` with parameters (uncertainty weighting, ArcFace, a learnable temperature) is hung into
+the model as one more child, so that its parameters are trained, cut, saved and exported as the model's are, under names
+that begin with ``loss.``. While the model runs, the child is taken out: a forward that iterates over its children, as
+that of ``nn.Sequential`` does, sees the model alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopipe.errors import ModelFileError, with_article
+from autopipe.workload.batches.items import Item
+from autopipe.workload.hooks.hook import Hook
+from autopipe.workload.target.targets import users_code
+
+# the first of them that the model has no attribute of
+_NAMES = ("loss", "loss_hook", "autopipe_loss")
+
+
+class OwnLoss:
+    """``hook``: the loss hook, None where the output of the model carries the loss."""
+
+    def __init__(self, hook: Hook | None) -> None:
+        self.hook = hook
+        self._copies: dict[torch.device, nn.Module] = {}
+        self._name = ""  # of the child; "" for a loss without parameters
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the loss's own parameters begin with, once a model was built; "" where it has none."""
+        return f"{self._name}." if self._name else ""
+
+    def among(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of a model's parameter names that are the loss's own."""
+        if self._module is None or next(self._module.parameters(), None) is None:
+            return frozenset()
+        names = list(names)
+        # the model has a child of each name before the one that was taken
+        taken = [name for name in _NAMES if any(other.startswith(f"{name}.") for other in names)][-1:]
+        return frozenset(other for other in names for name in taken if other.startswith(f"{name}."))
+
+    def hang_into(self, model: nn.Module, original: nn.Module | None = None) -> None:
+        """Give a model that was just built the loss as a child, where the loss has parameters.
+
+        A class is instantiated now, so its initial weights are drawn after the model's, as in a script that makes the
+        loss after the model; of an instance the child is a copy. ``original``: what the model is a copy of, if any.
+
+        Raises: ModelFileError when the user's code fails, or the loss and the model have a parameter in common.
+        """
+        hook, module = self.hook, self._module
+        if hook is None or module is None or next(module.parameters(), None) is None:
+            return
+        if hook.from_class:
+            with users_code(f"{hook.label}: making {with_article(type(module).__name__)}", hook.path):
+                module = type(module)()
+        else:
+            self._refuse_shared(module, model if original is None else original)
+            module = copy.deepcopy(module)
+        self._name = next(name for name in _NAMES if not hasattr(model, name))
+        model._modules[self._name] = module
+
+    def _refuse_shared(self, module: nn.Module, model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in names:
+                assert self.hook is not None
+                raise ModelFileError(
+                    f"the loss and the model have a parameter in common: {name} of the loss is {names[id(parameter)]}",
+                    where=self.hook.place,
+                    remedy="use it in the forward of the model alone, and return what the loss needs of it with the "
+                    "output; every build of the model gets a copy of the loss",
+                )
+
+    @contextlib.contextmanager
+    def taken_out(self, model: nn.Module) -> Iterator[None]:
+        """Let the model run without the child."""
+        child = model._modules.pop(self._name, None) if self._name else None
+        try:
+            yield
+        finally:
+            if child is not None:
+                model._modules[self._name] = child
+
+    def function(self, model: nn.Module, output: Any) -> Any:
+        """Return what is called with (output, target).
+
+        A module that holds tensors but no parameters (class weights) is copied once to the device of the output.
+        """
+        assert self.hook is not None
+        if self._name:
+            return model._modules[self._name]
+        function = self.hook.function
+        held = [] if self._module is None else list(self._module.buffers())
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] if held else []
+        if not tensors or all(buffer.device == tensors[0].device for buffer in held):
+            return function
+        device = tensors[0].device
+        if device not in self._copies:
+            self._copies[device] = copy.deepcopy(function).to(device)
+        return self._copies[device]
+
+    @property
+    def _module(self) -> nn.Module | None:
+        function = None if self.hook is None else self.hook.function
+        return function if isinstance(function, nn.Module) else None
+
+
+def output_of(model: nn.Module, item: Item) -> Any:
+    """Return what the model gives for a batch."""
+    if isinstance(item, Mapping):
+        return model(**item)
+    inputs = item[0]
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def carried_by(output: Any) -> Any:
+    """Return the loss that a model's output carries, or None."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", None)

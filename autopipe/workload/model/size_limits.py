@@ -1,0 +1,152 @@
+"""How large a model is, before its weights are made; and a build that ends before it takes more memory than there is.
+
+Small models are built once, as ever. A build that registers more than ``FIRST_BYTES`` of parameters is given up and
+repeated without memory for them (``empty``), which tells how large the model is; then it is built for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopipe.errors import AutopipeError, ModelFileError
+from autopipe.workload.workload import Workload
+
+FIRST_BYTES = 1 << 30
+_GIB = 2**30
+
+
+class _TooManyBytes(BaseException):
+    """More parameters than may be. Not an ``Exception``, so that the user's code does not catch it."""
+
+
+def build_within_memory(workload: Workload, *, verify: bool, remedy: str) -> nn.Module:
+    """Return the model, built. ``verify``: it will be verified, which keeps two gradients of each parameter.
+
+    Raises: ModelFileError with the size of the model and the memory that is available, before more than a small part
+    of it is made; whatever the user's code raises.
+    """
+    available = available_bytes()
+    value = workload.builder.value
+    if isinstance(value, nn.Module) and _Size(value).needed(verify=verify) > available:
+        raise _refused(workload.name, _Size(value), available, verify=verify, remedy=remedy)
+    copies = 3 if verify else 1
+    with contextlib.suppress(_TooManyBytes), _parameters_up_to(min(FIRST_BYTES, available // copies)):
+        return workload.build_model()
+    size = _size_of(workload)
+    if size is None:
+        with contextlib.suppress(_TooManyBytes), _parameters_up_to(available // copies):
+            return workload.build_model()
+    elif size.needed(verify=verify) <= available:
+        return workload.build_model()
+    raise _refused(workload.name, size, available, verify=verify, remedy=remedy)
+
+
+@contextlib.contextmanager
+def loading_within_memory(target: str, remedy: str) -> Iterator[None]:
+    """Let a file be imported that may build its model as it is imported.
+
+    Raises: ModelFileError where that takes more memory than is available.
+    """
+    available = available_bytes()
+    try:
+        with _parameters_up_to(available):
+            yield
+    except _TooManyBytes:
+        raise _refused(target, None, available, verify=False, remedy=remedy) from None
+
+
+def available_bytes() -> int:
+    """Return how much memory this process can still take: of the machine, its control group and ``ulimit -v``."""
+    limits = [int(psutil.virtual_memory().available)]
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        limits.append(most - int(psutil.Process().memory_info().vms))
+    with contextlib.suppress(OSError, ValueError):  # "max", or no control groups of version 2
+        group = Path("/sys/fs/cgroup")
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(pages.get("inactive_file", 0))
+        limits.append(int((group / "memory.max").read_text()) - used)
+    return max(min(limits), 0)
+
+
+class _Size:
+    """The bytes of a model, and those of the parameters that are trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        self.parameters = sum(parameter.numel() for parameter in parameters)
+        self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *model.buffers()))
+        self.trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+
+    def needed(self, *, verify: bool) -> int:
+        """Return what a profile of it needs at least."""
+        return self.bytes + (2 * self.trained if verify else 0)
+
+
+def _size_of(workload: Workload) -> _Size | None:
+    """Return the size of the model; None where it cannot be built without memory for its parameters."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            return _Size(workload.build_model(empty=True))
+    except (AutopipeError, MemoryError):
+        return None
+
+
+def _refused(name: str, size: _Size | None, available: int, *, verify: bool, remedy: str) -> ModelFileError:
+    there = f"{available / _GIB:.1f} GiB of memory are available"
+    if size is None:
+        limit = available // (3 if verify else 1)
+        what = f"its parameters take more than {limit / _GIB:.1f} GiB, and {there}"
+    else:
+        weights = f"{size.parameters / 1e9:.2f}e9 parameters, {size.bytes / _GIB:.1f} GiB"
+        gradients = f" and {2 * size.trained / _GIB:.1f} GiB of gradients to verify it" if verify else ""
+        what = f"{weights}{gradients}, and {there}"
+        if verify and size.needed(verify=False) <= available:
+            remedy = f"--no-verify needs no gradients; or {remedy}"
+    return ModelFileError(f"{name} does not fit this machine: {what}", remedy=remedy)
+
+
+@contextlib.contextmanager
+def _parameters_up_to(num_bytes: int) -> Iterator[None]:
+    """Let the parameters that this thread's modules register take so much memory. One thread at a time.
+
+    Raises: _TooManyBytes from the registration that goes beyond.
+    """
+    register = nn.Module.register_parameter
+    registered: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+    builder = threading.get_ident()
+    counted = 0
+
+    def register_counted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal counted
+        own = threading.get_ident() == builder and parameter is not None and not parameter.is_meta
+        if own and parameter is not None and parameter not in registered:
+            registered[parameter] = _bytes_of(parameter)
+            counted += _bytes_of(parameter)
+            if counted > num_bytes:
+                counted = sum(registered.values())  # without those that were replaced since
+            if counted > num_bytes:
+                raise _TooManyBytes
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_counted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _bytes_of(parameter: nn.Parameter) -> int:
+    if is_lazy(parameter) or parameter.layout != torch.strided:
+        return 0
+    return parameter.numel() * parameter.element_size()

@@ -1,0 +1,285 @@
+"""The command line without any model: names, options, errors, exit codes, settings."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from autopipe import __version__
+from autopipe.cli.main import COMMANDS, autopipe
+from autopipe.commands.training import runs
+from autopipe.report.results import CheckReport, TrainResult
+
+ROOT = Path(__file__).resolve().parents[3]
+REPORT = CheckReport(True, True, 0.0, ())
+RESULT = TrainResult((2.5, 1.5), 2, 3.0, 21.3, 2, "1f1b", 2, "runs/a", "runs/a/checkpoints/step-2")
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Replace the check by one that keeps its settings."""
+    seen = []
+    monkeypatch.setattr(runs, "check", lambda settings, progress: seen.append(settings) or REPORT)
+    return seen
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    seen = []
+
+    def train(settings, events):
+        seen.append(settings)
+        return RESULT
+
+    monkeypatch.setattr(runs, "train", train)
+    return seen
+
+
+# -- names, options, help ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_every_command_has_help_under_both_names(run, name):
+    short, long = (run(*filter(None, [name, option])) for option in ("-h", "--help"))
+    assert short.exit_code == long.exit_code == 0
+    assert short.stdout == long.stdout != ""
+
+
+def test_the_list_of_commands_says_what_each_command_says(run):
+    for name, (_, text) in COMMANDS.items():
+        assert text in run("--help").stdout
+        assert autopipe.get_command(click.Context(autopipe), name) is not None
+
+
+@pytest.mark.parametrize("name", ["profile", "plan", "generate", "check", "train", "eval", "export"])
+def test_a_command_that_loads_a_model_file_says_that_it_is_run_as_code(run, name):
+    assert "is code, and it is run" in " ".join(run(name, "--help").stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    {
+        "profile": "--device --microbatch-sizes --arg --input --loss --data --eval-data --optimizer --lr --json",
+        "plan": "--gpus --batch-size --schedule --cluster --gpu-memory --link --microbatch-size --recompute "
+        "--from-pipedream --explain --json",
+        "check": "--gpus --schedule --steps --json",
+        "simulate": "--schedule --json",
+        "train": "--gpus --schedule --device --batch-size --num-microbatches --steps --epochs --seed --lr --precision "
+        "--clip-grad-norm --checkpoint-every --resume --launcher --hosts --run-dir --threads-per-rank --json",
+        "export": "-o --json",
+        "report": "-o",
+    }.items(),
+)
+def test_the_options_of_the_contract_are_there(run, name, options):
+    shown = run(name, "--help").stdout
+    assert [option for option in options.split() if f"{option} " not in shown.replace(",", " ") + " "] == []
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version").stdout == f"autopipe {__version__}\n"
+
+
+def test_the_reference_is_what_the_commands_say():
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "make_cli.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- usage errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["pln"], "Did you mean 'plan'?"),
+        (["plan", "--schedule", "gpip"], "Did you mean 'gpipe'?"),
+        (["plan", "--device", "cpuu"], "Did you mean 'cpu'?"),
+        (["train", "--launcher", "slurn"], "Did you mean 'slurm'?"),
+        (["plan", "--gpu-memory", "24 apples"], "unknown unit 'apples'"),
+        (["plan", "--link", "25"], "write a bandwidth such as 10GB/s or 400Gbit/s"),
+        (["plan", "--gpus", "0"], "0 is not in the range x>=1"),
+        (["profile", "x.py", "--microbatch-sizes", "1,zero"], "'1,zero' is no list of sizes such as 1,2,4"),
+        (["profile", "x.py", "--arg", "depth"], "'depth' is not name=value"),
+        (["plan", "--num-microbatches", "4", "--microbatch-size", "2"], "exclude each other"),
+        (["train", "--steps", "4", "--epochs", "2"], "--steps and --epochs exclude each other"),
+        (["profile"], "Missing argument 'TARGET'"),
+        (["plan", "--schedul", "gpipe"], "--schedule"),
+        (["export"], "Missing option '-o'"),
+    ],
+)
+def test_a_usage_error_is_2_and_names_what_would_do(run, args, shown):
+    done = run(*args)
+    assert done.exit_code == 2
+    assert shown in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_usage_error_is_also_a_document(run):
+    done = run("plan", "--schedule", "gpip", "--json")
+    assert done.exit_code == 2
+    document = json.loads(done.stdout)
+    assert document["schema_version"] == 1
+    assert "Did you mean 'gpipe'?" in document["error"]["what"]
+
+
+def test_without_a_command_there_is_help_and_2(run):
+    done = run()
+    assert done.exit_code == 2
+    assert "Commands:" in done.output
+
+
+# -- where an option comes from ----------------------------------------------------------------------------------------
+
+
+def test_the_command_line_beats_variables_beat_the_file_beat_the_default(run, checked):
+    Path("autopipe.toml").write_text("gpus = 5\nlr = 0.5\n[check]\nsteps = 7\n")
+    env = {"AUTOPIPE_GPUS": "4", "AUTOPIPE_CHECK_BATCH_SIZE": "9"}
+    assert run("check", "x.py", "--gpus", "3", env=env).exit_code == 0
+    assert run("check", "x.py", env=env).exit_code == 0
+    assert run("check", "x.py").exit_code == 0
+    Path("autopipe.toml").unlink()
+    assert run("check", "x.py").exit_code == 0
+    found = [(s.plan.gpus, s.plan.batch_size, s.plan.profile.model.learning_rate, s.steps) for s in checked]
+    assert found == [(3, 9, 0.5, 7), (4, 9, 0.5, 7), (5, None, 0.5, 7), (None, None, None, 2)]
+
+
+def test_the_commands_own_variable_beats_the_one_for_all(run, checked):
+    run("check", "x.py", env={"AUTOPIPE_GPUS": "4", "AUTOPIPE_CHECK_GPUS": "3"})
+    assert checked[0].plan.gpus == 3
+
+
+def test_pyproject_is_a_settings_file_too(run, checked):
+    Path("pyproject.toml").write_text('[tool.autopipe]\nschedule = "gpipe"\nnum-microbatches = 6\narg = ["depth=3"]\n')
+    assert run("check", "x.py").exit_code == 0
+    assert (checked[0].plan.schedule, checked[0].plan.num_microbatches) == ("gpipe", 6)
+    assert checked[0].plan.profile.model.arguments == {"depth": "3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("gpu = 2\n", "unknown option 'gpu'"),
+        ("[trian]\nsteps = 2\n", "Did you mean 'train'?"),
+        ("[simulate]\ngpus = 2\n", "[simulate] unknown option 'gpus'"),
+        ("gpus = \n", "is no TOML file"),
+    ],
+)
+def test_a_settings_file_with_a_slip_is_a_usage_error(run, text, shown):
+    Path("autopipe.toml").write_text(text)
+    done = run("check", "x.py")
+    assert done.exit_code == 2
+    assert shown in done.stderr
+
+
+def test_a_value_of_the_settings_file_is_checked_as_if_it_were_typed(run):
+    Path("autopipe.toml").write_text('gpu_memory = "24 apples"\n')
+    assert "unknown unit 'apples'" in run("check", "x.py").stderr
+
+
+def test_every_option_of_train_reaches_its_setting(run, trained):
+    args = (
+        "x.py --gpus 3 --schedule gpipe --device cpu --batch-size 12 --num-microbatches 4 --steps 9 --seed 5 --lr 0.1 "
+    )
+    args += "--clip-grad-norm 1.5 --checkpoint-every 3 --resume --run-dir here --threads-per-rank 2 --arg depth=4 "
+    args += (
+        "--data d.py:data --optimizer sgd --eval-data d.py:held --loss torch.nn:MSELoss --input x:f32[4] --work-dir w "
+    )
+    args += "--gpu-memory 1GiB --link 8bit/s --recompute never --microbatch-sizes 1,2 --keep-checkpoints 1"
+    assert run("train", *args.split()).exit_code == 0
+    (s,) = trained
+    assert (s.steps, s.clip_grad_norm, s.checkpoint_every, s.resume, s.keep_checkpoints) == (9, 1.5, 3, True, 1)
+    assert s.run_dir == Path("here")
+    plan = s.plan
+    assert (plan.gpus, plan.schedule, plan.batch_size, plan.num_microbatches, plan.recompute) == (
+        3,
+        "gpipe",
+        12,
+        4,
+        "never",
+    )
+    assert (plan.cluster.gpu_memory_bytes, plan.cluster.link) == (2**30, 1.0)
+    profile = plan.profile
+    assert (profile.work_dir, profile.device, profile.threads, profile.microbatch_sizes) == (
+        Path("w"),
+        "cpu",
+        2,
+        (1, 2),
+    )
+    model = profile.model
+    assert (model.target, model.arguments, model.inputs) == ("x.py", {"depth": "4"}, ("x:f32[4]",))
+    assert model.hooks == {
+        "loss": "torch.nn:MSELoss",
+        "data": "d.py:data",
+        "optimizer": "sgd",
+        "evaluate_data": "d.py:held",
+    }
+    assert (model.learning_rate, model.seed) == (0.1, 5)
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_json_is_one_document_with_the_keys_of_the_contract(run, trained):
+    document = json.loads(run("train", "x.py", "--json").stdout)
+    assert document["schema_version"] == 1
+    assert document["losses"] == [2.5, 1.5]
+    keys = {"losses", "steps", "seconds", "samples_per_second", "ranks", "schedule", "stages", "run_dir", "checkpoint"}
+    assert set(document) >= keys
+
+
+def test_a_loss_that_is_no_number_is_null_and_not_broken_json(run, monkeypatch):
+    result = TrainResult((float("nan"),), 1, 1.0, 1.0, 2, "1f1b", 2, "runs/a", "")
+    monkeypatch.setattr(runs, "train", lambda settings, events: result)
+    assert json.loads(run("train", "x.py", "--json").stdout)["losses"] == [None]
+
+
+def test_what_happens_in_a_run_goes_to_stderr_as_lines(run, monkeypatch):
+    def train(settings, events):
+        events("progress", {"what": "measuring: block 1", "fraction": 0.1})
+        events("progress", {"what": "measuring: block 2", "fraction": 0.2})
+        events("note", {"text": "planned 2 stages"})
+        events("start", {"ranks": 2, "steps": 2, "start_step": 0, "batch_size": 4, "run_dir": "runs/a"})
+        for step in range(2):
+            events("step", {"step": step, "loss": 2.0 - step, "seconds": step + 1.0, "samples_per_second": 4.0})
+        events("checkpoint", {"step": 2, "path": "runs/a/c"})
+        return RESULT
+
+    monkeypatch.setattr(runs, "train", train)
+    done = run("train", "x.py")
+    assert done.stderr.splitlines() == [
+        "  measuring ...",
+        "  planned 2 stages",
+        "training on 2 ranks, run directory runs/a",
+        "  step 1/2  loss 2.000000  4.0 samples/s  1.0 s",
+        "  step 2/2  loss 1.000000  4.0 samples/s  2.0 s",
+        "  checkpoint of step 2: runs/a/c",
+        "next: autopipe export runs/a -o model.safetensors",
+    ]
+    assert run("train", "x.py", "-q").stderr == ""
+
+
+def test_doctor_names_what_it_found(run):
+    done = run("doctor", "--json")
+    document = json.loads(done.stdout)
+    names = [finding["name"] for finding in document["findings"]]
+    assert {"autopipe", "python", "torch", "gloo", "cores", "memory", "work directory", "disk"} <= set(names)
+    assert document["healthy"] == (done.exit_code == 0)
+    assert "python" in run("doctor").stdout
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_doctor_says_what_to_do_about_a_folder_that_cannot_be_written(run, tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    done = run("doctor", "--work-dir", str(folder))
+    assert done.exit_code == 1
+    assert "give a --work-dir that you may write to" in done.stdout

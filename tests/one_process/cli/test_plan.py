@@ -1,0 +1,341 @@
+"""`autopipe plan` on stored figures alone: tables, other devices, many numbers of devices, PipeDream's files."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autopipe.cli.main import autopipe
+from autopipe.commands import steps
+from autopipe.commands.store import PlanRecord
+from autopipe.ir import artifact
+from autopipe.ir.cluster import Links
+from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile, WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+from autopipe.planning import baselines
+
+MIB = 2**20
+LAYERS = 8
+HERE = ("--gpu-memory", "8GiB", "--link", "10GB/s")
+PIPEDREAM = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.0
+node2 -- Conv2d(3, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=4000000.0, parameter_size=4000.0
+node3 -- Conv2d(64, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=40000.0, parameter_size=4000.0
+node4 -- Linear(4096) -- forward_compute_time=10.000, backward_compute_time=20.000, activation_size=4000.0, parameter_size=400000000.0
+\tnode1 -- node2
+\tnode2 -- node3
+\tnode3 -- node4
+"""  # noqa: E501 - the format has one line a layer
+
+
+def stored_profile():
+    """Eight equal layers, 10 ms forward and 20 ms backward a sample; of a file that is not there."""
+    names = [f"layer{k}" for k in range(LAYERS)]
+    nodes = tuple(
+        Node(
+            name,
+            "call_function",
+            "f",
+            (names[k - 1],) if k else ("x",),
+            TensorSpec(("s0", 1024), "float32", True),
+            parameters=(f"{name}.weight",),
+        )
+        for k, name in enumerate(names)
+    )
+    weights = {f"{name}.weight": TensorSpec((MIB // 4,), "float32", True) for name in names}
+    symbols = (Symbol("s0", "x", 0, 2),)
+    graph = Graph(
+        "gone.py", (Input("x", TensorSpec(("s0",), "float32")),), symbols, nodes, (names[-1],), weights, {}, {}
+    )
+    costs = {b: {name: NodeCost(0.01 * b, 0.02 * b, 4096 * b, MIB * b) for name in names} for b in (1, 2, 4)}
+    measured = tuple(Measurement(b, costs[b]) for b in costs)
+    device = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    return Profile(WorkloadSpec("gone.py", {}, {}, (), 0), graph, device, measured, batch_size=16)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run in a folder that holds a profile and no model file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AUTOPIPE_REPLICAS")
+    artifact.save(stored_profile(), Path(".autopipe/profile.json"))
+
+    def call(*args, code=0):
+        done = CliRunner().invoke(autopipe, ["plan", *args])
+        assert done.exit_code == code, done.output
+        return done
+
+    return call
+
+
+STRAIGHT = ("--replicas", "never")
+ONE_STAGE = ("--schedule", "1f1b", *STRAIGHT)
+
+
+def document(done):
+    found = json.loads(done.stdout)
+    assert (found["schema_version"], found["command"]) == (1, "plan")
+    return found
+
+
+def test_a_plan_needs_no_model_file_and_takes_the_batch_of_the_profile(run):
+    found = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--json"))
+    assert found["batch_size"] == 16
+    assert [stage["first"] for stage in found["stages"]] == ["layer0", "layer4"]
+    assert "its file was not read" in found["notes"][0]
+    assert artifact.load(Plan, Path(".autopipe/plan.json"), renew="").digest == found["plan_digest"]
+
+
+def test_stages_are_interleaved_where_that_is_faster_and_the_links_are_known(run):
+    chosen = document(run("--gpus", "2", *HERE, *STRAIGHT, "--json"))
+    plain = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--json"))
+    assert (chosen["schedule"], plain["schedule"]) == ("interleaved", "1f1b")
+    assert chosen["predicted"]["bubble_fraction"] < plain["predicted"]["bubble_fraction"]
+    assert document(run("--gpus", "2", *STRAIGHT, "--json"))["schedule"] == "1f1b"
+
+
+def test_the_table_has_the_four_contendersand_a_verdict(run):
+    done = run("--gpus", "2", *HERE)
+    for words in ("single device", "data parallel", "best straight pipeline", "best plan", "samples/s"):
+        assert words in done.stdout
+    assert "A pipeline does not pay here: data parallel is the fastest" in done.stdout
+
+
+def test_json_carries_the_comparison_and_the_explanation(run):
+    found = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--explain", "--json"))
+    names = [contender["name"] for contender in found["comparison"]["contenders"]]
+    assert names == ["single device", "data parallel", "best straight pipeline", "best plan"]
+    straight = found["comparison"]["contenders"][2]["plan"]
+    assert (straight["replicas"], straight["predicted"]) == ([1, 1], found["predicted"])
+    assert found["comparison"]["verdict"].startswith("A pipeline does not pay here")
+    assert found["explanation"][0].startswith("before layer4")
+    assert found["reasons"]["cuts"][0]["place"].startswith("before layer4")
+    assert [cut["node"] for cut in found["reasons"]["cuts"]] == ["layer4"]
+    # 16 samples of 8 layers of 30 ms, on two devices
+    assert found["reasons"]["bound_seconds"] == pytest.approx(16 * 8 * 0.03 / 2)
+    assert found["reasons"]["gap"] > 0
+    assert found["reasons"]["runner_up"]["cuts"] in (["layer3"], ["layer5"])
+
+
+def test_explain_says_why_below_the_table(run):
+    shown = run("--gpus", "2", *HERE, *ONE_STAGE, "--explain").stdout
+    assert "why:\n  before layer4: " in shown
+    assert "lower bound of 1.92 s a step" in shown
+
+
+def test_replicas_are_planned_where_they_pay_unless_they_were_not_wanted(run):
+    replicas = [[stage["replicas"] for stage in document(run("--gpus", "4", *HERE, *more, "--json"))["stages"]]
+                for more in ((), ("--replicas", "auto"), ONE_STAGE)]  # fmt: skip
+    assert replicas == [[4], [4], [1, 1, 1, 1]]
+
+
+def test_replicas_that_would_average_statistics_are_for_who_asks_for_them(run):
+    profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
+    nodes = tuple(
+        dataclasses.replace(node, buffers=("bn.mean",), buffers_written=("bn.mean",)) if place == 2 else node
+        for place, node in enumerate(profile.graph.nodes)
+    )
+    graph = dataclasses.replace(profile.graph, nodes=nodes, buffers={"bn.mean": TensorSpec((4,), "float32")})
+    artifact.save(dataclasses.replace(profile, graph=graph), Path(".autopipe/profile.json"))
+    shown = document(run("--gpus", "4", *HERE, "--schedule", "1f1b", "--json"))
+    assert [stage["replicas"] for stage in shown["stages"]] == [1, 1, 1, 1]
+    assert any("would average what the forward writes (bn.mean)" in note for note in shown["notes"])
+    asked = document(run("--gpus", "4", *HERE, "--replicas", "auto", "--json"))
+    assert [stage["replicas"] for stage in asked["stages"]] == [4]
+
+
+def test_a_large_layer_at_the_end_is_planned_as_pipedream_has_it(run):
+    """PipeDream's 15-1: compute in front on fifteen ranks, and the parameters of the end on one."""
+    profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
+    last = profile.graph.nodes[-1].name
+    parameters = profile.graph.parameters | {f"{last}.weight": TensorSpec((256 * MIB,), "float32", True)}
+    graph = dataclasses.replace(profile.graph, parameters=parameters)
+    costs = {node.name: NodeCost(0.01, 0.02, 4096, MIB) for node in graph.nodes}
+    costs[last] = NodeCost(0.004, 0.008, 4096, MIB)
+    measured = (Measurement(1, costs),)
+    artifact.save(dataclasses.replace(profile, graph=graph, measurements=measured), Path(".autopipe/profile.json"))
+    words = ("--gpus", "16", "--gpu-memory", "16GiB", "--link", "10Gbit/s", "--batch-size", "240")
+    shown = document(run(*words, "--microbatch-size", "1", "--json"))
+    assert [stage["replicas"] for stage in shown["stages"]] == [15, 1]
+
+
+def test_more_devices_than_stages_are_planned_with_replicas(run):
+    given = ("--gpus", "512", "--gpu-memory", "80GiB", "--link", "400Gbit/s", "--batch-size", "2048")
+    found = document(run(*given, "--json"))
+    assert found["ranks"] <= 512
+    assert found["comparison"]["contenders"][2]["plan"] is None
+    assert "512 stages asked for" in found["comparison"]["contenders"][2]["reason"]
+    shown = run(*given)
+    assert "no best straight pipeline: 512 stages asked for" in shown.stdout
+    assert "the model has 8 stages at most: planned with replicas" in shown.stderr
+
+
+def test_more_ranks_of_this_machine_than_stages_take_replicas(run):
+    assert "the model has 8 stages at most: planned with replicas" in run("--gpus", "9").stderr
+    assert "9 stages asked for" in run("--gpus", "9", *STRAIGHT, code=1).stderr
+
+
+def test_a_device_by_name_makes_an_estimate_that_says_so(run):
+    slow = document(run("--gpus", "2", *HERE, "--json"))
+    fast = document(run("--gpus", "2", "--link", "10GB/s", "--device-name", "H100-SXM", "--json"))
+    assert 2.3 < slow["predicted"]["step_seconds"] / fast["predicted"]["step_seconds"] < 2.4
+    assert any("H100-80GB: estimate from datasheets" in note for note in fast["notes"])
+    assert fast["cluster"]["devices"][0]["memory_bytes"] == 80 * 10**9
+    assert "Did you mean 'H100-80GB'?" in run("--gpus", "2", "--device-name", "H100-80G", code=1).stderr
+
+
+def test_a_profile_of_a_cpu_is_planned_on_a_device_by_name_and_labelled_an_estimate(run):
+    profile = stored_profile()
+    work = NodeWork(PassWork(10**12, 10**6, 10**6), PassWork(2 * 10**12, 10**6, 10**6))
+    measurements = tuple(dataclasses.replace(m, work=dict.fromkeys(m.costs, work)) for m in profile.measurements)
+    device = Device("cpu", "some cpu", 2**34)
+    artifact.save(
+        dataclasses.replace(profile, device=device, measurements=measurements), Path(".autopipe/profile.json")
+    )
+    options = "--gpus", "2", "--num-microbatches", "4", "--schedule", "1f1b", "--device-name", "H100-SXM"
+    found = document(run(*options, *STRAIGHT, "--json"))
+    # 3 TFLOP a layer at 60 % of 67 TFLOP/s, four layers a stage, four microbatches and one to fill
+    assert found["predicted"]["step_seconds"] == pytest.approx(5 * 4 * 3 / (0.6 * 67), rel=0.01)
+    assert found["estimate"].startswith("estimate, nothing was measured on such a device: operations and bytes counted")
+    shown = run(*options)
+    assert "\nestimated: " in shown.stdout
+    assert "at 60% of 67 TFLOP/s (fp32) and 3350 GB/s" in " ".join(shown.stderr.split())
+    run(*options, *STRAIGHT)
+    simulated = json.loads(CliRunner().invoke(autopipe, ["simulate", "--json"]).stdout)
+    assert simulated["seconds"] == pytest.approx(found["predicted"]["step_seconds"])
+
+
+def test_a_stored_record_keeps_what_was_asked(run):
+    run("--gpus", "2", "--replicas", "auto", "--device-name", "H100-SXM")
+    record = artifact.load(PlanRecord, Path(".autopipe/plan-record.json"), renew="")
+    assert (record.request.replicas, record.request.device_name) == ("auto", "H100-SXM")
+
+
+def test_ctrl_c_in_the_comparison_keeps_the_plan(run, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "compared", interrupted)
+    found = document(run("--gpus", "2", *HERE, "--json"))
+    assert found["comparison"] is None
+    assert "interrupted: the plan is written, and was not compared with others" in found["notes"]
+    assert baselines.compared is not interrupted
+
+
+def test_the_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
+    found = document(run("--sweep-gpus", "1,2,4", *HERE, "--json"))
+    assert [point["gpus"] for point in found["points"]] == [1, 2, 4]
+    steps_ = [point["step_seconds"] for point in found["points"]]
+    assert steps_ == sorted(steps_, reverse=True)
+    # 30 ms a layer and sample: 8 * 0.03 s of one device, a million times
+    assert found["points"][0]["device_hours_per_million_samples"] == pytest.approx(8 * 0.03 * 1e6 / 3600, rel=1e-3)
+    shown = run("--sweep-gpus", "1,2,4", *HERE).stdout
+    assert "device-hours a million" in shown
+    assert shown.count("|#") == 3
+    assert not Path(".autopipe/plan.json").exists()
+
+
+def test_a_number_for_which_there_is_no_plan_keeps_its_reason(run):
+    found = document(run("--sweep-gpus", "1,64", *HERE, "--replicas", "never", "--json"))
+    assert found["points"][1]["plan"] is None
+    assert "64 stages asked for" in found["points"][1]["reason"]
+    assert "no plan for any of 64 devices" in run("--sweep-gpus", "64", "--replicas", "never", code=1).stderr
+
+
+def test_a_sweep_widens_the_outermost_level_of_a_cluster_file(run):
+    text = "".join(f'[[level]]\nname = "{n}"\ncount = 2\nbandwidth = "{b}GB/s"\n' for n, b in (("a", 10), ("b", 1)))
+    Path("cluster.toml").write_text(text)
+    found = document(run("--sweep-gpus", "2,8", "--cluster", "cluster.toml", "--json"))
+    assert all(point["plan"] for point in found["points"])
+
+
+def test_the_sweep_excludes_what_would_contradict_it(run):
+    assert "--sweep-gpus excludes --gpus" in run("--sweep-gpus", "1,2", "--gpus", "2", code=2).stderr
+
+
+@pytest.fixture
+def graph():
+    Path("graph.txt").write_text(PIPEDREAM)
+    return "graph.txt"
+
+
+def test_a_file_of_pipedream_is_planned_with_its_own_formulas(run, graph):
+    given = ("--from-pipedream", graph, "--cost-model", "pipedream", "--gpus", "4", "--link", "1GB/s")
+    found = document(run(*given, "--json"))
+    # the linear layer alone on one device: 30 ms; both convolutions on three: 180 / 3 ms and their weights
+    assert found["configuration"] == "3-1"
+    assert [stage["layers"] for stage in found["stages"]] == [["node2", "node3"], ["node4"]]
+    assert found["predicted"]["step_seconds"] == pytest.approx(0.06 + 4 * 2 * 8e3 / 3 / 1e9 / 3)
+    assert found["single_device_seconds"] == pytest.approx(0.21)
+    assert found["predicted"]["step_seconds"] < found["data_parallel_seconds"]
+    shown = run(*given).stdout
+    assert "graph.txt: 3-1" in shown
+    assert "3.50 times as fast" in shown
+
+
+def test_a_file_of_pipedream_is_planned_with_our_costs(run, graph):
+    # at 1GB/s four replicas are faster: most of the sum of the gradients hides behind the last backward
+    given = ("--from-pipedream", graph, "--gpus", "4", "--link", "200MB/s", "--batch-size", "64")
+    found = document(run(*given, "--explain", "--json"))
+    assert [stage["replicas"] for stage in found["stages"]] == [3, 1]
+    assert found["path"] is None
+    assert found["num_microbatches"] == 64
+    assert len(found["comparison"]["contenders"]) == 4
+    assert "best plan" in run(*given).stdout
+    assert not Path(".autopipe/plan.json").exists()
+
+
+def test_replicas_never_is_a_straight_pipeline_under_both_cost_models(run, graph):
+    for model in ("autopipe", "pipedream"):
+        given = ("--from-pipedream", graph, "--gpus", "2", "--replicas", "never", "--cost-model", model)
+        assert {stage["replicas"] for stage in document(run(*given, "--json"))["stages"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "shown"),
+    [
+        (("model.py", "--from-pipedream", "graph.txt", "--gpus", "2"), 2, "TARGET and --from-pipedream exclude"),
+        (("--gpus", "2", "--cost-model", "pipedream"), 2, "--cost-model is for --from-pipedream"),
+        (("--from-pipedream", "graph.txt"), 1, "the number of devices is not known"),
+        (("--from-pipedream", "graph.txt", "--gpus", "3", "--cluster", "c.toml"), 1, "describes 2 devices"),
+        (("--gpus", "2", "--cluster", "c.toml", "--device-name", "H100-SXM"), 2, "exclude each other"),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(run, graph, args, code, shown):
+    Path("c.toml").write_text('[[level]]\ncount = 2\nbandwidth = "1GB/s"\n')
+    assert shown in run(*args, code=code).stderr
+
+
+def test_without_the_batch_in_the_profile_the_model_is_asked_for_it(run):
+    artifact.save(dataclasses.replace(stored_profile(), batch_size=0), Path(".autopipe/profile.json"))
+    assert "gone.py" in run("--gpus", "2", code=1).stderr
+    assert document(run("--gpus", "2", "--batch-size", "8", "--json"))["batch_size"] == 8
+
+
+def test_measured_links_are_planned_with_and_nothing_is_assumed(run):
+    assert any("assumed" in note for note in document(run("--gpus", "2", "--json"))["notes"])
+    artifact.save(Links("cuda", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
+    found = document(run("--gpus", "2", "--json"))
+    assert found["cluster"]["source"] == "measured"
+    (level,) = found["cluster"]["levels"]
+    assert (level["bandwidth"], level["latency_seconds"], level["all_reduce_bandwidth"]) == (3e9, 1e-5, 2e9)
+    assert not any("assumed" in note for note in found["notes"])
+
+
+def test_links_of_another_kind_of_device_are_not_taken(run):
+    artifact.save(Links("cpu", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
+    assert document(run("--gpus", "2", "--json"))["cluster"]["source"] == "assumed"
+
+
+def test_a_slow_all_reduce_makes_data_parallelism_slow(run):
+    rates = []
+    for ring in (3e9, 3e7):
+        artifact.save(Links("cuda", 1e-5, 3e9, ring), Path(".autopipe/links.json"))
+        contenders = document(run("--gpus", "2", "--json"))["comparison"]["contenders"]
+        rates.append([contenders[k]["plan"]["predicted"]["step_seconds"] for k in (1, 2)])
+    # 8 MiB of weights: at 30 MB/s a good quarter of a second, at 3 GB/s nothing
+    assert rates[1][0] - rates[0][0] == pytest.approx(8 * MIB / 3e7 - 8 * MIB / 3e9, rel=0.01)
+    assert rates[1][1] == rates[0][1]

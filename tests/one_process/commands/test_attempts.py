@@ -1,0 +1,83 @@
+"""What an elastic run goes on with: the hosts that are left, with the ranks that fit there; else the other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training.attempts import Attempts
+from autopipe.commands.training.listener import Listener
+from autopipe.errors import WorkerError
+from autopipe.launch.remote.hosts import parse_hosts
+from autopipe.launch.request import LaunchSettings
+from autopipe.runtime.job import RunDirectory
+
+
+def ignore(kind: str, fields: Mapping[str, Any]) -> None:
+    pass
+
+
+def attempts(tmp_path: Path, hosts: str, ranks: int) -> Attempts:
+    """A run of so many ranks that is under way."""
+    launch = LaunchSettings(hosts=parse_hosts(hosts) if hosts else ())
+    plan = PlanSettings(ProfileSettings(ModelSettings("net.py"), work_dir=tmp_path))
+    settings = TrainSettings(plan, elastic=True, launch=launch)
+    run = RunDirectory(tmp_path / "run")
+    listener = Listener(run, ignore, ranks)
+    listener.begin(ranks)
+    prepared: Any = SimpleNamespace(plan=SimpleNamespace(num_ranks=ranks))
+    return Attempts(settings, prepared, run, listener, ignore, lambda *told: pytest.fail("no job is wanted"), no_probe)
+
+
+def no_probe() -> Any:
+    pytest.fail("nothing asks whether the data repeats")
+
+
+def left(run: Attempts, rank: int, host: str) -> int:
+    return run._left(WorkerError("the process was killed by SIGKILL", rank=rank, host=host))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "lost", "expected"),
+    [
+        ("a:2,b:2", 4, "b", 2),
+        ("a:2,b:2", 3, "b", 2),  # b had one rank, and a has room for no more than two
+        ("a:2,b:2", 3, "a", 2),
+        ("a:4,b:4", 4, "a", 4),  # b was a spare
+        ("a,b", 4, "b", 2),
+        ("a,b,c", 4, "a", 3),  # 1, 1 and 2 ranks
+        ("a,b,c", 4, "c", 2),
+        ("a:4,b", 4, "a", 1),
+    ],
+)
+def test_the_hosts_that_are_left_get_as_many_ranks_as_fit(
+    hosts: str, ranks: int, lost: str, expected: int, tmp_path: Path
+) -> None:
+    run = attempts(tmp_path, hosts, ranks)
+    assert left(run, 0, lost) == expected
+    assert [host.name for host in run.settings.launch.hosts] == [h.name for h in parse_hosts(hosts) if h.name != lost]
+
+
+@pytest.mark.parametrize(("hosts", "host"), [("", ""), ("far", "far")])
+def test_a_gpu_is_left_out_by_the_number_that_its_rank_said(hosts: str, host: str, tmp_path: Path) -> None:
+    run = attempts(tmp_path, hosts, 3)
+    for rank, index in enumerate((0, 2, 3)):
+        run.listener({"kind": "device", "rank": rank, "index": index, "others": 2})
+    assert left(run, 1, host) == 2
+    assert run.settings.excluded_devices == (2,)
+    run.listener.begin(2)
+    run.listener({"kind": "device", "rank": 0, "index": 3, "others": 1})
+    assert left(run, 0, host) == 2
+    assert run.settings.excluded_devices == (2, 3)
+
+
+def test_the_only_gpu_of_a_host_is_used_again_and_on_a_cpu_there_is_none_to_leave_out(tmp_path: Path) -> None:
+    run = attempts(tmp_path, "", 2)
+    run.listener({"kind": "device", "rank": 0, "index": 0, "others": 0})
+    assert left(run, 0, "") == left(run, 1, "") == 1
+    assert run.settings.excluded_devices == ()

@@ -1,0 +1,162 @@
+"""How often a run is audited by itself, and when audits are left out."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.pipelines import BATCH, captured, plan_for
+
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import auditing
+from autopipe.errors import AuditError
+from autopipe.ir.graph import Graph
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Profile
+from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
+from autopipe.runtime.job import Job, RunDirectory
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the steps before a run leave, as far as audits ask for it."""
+
+    plan: Plan
+    graph: Graph
+    profile: Profile
+
+
+def prepared(seconds: float) -> Any:
+    subject = captured("resnet")
+    plan = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
+    plan = replace(plan, predicted=replace(plan.predicted, step_seconds=seconds))
+    return Prepared(plan, subject.capture.graph, subject.profile)
+
+
+def settings(**more: Any) -> TrainSettings:
+    return TrainSettings(PlanSettings(ProfileSettings(ModelSettings("model.py"))), **more)
+
+
+def test_audits_by_themselves_take_a_bounded_share_of_the_time() -> None:
+    for seconds in (0.01, 0.1, 1.0, 60.0):
+        run = prepared(seconds)
+        every = auditing.interval(settings(), run)
+        plan = run.plan
+        plain = plan.num_microbatches * sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
+        assert every >= 1
+        assert auditing.STARTUP_SECONDS + 2 * plain <= auditing.SHARE * every * seconds
+    assert auditing.interval(settings(), prepared(60.0)) < auditing.interval(settings(), prepared(0.01))
+
+
+def test_a_short_run_has_none_and_checkpoints_are_audited() -> None:
+    run = prepared(0.1)
+    every = auditing.interval(settings(), run)
+    assert every > 1000
+    assert auditing.interval(settings(steps=every), run) == 0
+    assert auditing.interval(settings(steps=every + 1), run) == every
+    saved = auditing.interval(settings(checkpoint_every=300), run)
+    assert saved % 300 == 0 and every <= saved < every + 300
+    assert auditing.interval(settings(checkpoint_every=10 * every), run) == every
+    assert [auditing.interval(settings(audit_every=k, steps=5), run) for k in (0, 7)] == [0, 7]
+
+
+def test_audits_are_left_out_where_the_plain_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert auditing.misfit(prepared(0.1)) == ""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**16}))
+    assert "audits are left out: beside the ranks" in auditing.misfit(prepared(0.1))
+
+
+class Ended:
+    """A process that has ended."""
+
+    exitcode = 3
+
+    def is_alive(self) -> bool:
+        return False
+
+
+class Told(auditing.Auditor):
+    """Keeps its results, and its events as (kind, fields)."""
+
+    told: list[Any]
+
+
+@pytest.fixture
+def auditor(tmp_path: Path) -> Told:
+    model = tmp_path / "model.py"
+    model.write_text("1")
+    subject = captured("resnet")
+    plan = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
+    plan = replace(plan, workload=replace(plan.workload, target=f"{model}:Net"))
+    run = RunDirectory(tmp_path / "run")
+    run.write(Job(1, 0, 4), plan, subject.capture.graph)
+    events: list[Any] = []
+    audits = Told(run, lambda kind, fields: events.append((kind, fields)), events.append)
+    audits.told = events
+    audits.begin()
+    return audits
+
+
+def ended(auditor: Told, result: AuditResult | None) -> AuditFiles:
+    files = AuditFiles(auditor.run.path, 5)
+    for folder in (files.before, files.after, files.batch):
+        folder.mkdir(parents=True)
+    if result is not None:
+        files.save(result)
+    auditor._process, auditor._files = Ended(), files  # type: ignore[assignment]
+    return files
+
+
+def test_an_equal_step_leaves_its_result_alone(auditor: Told) -> None:
+    result = AuditResult(5, EQUAL, True, tensors=9)
+    files = ended(auditor, result)
+    auditor.poll()
+    assert auditor.told == [result]
+    assert [path.name for path in files.folder.iterdir()] == ["step-00000005.json"]
+
+
+def test_a_different_step_raises_and_keeps_what_it_was_made_of(auditor: Told) -> None:
+    files = ended(auditor, AuditResult(5, DIFFERENT, False, "a.weight", 1, 3e-3, 4, 9))
+    with pytest.raises(
+        AuditError, match=r"step 6 of the run .* a\.weight differs by 3\.0e-03, and so do 3 more"
+    ) as error:
+        auditor.poll()
+    assert error.value.step == 5
+    assert error.value.where.startswith("stage 1; ")
+    auditor.end()
+    assert files.before.is_dir() and files.after.is_dir() and files.batch.is_dir()
+    auditor.begin()
+    assert not files.before.exists()
+
+
+@pytest.mark.parametrize("name", ["model.py", "layers.py"])
+def test_an_edited_file_of_the_model_is_no_difference(
+    auditor: Told, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "layers.py").write_text("1")
+    imported = types.ModuleType("layers")
+    imported.__file__ = str(tmp_path / "layers.py")
+    monkeypatch.setitem(sys.modules, "layers", imported)
+    auditor.begin()
+    (tmp_path / name).write_text("2")
+    ended(auditor, AuditResult(5, DIFFERENT, False, "a.weight", 1, 3e-3, 4, 9))
+    auditor.poll()
+    auditor.add(10, 0.5)
+    text = f"an audit is left out: {tmp_path / name} was edited since the run began"
+    assert auditor.told == [("note", {"text": text})]
+
+
+def test_what_is_left_out_is_said_once(auditor: Told) -> None:
+    for _ in range(2):
+        files = ended(auditor, AuditResult(5, LEFT_OUT, reason="it does not fit"))
+        auditor.poll()
+        assert not files.before.exists()
+    assert auditor.told == [("note", {"text": "an audit is left out: it does not fit"})]
+    ended(auditor, None).result.unlink()
+    auditor.poll()
+    assert "its process ended with code 3; see" in auditor.told[-1][1]["text"]

@@ -1,0 +1,97 @@
+"""What is refused names its cause, its place and a way out that trains the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from autopipe.cli.main import autopipe
+from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.step.stepper import Stepper
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+        {init}
+    def forward(self, x):
+        {forward}
+        h = self.a(x).tanh()
+        h = self.b(h).tanh()
+        h = self.c(h).tanh()
+        return self.d(h) + x
+
+def build_model():
+    return Net()
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        yield torch.randn(batch_size, 6, generator=g), torch.randn(batch_size, 6, generator=g)
+
+loss = nn.MSELoss()
+
+def optimizer(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+"""
+WORDS = ["net.py", "--gpus", "2", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
+
+
+def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str = "pass", forward: str = "pass") -> dict:
+    monkeypatch.chdir(folder)
+    (folder / "net.py").write_text(MODEL.format(init=init, forward=forward))
+    done = CliRunner().invoke(autopipe, ["check", *WORDS, "--json"])
+    report = json.loads(done.stdout)
+    assert done.exit_code == (0 if report["equal"] else 1)
+    assert "report the model" not in done.output and "--no-check" not in done.output
+    return report
+
+
+def test_a_parameter_over_another_ones_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = checked(tmp_path, monkeypatch, init="self.d.weight = nn.Parameter(self.a.weight.data.view(6, 6))")
+    assert "parameters a.weight (stages [0]) and d.weight (stages [1]) are two parameters over" in report["cause"]
+    assert "one nn.Parameter in both places" in report["cause"]
+
+
+def test_parameters_that_share_a_block_of_memory_without_overlap_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = "flat = torch.randn(72); self.a.weight = nn.Parameter(flat[:36].view(6, 6)); "
+    report = checked(tmp_path, monkeypatch, init=flat + "self.d.weight = nn.Parameter(flat[36:].view(6, 6))")
+    assert report["bitwise"] and not report["cause"]
+
+
+def test_a_batch_that_is_changed_in_place_is_whole_again_for_the_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checked(tmp_path, monkeypatch, forward="x.mul_(0.5)")["bitwise"]
+
+
+def test_a_wrong_forward_is_told_from_a_wrong_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        scaled = StageRunner._scaled
+        patch.setattr(StageRunner, "_scaled", lambda self, outputs, factor: scaled(self, outputs, factor) * 0.5)
+        report = checked(tmp_path, monkeypatch)
+        assert "the loss of the first step is" in report["cause"]
+        line = (tmp_path / "net.py").read_text().splitlines().index("        return self.d(h) + x") + 1
+        assert "nearest to the loss d." in report["cause"]
+        assert f"net.py:{line}" in report["cause"] and "of stage 1 (c, d)" in report["cause"], report["cause"]
+    with monkeypatch.context() as patch:
+        step = Stepper.step
+
+        def twice(self: Stepper, stage: int, minibatch: int) -> None:
+            step(self, stage, minibatch)
+            with torch.no_grad():
+                for parameter in self.owned(stage).values():
+                    parameter.mul_(1.001)
+
+        patch.setattr(Stepper, "step", twice)
+        assert "the optimizer steps otherwise in stages" in checked(tmp_path, monkeypatch)["cause"]

@@ -1,0 +1,83 @@
+"""An evaluation that no rank could make is refused before one is started, with what to add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pipelines import build, captured_file, minibatches, plan_for
+
+from autopipe.commands import finished
+from autopipe.commands.settings import EvaluateSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import attempts, runs
+from autopipe.errors import AutopipeError, ModelFileError, RunError
+
+MODEL = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+def loss(output, target):
+    return (output - target).pow(2).mean()
+
+def data(batch_size=8):
+    for _ in range(4):
+        yield torch.ones(batch_size, 4), torch.ones(batch_size, 1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attempts, finished):
+        monkeypatch.setattr(module, "launch", lambda request: pytest.fail("a rank was started"))
+
+
+def refused(folder: Path, **more: Any) -> AutopipeError:
+    """Train with --eval-every, and return what is said to it."""
+
+    def ignore(kind: str, fields: Mapping[str, Any]) -> None:
+        pass
+
+    model = ModelSettings(str(folder / "net.py"))
+    profile = ProfileSettings(model, work_dir=folder / "work", device="cpu", microbatch_sizes=(2,))
+    plan = PlanSettings(profile, gpus=2, replicas="never", batch_size=8, num_microbatches=4)
+    with pytest.raises(AutopipeError) as caught:
+        runs.train(TrainSettings(plan, steps=2, evaluate_every=1, run_dir=folder / "run", **more), ignore)
+    assert not (folder / "run").exists()
+    return caught.value
+
+
+def test_a_training_that_is_to_evaluate_needs_something_to_evaluate_on(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    error = refused(tmp_path)
+    assert isinstance(error, ModelFileError)
+    assert "net.py:build_model has no evaluation data: looked for evaluate_data" in str(error)
+    assert "define evaluate_data(batch_size) in the model file, or give --eval-data" in error.remedy
+
+
+def test_a_training_whose_stages_cannot_evaluate_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.py").write_text(MODEL + "\nevaluate_data = data\n")
+    monkeypatch.setattr("autopipe.commands.steps.evaluation.record", lambda *told: "it keeps the mode of training")
+    error = refused(tmp_path)
+    assert isinstance(error, RunError)
+    assert error.what == "this model cannot be evaluated in stages: it keeps the mode of training"
+    assert "leave --eval-every out" in error.remedy
+
+
+def test_eval_says_what_is_missing_before_it_starts_ranks(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    made = captured_file(tmp_path / "net.py")
+    pipeline = build(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
+    pipeline.train(minibatches(made.workload, 1, 8))
+    with pytest.raises(ModelFileError, match="has no evaluation data: looked for evaluate_data"):
+        finished.evaluate(EvaluateSettings(tmp_path / "run"))
+    with pytest.raises(ModelFileError, match="no_such"):
+        finished.evaluate(EvaluateSettings(tmp_path / "run", data=f"{tmp_path / 'net.py'}:no_such"))
+    pipeline.run.write_job(replace(pipeline.run.job(), evaluation_note="it is so"))
+    with pytest.raises(RunError, match="this model cannot be evaluated in stages: it is so"):
+        finished.evaluate(EvaluateSettings(tmp_path / "run"))

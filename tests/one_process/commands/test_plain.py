@@ -1,0 +1,175 @@
+"""``autopipe plain``: the script is run where autopipe cannot be imported, and gives the weights of the stages."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.opaque_cases import write
+from support.pipelines import Captured, build, captured, captured_file, plan_for
+
+from autopipe.commands.plain.plain import Subject, written
+from autopipe.commands.plain.script import script
+from autopipe.errors import RunError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODEL = """
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(16, width), nn.Linear(width, 16), nn.Tanh(), nn.Dropout(0.1))
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 16)
+    def forward(self, ids):
+        return self.head(self.norm(self.body(ids).transpose(1, 2)).transpose(1, 2))
+
+def build_model(width=8):
+    return Net(width)
+
+CLASS_WEIGHTS = torch.linspace(0.5, 1.5, 16)
+
+def loss(output, target):
+    return %(loss)s
+
+class Batches:  # from the global generators, five an epoch
+    def __init__(self, batch_size=6):
+        self.batch_size = batch_size
+    def __iter__(self):
+        for _ in range(5):
+            n = self.batch_size - int(np.random.randint(0, 2))
+            ids = torch.randint(0, 16, (n, 9))
+            lengths = torch.randint(1, 10, (n,))
+            lengths[:2] = 0
+            yield ids, ids.masked_fill(torch.arange(9)[None] >= lengths[:, None], -100)
+
+def data(batch_size=6):
+    return Batches(batch_size)
+
+def optimizer(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.2, momentum=0.9)
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+"""
+_FLAT = "output.flatten(0, 1), target.flatten()"
+LOSSES = {
+    "token mean": f"F.cross_entropy({_FLAT})",
+    "class weights": f"F.cross_entropy({_FLAT}, weight=CLASS_WEIGHTS)",
+    "sum": f"F.cross_entropy({_FLAT}, reduction='sum') * 0.01",
+    "weighted": f"(F.cross_entropy({_FLAT}, reduction='sum') / (target >= 0).sum().clamp(min=1), (target >= 0).sum())",
+    "two terms": f"F.cross_entropy({_FLAT}, reduction='sum') / (target >= 0).sum().clamp(min=1) + output.pow(2).mean()",
+    "samples": "F.mse_loss(output.mean(-1), target.float())",
+}
+
+
+def run(loop: Path, *arguments: str) -> str:
+    """Run a script where autopipe cannot be imported."""
+    words = f"import runpy, sys; sys.modules['autopipe'] = None; sys.argv = {[loop.name, *arguments]!r}"
+    code = f"{words}; runpy.run_path({loop.name!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=loop.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def compared(made: Captured, plan: Any, steps: int, folder: Path, **job: Any) -> str:
+    """Train in stages, write the script, run it, and return its last line."""
+    pipeline = build(made, plan, folder / "run", **job)
+    items = []
+    epoch, size = 0, plan.batch_size if made.workload.takes_batch_size else None
+    while len(items) < steps:
+        items += list(made.workload.items(size, epoch=epoch))[: steps - len(items)]
+        epoch += 1
+    weights = pipeline.weights(pipeline.train(items))
+    aliases = made.capture.graph.aliases
+    weights |= {other: weights[first] for other, first in aliases.items()}
+    save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, folder / "out.safetensors")
+    subject = Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, steps)
+    text, _ = written(subject)
+    assert not re.search(r"^\s*(import|from) autopipe", text, re.MULTILINE)
+    (folder / "loop.py").write_text(text)
+    return run(folder / "loop.py", "out.safetensors").splitlines()[-1]
+
+
+def is_equal(line: str) -> bool:
+    equal, _, total, *_ = line.split()
+    return equal == total and int(total) > 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_script_gives_the_weights_of_the_stages(name: str, schedule: str, tmp_path: Path) -> None:
+    if schedule != "1f1b" and name not in ("token mean", "weighted"):
+        pytest.skip("a loss and a schedule meet only in the share of a microbatch")
+    path = tmp_path / "model.py"
+    path.write_text(MODEL % {"loss": LOSSES[name]})
+    made = captured_file(path, (("width", "12"),))
+    plan = plan_for(made, 2, schedule, 4, 6)
+    clip = 0.0 if name == "sum" else 1.0
+    assert is_equal(compared(made, plan, 7, tmp_path, clip_grad_norm=clip if schedule != "pipedream" else 0.0))
+
+
+@pytest.mark.parametrize("sample", ["gpt", "hf_llama"])
+def test_a_sample_model_equals_its_script(sample: str, tmp_path: Path) -> None:
+    made = captured(sample)
+    assert is_equal(compared(made, plan_for(made, 2, "1f1b", 3, 6), 3, tmp_path, clip_grad_norm=0.5))
+
+
+@pytest.mark.parametrize("name", ["experts", "layer_drop"])
+def test_modules_that_run_as_they_are_draw_the_same_in_the_script(name: str, tmp_path: Path) -> None:
+    made = captured_file(write(name, tmp_path))
+    assert made.workload.spec.opaque_modules
+    assert is_equal(compared(made, plan_for(made, 3, "1f1b", 4, 8), 4, tmp_path))
+
+
+def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL % {"loss": LOSSES["samples"]})
+    made = captured_file(path)
+    plan = plan_for(made, 2, "gpipe", 2, 6)
+    pipeline = build(made, plan, tmp_path / "run")
+    text, loop = written(Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, 2))
+    assert loop.divisor is None
+    (tmp_path / "loop.py").write_text(text)
+    subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, check=False)
+    saved = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert saved.keys() == made.workload.build_model().state_dict().keys()
+
+
+def test_no_text_of_a_plan_is_code_in_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL % {"loss": LOSSES["samples"]})
+    made = captured_file(path)
+    plan = plan_for(made, 2, "gpipe", 2, 6)
+    pipeline = build(made, plan, tmp_path / "run")
+    _, loop = written(Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, 2))
+    stranger = 'cpu"; STRANGER = 1 #'
+    notes = ('the sum of x""" + str(STRANGER) + """ is another', "\\")
+    loop = dataclasses.replace(loop, device=stranger, autocast="torch.bfloat16", title='net"""', notes=notes)
+    tree = ast.parse(script(loop))
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "STRANGER"]
+    assert [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == stranger]
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"), [({"deferred_batch_norm": True}, "deferred"), ({"init_from": "w.pt"}, "--init-from")]
+)
+def test_what_a_script_cannot_express_is_refused(job: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    made = captured("gpt")
+    plan = plan_for(made, 2, "1f1b", 2, 6)
+    pipeline = build(made, plan, tmp_path / "run", **job)
+    with pytest.raises(RunError, match=reason):
+        written(Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, 2))

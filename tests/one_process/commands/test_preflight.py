@@ -1,0 +1,160 @@
+"""The preflight: every difference between hosts is found, and comes with its fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe import __version__
+from autopipe.commands.doctor import examine_hosts
+from autopipe.errors import RunError
+from autopipe.launch.remote import network, preflight
+from autopipe.launch.remote.agent_pool import Agents
+from autopipe.launch.remote.preflight import Survey
+from autopipe.launch.request import Host, LaunchSettings
+
+GIB = 2**30
+
+
+def survey(**changed: Any) -> Survey:
+    facts = {
+        "autopipe": __version__,
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "memory_bytes": 8 * GIB,
+        "gpus": [],
+        "folder": True,
+    }
+    return Survey(("h1",), ({**facts, **changed},), (0.0,), (("10.0.0.1", "eth0"),))
+
+
+def test_the_same_versions_are_fine() -> None:
+    assert {finding.state for finding in preflight.versions(survey())} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "fix"),
+    [
+        ({"torch": "1.0"}, "torch", "pip install torch=="),
+        ({"torch": ""}, "torch", "pip install torch=="),
+        ({"autopipe": "0.0.1"}, "autopipe", f"pip install autopipe-train=={__version__}"),
+        ({"python": "3.8.1"}, "python", "use Python"),
+    ],
+)
+def test_another_version_is_a_problem_with_its_fix(changed: dict[str, Any], name: str, fix: str) -> None:
+    (found,) = [finding for finding in preflight.versions(survey(**changed)) if finding.state == "problem"]
+    assert (found.name, found.host) == (name, "h1")
+    assert fix in found.fix
+    with pytest.raises(RunError, match=name) as caught:
+        preflight.first_problem(preflight.versions(survey(**changed)))
+    assert caught.value.where == "host h1" and caught.value.remedy == found.fix
+
+
+def test_another_build_of_torch_is_fine_here_and_not_between_hosts() -> None:
+    base = importlib.metadata.version("torch").partition("+")[0]
+    facts = [survey(torch=f"{base}+{build}").facts[0] for build in ("cu130", "cu130", "rocm7")]
+    three = Survey(("h1", "h2", "h3"), tuple(facts), (0.0,) * 3, (("10.0.0.1", "eth0"),) * 3)
+    (found,) = [finding for finding in preflight.versions(three) if finding.state == "problem"]
+    assert (found.host, found.name) == ("h3", "torch")
+    assert f"on h1 it is {base}+cu130" in found.found
+
+
+def test_memory_is_that_of_the_ranks_of_the_host() -> None:
+    (enough,) = preflight.memory(survey(), [[3 * GIB, 4 * GIB]], devices=False)
+    (short,) = preflight.memory(survey(), [[5 * GIB, 4 * GIB]], devices=False)
+    assert enough.state == "ok"
+    assert short.state == "problem" and "8.00 GiB free, 9.00 GiB needed" in short.found and short.fix
+
+
+def test_a_gpu_holds_what_its_ranks_need() -> None:
+    gpus = [("A100", 30 * GIB, 40 * GIB), ("A100", 10 * GIB, 40 * GIB)]
+    found = list(preflight.memory(survey(gpus=gpus), [[20 * GIB, 20 * GIB]], devices=True))
+    assert [finding.state for finding in found] == ["ok", "problem", "ok"]
+    assert "--gpu-memory 10GiB" in found[1].fix
+    (none, _) = preflight.memory(survey(), [[20 * GIB]], devices=True)
+    assert none.state == "problem" and "--device cpu" in none.fix
+
+
+def test_a_clock_that_is_off_is_told_and_stops_nothing() -> None:
+    off = Survey(("h1",), survey().facts, (-90.0,), (("10.0.0.1", "eth0"),))
+    (found,) = preflight.clocks(off)
+    assert found.state == "note" and "-90000.0 ms" in found.found and "h1" in found.fix
+
+
+def test_an_address_of_the_internet_is_refused_unless_it_is_trusted() -> None:
+    with pytest.raises(RunError, match=r"8\.8\.8\.8") as caught:
+        network.refuse_public("8.8.8.8", trusted=False)
+    assert "--i-trust-this-network" in caught.value.remedy
+    network.refuse_public("8.8.8.8", trusted=True)
+    for address in ("10.0.0.1", "192.168.1.1", "127.0.0.1", "fd00::1", "100.64.0.1"):
+        network.refuse_public(address, trusted=False)
+
+
+def test_a_socket_listens_on_its_address_alone() -> None:
+    with network.listen("127.0.0.1") as listener:
+        address, port = listener.getsockname()
+        assert address == "127.0.0.1"
+        assert network.reach("127.0.0.1", port, 1.0) == ""
+        with pytest.raises(RunError, match=str(port)):
+            network.listen("127.0.0.1", port)
+    assert network.reach("127.0.0.1", port, 1.0) != ""
+
+
+def test_an_interface_is_found_by_address_and_by_route() -> None:
+    assert network.interface_of("127.0.0.1") == network.interface_towards("127.0.0.1") == "lo"
+    assert network.address_of("lo") == "127.0.0.1"
+    with pytest.raises(RunError, match="nosuch") as caught:
+        network.address_of("nosuch")
+    assert "lo" in caught.value.remedy
+    with pytest.raises(RunError, match="stands for no address"):
+        network.resolve("no such host")
+
+
+def test_the_address_of_a_store_is_read_back() -> None:
+    for address, port in (("10.0.0.1", 1234), ("fe80::1", 5)):
+        assert network.parse_tcp(network.tcp_address(address, port)) == (address, port)
+    for wrong in ("tcp://", "tcp://h", "tcp://h:x", "h1"):
+        with pytest.raises(ValueError, match="address:port"):
+            network.parse_tcp(wrong)
+
+
+@pytest.fixture
+def agents():
+    found = Agents(["localhost", "127.0.0.1"], LaunchSettings())
+    yield found
+    found.close()
+
+
+def test_two_agents_answer_and_reach_each_other(agents: Agents, tmp_path: Path) -> None:
+    found = preflight.survey(agents, LaunchSettings(), devices=False)
+    assert {finding.state for finding in preflight.versions(found)} == {"ok"}
+    assert found.addresses == (("127.0.0.1", "lo"),) * 2
+    assert all(abs(seconds) < 5 for seconds in found.offsets_seconds)
+    assert [finding.state for finding in preflight.reachable(agents, found)] == ["ok", "ok"]
+    (tmp_path / "model.py").write_text("x = 1\n")
+    shared = list(preflight.same_files(agents, tmp_path, [tmp_path / "model.py"]))
+    assert [finding.state for finding in shared] == ["ok"] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+
+
+def test_what_an_agent_cannot_do_is_an_error_with_its_host(agents: Agents) -> None:
+    with pytest.raises(RunError, match="nosuch") as caught:
+        preflight.survey(agents, LaunchSettings(interface="nosuch"), devices=False)
+    assert "--interface" in caught.value.remedy
+
+
+def test_an_agent_that_is_killed_is_gone_and_named(agents: Agents) -> None:
+    preflight.survey(agents, LaunchSettings(), devices=False)
+    agents.links[1].process.kill()
+    with pytest.raises(RunError, match=r"the agent on 127.0.0.1 is gone \(killed by signal 9\)"):
+        preflight.survey(agents, LaunchSettings(), devices=False)
+
+
+def test_doctor_shows_a_host_that_cannot_be_asked_as_a_finding() -> None:
+    settings = LaunchSettings(hosts=(Host("localhost"),), remote_python="/nonexistent/python")
+    (found,) = examine_hosts(settings).findings
+    assert found.state == "problem" and "--remote-python" in found.fix

@@ -1,0 +1,64 @@
+"""One command at a time in a work directory: plan, record and stage files are several, and belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.pipelines import BATCH, build, captured, plan_for
+
+from autopipe.commands import steps
+from autopipe.commands.checking.checking import write_run
+from autopipe.commands.locks import only_one
+from autopipe.commands.planning import scaling
+from autopipe.commands.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
+from autopipe.commands.training import runs
+from autopipe.errors import RunError
+
+
+def profile(work: Path) -> ProfileSettings:
+    return ProfileSettings(ModelSettings("net.py"), work_dir=work)
+
+
+def plan(work: Path) -> PlanSettings:
+    return PlanSettings(profile(work), gpus=2, replicas="never")
+
+
+def ignore(kind: str, fields: Mapping[str, Any]) -> None:
+    pass
+
+
+COMMANDS: dict[str, Callable[[Path], object]] = {
+    "profile": lambda work: steps.profile(profile(work)),
+    "plan": lambda work: steps.plan(plan(work)),
+    "plan --sweep-gpus": lambda work: scaling.sweep_gpus(plan(work), (2, 4)),
+    "generate": steps.generate,
+    "simulate": steps.simulate,
+    "check": lambda work: runs.check(CheckSettings(plan(work))),
+    "train": lambda work: runs.train(TrainSettings(plan(work)), ignore),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_beside_one_that_prepares_a_run_is_refused(command: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with only_one(work, "prepares a run"), pytest.raises(RunError, match=r"work is in use: .* prepares a run there"):
+        COMMANDS[command](work)
+    assert [path.name for path in work.iterdir()] == ["lock"]
+
+
+def test_a_run_takes_no_stage_code_over_that_no_command_has_written(tmp_path: Path) -> None:
+    made = captured("resnet")
+    cut = plan_for(made, 2, "1f1b", 4, BATCH["resnet"])
+    work = build(made, cut, tmp_path / "work")
+    for name in ("shape_1", "evaluation_1", "evaluation"):  # of a folder that somebody has sent
+        (work.run.stages / name).mkdir()
+        (work.run.stages / name / "stage_0.py").write_text("raise SystemExit")
+    prepared: Any = SimpleNamespace(plan=cut, graph=made.capture.graph, stages=work.run.stages)
+    run = write_run(tmp_path / "run", work.job, prepared)
+    copied = {path.name for path in run.stages.iterdir() if path.is_dir()}
+    assert copied == {"evaluation"}  # which is part of what `wrote_stages` knows
+    assert (run.stages / "stage_0.py").read_text() == (work.run.stages / "stage_0.py").read_text()

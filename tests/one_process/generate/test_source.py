@@ -1,0 +1,185 @@
+"""What a stage file looks like."""
+
+import ast
+import functools
+import inspect
+import math
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.chain import differences, even_cuts, plan_of
+from support.pipelines import captured
+from support.trace_cases import CASES, Toy, vectors, workload
+from torch import nn
+
+import autopipe
+from autopipe.generate import generate
+from autopipe.ir.cuts import Cuts
+from autopipe.trace import capture
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qk = nn.Linear(4, 8)
+        self.p = 0.25
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, dim=-1)
+        weights = F.dropout(F.softmax(q @ k.t() / math.sqrt(4), dim=-1), self.p, self.training)
+        return weights @ x
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+        self.never = nn.Parameter(torch.zeros(3))
+        self.head = nn.Linear(4, 4)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            places = torch.arange(x.shape[0], device=x.device, dtype=torch.float32)[:, None] * self.scale
+        x = x + places
+        for block in self.blocks:
+            x = x + block(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.head(x)
+        return x.float().logsumexp(dim=-1).mean()
+
+
+@functools.cache
+def small():
+    work = Toy(Small, vectors)
+    return work, capture(work, verify=False)
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(index for index, line in enumerate(lines) if text in line)
+
+
+def test_a_stage_file_reads_like_the_users_source(tmp_path):
+    _, found = small()
+    cuts = Cuts(found.graph)
+    plan = plan_of(found.graph, [next(position for position in cuts.legal if cuts.crossing[position] == ("x_3",))])
+    paths = generate(found, plan, tmp_path)
+    assert [path.name for path in paths] == ["stage_0.py", "stage_1.py"]
+    here = f"generate/{Path(__file__).name}"
+    expected = textwrap.dedent(f'''\
+        """Stage 0 of 2 of toy.py:Model: blocks.0.qk to blocks.0.
+
+        Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it anew.
+        """
+
+        import torch
+        import torch.nn.functional as F
+
+        from autopipe.stage import Stage, device_of, draw
+
+
+        class Stage0(Stage):
+            """Its parameters: 3 tensors, 43 numbers."""
+
+            MODEL_DIGEST = "{plan.graph_digest}"
+            PLAN_DIGEST = "{plan.digest}"
+            INDEX = 0
+            INPUTS = ("x",)
+            SENDS = ("x_3",)
+            MODULES = ("blocks.0.qk",)
+            PARAMETERS = ("never",)
+            BUFFERS = ("scale",)
+
+            def forward(self, x):
+                # x: float32[batch, 4], of the batch
+
+                # Small  {here}:{line_of(Small.forward, "places = ")}
+                with torch.no_grad():
+                    places = torch.arange(x.size(0), device=device_of(self), dtype=torch.float32)[:, None] * self.scale
+                x = x + places
+
+                # blocks.0 (Attention)  {here}:{line_of(Attention.forward, "q, k = ")}
+                q, k = self.blocks[0].qk(x).chunk(2, dim=-1)
+                with draw(self, 0):
+                    weights = F.dropout(F.softmax(q @ k.t() / 2.0, dim=-1), p=0.25, training=self.training)
+                matmul = weights @ x
+
+                # Small  {here}:{line_of(Small.forward, "x = x + block")}
+                x = x + matmul
+
+                # x (x_3): float32[batch, 4], to stage 1
+                return (x,)
+        ''')
+    assert paths[0].read_text() == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_stage_file_is_clean_python_in_120_columns(name, tmp_path):
+    found = capture(workload(name), verify=False)
+    for path in generate(found, plan_of(found.graph, even_cuts(found.graph, 3)), tmp_path):
+        text = path.read_text()
+        assert max(map(len, text.splitlines())) <= 120
+        assert not re.search(r" = None$|^\s*del |cpu", text, re.MULTILINE)
+        names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+        assert [name for name in names if re.search(r"_\d+_\d+$", name)] == []
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9,W", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_users_name_is_used_again_as_the_user_does(tmp_path):
+    made = captured("hf_llama")
+    path = generate(made.capture, plan_of(made.capture.graph, []), tmp_path)[0]
+    tree = ast.parse(path.read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert {"hidden_states", "query_states", "key_states", "value_states", "attn_output"} <= names
+    numbered = {name for name in names if re.fullmatch(r"(hidden_states|attn_output|variance)_?\d+", name)}
+    assert numbered <= {"hidden_states2"}  # the residual is alive while the block works on its own
+
+
+def test_no_file_knows_a_batch_size(tmp_path):
+    made = captured("gpt")
+    for path in generate(made.capture, plan_of(made.capture.graph, even_cuts(made.capture.graph, 3)), tmp_path):
+        assert ".view(5," not in path.read_text()
+        assert "batch = ids.size(0)" in path.read_text()
+
+
+class Parts(nn.Module):
+    """Tuples on lines that assign something else, and tuples inside tuples."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    @staticmethod
+    def three(x):
+        return x + 1, x + 2, x + 3
+
+    def forward(self, x):
+        a, b, c = self.three(x.max(1)[0])
+        y, (h, _) = self.lstm(x[:, None])
+        first, *rest = x.unbind(1)
+        return (y[:, 0].sum(1) + h[0].sum(1) + a + b * c + first + rest[0]).pow(2).mean()
+
+
+def test_a_tuple_is_taken_apart_only_by_the_line_that_names_its_parts(tmp_path):
+    work = Toy(Parts, vectors)
+    found = capture(work, verify=False)
+    plan = plan_of(found.graph, [])
+    assert differences(work, found, plan, tmp_path, 4, (0, 0, 0)) == []
+    text = (tmp_path / "stage_0.py").read_text()
+    assert "max_0 = x.max(1)[0]\n" in text and "a, b, c" not in text and "a, _, _" not in text
+    assert "y, (h, _) = self.lstm(x[:, None])\n" in text
+    assert "unbind = x.unbind(1)\n" in text

@@ -1,0 +1,26 @@
+"""Heartbeats: a rank's last note can be read from outside at any time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopipe.launch.rank.heartbeat import Heartbeats
+
+
+def test_the_last_note_of_each_rank_is_read_by_another_mapping(tmp_path: Path) -> None:
+    supervisor = Heartbeats(tmp_path / "beats", 2, create=True)
+    assert supervisor.read(0).count == 0 and supervisor.read(0).doing == ""
+    rank = Heartbeats(tmp_path / "beats", 2)
+    rank.note(1, "1F0@0", False)
+    rank.note(1, "1RF1<0", True)
+    found = supervisor.read(1)
+    assert (found.count, found.doing, found.waiting) == (2, "1RF1<0", True)
+    assert found.seconds > 0
+    assert supervisor.read(0).count == 0
+
+
+def test_a_long_or_odd_text_does_not_spill_into_the_next_rank(tmp_path: Path) -> None:
+    beats = Heartbeats(tmp_path / "beats", 2, create=True)
+    beats.note(0, "é" * 500, False)
+    assert beats.read(0).doing == "?" * 64
+    assert beats.read(1).doing == ""

@@ -1,0 +1,273 @@
+"""Rank 0 and the processes of the other ranks: who is let in, what a failure looks like from each side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopipe import __version__
+from autopipe.errors import AutopipeError, RunError, WorkerError
+from autopipe.launch.rank.signals import STOPPING
+from autopipe.launch.remote import network
+from autopipe.launch.remote.identity import Membership
+from autopipe.launch.remote.json_socket import Wire, WireError
+from autopipe.launch.remote.peer import connect, follow
+from autopipe.launch.remote.rendezvous import Meeting
+
+
+@pytest.fixture(autouse=True)
+def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both sides are in one process here, which does not end and keeps its signals."""
+    monkeypatch.setattr("autopipe.launch.remote.peer.LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("autopipe.launch.remote.peer.preload", lambda: None)
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def membership(rank: int, world_size: int = 2, port: int = 0) -> Membership:
+    return Membership("torchrun", rank, world_size, rank, world_size, "127.0.0.1", port)
+
+
+@contextlib.contextmanager
+def opened(world_size: int = 2) -> Iterator[tuple[Meeting, int]]:
+    listener = network.listen("127.0.0.1")
+    meeting = Meeting(membership(0, world_size), listener)
+    try:
+        yield meeting, listener.getsockname()[1]
+    finally:
+        meeting.close()
+
+
+def knock(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def hello(rank: int, world_size: int = 2, version: str = __version__, **changes: Any) -> bytes:
+    said = {"kind": "hello", "version": version, "rank": rank, "world_size": world_size, "local_rank": rank}
+    return json.dumps({**said, "local_world_size": world_size, "host": f"host{rank}", **changes}).encode() + b"\n"
+
+
+# -- who is let in -------------------------------------------------------------------------------------------------
+
+
+def test_whoever_says_who_they_are_is_in() -> None:
+    with opened(3) as (meeting, port), knock(port) as one, knock(port) as two:
+        one.sendall(hello(2, 3))
+        two.sendall(hello(1, 3))
+        meeting.gather(5)
+        assert {rank: member.host for rank, member in meeting.members.items()} == {1: "host1", 2: "host2"}
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95\n",
+        b"{}\n",
+        b"[]\n",
+        b'{"kind": "hello"}\n',
+        hello(True),
+        hello(1, host=7),
+        hello(1)[:-1].replace(b'"rank": 1', b'"rank": "1"') + b"\n",
+    ],
+)
+def test_a_stranger_is_turned_away_and_changes_nothing(nonsense: bytes) -> None:
+    with opened() as (meeting, port), knock(port) as stranger, knock(port) as one:
+        stranger.sendall(nonsense)
+        one.sendall(hello(1))
+        meeting.gather(5)
+        assert sorted(meeting.members) == [1]
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None, max_examples=40)
+def test_no_bytes_from_a_stranger_make_rank_0_fail(said: bytes) -> None:
+    with opened() as (meeting, port), knock(port) as stranger, knock(port) as one:
+        stranger.sendall(said + b"\n")
+        one.sendall(hello(1))
+        meeting.gather(5)
+        assert sorted(meeting.members) == [1]
+
+
+def test_another_version_is_refused_with_both_and_told_why() -> None:
+    with opened() as (meeting, port), knock(port) as one:
+        one.sendall(hello(1, version="0.0.1"))
+        with pytest.raises(RunError, match=f"host1 has autopipe 0.0.1, and rank 0 has {__version__}"):
+            meeting.gather(5)
+        assert json.loads(one.recv(4096))["what"].startswith("host1 has autopipe 0.0.1")
+
+
+def test_a_rank_that_comes_twice_is_refused() -> None:
+    with opened(3) as (meeting, port), knock(port) as one, knock(port) as two:
+        one.sendall(hello(1, 3))
+        two.sendall(hello(1, 3, host="elsewhere"))
+        with pytest.raises(RunError, match="rank 1 came twice"):
+            meeting.gather(5)
+
+
+def test_another_number_of_ranks_is_refused_with_both_numbers() -> None:
+    with opened() as (meeting, port), knock(port) as one:
+        one.sendall(hello(1, 4))
+        with pytest.raises(RunError, match="rank 1 on host1 was told of 4 ranks, and rank 0 of 2"):
+            meeting.gather(5)
+
+
+def test_those_who_did_not_come_are_named() -> None:
+    with opened(4) as (meeting, port), knock(port) as one:
+        one.sendall(hello(2, 4))
+        with pytest.raises(RunError, match=r"2 ranks of 4 did not come .*: 1, 3"):
+            meeting.gather(0.3)
+
+
+def test_a_process_that_went_away_is_named() -> None:
+    with opened(3) as (meeting, port), knock(port) as one:
+        one.sendall(hello(1, 3))
+        with pytest.raises(RunError, match="did not come"):
+            meeting.gather(0.3)
+        one.close()
+        with pytest.raises(RunError, match="rank 1 on host1 went away"):
+            meeting.gather(5)
+
+
+# -- how it ends -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def led(error: BaseException | None) -> Iterator[int]:
+    """Be rank 0 in a thread: admit one member, then fail of the error, or finish."""
+
+    def lead(meeting: Meeting) -> None:
+        if error is None:
+            meeting.gather(5)
+            meeting.finish(0)
+        else:
+            meeting.fail(error)
+
+    with opened() as (meeting, port):
+        thread = threading.Thread(target=lead, args=(meeting,))
+        thread.start()
+        try:
+            yield port
+        finally:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def followed(port: int) -> int:
+    return follow(membership(1, port=port), connect("127.0.0.1", port, 5))
+
+
+def test_a_run_that_is_done_ends_well_everywhere() -> None:
+    with led(None) as port:
+        assert followed(port) == 0
+
+
+def test_every_rank_ends_with_the_message_of_the_first_failure() -> None:
+    failure = WorkerError("ValueError: boom", rank=1, stage=2, instruction="2F3@0", where="model.py:7", remedy="mend")
+    with led(failure) as port, pytest.raises(AutopipeError) as caught:
+        followed(port)
+    assert str(caught.value) == str(failure)
+    assert caught.value.exit_code == 3
+
+
+def test_an_interrupt_of_rank_0_is_one_everywhere() -> None:
+    with led(KeyboardInterrupt()) as port, pytest.raises(KeyboardInterrupt):
+        followed(port)
+
+
+def test_a_fault_of_rank_0_is_told_without_its_traceback() -> None:
+    with led(ValueError("odd")) as port, pytest.raises(AutopipeError, match="rank 0: ValueError: odd"):
+        followed(port)
+
+
+def test_a_rank_0_that_vanishes_is_named() -> None:
+    with network.listen("127.0.0.1") as listener:
+
+        def vanish() -> None:
+            wire = Wire(listener.accept()[0])
+            wire.receive()
+            wire.close()
+
+        thread = threading.Thread(target=vanish)
+        thread.start()
+        with pytest.raises(RunError, match="the process of rank 0 is gone"):
+            followed(listener.getsockname()[1])
+        thread.join(5)
+
+
+def test_a_rank_0_that_never_comes_is_not_waited_for_for_ever() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        with pytest.raises(RunError, match=r"rank 0 does not answer at 127\.0\.0\.1 port"):
+            connect("127.0.0.1", nobody.getsockname()[1], 0.3)
+
+
+def test_a_run_directory_that_is_not_shared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopipe.launch.remote.peer.VISIBLE_SECONDS", 0.2)
+    spec = {"run": "/none", "rank": 1, "world_size": 2, "store": "tcp://127.0.0.1:1", "heartbeats": "", "body": "train"}
+    message = {"kind": "launch", "attempt": 1, "job": "/none/job.json", "digest": "0" * 64}
+    seen: list[dict[str, Any]] = []
+    with network.listen("127.0.0.1") as listener:
+
+        def lead() -> None:
+            wire = Wire(listener.accept()[0])
+            wire.send({**message, "spec": {**spec, "timeout_seconds": 60.0}})
+            while not any(entry["kind"] == "event" for entry in seen):
+                seen.extend(wire.receive())
+            wire.send({"kind": "finished", "code": 0})
+            wire.close()
+
+        thread = threading.Thread(target=lead)
+        thread.start()
+        followed(listener.getsockname()[1])
+        thread.join(5)
+    event = next(entry["event"] for entry in seen if entry["kind"] == "event")
+    assert (event["kind"], event["rank"], event["secondary"]) == ("error", 1, False)
+    assert "the run directory is not the same on" in event["message"]
+
+
+# -- the wire --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def wired() -> Iterator[tuple[Wire, socket.socket]]:
+    with network.listen("127.0.0.1") as listener, knock(listener.getsockname()[1]) as other:
+        wire = Wire(listener.accept()[0])
+        try:
+            yield wire, other
+        finally:
+            wire.close()
+
+
+def test_messages_arrive_whole_however_they_are_cut() -> None:
+    with wired() as (wire, other):
+        other.sendall(b'{"kind": "a", "text": "\xc3')
+        assert wire.receive() == []
+        other.sendall(b'\xa9"}\n{"kind": "b"}\n{"ki')
+        assert wire.receive() == [{"kind": "a", "text": "é"}, {"kind": "b"}]
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b"[1]\n", b'{"kind": 1}\n', b"[" * 100_000 + b"\n", b"\xff\n"])
+def test_what_is_no_message_is_an_error_of_the_wire(line: bytes) -> None:
+    with wired() as (wire, other), pytest.raises(WireError):
+        other.sendall(line)
+        for _ in range(10):
+            wire.receive()
+
+
+def test_the_end_of_a_connection_is_an_error_of_the_wire() -> None:
+    with wired() as (wire, other):
+        other.close()
+        with pytest.raises(WireError, match="closed"):
+            wire.receive()

@@ -1,0 +1,103 @@
+"""What asks a run to end reaches whoever watches the ranks, whenever it comes; a fork server that ends is replaced."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe.errors import WorkerError
+from autopipe.launch.rank import forked
+from autopipe.launch.rank.signals import STOPPING, StopRequest, held_back
+from autopipe.launch.request import WorkerSpec
+
+DEAF = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+
+
+def test_a_signal_that_comes_while_the_fork_server_is_started_is_not_lost() -> None:
+    stop = StopRequest()
+    with stop.on_signals():
+        with held_back():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            child = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, check=True, timeout=60)
+        assert stop.asked == "SIGUSR1"
+    assert child.stdout.split() == [str(int(number)) for number in sorted(STOPPING)]
+
+
+class Dying:
+    """A process whose fork server dies under it so many times."""
+
+    left = 0
+
+    def __init__(self, **given: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        if Dying.left:
+            Dying.left -= 1
+            raise EOFError("unexpected EOF")
+
+
+@pytest.mark.parametrize(("deaths", "starts"), [(2, True), (1000, False)])
+def test_a_fork_server_that_ends_is_replaced_and_never_taken_for_ctrl_c(
+    deaths: int, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Dying.left = deaths
+    monkeypatch.setattr(forked, "preload", lambda: None)
+    monkeypatch.setattr(forked, "_START_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(multiprocessing.get_context("forkserver"), "Process", Dying, raising=False)
+    spec = WorkerSpec(str(tmp_path), 1, 2, "file:///x", "", "train", 60.0)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    nobody: socket.socket | None = None
+    try:
+        if starts:
+            assert isinstance(forked._forked(spec, theirs, nobody), Dying)
+        else:
+            with pytest.raises(WorkerError, match="ended 20 times before rank 1 was there"):
+                forked._forked(spec, theirs, nobody)
+    finally:
+        ours.close()
+        theirs.close()
+
+
+FORK_SERVER = """
+import os
+import sys
+from multiprocessing import forkserver, resource_tracker
+
+from autopipe.launch.rank.forked import preload
+
+preload()
+print(forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid, os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_ranks_are_forked_from_is_deaf_to_what_ends_a_run_and_the_command_is_not() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        server, tracker, command = (int(word) for word in process.stdout.readline().split())
+        try:
+            assert deaf_to(server) == set(STOPPING)
+            assert deaf_to(tracker) == set(STOPPING)
+            assert deaf_to(command) & set(STOPPING) == set()
+        finally:
+            process.stdin.close()
+            process.wait(30)
+
+
+def deaf_to(pid: int) -> set[signal.Signals]:
+    """Return which of the signals that end a run a process blocks or ignores."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    mask = int(status["SigBlk"], 16) | int(status["SigIgn"], 16)
+    return {number for number in STOPPING if mask >> (number - 1) & 1}

@@ -1,0 +1,114 @@
+"""A request to stop: all ranks stop before the same minibatch, whenever it comes and however fast each of them is."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autopipe.launch.rank.heartbeat import Beat, Heartbeats
+from autopipe.launch.rank.signals import StopRequest
+from autopipe.launch.rank.stopping import Agreement, may_begin
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads change places after every few bytecodes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_rank_stops_before_the_same_minibatch(seed: int, tmp_path: Path, switching: None) -> None:
+    chance = random.Random(seed)
+    ranks, window, limit = chance.choice([1, 2, 5]), chance.choice([1, 1, 3]), 100_000
+    path = tmp_path / "beats"
+    supervisor = Heartbeats(path, ranks, create=True)
+    ended: dict[int, int] = {}
+    wake = threading.Event()
+
+    def train(rank: int, idle: int) -> None:
+        beats = Heartbeats(path, ranks)
+        step = 0
+        while step < limit and may_begin(beats, rank, step, step + window, pause=lambda seconds: wake.wait(1e-4)):
+            for _ in range(idle):  # ranks of different speed drift apart
+                pass
+            step += window
+        ended[rank] = step
+
+    threads = [threading.Thread(target=train, args=(rank, chance.choice([0, 10, 200]))) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    while min(supervisor.read(rank).bound for rank in range(ranks)) < chance.randrange(50):
+        wake.wait(1e-4)
+    agreement = Agreement(supervisor.set_stop)
+    while not agreement.agreed:
+        agreement.move([supervisor.read(rank) for rank in range(ranks)])
+    for thread in threads:
+        thread.join(30)
+    assert set(ended) == set(range(ranks))
+    assert len(set(ended.values())) == 1
+    assert ended[0] < limit
+    assert ended[0] == agreement.proposed
+
+
+def test_a_run_that_has_not_begun_stops_where_it_starts(tmp_path: Path) -> None:
+    beats = Heartbeats(tmp_path / "beats", 2, create=True)
+    agreement = Agreement(beats.set_stop)
+    for _ in range(2):
+        agreement.move([beats.read(rank) for rank in range(2)])
+    assert agreement.agreed
+    assert not may_begin(beats, 0, 7, 8)
+
+
+def test_nothing_is_agreed_on_what_was_read_before_a_rank_could_see_the_proposal() -> None:
+    told = []
+    agreement = Agreement(lambda before, agreed: told.append((before, agreed)))
+    old = [Beat(1, 0.0, False, "", bound=5), Beat(1, 0.0, False, "", bound=4)]
+    agreement.move(old)
+    agreement.move(old)
+    assert told == [(5, False)]
+    agreement.move([Beat(1, 0.0, False, "", bound=5, stop=5), Beat(1, 0.0, False, "", bound=6, stop=-1)])
+    assert told[1:] == [(6, False)]
+    agreement.move([Beat(1, 0.0, False, "", bound=5, stop=6), Beat(1, 0.0, False, "", bound=6, stop=6)])
+    assert told[2:] == [(6, True)]
+    agreement.move(old)
+    assert len(told) == 3
+
+
+def test_nobody_asks_and_nobody_stops(tmp_path: Path) -> None:
+    beats = Heartbeats(tmp_path / "beats", 1, create=True)
+    assert all(may_begin(beats, 0, step, step + 1) for step in range(5))
+    assert beats.read(0).bound == 5
+    assert beats.stop() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_asks_and_a_second_ctrl_c_ends(number: signal.Signals) -> None:
+    stop = StopRequest()
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), stop.on_signals():
+        os.kill(os.getpid(), number)
+        assert stop.asked == number.name
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler asks more than once
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopRequest()
+        with stop.on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.asked == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)

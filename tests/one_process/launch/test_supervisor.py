@@ -1,0 +1,204 @@
+"""The supervisor, with ranks that are played: who is blamed, and what is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe.errors import WorkerError
+from autopipe.launch import supervisor
+from autopipe.launch.rank import stacks
+from autopipe.launch.rank.heartbeat import Beat
+from autopipe.launch.request import Launch, LaunchSettings, watchdog_of
+from autopipe.launch.supervisor import Supervisor, death
+from autopipe.runtime.job import RunDirectory
+
+
+@dataclass
+class Played:
+    """Ranks whose events are written down: one list a poll."""
+
+    script: list[list[dict[str, Any]]]
+    hosts: Sequence[str] = ("", "")
+    notes: Sequence[Beat] = ()
+    patience_seconds: float = 0.0
+    odd: Mapping[int, str] = field(default_factory=dict)
+    on_stacks: Any = None
+
+    def poll(self, timeout: float) -> Iterable[Mapping[str, Any]]:
+        return self.script.pop(0) if self.script else []
+
+    def beats(self) -> Sequence[Beat]:
+        return self.notes or [Beat(1, time.monotonic(), False, f"{rank}F0@0") for rank in range(len(self.hosts))]
+
+    def set_stop(self, before: int, agreed: bool) -> None:
+        pass
+
+    def write_stacks(self) -> Mapping[int, str]:
+        if self.on_stacks is not None:
+            self.on_stacks()
+        return self.odd
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class NoPlan(RunDirectory):
+    """A run of which only the logs are asked for."""
+
+    def plan(self) -> Any:
+        class Empty:
+            stages = ()
+
+        return Empty()
+
+
+def request(path: Path, ranks: int = 2, *, watchdog: float = 60.0, on_event: Any = lambda event: None) -> Launch:
+    settings = LaunchSettings(watchdog_seconds=watchdog)
+    return Launch(NoPlan(path), ranks, on_event, settings, watchdog)
+
+
+def error(rank: int, at: int, message: str = "boom", *, secondary: bool = False) -> dict[str, Any]:
+    texts = {"message": message, "where": "model.py:3", "remedy": "", "instruction": f"{rank}F1@0", "traceback": "..."}
+    return {"kind": "error", "rank": rank, "time_ns": at, "secondary": secondary, "stage": rank, **texts}
+
+
+def exited(rank: int, at: int, code: int) -> dict[str, Any]:
+    return {"kind": "exit", "rank": rank, "time_ns": at, "code": code}
+
+
+def lost(host: str, ranks: Sequence[int], at: int) -> dict[str, Any]:
+    told = {"message": f"host {host} does not answer", "remedy": "check it"}
+    return {"kind": "lost", "host": host, "ranks": ranks, "time_ns": at, **told}
+
+
+def failure(ranks: Played, path: Path, watchdog: float = 60.0) -> WorkerError:
+    with pytest.raises(WorkerError) as caught:
+        Supervisor(request(path, len(ranks.hosts), watchdog=watchdog), ranks).watch()
+    return caught.value
+
+
+def test_ranks_that_are_done_and_gone_are_a_run_that_is_done(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    script = [
+        [{"kind": "step", "rank": 0}, {"kind": "done", "rank": 0}, exited(0, 1, 0)],
+        [{"kind": "done", "rank": 1}],
+        [exited(1, 2, 0)],
+    ]
+    Supervisor(request(tmp_path, on_event=seen.append), Played(script)).watch()
+    assert [event["kind"] for event in seen if event["kind"] != "tick"] == ["step"]
+
+
+def test_the_earliest_failure_leads_not_the_first_that_was_heard(tmp_path: Path) -> None:
+    found = failure(Played([[error(1, 20, "late")], [error(0, 10, "early")]]), tmp_path)
+    assert found.what == "early" and found.rank == 0
+
+
+def test_a_lost_connection_is_never_the_cause_where_there_is_another(tmp_path: Path) -> None:
+    found = failure(Played([[error(0, 10, "connection closed", secondary=True), exited(1, 20, -9)]]), tmp_path)
+    assert found.rank == 1 and "SIGKILL" in found.what
+
+
+def test_a_lost_connection_waits_for_its_cause_as_long_as_the_launcher_may_need(tmp_path: Path) -> None:
+    script = [[error(0, 10, "closed", secondary=True)], *[[]] * 50, [lost("h1", [1], 99)]]
+    found = failure(Played(script, ("h0", "h1"), patience_seconds=30.0), tmp_path)
+    assert (found.what, found.rank, found.host) == ("host h1 does not answer", 1, "h1")
+    assert "rank 1 on h1" in found.where and found.remedy == "check it"
+
+
+def test_only_lost_connections_are_told_as_what_they_are(tmp_path: Path) -> None:
+    script = [[error(0, 10, "closed", secondary=True), error(1, 9, "reset", secondary=True)]]
+    assert failure(Played(script), tmp_path).what == "reset"
+
+
+def test_a_host_that_is_lost_after_its_ranks_were_done_is_no_failure(tmp_path: Path) -> None:
+    script = [
+        [{"kind": "done", "rank": 1}, {"kind": "done", "rank": 0}, exited(0, 1, 0)],
+        [lost("h1", [1], 5)],
+    ]
+    Supervisor(request(tmp_path), Played(script, ("h0", "h1"))).watch()
+
+
+@pytest.mark.parametrize(
+    ("notes", "odd", "blamed"),
+    [
+        ([Beat(3, 5.0, True, "0RB1<1"), Beat(3, 9.0, False, "1F1@0")], {}, 1),
+        ([Beat(3, 5.0, False, "0F1@0"), Beat(3, 9.0, False, "1F1@0")], {}, 0),
+        ([Beat(3, 5.0, False, "0F1@0"), Beat(3, 9.0, True, "1RF1<0")], {1: "stopped by a signal"}, 1),
+    ],
+    ids=["not the one that waits", "the one that moved longest ago", "the one that was stopped"],
+)
+def test_a_hang_is_blamed_on(notes: list[Beat], odd: dict[int, str], blamed: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
+    found = failure(Played([], notes=notes, odd=odd), tmp_path, watchdog=0.0)
+    assert found.rank == blamed
+    assert "no rank has moved" in found.what and "--watchdog" in found.remedy
+
+
+def test_a_hang_shows_where_each_rank_stands(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
+    run = NoPlan(tmp_path)
+    run.log(0).parent.mkdir()
+    run.log(0).write_text("an old line\n")
+
+    def write() -> None:
+        with run.log(0).open("a") as log:
+            log.write('Thread 0x00007f1 (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n')
+            log.write(
+                'Current thread 0x00007f2 (most recent call first):\n  File "/home/me/model.py", line 12 in forward\n'
+            )
+
+    found = failure(Played([], on_stacks=write), tmp_path, watchdog=0.0)
+    assert "rank 0:\n    /home/me/model.py:12 in forward" in found.what
+    assert "old line" not in found.what
+    assert "/home/me/model.py:12 in forward" in found.where
+
+
+def test_the_main_thread_is_the_last_and_installed_code_is_not_what_counts() -> None:
+    text = (
+        "Thread 0x00007f1 (most recent call first):\n"
+        '  File "/x/other.py", line 1 in wait\n'
+        "\n"
+        "Thread 0x00007f2 (most recent call first):\n"
+        f'  File "{torch_file()}", line 9 in linear\n'
+        '  File "/home/me/model.py", line 12 in forward\n'
+    )
+    assert stacks.main_thread(text)[1] == ("/home/me/model.py", 12, "forward")
+    assert stacks.innermost(text) == "/home/me/model.py:12 in forward"
+    assert stacks.innermost("nothing of the kind") == ""
+
+
+def torch_file() -> str:
+    import torch
+
+    return str(Path(torch.__file__).parent / "nn" / "functional.py")
+
+
+def test_a_death_is_named() -> None:
+    assert "SIGSEGV" in death(-11)
+    assert "signal 40" in death(-40)  # one of the real-time signals, which have no names
+    assert "kernel ran out of memory" in death(-9)
+    assert "code 4" in death(4)
+
+
+def test_the_watchdog_knows_the_plan() -> None:
+    assert watchdog_of(0.01, None) == 60.0
+    assert watchdog_of(10.0, None) == 200.0
+    assert watchdog_of(10.0, 5.0) == 5.0
+
+
+def test_what_no_plan_predicts_may_take_longer(tmp_path: Path) -> None:
+    default = Launch(NoPlan(tmp_path), 2, lambda event: None, watchdog_seconds=60.0)
+    assert default.slow_seconds == 300.0 and request(tmp_path, watchdog=5.0).slow_seconds == 5.0
+    assert default.timeout_seconds > default.slow_seconds
+    building = [Beat(3, 5.0, True, "0RF1<0"), Beat(3, 9.0, False, "building stage 1")]
+    computing = [Beat(3, 5.0, True, "0RF1<0"), Beat(3, 9.0, False, "1F2@7")]
+    found = Supervisor(default, Played([]))
+    assert found._limit(building) == 300.0
+    assert found._limit(computing) == 60.0

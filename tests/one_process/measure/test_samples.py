@@ -1,0 +1,44 @@
+"""Profiles of the sample models, as the tracer captures them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopipe.measure import measure
+from autopipe.trace import capture
+from autopipe.workload import LoadOptions, load_workload
+
+FOLDER = Path(__file__).resolve().parents[3] / "sample_models"
+SAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
+NEEDS = {"resnet": "sklearn", "unet": "sklearn", "vgg16": "sklearn", "hf_llama": "transformers"}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_sample_is_measured_and_its_saved_bytes_are_those_of_one_forward(name, monkeypatch):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    workload = load_workload(LoadOptions(str(FOLDER / f"{name}.py")))
+    found = capture(workload, verify=False)
+    profile = measure(found, workload, device="cpu", microbatch_sizes=(2,))
+    sys.modules.pop(name, None)
+
+    root = found.module
+    own = {t.untyped_storage().data_ptr() for t in (*root.parameters(), *root.buffers(), *found.constants.values())}
+    held = {}
+
+    def pack(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    leaves = {key: leaf.clone() for key, leaf in workload.leaves(workload.example_item(2)).items()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = root(*[leaves[entry.name] for entry in found.graph.inputs])
+    expected = sum(tensor.untyped_storage().nbytes() for pointer, tensor in held.items() if pointer not in own)
+    costs = profile.measurements[0].costs
+    assert outputs is not None
+    assert sum(cost.saved_bytes for cost in costs.values()) == expected
+    assert list(costs) == [node.name for node in found.graph.nodes]
+    assert profile.optimizer_seconds_per_byte > 0

@@ -1,0 +1,171 @@
+"""Checkpoints: whole or not there, checked when read, and never anything that can run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopipe.errors import ArtifactError
+from autopipe.runtime.checkpoint.checkpoint import (
+    Checkpoint,
+    Manifest,
+    StageState,
+    clear_unfinished,
+    directory_of,
+    finish,
+    intact,
+    set_aside,
+    steps,
+    unfinished,
+    write_stage,
+)
+from autopipe.runtime.checkpoint.snapshot import Snapshot
+
+
+def save(folder: Path, step: int, keep: int = 0) -> Path:
+    temporary = unfinished(folder, step, "p")
+    for stage in range(2):
+        tensors = {
+            f"model.w{stage}": torch.full((3,), float(step + stage)),
+            f"optimizer.w{stage}.step": torch.tensor(step),
+        }
+        write_stage(temporary, stage, 2, Snapshot.of(tensors), StageState((f"w{stage}",)))
+    return finish(folder, temporary, 2, Manifest(step, 0, step, 0, "g", "p", ()), keep)
+
+
+def edit_manifest(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Write the manifest as somebody would who knows how, digest and all."""
+    document = json.loads((folder / "manifest.json").read_text())
+    document.pop("digest", None)
+    change(document["files"])
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+def test_what_was_saved_by_two_stages_is_read_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    found = Checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.manifest.step == 4
+    assert found.read(["model.w1"])["model.w1"].tolist() == [5.0] * 3
+    assert [stage.owned for stage in found.stages] == [("w0",), ("w1",)]
+    assert (tmp_path / "latest").read_text() == "step-00000004\n"
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_a_save_that_was_cut_off_is_not_seen(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    write_stage(unfinished(tmp_path, 2, "p"), 0, 2, Snapshot.of({"model.w0": torch.zeros(1)}), StageState())
+    assert steps(tmp_path) == [1]
+    save(tmp_path, 2)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_name_that_is_not_held_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"does not hold 'model.w9' \(1 missing\)"):
+        Checkpoint(save(tmp_path, 1)).read(["model.w9"])
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: b + b"x"])
+def test_a_truncated_or_flipped_file_is_refused(tmp_path: Path, damage) -> None:
+    folder = save(tmp_path, 1)
+    file = folder / "stage-0-of-2.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ArtifactError, match="is not what was written: its SHA-256 differs"):
+        Checkpoint(folder).read(["model.w0"])
+    with pytest.raises(ArtifactError, match="is not what was written: its SHA-256 differs"):
+        Checkpoint(folder).verify()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "stage-1-of-2.safetensors").unlink()
+    with pytest.raises(ArtifactError, match=r"stage-1-of-2\.safetensors is missing"):
+        Checkpoint(folder).read(["model.w1"])
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "stage-0-of-2.safetensors/../x", "stage-0-of-2.pt"]
+)
+def test_a_manifest_cannot_point_elsewhere(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1)
+    edit_manifest(folder, lambda files: files[0].update(file=name))
+    with pytest.raises(ArtifactError, match="is no name for a stage's file"):
+        Checkpoint(folder)
+
+
+def test_a_disk_that_does_not_take_it_is_reported(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ArtifactError, match="the checkpoint of stage 0 cannot be written"):
+        write_stage(blocked / "step", 0, 1, Snapshot.of({"model.w": torch.zeros(1)}), StageState())
+
+
+def test_the_steps_that_are_whole_are_known(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    (directory_of(tmp_path, 4) / "manifest.json").unlink()
+    (directory_of(tmp_path, 2) / "stage-1-of-2.safetensors").write_bytes(b"")
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert intact(tmp_path) == [1, 3]
+
+
+def test_a_manifest_that_names_what_no_file_holds_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    edit_manifest(folder, lambda files: files[1]["tensors"].append("model.w7"))
+    with pytest.raises(ArtifactError, match=r"stage-1-of-2\.safetensors lacks 'model\.w7'"):
+        Checkpoint(folder).verify()
+
+
+class Bomb:
+    """What runs when a file is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path(self.path),)
+
+
+def test_a_pickle_in_a_stages_file_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> None:
+    import hashlib
+
+    folder, trace = save(tmp_path, 1), tmp_path / "it-ran"
+    file = folder / "stage-0-of-2.safetensors"
+    torch.save({"model.w0": Bomb(str(trace))}, file)
+    digest, size = hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size
+    edit_manifest(folder, lambda files: files[0].update(sha256=digest, bytes=size))
+    with pytest.raises(ArtifactError, match="is damaged"):
+        Checkpoint(folder).verify()
+    with pytest.raises(ArtifactError, match="is damaged"):
+        Checkpoint(folder).read(["model.w0"])
+    assert not trace.exists()
+
+
+def test_going_on_from_an_earlier_step_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000004.tmp").mkdir()
+    (tmp_path / "step-00000001.old").mkdir()
+    assert set_aside(tmp_path, 1) == [2, 3]
+    left = ["latest", "step-00000001", "step-00000002.abandoned", "step-00000003.abandoned"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert steps(tmp_path) == [1]
+
+
+def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    unfinished(tmp_path, 2, "p").mkdir()
+    (tmp_path / ".latest.123.tmp").write_text("step-0")
+    clear_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    clear_unfinished(tmp_path / "not there")

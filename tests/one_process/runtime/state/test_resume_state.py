@@ -1,0 +1,135 @@
+"""Resume loses nothing: every setting of optimizer and scheduler, stopped at a step, under the same plan and others."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.pipelines import Captured, Pipeline, build, captured_file, minibatches, plan_for
+from support.resume_cases import CASES, FILE, REFUSED, SAME_STAGES
+
+from autopipe.errors import ModelFileError, RunError
+from autopipe.runtime.training_state.trial import prove_restorable
+from autopipe.runtime.transport.threads import run_in_threads
+from autopipe.workload import LoadOptions, load_workload
+
+STEPS, STAGES = 8, 3
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    path = tmp_path_factory.mktemp("net") / "net.py"
+    path.write_text(FILE)
+    return captured_file(path, (), 8)
+
+
+def with_hooks(network: Captured, text: str, folder: Path) -> Captured:
+    """Return the same network with other hooks: what is captured does not depend on them."""
+    path = folder / "net.py"
+    path.write_text(FILE + text)
+    workload = load_workload(LoadOptions(str(path)))
+    return Captured(workload, network.capture, replace(network.profile, workload=workload.spec))
+
+
+def train(pipeline: Pipeline, items: list[object], steps: int) -> dict[str, torch.Tensor]:
+    job = replace(pipeline.job, steps=steps)
+    sessions = run_in_threads(
+        pipeline.run, job, pipeline.layout, lambda session: session.train(), items=lambda epoch: iter(items)
+    )
+    return pipeline.weights(sessions)
+
+
+def stopped_and_resumed(
+    captured: Captured, folder: Path, step: int, stages: int, schedule: str = "1f1b"
+) -> dict[str, torch.Tensor]:
+    """Train to ``step``, save, and go on in a new run with so many stages."""
+    items = minibatches(captured.workload, STEPS, 8)
+    if not (folder / "run").exists():
+        train(build(captured, plan_for(captured, STAGES, schedule, 2, 8), folder / "run", save=True), items, step)
+    shutil.copytree(folder / "run", folder / str(stages))
+    plan = plan_for(captured, stages, schedule, 2, 8)
+    return train(build(captured, plan, folder / str(stages), save=True, start_step=step), items, STEPS)
+
+
+def uninterrupted(captured: Captured, folder: Path, schedule: str = "1f1b") -> dict[str, torch.Tensor]:
+    plan = plan_for(captured, STAGES, schedule, 2, 8)
+    return train(build(captured, plan, folder / "whole"), minibatches(captured.workload, STEPS, 8), STEPS)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_was_stopped_ends_with_the_same_weights(name: str, network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, CASES[name], tmp_path)
+    draw = random.Random(name)
+    step, others = draw.randint(1, STEPS - 1), draw.choice((1, 2, 4))
+    expected = uninterrupted(captured, tmp_path)
+    for stages in (STAGES, others):
+        assert_equal(stopped_and_resumed(captured, tmp_path, step, stages), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("number", range(100))
+def test_no_draw_of_hooks_schedule_step_and_stages_differs_in_silence(
+    number: int, network: Captured, tmp_path: Path
+) -> None:
+    draw = random.Random(number)
+    captured = with_hooks(network, draw.choice([*CASES.values(), *SAME_STAGES.values()]), tmp_path)
+    schedule = draw.choice(("gpipe", "1f1b", "zero-bubble", "2bw", "pipedream"))
+    # under weight stashing the versions that a stage reads go by how many stages there are; 2bw needs 3 microbatches
+    # for 4 stages
+    stages = draw.choice({"pipedream": (STAGES,), "2bw": (2, 3)}.get(schedule, (1, 2, 3, 4)))
+    expected = uninterrupted(captured, tmp_path, schedule)
+    try:
+        weights = stopped_and_resumed(captured, tmp_path, draw.randint(1, STEPS - 1), stages, schedule)
+    except RunError as error:
+        assert stages != STAGES and "is not the same in all stages" in error.what
+        return
+    assert_equal(weights, expected)
+
+
+@pytest.mark.parametrize("name", SAME_STAGES)
+def test_what_belongs_to_a_stage_goes_on_with_the_same_stages(name: str, network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, SAME_STAGES[name], tmp_path)
+    assert_equal(stopped_and_resumed(captured, tmp_path, 5, STAGES), uninterrupted(captured, tmp_path))
+    with pytest.raises(RunError, match="is not the same in all stages of the checkpoint"):
+        stopped_and_resumed(captured, tmp_path, 5, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("name", [*CASES, *SAME_STAGES])
+def test_the_trial_before_a_run_passes_what_can_be_restored(name: str, network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, {**CASES, **SAME_STAGES}[name], tmp_path)
+    assert prove_restorable(captured.workload) == ""
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_checkpoint_can_hold_is_refused_before_training(name: str, network: Captured, tmp_path: Path) -> None:
+    text, words = REFUSED[name]
+    with pytest.raises(RunError, match=words) as caught:
+        prove_restorable(with_hooks(network, text, tmp_path).workload)
+    assert caught.value.remedy
+
+
+def test_an_optimizer_that_needs_all_parameters_is_not_tried_and_said(network: Captured, tmp_path: Path) -> None:
+    text = "def optimizer(named):\n    named = dict(named)\n    assert len(named) == 14\n"
+    text += "    return torch.optim.SGD(named.values(), lr=0.1)\n"
+    captured = with_hooks(network, text, tmp_path)
+    shapes = {"layers.0.weight": ((6, 6), torch.float32), "head.bias": ((5,), torch.float32)}
+    assert "was not tried" in prove_restorable(captured.workload, shapes)
+    assert prove_restorable(captured.workload) == ""
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_before_a_run(network: Captured, tmp_path: Path) -> None:
+    captured = with_hooks(network, "def scheduler(o):\n    return S.ReduceLROnPlateau(o)\n", tmp_path)
+    with pytest.raises(ModelFileError, match="gave a ReduceLROnPlateau, whose step needs an argument"):
+        prove_restorable(captured.workload)

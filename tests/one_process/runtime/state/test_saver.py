@@ -1,0 +1,191 @@
+"""Checkpoints are written beside training: what was copied is written, one at a time, and failures come back."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autopipe.errors import ArtifactError, AutopipeError
+from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint, Manifest, StageState, unfinished, write_stage
+from autopipe.runtime.checkpoint.saver import Part, Saver
+from autopipe.runtime.checkpoint.snapshot import Snapshot
+from autopipe.runtime.checkpoint.state import bits
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(step, 0, step, 0, "g", "p", ())
+
+
+def part(stage: int, **tensors: torch.Tensor) -> Part:
+    return Part(stage, Snapshot.of(tensors), StageState())
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    found = {f"t{i}": torch.arange(5 + i).to(dtype) for i, dtype in enumerate(DTYPES)}
+    found["scalar"] = torch.tensor(3.5)
+    found["empty"] = torch.zeros(0, 4)
+    found["transposed"] = torch.arange(12.0).view(3, 4).t()
+    found["channels"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    found["parameter"] = torch.nn.Parameter(torch.randn(3))
+    return found
+
+
+def assert_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_snapshot_is_a_safetensors_file_of_every_dtype_and_layout(tmp_path: Path) -> None:
+    expected = tensors()
+    digest, size = Snapshot.of(expected).write(tmp_path / "file")
+    assert_holds(tmp_path / "file", expected)
+    data = (tmp_path / "file").read_bytes()
+    assert (digest, size) == (hashlib.sha256(data).hexdigest(), len(data))
+
+
+def test_a_snapshot_keeps_its_buffer_and_holds_what_was_taken_last(tmp_path: Path) -> None:
+    snapshot = Snapshot()
+    large = {"a": torch.randn(1000), "b": torch.randn(10)}
+    snapshot.take(large)
+    before = snapshot._buffer.data_ptr()
+    small = {"c": torch.randn(7, 3)}
+    snapshot.take(small)
+    assert snapshot._buffer.data_ptr() == before
+    snapshot.write(tmp_path / "file")
+    assert_holds(tmp_path / "file", small)
+
+
+def test_what_changes_after_the_copy_does_not_change_the_file(tmp_path: Path) -> None:
+    weight = torch.ones(4)
+    snapshot = Snapshot.of({"w": weight})
+    weight.zero_()
+    snapshot.write(tmp_path / "file")
+    assert_holds(tmp_path / "file", {"w": torch.ones(4)})
+
+
+def test_a_dtype_that_the_format_lacks_is_named() -> None:
+    with pytest.raises(ArtifactError, match=r"w is torch\.complex128, which a checkpoint cannot hold"):
+        Snapshot.of({"w": torch.zeros(1, dtype=torch.complex128)})
+
+
+def test_rank_0_finishes_once_the_others_have_written(tmp_path: Path) -> None:
+    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    first.write(manifest(3), [part(0, a=torch.ones(2))])
+    assert first.finished() == []
+    assert checkpoints.steps(tmp_path) == []
+    second.write(manifest(3), [part(1, b=torch.zeros(2))])
+    second.wait()
+    first.wait()
+    assert second.finished() == []
+    assert first.finished() == [(3, tmp_path / "step-00000003")]
+    assert first.finished() == []
+    assert Checkpoint(tmp_path / "step-00000003").names == ("a", "b")
+
+
+def test_at_most_one_checkpoint_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, most, go_on = [0], [0], threading.Event()
+
+    def slow(*args: Any) -> None:
+        writing[0] += 1
+        most[0] = max(most)
+        most.append(writing[0])
+        go_on.wait(10)
+        write_stage(*args)
+        writing[0] -= 1
+
+    monkeypatch.setattr(checkpoints, "write_stage", slow)
+    saver = Saver(tmp_path, 1, keep=0, leads=True)
+    saver.write(manifest(1), [part(0, a=torch.ones(2))])
+    assert saver.finished() == []  # training goes on while it is written
+    go_on.set()
+    saver.write(manifest(2), [part(0, a=torch.ones(2))])
+    saver.wait()
+    assert max(most) == 1
+    assert [step for step, _ in saver.finished()] == [1, 2]
+
+
+def test_a_failure_while_writing_is_raised_where_training_looks(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    saver = Saver(blocked, 1, keep=0, leads=True)
+    saver.write(manifest(1), [part(0, a=torch.ones(2))])
+    with pytest.raises(ArtifactError, match="the checkpoint of stage 0 cannot be written"):
+        saver.wait()
+    with pytest.raises(ArtifactError):
+        saver.look()
+
+
+def test_a_stage_that_never_comes_is_named(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, 2, keep=0, leads=True, patience_seconds=0.05)
+    saver.write(manifest(1), [part(0, a=torch.ones(2))])
+    with pytest.raises(ArtifactError, match="stage 1 has not written its part") as caught:
+        saver.wait()
+    assert "same run directory" in caught.value.remedy
+
+
+def test_a_part_of_an_attempt_under_another_plan_is_not_taken(tmp_path: Path) -> None:
+    cut_off = Saver(tmp_path, 4, keep=0, leads=False)
+    cut_off.write(replace(manifest(3), plan_digest="q"), [part(1, b=torch.ones(2))])
+    cut_off.wait()
+    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    first.write(manifest(3), [part(0, a=torch.ones(2))])
+    second.write(manifest(3), [part(1, b=torch.zeros(2))])
+    first.wait()
+    found = Checkpoint(tmp_path / "step-00000003")
+    assert [stage.file for stage in found.manifest.files] == [f"stage-{i}-of-2.safetensors" for i in range(2)]
+    assert found.read(["b"])["b"].tolist() == [0.0, 0.0]
+
+
+def test_a_session_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, 2, keep=0, leads=True)
+    saver.write(manifest(1), [part(0, a=torch.ones(2))])
+    saver.abandon()
+    saver.wait()
+    assert saver.finished() == []
+    assert unfinished(tmp_path, 1, manifest(1).plan_digest).is_dir()
+
+
+def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: Path) -> None:
+    weight = torch.randn(5, 3)
+    other = weight.clone()
+    other[4, 2] = torch.nextafter(other[4, 2], torch.tensor(9.0))
+    assert bits(weight) == bits(weight.t().contiguous().t()) != bits(other)
+
+    def save(step: int, copy: torch.Tensor) -> Saver:
+        saver = Saver(tmp_path, 2, keep=0, leads=True)
+        parts = [Part(0, Snapshot.of({"w": weight}), StageState(), {"w": bits(weight)})]
+        parts.append(Part(1, Snapshot.of({"b": weight}), StageState(), {"w": bits(copy)}))
+        saver.write(manifest(step), parts)
+        return saver
+
+    save(1, weight.clone()).wait()
+    with pytest.raises(AutopipeError, match="w is tied, and its copies are no longer equal"):
+        save(2, other).wait()
+    assert checkpoints.steps(tmp_path) == [1]
+
+
+def test_a_rank_that_fails_lets_the_checkpoint_in_flight_be_finished_first(tmp_path: Path) -> None:
+    first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
+    second.linger()  # nothing is in flight
+    second.write(manifest(3), [part(1, b=torch.zeros(2))])
+    first.write(manifest(3), [part(0, a=torch.ones(2))])
+    second.linger(30)
+    assert checkpoints.steps(tmp_path) == [3]
+    second.write(manifest(4), [part(1, b=torch.zeros(2))])
+    second.linger(0.05)  # rank 0 is gone: not for long
+    assert checkpoints.steps(tmp_path) == [3]

@@ -1,0 +1,276 @@
+"""Training starts from weights that others wrote, each rank reading only its own."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from support.pipelines import Pipeline, build, captured_file, minibatches, plan_for
+from support.weight_cases import MODEL, begun, pipeline
+from torch import nn
+
+from autopipe.errors import ArtifactError, RunError
+from autopipe.runtime.checkpoint.initial import built, weights_of
+from autopipe.runtime.checkpoint.weight_files import INDEX, Matched, open_weights
+from autopipe.workload.model.empty import parameters_without_memory
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Pipeline:
+    return pipeline(tmp_path)
+
+
+@pytest.fixture
+def other(made: Pipeline) -> nn.Module:
+    """The model with weights that no seed makes."""
+    model = made.captured.workload.build_model()
+    generator = torch.Generator().manual_seed(77)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+        model.blocks[2][1].running_mean.fill_(0.25)
+    return model
+
+
+def safetensors(model: nn.Module, folder: Path) -> Path:
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "x.safetensors")
+    return folder / "x.safetensors"
+
+
+def without_the_tied_name(model: nn.Module, folder: Path) -> Path:
+    held = {n: t.clone() for n, t in model.state_dict().items() if n != "words.weight"}
+    save_file(held, folder / "x.safetensors")
+    return folder / "x.safetensors"
+
+
+def state_dict(model: nn.Module, folder: Path) -> Path:
+    torch.save(model.state_dict(), folder / "x.pt")
+    return folder / "x.pt"
+
+
+def wrapped_state_dict(model: nn.Module, folder: Path) -> Path:
+    torch.save({"epoch": 3, "model": {f"module.{n}": t for n, t in model.state_dict().items()}}, folder / "x.pth")
+    return folder / "x.pth"
+
+
+def old_state_dict(model: nn.Module, folder: Path) -> Path:
+    torch.save(model.state_dict(), folder / "x.pt", _use_new_zipfile_serialization=False)
+    return folder / "x.pt"
+
+
+def hugging_face(model: nn.Module, folder: Path) -> Path:
+    state = {f"model.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+    names = list(state)
+    place = {name: f"model-0000{1 + (i > 9)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(place.values()):
+        save_file({name: state[name] for name in names if place[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return folder
+
+
+def distributed(model: nn.Module, folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+FORMATS = [
+    safetensors, without_the_tied_name, state_dict, wrapped_state_dict, old_state_dict, hugging_face, distributed
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_training_starts_from_weights_of_every_format(write, made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    path = write(other, tmp_path / "weights")
+    started = replace(made, job=replace(made.job, init_from=str(path), trust=True))
+    items = minibatches(made.captured.workload, 2, 8)
+    sessions = started.train(items)
+    found, losses = made.weights(sessions), sessions[0].executor.stepper.losses
+    # the plain loop, from the same weights
+    workload = made.captured.workload
+    optimizer = workload.optimizer(list(other.named_parameters()))
+    for step, item in enumerate(items):
+        total = 0.0
+        for part in workload.split(item, 2):
+            share = workload.loss(other, part)[0] * 0.5
+            share.backward()
+            total += float(share.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses[step] == total
+    for name, tensor in (*other.named_parameters(), *other.named_buffers()):
+        assert torch.equal(found[name], tensor), name
+
+
+class Counting:
+    """Notes which tensors are read."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.shapes, self.seen = inner, inner.shapes, list[str]()
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        self.seen.extend(names)
+        return self.inner.read(names)
+
+
+def test_a_rank_reads_its_own_tensors_alone_and_no_other_takes_memory(
+    made: Pipeline, other: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autopipe.generate import load_constants, load_stage
+
+    workload, plan, graph = made.captured.workload, made.plan, made.captured.capture.graph
+    models: list[nn.Module] = []
+    build_model = workload.build_model
+
+    def kept(**options: Any) -> nn.Module:
+        models.append(build_model(**options))
+        return models[-1]
+
+    monkeypatch.setattr(workload, "build_model", kept)
+    constants = load_constants(made.run.stages)
+    path = safetensors(other, tmp_path)
+    read = []
+    for stage in plan.stages:
+        cls = load_stage(made.run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+        counting = Counting(open_weights(path))
+        held = built(cls, workload, constants, Matched(counting, graph, "x"), graph)
+        read.append(set(counting.seen))
+        assert len(counting.seen) == len(read[-1])
+        own = {graph.aliases.get(name, name) for name, _ in held.named_parameters(remove_duplicate=False)}
+        assert {name for name in read[-1] if name in graph.parameters} == own
+        assert not any(tensor.is_meta for tensor in (*held.parameters(), *held.buffers()))
+        there = {name for model in models for name, p in model.named_parameters() if not p.is_meta}
+        assert {graph.aliases.get(name, name) for name in there} == own
+        models.clear()
+    assert all(len(names) < len(open_weights(path).shapes) / 1.5 for names in read)
+
+
+def test_what_is_not_in_the_file_and_not_a_parameter_is_as_the_model_builds_it(
+    made: Pipeline, other: nn.Module, tmp_path: Path
+) -> None:
+    held = {name: tensor.clone() for name, tensor in other.named_parameters(remove_duplicate=False)}
+    save_file(held, tmp_path / "x.safetensors")
+    found = begun(made, tmp_path / "x.safetensors")
+    assert torch.equal(found["shift"], other.shift)
+    assert found["blocks.2.1.running_mean"].eq(0).all()
+
+
+def test_a_model_that_cannot_be_built_without_memory_is_built_with_it(tmp_path: Path, other: nn.Module) -> None:
+    (tmp_path / "odd").mkdir()
+    reading = MODEL.replace("self.head = ", "assert self.words.weight.sum().item() != 1.5\n        self.head = ")
+    path = tmp_path / "odd" / "net.py"
+    path.write_text(reading)
+    made = captured_file(path)
+    odd = build(made, plan_for(made, 2, "1f1b", 2, 8), tmp_path / "odd" / "run")
+    assert torch.equal(begun(odd, safetensors(other, tmp_path))["words.weight"], other.words.weight)
+
+
+RANDOM = "torch.rand(6) > 0.4"
+SEEDED = ("def build_model():", "def build_model():\n    torch.manual_seed(5)")
+
+
+@pytest.mark.parametrize("seeded", [("", ""), SEEDED])
+def test_a_random_table_is_that_of_a_real_build(seeded: tuple[str, str], tmp_path: Path, other: nn.Module) -> None:
+    (tmp_path / "odd").mkdir()
+    path = tmp_path / "odd" / "net.py"
+    path.write_text(MODEL.replace("torch.arange(6) != 2", RANDOM).replace(*seeded))
+    made = captured_file(path)
+    odd = build(made, plan_for(made, 2, "1f1b", 2, 8), tmp_path / "odd" / "run")
+    found = begun(odd, safetensors(other, tmp_path))
+    assert torch.equal(found["mask"], made.workload.build_model().mask)
+    assert torch.equal(found["words.weight"], other.words.weight)
+
+
+def test_a_parameter_with_two_names_stays_one_without_memory() -> None:
+    with parameters_without_memory():
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        second.weight = first.weight
+        shared = nn.Parameter(torch.ones(2), requires_grad=False)
+        first.a, second.b = shared, shared
+    assert first.weight is second.weight and first.a is second.b
+    assert first.weight.is_meta and not first.a.requires_grad
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def refused(made: Pipeline, path: Path, **options: Any) -> tuple[str, str]:
+    with pytest.raises((RunError, ArtifactError)) as caught:
+        weights_of(str(path), made.captured.capture.graph, made.captured.workload, **{"trust": False, **options})
+    assert caught.value.exit_code == 1
+    return caught.value.what, caught.value.remedy
+
+
+def test_weights_that_do_not_fit_are_refused_by_the_first_parameter(
+    made: Pipeline, other: nn.Module, tmp_path: Path
+) -> None:
+    held = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    path = tmp_path / "x.safetensors"
+    save_file({n: t for n, t in held.items() if not n.startswith("blocks.4.0")}, path)
+    assert "the weights lack 'blocks.4.0.weight' (2 of" in refused(made, path)[0]
+    save_file({**held, "blocks.1.0.bias": torch.zeros(7)}, path)
+    assert refused(made, path)[0] == "blocks.1.0.bias is [7] in the weights and [6] in the model"
+    save_file({"something": torch.zeros(1)}, path)
+    what, remedy = refused(made, path)
+    assert "the weights lack 'words.weight'" in what and "such as 'something'" in remedy
+
+
+class Bomb:
+    """What runs when a file is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_no_file_is_trusted_to_run_anything(made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+    trace = tmp_path / "it-ran"
+    torch.save({**other.state_dict(), "words.weight": Bomb(trace)}, tmp_path / "x.pt")
+    what, remedy = refused(made, tmp_path / "x.pt", trust=True)
+    assert "x.pt cannot be read as tensors only" in what and "never run here" in remedy
+    (tmp_path / "weights").mkdir()
+    path = distributed(other, tmp_path / "weights")
+    torch.save(Bomb(trace), tmp_path / "bomb")
+    (path / ".metadata").write_bytes((tmp_path / "bomb").read_bytes())
+    what, remedy = refused(made, path)
+    assert "reading it can run code" in what and remedy.startswith("--trust")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "folder/x.safetensors", "x.pt"])
+def test_an_index_cannot_point_elsewhere(name: str, made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+    safetensors(other, tmp_path)
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"words.weight": name}}))
+    assert f"names {name!r}, which is no file beside it" in refused(made, folder)[0]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"])
+def test_a_broken_index_is_refused(text: str, made: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(text)
+    refused(made, tmp_path)
+
+
+def test_broken_files_are_refused(made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+    for write in (safetensors, state_dict):
+        path = write(other, tmp_path)
+        data = path.read_bytes()
+        for cut in (0, 7, 100, len(data) - 3):
+            path.write_bytes(data[:cut])
+            refused(made, path)
+    torch.save([1, 2], tmp_path / "x.pt")
+    assert "holds no state_dict" in refused(made, tmp_path / "x.pt")[0]
+    assert "there are no weights at" in refused(made, tmp_path / "nothing")[0]
+    (tmp_path / "empty").mkdir()
+    assert "holds no weights" in refused(made, tmp_path / "empty")[0]

@@ -1,0 +1,150 @@
+"""What a stage holds, measured instruction by instruction, against what was counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.pipelines import build, captured, minibatches, plan_for
+from torch import nn
+
+from autopipe.measure.live import HostMeter
+from autopipe.runtime.events import Silent
+from autopipe.runtime.session import RankSession
+from autopipe.runtime.transport.threads import run_in_threads
+from autopipe.schedules import REGISTRY, StageBytes, make, peak_bytes
+from autopipe.schedules.kind import line
+
+MIB = 2**20
+
+
+class Ear(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: dict[int, dict[str, Any]] = {}
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if kind == "peak":
+            self.peaks[fields["stage"]] = fields
+
+
+def measured(
+    sample: str, schedule: str, folder: Path, stages: int = 2, m: int = 4, batch: int = 8, **changes: Any
+) -> dict[int, Any]:
+    made = captured(sample)
+    plan = plan_for(made, stages, schedule, m, batch)
+    if changes:
+        plan = replace(plan, stages=tuple(replace(stage, **changes) for stage in plan.stages))
+    pipeline = build(made, plan, folder, measure_memory=True, steps=3)
+    ears = [Ear() for _ in range(plan.num_ranks)]
+
+    def body(session: RankSession) -> None:
+        session.train()
+        session.report_timeline()
+
+    items = minibatches(made.workload, 3, batch)
+    run_in_threads(pipeline.run, pipeline.job, pipeline.layout, body, items=lambda epoch: iter(items), reporters=ears)
+    return {stage: books for ear in ears for stage, books in ear.peaks.items()}
+
+
+def test_memory_is_counted_once_and_forgotten_when_it_goes() -> None:
+    meter = HostMeter()
+    with meter:
+        x = torch.zeros(MIB // 4)
+        view = x[: MIB // 8].view(2, -1)
+        assert meter.now() == MIB
+        y = x * 2
+        assert meter.now() == 2 * MIB
+        del y
+        meter.restart()
+        assert (meter.now(), meter.most()) == (MIB, MIB)
+        z = view + 1
+        del z
+        assert (meter.now(), meter.most()) == (MIB, MIB + MIB // 2)
+    del x, view
+    assert meter.now() == 0
+
+
+def test_what_autograd_saves_and_makes_is_seen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+    meter, size = HostMeter(), 64 * 64 * 4
+    for parameter in model.parameters():
+        meter.count(parameter)
+    with meter:
+        x = torch.randn(64, 64)
+        loss = model(x).sum()
+        assert meter.now() == 2 * size + size + size + 4  # weights, x, the result of ReLU (linear's is freed), loss
+        loss.backward()
+        assert meter.now() == 2 * size + size + 2 * size + 4  # nothing saved is left; two gradients are
+    del x, loss
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw", "zero-bubble"])
+def test_stages_report_versions_microbatches_in_flight_and_bytes(schedule: str, tmp_path: Path) -> None:
+    peaks = measured("gpt", schedule, tmp_path)
+    assert sorted(peaks) == [0, 1]
+    expected = {"gpipe": [4, 4], "1f1b": [2, 1], "2bw": [2, 1], "zero-bubble": [2, 2]}[schedule]
+    assert [peaks[stage]["in_flight"] for stage in (0, 1)] == expected
+    for books in peaks.values():
+        versions = 2 if schedule == "2bw" else 1
+        assert books["versions"] == versions
+        # versions, and AdamW's two moments of what the stage steps itself: not of its copy of a tied weight
+        assert books["held_bytes"] >= (versions + 1) * books["weight_bytes"]
+        assert books["bytes"] > books["held_bytes"]
+
+
+def test_recompute_and_fewer_microbatches_in_flight_show(tmp_path: Path) -> None:
+    plain = measured("gpt", "gpipe", tmp_path / "plain")
+    again = measured("gpt", "gpipe", tmp_path / "again", recompute=True)
+    fewer = measured("gpt", "1f1b", tmp_path / "fewer")
+    for stage in (0, 1):
+        held = plain[stage]["held_bytes"]
+        assert plain[stage]["bytes"] - held > 1.5 * (again[stage]["bytes"] - held)
+    assert fewer[1]["bytes"] < plain[1]["bytes"]
+    assert fewer[1]["held_bytes"] == plain[1]["held_bytes"]
+
+
+def test_measuring_changes_no_bit(tmp_path: Path) -> None:
+    made = captured("resnet")
+    plan = plan_for(made, 2, "1f1b", 4, 8)
+    items = minibatches(made.workload, 2, 8)
+    one, two = (build(made, plan, tmp_path / str(on), measure_memory=on) for on in (False, True))
+    first, second = (pipeline.weights(pipeline.train(items)) for pipeline in (one, two))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> list[StageBytes]:
+    """What each of three stages takes, from two runs of gpipe: with two microbatches in flight, and with four."""
+    two, four = (measured("gpt", "gpipe", tmp_path_factory.mktemp(str(m)), stages=3, m=m, batch=2 * m) for m in (2, 4))
+    found = []
+    for stage in range(3):
+        in_flight = (four[stage]["bytes"] - two[stage]["bytes"]) // 2
+        version = four[stage]["weight_bytes"]
+        found.append(StageBytes(four[stage]["bytes"] - version - 4 * in_flight, version, in_flight))
+    return found
+
+
+WHOLE = [name for name, kind in REGISTRY.items() if not kind.splits_backward and name not in ("custom", "gpipe")]
+
+
+@pytest.mark.parametrize("schedule", [name for name in WHOLE if name != "pipedream"])  # its tied weights are refused
+def test_every_schedule_takes_what_its_rows_say(schedule: str, sizes: list[StageBytes], tmp_path: Path) -> None:
+    found = measured("gpt", schedule, tmp_path, stages=3, m=4, batch=8)
+    expected = peak_bytes(make(schedule, line(3, 4, 3)), sizes)
+    for stage in range(3):
+        assert found[stage]["bytes"] == pytest.approx(expected[stage], rel=0.1), (stage, found[stage], sizes[stage])
+
+
+def test_a_split_backward_keeps_gradients_for_its_second_half(sizes: list[StageBytes], tmp_path: Path) -> None:
+    found = measured("gpt", "zero-bubble", tmp_path, stages=3, m=4, batch=8)
+    schedule = make("zero-bubble", line(3, 4, 3))
+    # what a layer's weights wait for is the gradient of its result: less than half of what the layer keeps
+    least = peak_bytes(schedule, sizes)
+    most = peak_bytes(schedule, [replace(size, between=size.in_flight // 2) for size in sizes])
+    for stage in range(3):
+        assert least[stage] * 0.9 < found[stage]["bytes"] < most[stage], (stage, least, most, found[stage])

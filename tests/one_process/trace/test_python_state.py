@@ -1,0 +1,76 @@
+"""Python state that changes and is read is refused with its lines; what only counts, logs or caches is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.oracle import train as plain
+from support.pipelines import build, captured_file, minibatches, plan_for
+from support.state_cases import BASE, GUILTY, INNOCENT
+
+from autopipe.errors import TraceError
+from autopipe.trace import capture
+from autopipe.workload import LoadOptions, load_workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def written(text: str, folder: Path) -> Path:
+    path = folder / "model.py"
+    path.write_text(BASE + text)
+    return path
+
+
+@pytest.mark.parametrize("name", list(GUILTY))
+def test_state_that_changes_and_is_read_is_refused_with_the_line_that_writes_it(name: str, tmp_path: Path) -> None:
+    text, state, line = GUILTY[name]
+    workload = load_workload(LoadOptions(str(written(text, tmp_path))))
+    with pytest.raises(TraceError) as caught:
+        capture(workload)
+    assert f"{state}" in caught.value.what, caught.value
+    assert line in caught.value.where, caught.value
+    assert "not one fixed graph" in caught.value.what
+
+
+@pytest.mark.parametrize("name", list(INNOCENT))
+def test_what_nothing_reads_or_is_the_same_each_time_trains_as_a_plain_loop_does(name: str, tmp_path: Path) -> None:
+    path = written(INNOCENT[name], tmp_path)
+    subject = captured_file(path)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 3, 6), tmp_path / "run")
+    items = minibatches(subject.workload, 3, 6)
+    ours = pipeline.weights(pipeline.train(items))
+    _, model, _ = plain(path, items, 3)
+    for key, value in model.named_parameters():
+        assert torch.equal(ours[key], value), key
+
+
+def test_a_backward_hook_that_changes_gradients_is_named_with_its_function_and_line(tmp_path: Path) -> None:
+    text = """
+def doubled(module, inputs, outputs):
+    return tuple(None if g is None else g * 2 for g in inputs)
+
+
+def build_model():
+    model = Net()
+    model.h[1].register_full_backward_hook(doubled)
+    return model
+"""
+    path = written(text, tmp_path)
+    with pytest.raises(TraceError, match=r"gradient of h\.0\..* doubled \(.*model\.py:\d+\) on h\.1") as caught:
+        capture(load_workload(LoadOptions(str(path))))
+    assert "torch.autograd.Function" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["a counter and a branch not taken", "data sets what the loss reads"])
+def test_the_command_refuses_before_training(name: str, run: Any, tmp_path: Path) -> None:
+    text, state, line = GUILTY[name]
+    path = written(text, tmp_path)
+    done = run("train", path.name, "--gpus", "2", "--device", "cpu", "--steps", "1")
+    assert done.exit_code == 1
+    assert f"changes {state}, and the model reads it: the model is not one fixed graph" in done.stderr
+    assert line in done.stderr
+    assert "it is read at model.py:" in done.stderr
+    assert not (tmp_path / ".autopipe" / "runs").exists()

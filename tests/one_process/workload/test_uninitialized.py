@@ -1,0 +1,80 @@
+"""Parameters that a model never initializes: the same in every build, and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.workload import LoadOptions, load_workload
+from autopipe.workload.model.uninitialized import ZeroedMemory
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.table = nn.Parameter(torch.empty(64, 64))
+        self.old = nn.Parameter(torch.Tensor(64))
+        self.drawn = nn.Parameter(torch.Tensor(64).uniform_())
+        self.data_drawn = nn.Parameter(torch.empty(64))
+        self.data_drawn.data.normal_()
+        self.register_buffer("mean", torch.empty(64))
+        self.mean[:] = 3.0
+
+    def forward(self, x):
+        return (self.layer(x) @ self.table + self.old + self.drawn + self.data_drawn + self.mean).sum()
+
+def build_model():
+    dirty = [torch.full((64, 64), float("nan")) for _ in range(8)]
+    del dirty
+    return Net()
+"""
+
+
+def test_what_a_model_never_writes_is_zero_and_said(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    workload = load_workload(LoadOptions(str(tmp_path / "net.py")))
+    model = workload.build_model()
+    assert not model.table.any() and not model.old.any()
+    (note,) = workload.build_notes
+    assert note.startswith("table and 1 more: never initialized by the model")
+    torch.manual_seed(0)
+    plain = workload.builder.build()
+    for name in ("layer.weight", "layer.bias", "drawn", "data_drawn"):
+        assert torch.equal(model.get_parameter(name), plain.get_parameter(name))
+    assert torch.equal(model.mean, plain.mean)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3),
+        lambda: torch.Tensor(3),
+        lambda: torch.FloatTensor(3),
+        lambda: torch.ones(1).new(3),
+        lambda: torch.ones(1).new_empty(3),
+        lambda: torch.empty_like(torch.ones(3)),
+        lambda: torch.empty_strided((3,), (1,)),
+        lambda: torch.empty(3, dtype=torch.bfloat16),
+        lambda: torch.empty(4)[:3],
+    ],
+)
+def test_every_way_to_take_memory_is_seen(make) -> None:
+    with ZeroedMemory() as memory:
+        module = nn.Module()
+        module.table = nn.Parameter(make())
+        note = memory.note(module)
+    assert not module.table.any() and note.startswith("table: never initialized")
+
+
+def test_initialized_models_have_no_note() -> None:
+    with ZeroedMemory() as memory:
+        layers = nn.LSTM(4, 4), nn.Embedding(4, 4), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2), nn.PReLU()
+        model = nn.ModuleList([*layers, nn.TransformerEncoderLayer(8, 2)])
+        assert memory.note(model) == ""

@@ -1,0 +1,172 @@
+"""What the runtime takes is found again in the record of a run that was simulated with it."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from autopipe.commands.calibration.overheads import Record, under_load
+from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level
+from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning.cost.predict import costs_of, predict, timeline_of
+
+MINIBATCHES = 8
+
+
+def cluster(host):
+    return Cluster((Level("host", 2, 1e9, 1e-4),), (ClusterDevice("cpu", 1 << 34),), "measured", host)
+
+
+def even_profile(num_layers=8, seconds=1e-3, *, skips=False):
+    """Return layers that cost the same, a thousand floats a sample between them. ``skips``: each reads two earlier."""
+    nodes = tuple(
+        Node(
+            f"n{i}",
+            "call_function",
+            "f",
+            tuple(f"n{k}" for k in range(max(i - 1 - skips, 0), i)) or ("x",),
+            TensorSpec(("s0", 1000), "float32", True),
+            parameters=(f"layers.{i}.weight",),
+        )
+        for i in range(num_layers)
+    )
+    graph = Graph(
+        name="even",
+        inputs=(Input("x", TensorSpec(("s0", 3), "float32")),),
+        symbols=(Symbol("s0", "x", 0, 4),),
+        nodes=nodes,
+        outputs=(nodes[-1].name,),
+        parameters={f"layers.{i}.weight": TensorSpec((1000,), "float32", True) for i in range(num_layers)},
+        buffers={},
+        aliases={},
+    )
+    costs = {node.name: NodeCost(seconds, 2 * seconds, 0, 0, 0) for node in nodes}
+    workload = WorkloadSpec("model.py", {}, {}, (), 0)
+    return Profile(workload, graph, Device("cpu", "test", 0), (Measurement(4, costs),), 1e-9, 1.0)
+
+
+def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
+    """Return a run of two ranks as the simulator has it, its computations ``factor`` times as long as profiled."""
+    profile = even_profile(seconds=seconds, skips=skips)
+    made = make_plan(profile, cluster(HostCosts()), PlanOptions(2, 16, schedule=schedule, num_microbatches=4))
+    ran = replace(host, pace=factor * host.pace, compute_seconds=factor * host.compute_seconds)
+    once = timeline_of(made, profile, cluster(ran))
+    taken = predict(made, profile, cluster(ran)).step_seconds
+    rows = []
+    for rank in range(2):
+        row = []
+        for number in range(MINIBATCHES):
+            for span in sorted((span for span in once.spans if span.rank == rank), key=lambda span: span.start_seconds):
+                begin, end = (moment + number * taken for moment in (span.start_seconds, span.end_seconds))
+                if row and span.instruction.op != "F":
+                    begin = row[-1].end_seconds  # a rank waits in the instruction that it waits for
+                instruction = replace(span.instruction, minibatch=number)
+                row.append(replace(span, instruction=instruction, start_seconds=begin, end_seconds=end))
+        rows.append(tuple(row))
+    return Record(made, profile, cluster(HostCosts()), tuple(rows))
+
+
+HOST = HostCosts(compute_seconds=1e-4, send_seconds=5e-5, receive_seconds=5e-5, step_seconds=3e-3)
+LATE = (0.0, 0.3e-3, 2e-3)
+
+
+@pytest.mark.parametrize(("late", "pace", "odd"), list(itertools.product(LATE, (1.0, 1.2), (1.0, 1.4))))
+def test_what_was_planted_is_found(late, pace, odd):
+    planted = replace(HOST, delivery_seconds=late, pace=pace, value_seconds=2e-5)
+    short, long = (
+        [record(planted, schedule, seconds, factor) for schedule in ("gpipe", "1f1b") for factor in (1.0, odd, 1.0)]
+        for seconds in (1e-3, 8e-3)
+    )
+    found = under_load(0.0, short, long, [record(planted, "1f1b", skips=True)])
+    assert found.value_seconds == pytest.approx(2e-5, rel=0.01)
+    assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
+    assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
+    assert found.pace == pytest.approx(pace, rel=0.001)
+    assert found.compute_seconds == pytest.approx(1e-4, rel=0.01)
+    assert found.send_seconds == pytest.approx(5e-5, rel=0.01)
+    assert found.receive_seconds == pytest.approx(5e-5, rel=0.01)
+
+
+@pytest.mark.parametrize(("late", "odd"), list(itertools.product(LATE, (1.0, 1.4))))
+def test_no_run_need_have_the_pace_of_its_profile_for_the_delay(late, odd):
+    planted = replace(HOST, delivery_seconds=late)
+    short = [record(planted, "1f1b", factor=factor) for factor in (odd, 1.1, 1.2)]
+    found = under_load(0.0, short, [record(planted, "1f1b", 8e-3)], [record(planted, "1f1b", skips=True)])
+    assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
+    assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
+
+
+def test_ranks_that_keep_the_pace_of_a_profile_in_long_stages_have_none_of_their_own():
+    found = under_load(
+        0.0, [record(HOST, "1f1b", factor=1.3)], [record(HOST, "1f1b", 8e-3)], [record(HOST, "1f1b", skips=True)]
+    )
+    assert found.pace == 1
+    assert found.compute_seconds > HOST.compute_seconds
+
+
+def test_no_pace_is_told_where_large_microbatches_take_as_long_as_small_ones():
+    slow = replace(HOST, pace=1.5)
+    found = under_load(0.0, [record(HOST, "1f1b")], [record(slow, "1f1b", 1.001e-3)], [record(HOST, "1f1b")])
+    assert (found.pace, found.value_seconds) == (1, 0)
+
+
+def held_up(made, seconds):
+    """Return the record with the first send of rank 0 later in some minibatches, and all behind it. By minibatch."""
+    late, row = 0.0, []
+    for span in made.rows[0]:
+        begin = span.start_seconds + late
+        name = span.instruction
+        late += seconds.get(name.minibatch, 0.0) if (name.op, name.microbatch) == ("SF", 0) else 0.0
+        row.append(replace(span, start_seconds=begin, end_seconds=span.end_seconds + late))
+    return replace(made, rows=(tuple(row), made.rows[1]))
+
+
+def test_a_send_that_is_held_up_in_each_minibatch_counts():
+    made = record(HOST, "1f1b")
+    found = held_up(made, dict.fromkeys(range(MINIBATCHES), 1e-3))
+    assert found.send_seconds == pytest.approx(made.send_seconds + 1e-3 / 8)  # two ranks send four times
+    assert found.minibatch_seconds == pytest.approx(made.minibatch_seconds + 1e-3)
+
+
+def test_a_minibatch_in_which_the_machine_stood_still_does_not():
+    made = record(HOST, "1f1b")
+    found = held_up(made, {3: 1.0})
+    assert 3 not in found.usual
+    assert found.send_seconds == pytest.approx(made.send_seconds)
+    assert found.minibatch_seconds == pytest.approx(made.minibatch_seconds)
+
+
+def test_a_later_message_makes_a_longer_step():
+    made = record(HostCosts(), "1f1b")
+    seconds = [predict(made.plan, made.profile, cluster(HostCosts(delivery_seconds=d))).step_seconds for d in (0, 1e-3)]
+    assert seconds[1] > seconds[0] + 1e-3
+
+
+def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
+    host = HostCosts(send_seconds=1e-3, send_seconds_per_byte=1e-8, receive_seconds=2e-3, value_seconds=3e-4)
+    for skips, values in ((False, 1), (True, 2)):
+        profile = even_profile(skips=skips)
+        made = make_plan(profile, cluster(host), PlanOptions(2, 16, schedule="1f1b", num_microbatches=4))
+        edge = costs_of(made, profile, cluster(host)).edges[0, 1]
+        assert edge.send_seconds == pytest.approx(1e-3 + (values - 1) * 3e-4 + values * 4 * 4000 * 1e-8)
+        assert edge.receive_seconds == pytest.approx(2e-3 + (values - 1) * 3e-4)
+
+
+def test_the_pace_of_ranks_lengthens_what_was_profiled_and_nothing_else():
+    profile = even_profile()
+    made = make_plan(profile, cluster(HostCosts()), PlanOptions(2, 16, schedule="1f1b", num_microbatches=4))
+    alone, slower = (costs_of(made, profile, cluster(replace(HOST, pace=pace))) for pace in (1.0, 1.5))
+    for stage, a, b in zip(made.stages, alone.stages, slower.stages, strict=True):
+        assert b.forward_seconds == pytest.approx(a.forward_seconds + stage.forward_seconds / 2)
+        assert b.backward_seconds == pytest.approx(a.backward_seconds + stage.backward_seconds / 2)
+        assert b.step_seconds == a.step_seconds
+    assert alone.edges == slower.edges
+
+
+@pytest.mark.parametrize("pace", [0.9, 0.0, float("nan"), float("inf")])
+def test_a_pace_below_one_is_refused(pace):
+    with pytest.raises(ValueError, match="pace"):
+        HostCosts(pace=pace)

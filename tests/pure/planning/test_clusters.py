@@ -1,0 +1,94 @@
+"""Clusters that no file describes, and what a request says against what a stored one said."""
+
+import dataclasses
+
+import pytest
+from pure.planning.test_refusals import chain
+
+from autopipe.commands.planning.request import request_of
+from autopipe.commands.settings import ClusterSettings, ModelSettings, PlanSettings, ProfileSettings
+from autopipe.errors import PlanError
+from autopipe.ir.profile import Device
+from autopipe.planning.clusters import cluster_of_figures, precision_of, this_machine
+
+CPU = Device("cpu", "some cpu", 8 * 2**30)
+A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
+CPU_PROFILE = dataclasses.replace(chain(4), device=CPU)
+
+
+def test_figures_replace_what_this_machine_has():
+    found = cluster_of_figures(4, CPU_PROFILE, 2**30, 3.125e9)
+    assert found.num_ranks == 4
+    assert found.levels[0].bandwidth == 3.125e9
+    assert found.device(3).memory_bytes == 2**30
+    assert found.source == "command line"
+
+
+def test_this_machine_shares_its_memory_among_cpu_ranks_and_says_that_it_assumes():
+    two, four = this_machine(2, CPU), this_machine(4, CPU)
+    assert two.source == "assumed"
+    assert 0 < four.device(0).memory_bytes < two.device(0).memory_bytes
+
+
+def test_a_gpu_has_the_memory_that_was_profiled():
+    assert this_machine(2, Device("cuda", "H", 5 * 2**30)).device(1).memory_bytes == 5 * 2**30
+
+
+def test_a_device_by_name_is_scaled_from_the_datasheets_and_called_an_estimate():
+    found = cluster_of_figures(8, dataclasses.replace(chain(4), device=A100), None, 5e10, "H100-SXM")
+    device = found.device(7)
+    assert (device.name, device.memory_bytes) == ("H100-80GB", 80 * 10**9)
+    # float32: 67 against 19.5 TFLOP/s, 3350 against 2039 GB/s
+    assert device.speed == pytest.approx((67 / 19.5 * 3350 / 2039) ** 0.5)
+    assert found.source.startswith("estimate from datasheets: 2.38 times the speed of A100-80GB")
+    assert found.levels[0].bandwidth == 5e10
+
+
+def test_memory_that_was_said_goes_before_the_datasheets():
+    found = cluster_of_figures(2, dataclasses.replace(chain(4), device=A100), 2**30, None, "h200")
+    assert (found.device(0).name, found.device(0).memory_bytes) == ("H200-141GB", 2**30)
+
+
+def test_a_device_of_an_unknown_name_is_said_before_what_the_profile_was_taken_on():
+    with pytest.raises(PlanError, match=r"unknown device 'H100-80G'; known: A100-40GB, .*Did you mean 'H100-80GB'"):
+        cluster_of_figures(2, CPU_PROFILE, None, None, "H100-80G")
+
+
+def test_the_precision_is_that_of_most_parameters():
+    found = chain(4)
+    names = list(found.graph.parameters)
+    half = {
+        name: dataclasses.replace(spec, dtype="bfloat16" if name != names[0] else spec.dtype)
+        for name, spec in found.graph.parameters.items()
+    }
+    assert precision_of(found) == "fp32"
+    autocast = dataclasses.replace(found.workload, precision="fp16")
+    assert precision_of(dataclasses.replace(found, workload=autocast)) == "fp16"
+    graph = dataclasses.replace(found.graph, parameters=half)
+    assert precision_of(dataclasses.replace(found, graph=graph)) == "bf16"
+
+
+def plan_request(**given):
+    cluster = ClusterSettings(None, given.pop("gpu_memory_bytes", None), given.pop("link", None))
+    return request_of(PlanSettings(ProfileSettings(ModelSettings()), cluster=cluster, **given))
+
+
+def test_what_is_not_said_stays():
+    stored = plan_request(gpus=2, schedule="1f1b")
+    assert stored.overlaid(plan_request()) == stored
+    assert stored.changes_to(stored.overlaid(plan_request(schedule="1f1b"))) == ()
+
+
+def test_what_is_said_is_named_with_both_values():
+    stored = plan_request(gpus=2, batch_size=32)
+    changed = stored.overlaid(plan_request(gpus=4, batch_size=64, link=1e9))
+    assert stored.changes_to(changed) == (
+        "--gpus 2 -> 4",
+        "--batch-size 32 -> 64",
+        "--link unset -> 1000000000.0",
+    )
+
+
+def test_the_two_ways_to_cut_a_minibatch_replace_each_other():
+    changed = plan_request(num_microbatches=4).overlaid(plan_request(microbatch_size=2))
+    assert (changed.num_microbatches, changed.microbatch_size) == (None, 2)

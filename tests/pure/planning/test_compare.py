@@ -1,0 +1,179 @@
+"""The table of four plans, the explanation, runners-up, and the choice by a simulator."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from pure.planning.test_refusals import chain, machine
+from support.planning_cases import cluster_of, profile_of, random_graph
+
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph
+from autopipe.planning import PlanOptions, comparison, explain, make_plan
+from autopipe.planning.api import make_problems, solve_problem
+from autopipe.planning.search.alternatives import Judge, data_parallel_plan, runners_up
+
+
+def by_name(result):
+    return {contender.name: contender for contender in result.contenders}
+
+
+def test_the_four_contenders_are_what_they_are_called():
+    result = comparison(chain(8, weight=2**20), machine(4, 100), PlanOptions(4, 32, 16))
+    found = by_name(result)
+    assert list(found) == ["single device", "data parallel", "best straight pipeline", "best plan"]
+    assert [len(c.plan.stages) for c in result.contenders][:3] == [1, 1, 4]
+    assert [c.plan.num_ranks for c in result.contenders][:3] == [1, 4, 4]
+    steps = {name: contender.plan.predicted.step_seconds for name, contender in found.items()}
+    # 8 layers of 0.06 s for two samples, 16 microbatches
+    assert steps["single device"] == pytest.approx(16 * 0.48)
+    assert steps["data parallel"] == pytest.approx(16 * 0.48 / 4, rel=0.01)
+    assert steps["best plan"] <= min(steps.values()) * (1 + 1e-12)
+
+
+def test_a_pipeline_that_does_not_pay_is_called_so():
+    profile, cluster, options = chain(8, weight=2**10, output=2**26), machine(4, 100), PlanOptions(4, 32, 16)
+    result = comparison(profile, cluster, options)
+    assert result.verdict.startswith("A pipeline does not pay here: data parallel is the fastest, 16.67 samples/s.")
+    assert "--replicas" not in result.verdict
+    straight = make_plan(profile, cluster, dataclasses.replace(options, straight=True))
+    made = comparison(profile, cluster, options, made=straight)
+    assert "The plan of this command is not the best one: " in made.verdict
+    assert made.verdict.endswith(" samples/s; --replicas auto chooses the best one.")
+    assert [made.title(row) for row in made.contenders][2:] == ["best straight pipeline (this plan)", "best plan"]
+
+
+def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
+    result = comparison(chain(8), machine(4, 9), PlanOptions(4, 16, 16, recompute="never"))
+    found = by_name(result)
+    assert found["single device"].reason.startswith("stage 0 needs")
+    assert found["data parallel"].reason.startswith("the whole model needs")
+    assert result.verdict.startswith("Only a pipeline fits: best")
+
+
+def test_a_pipeline_that_pays_is_compared_with_the_best_single_stage():
+    slow = dataclasses.replace(machine(4, 100), levels=(dataclasses.replace(machine(4).levels[0], bandwidth=1e8),))
+    result = comparison(chain(8, output=2**10), slow, PlanOptions(4, 32, 16))
+    assert "times as fast as" in result.verdict
+
+
+def test_a_schedule_without_replicas_is_compared_without_them():
+    result = comparison(chain(8), machine(4, 100), PlanOptions(4, 32, 16, schedule="zero-bubble"))
+    found = by_name(result)
+    assert found["data parallel"].reason == "schedule 'zero-bubble' runs no replicated stages"
+    assert found["best plan"].plan == found["best straight pipeline"].plan
+
+
+def test_when_nothing_fits_the_verdict_says_so():
+    assert comparison(chain(4), machine(2, 0.1), PlanOptions(2, 4, 4)).verdict.startswith("Nothing fits: stage")
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_the_runner_up_is_the_best_plan_with_other_cuts(straight):
+    for seed in range(12):
+        rng = random.Random(seed)
+        graph = random_graph(rng, 10)
+        profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
+        if len(Cuts(graph).legal) < 3:
+            continue
+        options = PlanOptions(2, 16, 4, straight=True)
+        plan = make_plan(profile, cluster, options)
+        (problem,) = make_problems(profile, cluster, options)
+        others = runners_up(problem, plan, solve_problem)
+        bottlenecks = []
+        for position in Cuts(graph).legal:
+            if position != plan.stages[1].start:
+                alone = dataclasses.replace(problem, cuts=Only(graph, position))
+                bottlenecks.append(solve_problem(alone).predicted.bottleneck_seconds)
+        assert others[0].predicted.bottleneck_seconds == pytest.approx(min(bottlenecks))
+
+
+class Only(Cuts):
+    """The cuts of a graph with one legal position."""
+
+    def __init__(self, graph: Graph, position: int) -> None:
+        super().__init__(graph)
+        self.only = position
+
+    @property
+    def legal(self):
+        return (self.only,)
+
+
+def test_the_explanation_names_cuts_limit_bound_and_runner_up():
+    profile, cluster, options = chain(8, output=2**20), machine(4, 100), PlanOptions(4, 32, 16)
+    plan = make_plan(profile, cluster, options)
+    found = explain(plan, profile, cluster, options)
+    assert [cut.node for cut in found.cuts] == [stage.first for stage in plan.stages[1:]]
+    assert all(cut.earlier_seconds > cut.seconds < cut.later_seconds for cut in found.cuts)
+    assert found.bound_seconds == pytest.approx(16 * 8 * 0.06 / 4)
+    assert found.gap == pytest.approx(plan.predicted.step_seconds / found.bound_seconds - 1)
+    assert found.limit.startswith("compute of stage")
+    assert found.runner_up.digest != plan.digest
+    lines = found.lines()
+    assert (
+        lines[0]
+        == "before layer2: 2.00 MiB cross; the slower side takes 120 ms, 180 ms one cut earlier, 180 ms one cut later"
+    )
+    assert lines[-3].startswith("limited by compute of stage 0: 120 ms of a period of ")
+    assert lines[-2].startswith(f"{found.gap:.1%} above the lower bound of 1.92 s a step")
+    assert lines[-1].startswith("runner-up: cut before layer")
+    assert "18x the ideal 1.92 s a step" in dataclasses.replace(found, gap=17.1).lines()
+
+
+def test_memory_and_links_are_named_where_they_limit():
+    tight = explain_of(chain(8), machine(4, 7), PlanOptions(4, 32, 16))
+    assert tight.limit.startswith("memory: without its limit a step would be")
+    narrow = dataclasses.replace(machine(4, 100), levels=(dataclasses.replace(machine(4).levels[0], bandwidth=1e8),))
+    assert explain_of(chain(8), narrow, PlanOptions(4, 32, 16)).limit.startswith("links: of the slowest stage's")
+
+
+def explain_of(profile, cluster, options):
+    return explain(make_plan(profile, cluster, options), profile, cluster, options)
+
+
+def test_a_simulator_chooses_among_the_runners_up_too():
+    profile, cluster = chain(8, output=2**20), machine(2, 100)
+    seen = []
+
+    def prefer_late_cuts(plan):
+        seen.append(plan.digest)
+        return dataclasses.replace(plan.predicted, step_seconds=1.0 / plan.stages[1].start)
+
+    plan = make_plan(profile, cluster, PlanOptions(2, 32, 16), score=prefer_late_cuts)
+    formula = make_plan(profile, cluster, PlanOptions(2, 32, 16))
+    assert len(seen) == len(set(seen)) == 2
+    assert {plan.digest, formula.digest} <= set(seen)
+    assert plan.stages[1].start >= formula.stages[1].start
+    assert len(list(itertools.islice(seen, 20))) <= 20
+
+
+def dear_messages(plan):
+    """A judge that knows what the formula does not: every stage but the first costs a second more."""
+    step = plan.predicted.step_seconds + len(plan.stages) - 1
+    return dataclasses.replace(plan.predicted, step_seconds=step, samples_per_second=plan.batch_size / step)
+
+
+def test_the_whole_model_on_each_rank_competes_whatever_the_formula_says_of_it():
+    profile, cluster = chain(8, weight=2**30), machine(4, 100)
+    free = PlanOptions(4, 32, 16, straight=False)
+    assert len(make_plan(profile, cluster, free).stages) > 1
+    plan = make_plan(profile, cluster, free, score=Judge(dear_messages, 1))
+    assert (len(plan.stages), plan.num_ranks) == (1, 4)
+
+
+@pytest.mark.parametrize("weight", [2**20, 2**28, 2**30])
+@pytest.mark.parametrize("score", [None, dear_messages, Judge(dear_messages, 1)])
+def test_no_row_of_the_table_is_faster_than_the_best_plan(weight, score):
+    result = comparison(chain(8, weight=weight), machine(4, 100), PlanOptions(4, 32, 16), score=score)
+    rates = [contender.plan.predicted.samples_per_second for contender in result.contenders]
+    assert rates[-1] == max(rates)
+    assert result.alone is result.contenders[0].plan
+
+
+def test_data_parallelism_has_no_more_ranks_than_microbatches():
+    (problem,) = make_problems(chain(8), machine(16, 100), PlanOptions(16, 8, 4, straight=False))
+    plan = data_parallel_plan(problem)
+    assert plan.num_ranks == 4
+    assert plan.notes[0].startswith("12 of 16 ranks stay unused")

@@ -1,0 +1,41 @@
+"""Built-in devices and the scaling of a profile from one to another."""
+
+import math
+
+import pytest
+
+from autopipe.errors import PlanError
+from autopipe.planning.cost.datasheets import DATASHEETS, datasheet, device_like, relative_speed
+
+
+def test_every_device_has_a_source_and_its_own_name():
+    assert len({sheet.name for sheet in DATASHEETS}) == len(DATASHEETS)
+    for sheet in DATASHEETS:
+        assert sheet.source
+        assert sheet.memory_bytes >= 10**10
+        assert sheet.tensor_flops > sheet.fp32_flops > 0
+        assert relative_speed(sheet.name, sheet.name, "fp16").estimate == 1.0
+
+
+def test_a_speed_lies_between_the_ratio_of_bandwidths_and_the_ratio_of_peaks():
+    speed = relative_speed("V100-16GB", "A100-80GB", "fp16")
+    assert speed.low == pytest.approx(2039 / 900)
+    assert speed.high == pytest.approx(312 / 125)
+    assert speed.estimate == pytest.approx(math.sqrt(2039 / 900 * 312 / 125))
+    assert speed.note == ("estimate from datasheets: 2.38 times the speed of V100-16GB, within 5% (2.27 to 2.50)")
+    assert relative_speed("H100-80GB", "H200-141GB", "bf16").low == 1.0
+
+
+def test_a_device_of_a_cluster_carries_memory_and_speed():
+    device = device_like("v100-16gb", "H200-141GB", "fp32")
+    assert (device.name, device.memory_bytes) == ("H200-141GB", 141 * 10**9)
+    assert device.speed == pytest.approx(math.sqrt(67 / 15.7 * 4800 / 900))
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(PlanError, match="Did you mean 'A100-80GB'"):
+        datasheet("A100-80G")
+    with pytest.raises(PlanError, match="unknown precision 'fp8'"):
+        relative_speed("V100-16GB", "A100-80GB", "fp8")
+    with pytest.raises(PlanError, match="V100-16GB has no bf16 matrix units"):
+        relative_speed("V100-16GB", "A100-80GB", "bf16")

@@ -1,0 +1,84 @@
+"""A plan for a faster device: everything that a device does is scaled, the step of the optimizer too."""
+
+import dataclasses
+import itertools
+
+import pytest
+from pure.planning.test_compare import by_name
+from pure.planning.test_refusals import chain
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.planning import PlanOptions, comparison, make_plan
+from autopipe.planning.cluster_file import parse_cluster
+from autopipe.planning.cost import predict
+from autopipe.planning.cost.datasheets import device_like
+
+# links that take no time, so that a step is what the devices do
+FREE = Level("free", 4, 1e30, 0.0)
+
+
+def profile():
+    """Eight layers whose optimizer takes about as long as their compute."""
+    return dataclasses.replace(chain(8, weight=2**20), optimizer_seconds_per_byte=1e-7)
+
+
+def machine(*devices):
+    return Cluster((FREE,), devices, "test")
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
+def test_a_device_so_many_times_as_fast_takes_so_much_less(replicas, schedule):
+    options = PlanOptions(4, 32, 16, schedule=schedule, straight=not replicas)
+    plans = {}
+    for speed in (1.0, 5000.0):
+        cluster = machine(ClusterDevice("device", 0, speed))
+        plans[speed] = make_plan(profile(), cluster, options), cluster
+    (slow, here), (fast, there) = plans[1.0], plans[5000.0]
+    assert fast.predicted.step_seconds == pytest.approx(slow.predicted.step_seconds / 5000)
+    simulated = predict.predict(slow, profile(), here), predict.predict(fast, profile(), there)
+    assert simulated[1].step_seconds == pytest.approx(simulated[0].step_seconds / 5000)
+
+
+def test_every_row_of_the_comparison_is_scaled():
+    options = PlanOptions(4, 32, 16)
+    rows = [by_name(comparison(profile(), machine(ClusterDevice("d", 0, speed)), options)) for speed in (1.0, 5000.0)]
+    for name, slow in rows[0].items():
+        fast = rows[1][name].plan
+        assert fast.predicted.step_seconds == pytest.approx(slow.plan.predicted.step_seconds / 5000), name
+
+
+def test_the_optimizer_runs_at_the_speed_of_memory_where_it_is_known():
+    options = PlanOptions(4, 32, 16)
+    steps = {}
+    for compute, memory in itertools.product((1.0, 10.0), (1.0, 10.0)):
+        cluster = machine(ClusterDevice("device", 0, compute, memory))
+        plan = make_plan(profile(), cluster, options)
+        steps[compute, memory] = plan.predicted.step_seconds, predict.predict(plan, profile(), cluster).step_seconds
+    for formula in (0, 1):
+        optimizer = steps[1, 1][formula] - steps[1, 10][formula]  # nine tenths of it
+        compute = steps[1, 1][formula] - steps[10, 1][formula]
+        assert optimizer > 0
+        assert compute > 0
+        assert steps[1, 1][formula] == pytest.approx((optimizer + compute) / 0.9)
+        assert steps[10, 10][formula] == pytest.approx(steps[1, 1][formula] / 10)
+
+
+def test_a_stage_on_unequal_devices_steps_as_the_slowest():
+    cluster = machine(*(ClusterDevice("device", 0, speed) for speed in (4.0, 1.0, 2.0, 8.0)))
+    assert cluster.update_speed_of((0, 2)) == 2.0
+    assert cluster.speed_of((0, 1, 3)) == 1.0
+
+
+def test_a_datasheet_and_a_cluster_file_say_how_fast_memory_is():
+    device = device_like("V100-16GB", "H100-80GB", "fp16")
+    assert device.update_speed == pytest.approx(3350 / 900)
+    assert device.speed != device.update_speed
+    document = {"level": [{"count": 2, "bandwidth": "1GB/s"}], "device": {"speed": 20, "memory_speed": 6}}
+    assert parse_cluster(document, "here").device(0).update_speed == 6
+    del document["device"]["memory_speed"]
+    assert parse_cluster(document, "here").device(0).update_speed == 20
+    document["device"]["memory_speed"] = 0
+    with pytest.raises(PlanError, match="memory_speed is 0; a number larger than 0 is needed"):
+        parse_cluster(document, "here")

@@ -1,0 +1,143 @@
+"""Nested placement under a memory limit: every nested plan of small chains by hand, and published cases by command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pure.planning.test_pipedream import GOLDEN, golden_rows, random_layers
+
+from autopipe.planning.pipedream import model as pipedream_model
+from autopipe.planning.pipedream.file_format import LayerGraph
+from autopipe.planning.pipedream.model import HUGE, Machine, plan_layers
+
+
+def chain(rng: random.Random, count: int) -> LayerGraph:
+    graph = random_layers(rng, count)
+    edges = tuple(itertools.pairwise(range(count)))
+    return LayerGraph(
+        graph.names,
+        graph.descriptions,
+        graph.forward_seconds,
+        graph.backward_seconds,
+        graph.activation_bytes,
+        graph.parameter_bytes,
+        edges,
+    )
+
+
+def best_nested(graph: LayerGraph, machine: Machine) -> float:
+    """Follow PipeDream's recursion level by level over all cuts and counts, and its memory rule at every level."""
+    n, limit = len(graph.names), machine.memory_bytes or math.inf
+
+    def sums(values, i, j):
+        return math.fsum(values[i:j])
+
+    value = {
+        (i, j): sums(graph.forward_seconds, i, j) + sums(graph.backward_seconds, i, j)
+        for i, j in itertools.combinations(range(n + 1), 2)
+    }
+    below = 1
+    for count, bandwidth in zip(machine.counts, machine.bandwidths, strict=True):
+        value = next_level(graph, value, count, bandwidth, below, limit)
+        below = count
+    return value[0, n]
+
+
+def next_level(graph, value, count, bandwidth, below, limit):
+    n = len(graph.names)
+
+    def room(i, j, behind, used):
+        size = math.fsum(graph.activation_bytes[i:j]) + math.fsum(graph.parameter_bytes[i:j])
+        return math.ceil(behind / used) * size <= limit
+
+    def shared(i, j, used, divisor):
+        parameters = math.fsum(graph.parameter_bytes[i:j])
+        return (value[i, j] + 4 * (used - 1) * parameters / (bandwidth * used) / divisor) / used
+
+    def crossing(k, used):
+        return 2 * graph.activation_bytes[k - 1] / (bandwidth * used)
+
+    def best(start, j, m):
+        """The layers start..j on exactly m groups, of which ``count - m`` are behind."""
+        shortest = shared(start, j, m, below) if room(start, j, count - m, m) else math.inf
+        for k in range(start + 1, j):
+            for used in range(1, m):
+                if room(k, j, count - m, used):
+                    last = max(shared(k, j, used, 1), crossing(k, used), 0 if j == n else crossing(j, used))
+                    shortest = min(shortest, max(last, best(start, k, m - used)))
+        return shortest
+
+    return {(i, j): best(i, j, count) for i, j in value}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_nested_plan_under_a_memory_limit_is_the_best_of_all_that_keep_it(seed):
+    rng = random.Random(seed)
+    graph = chain(rng, rng.randrange(2, 6))
+    total = math.fsum(graph.activation_bytes) + math.fsum(graph.parameter_bytes)
+    bandwidth = 10 ** rng.uniform(-1, 2)
+    counts = rng.choice([(2, 2), (3, 2), (2, 3), (3, 3), (2, 2, 2)])
+    bandwidths = tuple(bandwidth / 4**level for level in range(len(counts)))
+    machine = Machine(counts, bandwidths, total * rng.uniform(0.2, 2))
+    search = pipedream_model._Search(graph, machine, straight=False)
+    (states,) = search.spaces()
+    expected = best_nested(graph, machine)
+    found, finished = search.nested(states, HUGE)
+    assert finished
+    if math.isinf(expected):
+        assert found is None
+        return
+    assert found is not None
+    assert found.cost_seconds == pytest.approx(expected, rel=1e-8)
+    assert plan_layers(graph, machine).cost_seconds <= expected * (1 + 1e-8)
+
+
+def by_command(row: dict[str, str], folder: Path) -> dict:
+    """Plan a published case as a user would: with a cluster file, whose devices have a memory.
+
+    Where PipeDream's optimizer had no limit it is one that its plan keeps: some need more than 16 GiB.
+    """
+    memory = "16GB" if "-s 16e9" in row["optimizer_options"] else "1TiB"
+    levels = zip(row["level_sizes"].split("x"), row["bandwidths_GBps"].split("/"), strict=True)
+    text = 'source = "datasheet"\n[device]\nname = "V100"\nmemory = "' + memory + '"\n'
+    for number, (count, bandwidth) in enumerate(levels):
+        text += f'[[level]]\nname = "level{number}"\ncount = {count}\nbandwidth = "{bandwidth}GB/s"\nlatency = "0us"\n'
+    (folder / "cluster.toml").write_text(text)
+    words = ["plan", "--from-pipedream", str(GOLDEN / row["profile"]), "--cost-model", "pipedream", "--json"]
+    words += ["--cluster", "cluster.toml", "--replicas", "never" if straight(row) else "auto"]
+    command = str(Path(sys.executable).with_name("autopipe"))
+    done = subprocess.run([command, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def straight(row: dict[str, str]) -> bool:
+    return "--straight_pipeline" in row["optimizer_options"]
+
+
+def several_levels(row: dict[str, str]) -> bool:
+    return "x" in row["level_sizes"]
+
+
+def cases() -> list:
+    """The published cases; those with one level of links only in the long run of tests."""
+    rows = [row for row in golden_rows() if row["pipedream_predicted_s"]]
+    slow = pytest.mark.slow
+    return [pytest.param(row, id=row["case"], marks=() if quick(row) else slow) for row in rows]
+
+
+def quick(row: dict[str, str]) -> bool:
+    return several_levels(row) and row["model"] in ("resnet50", "squeezenet1_0")
+
+
+@pytest.mark.parametrize("row", cases() or [pytest.param({}, marks=pytest.mark.skip("no published profiles here"))])
+def test_a_published_case_planned_by_the_command_is_not_dearer_than_pipedreams_own(row, tmp_path):
+    document = by_command(row, tmp_path)
+    theirs = float(row["pipedream_predicted_s"])
+    assert document["predicted"]["step_seconds"] <= theirs * (1 + 1e-8) + 5e-10

@@ -1,0 +1,169 @@
+"""The peak bytes of stages, messages included: by hand, without a leak, and as what a plan has to fit."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pure.commands.test_overheads import even_profile
+
+from autopipe.errors import PlanError, ScheduleError
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.schedule import Request, Traffic
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.planning.cost.peaks import fitting, with_peaks
+from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, make, peak_bytes, stage_peaks, to_csv
+from autopipe.schedules.kind import line
+
+MESSAGES = MessageBytes({(0, 1): 10}, {(1, 0): 4})
+
+
+def rows(name, request, messages):
+    return lower(make(name, request), Traffic(tuple(messages.forward), tuple(messages.backward)))
+
+
+def test_messages_are_held_from_when_they_are_posted():
+    sizes = [StageBytes(0, 100, 50), StageBytes(0, 100, 60)]
+    # stage 0: two microbatches in flight, and the gradients of two are awaited; stage 1: one, the next one's input, and
+    # the gradient that it has just sent
+    assert stage_peaks(rows("1f1b", line(2, 3), MESSAGES), sizes, MESSAGES) == (100 + 2 * 50 + 2 * 4, 100 + 60 + 10 + 4)
+    # stage 0: before the first backward its gradient and those of the two behind it are awaited
+    assert stage_peaks(rows("gpipe", line(2, 3), MESSAGES), sizes, MESSAGES) == (100 + 3 * 50 + 3 * 4, 100 + 3 * 60)
+
+
+def test_gradients_of_weights_are_there_from_the_first_backward_to_the_step():
+    sizes = [StageBytes(0, 100, 50, gradients=30)] * 2
+    # the second forward of stage 1 comes behind its first backward; with gpipe one less is in flight by then
+    assert stage_peaks(make("1f1b", line(2, 3)), sizes, MessageBytes()) == (100 + 2 * 50 + 30, 100 + 50 + 30)
+    assert stage_peaks(make("gpipe", line(2, 3, 2)), sizes, MessageBytes()) == (100 + 3 * 50, 100 + 3 * 50)
+    # a forward of the next minibatch comes before the step, no backward
+    two = stage_peaks(make("2bw", line(2, 2, 4)), sizes, MessageBytes())
+    assert two == (2 * 100 + 2 * 50 + 30, 2 * 100 + 50 + 30)
+
+
+def test_what_stages_of_one_rank_hand_each_other_stays_the_makers():
+    request = Request(((0,), (1,), (0,)), 1)
+    messages = MessageBytes({(0, 2): 10}, {(2, 0): 4})
+    sizes = [StageBytes(0, 0, 50), StageBytes(0, 0, 1), StageBytes(0, 0, 60)]
+    # stage 2 reads what stage 0 holds; the gradient that it makes is there until stage 0's backward is over
+    assert stage_peaks(rows("gpipe", request, messages), sizes, messages) == (50, 1, 50)
+
+
+@given(
+    st.sampled_from([name for name in REGISTRY if name != "custom"]),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=60)
+def test_nothing_is_left_behind(name, p, rounds, forward, backward):
+    v = 2 if name == "interleaved" else 1
+    edges = [(a, b) for a in range(p * v) for b in range(a + 1, p * v)]
+    messages = MessageBytes(dict.fromkeys(edges, forward), {(b, a): backward for a, b in edges})
+    sizes = [StageBytes(7, 100, 10 + forward * stage, 3) for stage in range(p * v)]
+
+    def peaks(num_minibatches):
+        ranks = tuple((stage % p,) for stage in range(p * v))
+        request = dataclasses.replace(line(p, p * rounds, num_minibatches), stage_ranks=ranks)
+        return stage_peaks(rows(name, request, messages), sizes, messages)
+
+    assert peaks(12) == peaks(6)
+
+
+def test_without_messages_it_is_what_a_rank_holds():
+    sizes = [StageBytes(5, 100, 10 + k) for k in range(3)]
+    for name in ("gpipe", "1f1b", "2bw"):
+        schedule = make(name, line(3, 6, 3))
+        assert stage_peaks(schedule, sizes, MessageBytes()) == peak_bytes(schedule, sizes)
+    with pytest.raises(ScheduleError, match="bytes of 1 stages for 3"):
+        stage_peaks(make("1f1b", line(3, 6)), sizes[:1], MessageBytes())
+
+
+def cluster_with(memory):
+    return Cluster((Level("host", 2, 1e9, 1e-4),), (ClusterDevice("cpu", memory),), "test")
+
+
+PROFILE, OPTIONS = even_profile(skips=True), PlanOptions(2, 16, num_microbatches=4)
+
+
+def find(room):
+    return make_plan(PROFILE, room, OPTIONS)
+
+
+def most(plan):
+    return max(stage.peak_bytes for stage in plan.stages)
+
+
+def test_a_plan_fits_with_its_messages():
+    free = fitting(PROFILE, cluster_with(0), find)
+    assert free == with_peaks(find(cluster_with(0)), PROFILE)
+    assert most(free) > most(find(cluster_with(0)))  # the formula knows no messages
+    assert fitting(PROFILE, cluster_with(most(free)), find) == free
+
+
+def test_what_fits_fits_with_more_room_too():
+    free = most(fitting(PROFILE, cluster_with(0), find))
+    fits = []
+    for memory in range(free + 2, free // 4, -free // 150):
+        try:
+            plan = fitting(PROFILE, cluster_with(memory), find)
+        except PlanError as refused:
+            assert "fit" in str(refused) or "memory" in str(refused)
+            fits.append(False)
+        else:
+            assert most(plan) <= memory
+            fits.append(True)
+    assert fits == sorted(fits, reverse=True)
+    assert any(fits) and not all(fits)
+
+
+def test_only_ranks_that_are_over_get_less_room():
+    rooms = []
+
+    def noting(room):
+        rooms.append([device.memory_bytes for device in room.devices])
+        return find(room)
+
+    devices = ClusterDevice("small", 150_000), ClusterDevice("large", 10_000_000)
+    plan = fitting(PROFILE, dataclasses.replace(cluster_with(0), devices=devices), noting)
+    assert plan.stages[0].peak_bytes <= 150_000
+    assert len(rooms) > 1 and rooms[-1][0] < 150_000
+    assert {large for _, large in rooms} == {10_000_000}
+
+
+def test_an_interrupted_search_is_not_repeated():
+    free, searches = most(fitting(PROFILE, cluster_with(0), find)), []
+
+    def noting(room):
+        searches.append(room)
+        return find(room)
+
+    with pytest.raises(PlanError, match=r"no plan fits: the best one found needs .* more than there is"):
+        fitting(PROFILE, cluster_with(free - 1), noting, lambda: True)
+    assert len(searches) == 1
+
+
+def test_deep_pipelines_without_a_flush_are_followed_until_they_are_full():
+    profile, options = even_profile(num_layers=16), PlanOptions(12, 4, schedule="pipedream", num_microbatches=1)
+    wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 12, 1e9, 1e-4),))
+    formula = make_plan(profile, wide, options)
+    counted = with_peaks(formula, profile)
+    weights = sum(profile.graph.parameters[name].num_bytes({}) for name in formula.stages[0].parameters)
+    # by the formula gradients are always there; where every minibatch is one microbatch, a step takes them at once
+    assert counted.stages[0].peak_bytes >= formula.stages[0].peak_bytes - weights
+
+
+def test_halves_of_a_backward_are_known_by_the_rows():
+    profile = even_profile(num_layers=8)
+    wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 4, 1e9, 1e-4),))
+    made = make_plan(profile, wide, PlanOptions(4, 32, schedule="zero-bubble", num_microbatches=8))
+    as_grid = dataclasses.replace(made, schedule="custom", schedule_text=to_csv(make("zero-bubble", made.request(1))))
+    peaks = [[stage.peak_bytes for stage in with_peaks(plan, profile).stages] for plan in (made, as_grid)]
+    assert peaks[0] == peaks[1]
+
+
+def test_a_first_backward_makes_gradients_while_much_is_still_held():
+    sizes = [StageBytes(0, 100, 50, gradients=30, first=20)]
+    assert stage_peaks(make("1f1b", line(1, 1)), sizes, MessageBytes()) == (100 + 50 + 20,)
+    assert stage_peaks(make("1f1b", line(1, 2)), sizes, MessageBytes()) == (100 + 50 + 30,)

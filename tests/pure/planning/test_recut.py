@@ -1,0 +1,119 @@
+"""The same stages out of another recording: the same cuts, the nearest ones, or a reason why there are none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from autopipe.errors import PlanError
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
+from autopipe.ir.profile import WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+from autopipe.planning import recut
+from autopipe.planning.cost.ownership import state_of_stages, unused_state
+from autopipe.planning.recut import homes
+
+SPEC = TensorSpec(("s0", 4), "float32", requires_grad=True)
+
+
+def graph_of(calls: Sequence[str]) -> Graph:
+    """A chain of calls; ``a.w`` names a call and the parameter that it reads, ``a`` a call without one."""
+    nodes, before = [], "x"
+    for number, call in enumerate(calls):
+        target, _, parameter = call.partition(".")
+        name = f"{target}_{number}"
+        nodes.append(Node(name, "call_function", target, (before,), SPEC, parameters=(parameter,) if parameter else ()))
+        before = name
+    names = dict.fromkeys(parameter for node in nodes for parameter in node.parameters)
+    parameters = {name: TensorSpec((4, 4), "float32", requires_grad=True) for name in ("w", "v", "u") if name in names}
+    inputs = (Input("x", TensorSpec(("s0", 4), "float32")),)
+    return Graph("toy", inputs, (Symbol("s0", "x", 0, 2),), tuple(nodes), (before,), parameters, {}, {})
+
+
+def plan_of(graph: Graph, *positions: int) -> Plan:
+    edges, cuts = (0, *positions, len(graph.nodes)), Cuts(graph)
+    stages = []
+    for index, (start, stop) in enumerate(itertools.pairwise(edges)):
+        nodes = graph.nodes[start:stop]
+        held = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
+        stages.append(Stage(index, start, stop, nodes[0].name, nodes[-1].name, (index,), held, 0.0, 0.0, 0))
+    boundaries = tuple(Boundary(v, p, c, cuts.spec(v), 0) for v, p, c in cuts.boundaries(positions))
+    count = len(stages)
+    return Plan(
+        graph.digest, WorkloadSpec("toy.py", {}, {}, (), 0), count, tuple(stages), boundaries, (), "1f1b", {},
+        2 * count, count, 2, Prediction(0.0, 0.0, 0.0, 0.0),
+    )  # fmt: skip
+
+
+def starts(plan: Plan) -> list[int]:
+    return [stage.start for stage in plan.stages]
+
+
+def test_the_same_calls_are_cut_at_the_same_places() -> None:
+    graph = graph_of(["lin.w", "act", "lin.v", "loss"])
+    other = replace(graph, name="other")
+    found = recut(plan_of(graph, 2), graph, other)
+    assert starts(found) == [0, 2]
+    assert found.graph_digest == other.digest
+    assert found.stages[0].parameters == ("w",)
+
+
+def test_a_loop_that_turns_more_often_moves_the_cut_with_the_parameters() -> None:
+    graph = graph_of(["lin.w", "pool", "lin.v", "pool", "head.u", "loss"])
+    other = graph_of(["lin.w", "pool", "pool", "pool", "lin.v", "pool", "pool", "head.u", "loss"])
+    found = recut(plan_of(graph, 2, 4), graph, other)
+    assert [other.nodes[start].target for start in starts(found)] == ["lin", "lin", "head"]
+    assert [boundary.value for boundary in found.boundaries] == ["pool_3", "pool_6"]
+
+
+def test_a_stage_never_gets_state_that_it_does_not_hold() -> None:
+    graph = graph_of(["lin.w", "lin.v", "loss"])
+    other = graph_of(["lin.w", "lin.v", "lin.w", "loss"])
+    with pytest.raises(PlanError, match="cannot be cut so that every stage needs only what it holds"):
+        recut(plan_of(graph, 1), graph, other)
+
+
+def test_values_go_only_where_the_plan_has_values_going() -> None:
+    graph = graph_of(["lin.w", "lin.v", "head.u", "loss"])
+    skipping = replace(graph.nodes[3], inputs=("head_2", "lin_0"))
+    other = replace(graph, nodes=(*graph.nodes[:3], skipping))
+    with pytest.raises(PlanError, match="sends values between stages that the plan does not connect"):
+        recut(plan_of(graph, 1, 2), graph, other)
+
+
+@pytest.mark.parametrize(
+    ("calls", "home", "owner"),
+    [
+        (["new.u", "lin.w", "act", "lin.v", "loss"], "lin_0", 0),
+        (["lin.w", "act", "new.u", "lin.v", "loss"], "lin_2", 1),
+        (["lin.w", "act", "lin.v", "loss", "new.u"], "loss_3", 1),
+    ],
+)
+def test_state_that_only_another_recording_reads_goes_where_that_one_needs_it(
+    calls: list[str], home: str, owner: int
+) -> None:
+    other = graph_of(calls)
+    graph = replace(graph_of(["lin.w", "act", "lin.v", "loss"]), parameters=other.parameters)
+    assert unused_state(graph) == {"u": 3}  # by itself it goes with the last stage
+    assert homes(graph, other) == {"u": home}
+    kept = replace(graph, homes=homes(graph, other))
+    assert kept.digest == graph.digest
+    held = [parameters for parameters, _ in state_of_stages(kept, Cuts(kept), [2])]
+    assert ["u" in parameters for parameters in held] == [owner == 0, owner == 1]
+    plan = plan_of(kept, 2)
+    stages = tuple(replace(stage, parameters=held[stage.index]) for stage in plan.stages)
+    found = recut(replace(plan, stages=stages), kept, other)
+    first = next(index for index, node in enumerate(other.nodes) if "u" in node.parameters)
+    assert (first < starts(found)[1]) == (owner == 0)
+
+
+def test_a_home_that_is_not_there_is_refused() -> None:
+    graph = graph_of(["lin.w", "loss"])
+    for wrong in ({"w": "gone"}, {"gone": "lin_0"}):
+        with pytest.raises(ValueError, match="is kept beside"):
+            replace(graph, homes=wrong)

@@ -1,0 +1,198 @@
+"""Every plan that cannot be right is refused, with the numbers and what would help."""
+
+import dataclasses
+
+import pytest
+
+from autopipe.errors import PlanError
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.graph import Graph, Input, Node, Symbol
+from autopipe.ir.plan import Stage
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
+from autopipe.ir.tensor import TensorSpec
+from autopipe.planning import NEEDS, PlanOptions, ScheduleNeeds, make_plan
+from autopipe.planning.cost.memory import apart, at_least, gib
+from autopipe.planning.cost.ownership import check_every_parameter
+
+GIB = 2**30
+
+
+def chain(num_layers=4, *, saved=GIB, weight=GIB // 4, output=GIB // 16):
+    """Return a profile of equal layers: each saves and holds this many bytes per sample."""
+    nodes = tuple(
+        Node(
+            f"layer{k}",
+            "call_function",
+            "f",
+            (f"layer{k - 1}",) if k else ("x",),
+            TensorSpec(("s0", output // 4), "float32", True),
+            parameters=(f"layer{k}.weight",),
+        )
+        for k in range(num_layers)
+    )
+    graph = Graph(
+        "chain.py",
+        (Input("x", TensorSpec(("s0",), "float32")),),
+        (Symbol("s0", "x", 0, 2),),
+        nodes,
+        (nodes[-1].name,),
+        {f"layer{k}.weight": TensorSpec((weight // 4,), "float32", True) for k in range(num_layers)},
+        {},
+        {},
+    )
+    measurements = tuple(
+        Measurement(b, {node.name: NodeCost(0.01 * b, 0.02 * b, output * b, saved * b) for node in nodes})
+        for b in (1, 2, 4, 8)
+    )
+    return Profile(WorkloadSpec("chain.py", {}, {}, (), 0), graph, Device("cpu", "cpu", 0), measurements)
+
+
+def machine(num_ranks, memory_gib=0.0):
+    return Cluster((Level("host", num_ranks, 1e10, 0.0),), (ClusterDevice("V100", int(memory_gib * GIB)),), "test")
+
+
+def refusal(profile, cluster, options):
+    with pytest.raises(PlanError) as caught:
+        make_plan(profile, cluster, options)
+    return caught.value
+
+
+def test_more_stages_than_cuts_are_refused():
+    error = refusal(chain(4), machine(5), PlanOptions(5, 8))
+    assert error.what == "5 stages asked for, but the model has 3 legal cuts: 4 stages at most"
+    assert error.where == "graph of chain.py"
+    assert error.remedy == "use 4 ranks or fewer (stages_per_rank counts too)"
+
+
+def test_more_ranks_than_the_cluster_has_are_refused():
+    error = refusal(chain(4), machine(2), PlanOptions(3, 8))
+    assert error.what == "3 ranks asked for, but the cluster has 2: 2 (host)"
+    assert error.remedy == "ask for 2 or describe a larger cluster"
+
+
+def test_a_batch_smaller_than_its_microbatches_is_refused():
+    error = refusal(chain(), machine(2), PlanOptions(2, 3, 4))
+    assert error.what == "a batch of 3 samples cannot be cut into 4 microbatches: each needs at least one"
+    assert error.remedy == "use --batch-size 4 or larger, or --num-microbatches 3 or fewer"
+
+
+def test_a_microbatch_larger_than_the_batch_is_refused():
+    error = refusal(chain(), machine(2), PlanOptions(2, 3, microbatch_size=4))
+    assert error.what == "a microbatch of 4 samples is larger than the batch of 3"
+
+
+def test_counts_that_contradict_each_other_are_refused():
+    error = refusal(chain(), machine(2), PlanOptions(2, 16, 3, microbatch_size=4))
+    assert error.what == "3 microbatches of 4 samples do not make a batch of 16"
+    assert error.remedy == "leave one of the three out (4 microbatches of 4 do)"
+
+
+def test_fewer_microbatches_than_the_schedule_needs_are_refused():
+    needs = ScheduleNeeds("strict", min_microbatches=lambda p: 2 * p)
+    error = refusal(chain(), machine(2), PlanOptions(2, 16, 3, schedule="strict", needs=needs))
+    assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and 3 are planned"
+    assert error.remedy == "use 4 microbatches (a batch of 4 samples or more), fewer ranks, or another schedule"
+    error = refusal(chain(), machine(2), PlanOptions(2, 3, schedule="strict", needs=needs))
+    assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and a batch of 3 gives 3"
+
+
+@pytest.mark.parametrize("schedule", sorted(NEEDS))
+def test_the_least_count_of_every_schedule_is_accepted_and_one_less_is_not(schedule):
+    least = max(1, NEEDS[schedule].least_microbatches(4))
+    assert make_plan(chain(), machine(4), PlanOptions(4, 8, least, schedule=schedule)).num_microbatches == least
+    if least > 1:
+        refusal(chain(), machine(4), PlanOptions(4, 8, least - 1, schedule=schedule))
+
+
+def test_a_parameter_in_no_stage_is_refused():
+    graph = chain(2).graph
+    stages = [Stage(0, 0, 2, "layer0", "layer1", (0,), ("layer0.weight",), 0.0, 0.0, 0)]
+    with pytest.raises(PlanError) as caught:
+        check_every_parameter(graph, stages)
+    assert caught.value.what == "parameter 'layer1.weight' is in no stage (1 of 2 parameters)"
+    foreign = dataclasses.replace(stages[0], parameters=("layer0.weight", "layer1.weight", "other"))
+    with pytest.raises(PlanError, match="'other' is in a stage but not in the model"):
+        check_every_parameter(graph, [foreign])
+
+
+def test_an_unused_parameter_goes_with_its_module_and_the_plan_says_so(caplog):
+    profile = chain(4)
+    spec = TensorSpec((8,), "float32", True)
+    graph = dataclasses.replace(
+        profile.graph,
+        parameters={"layer1.spare": spec, "elsewhere.bias": spec, **profile.graph.parameters},
+        buffers={"layer0.table": spec},
+    )
+    plan = make_plan(dataclasses.replace(profile, graph=graph), machine(4), PlanOptions(4, 8, 4))
+    assert plan.stages[1].parameters == ("layer1.spare", "layer1.weight")
+    assert plan.stages[3].parameters == ("elsewhere.bias", "layer3.weight")
+    assert [stage.buffers for stage in plan.stages] == [("layer0.table",), (), (), ()]
+    assert plan.notes == (
+        "parameter layer1.spare is read by nothing; stage 1 keeps it",
+        "parameter elsewhere.bias is read by nothing; stage 3 keeps it",
+        "buffer layer0.table is read by nothing; stage 0 keeps it",
+    )
+
+
+def test_memory_is_refused_with_the_stage_and_its_bytes():
+    # layers 1 to 3: weight, gradient and Adam's two, 3 x 4 x 0.25 GiB; one in flight: 3 layers and 2 samples of 1 GiB,
+    # and 2/16 GiB received. One layer more and one less is worse: 10 GiB on stage 0, for its two in flight.
+    error = refusal(chain(), machine(2, 9), PlanOptions(2, 8, 4, recompute="never"))
+    assert error.what == "stage 1 needs 9.12 GiB and 9 GiB are available, in the plan that exceeds memory least"
+    assert error.where == "stage 1 of 2 (layer1 .. layer3) on V100, 4 microbatches of 2, schedule 1f1b"
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "remedy", "cure"),
+    [
+        (9, PlanOptions(2, 8, 4, recompute="never"), "recompute the activations", {"recompute": "auto"}),
+        (5.5, PlanOptions(2, 8, 4), "use --microbatch-size 1", {"num_microbatches": 8}),
+        (3.7, PlanOptions(2, 8, 8), "use 4 ranks", {"num_ranks": 4}),
+    ],
+)
+def test_the_remedy_for_memory_is_one_that_works(memory, options, remedy, cure):
+    error = refusal(chain(), machine(8, memory), options)
+    assert error.remedy.startswith(remedy)
+    make_plan(chain(), machine(8, memory), dataclasses.replace(options, **cure))
+
+
+def test_when_no_change_fits_the_device_that_would_is_named():
+    error = refusal(chain(), machine(4, 0.5), PlanOptions(4, 4, 4))
+    assert error.remedy.startswith("no smaller change was found that fits: use devices with 2.25 GiB")
+    make_plan(chain(), machine(4, 2.25), PlanOptions(4, 4, 4))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
+    free = PlanOptions(ranks, 16, 16, straight=False, recompute="never")
+    error = refusal(chain(), machine(ranks, 0.5), free)
+    told = float(error.remedy.split("use devices with ")[1].split(" GiB")[0])
+    make_plan(chain(), machine(ranks, told), free)
+    with pytest.raises(PlanError):
+        make_plan(chain(), machine(ranks, told * 0.4), free)
+
+
+def test_sizes_are_told_apart_and_up():
+    assert gib(13.7 * 2**20) == "13.7 MiB"
+    assert apart(13.7e6 + 50, 13.7e6) == ("13.0654 MiB", "13.0653 MiB")
+    assert apart(2**30, 2**30) == ("1 GiB", "1 GiB")
+    assert (at_least(1.2301 * 2**30), at_least(2**21), at_least(999.6 * 2**20)) == ("1.24 GiB", "2 MiB", "1e+03 MiB")
+    assert at_least(0) == "0 KiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0; at least 1 is needed"),
+        ({"batch_size": 0}, "batch_size is 0; at least 1 is needed"),
+        ({"num_microbatches": 0}, "num_microbatches is 0; at least 1 is needed"),
+        ({"recompute": "alwys"}, "Did you mean 'always'"),
+        ({"schedule": "gpip"}, "Did you mean 'gpipe'"),
+        ({"schedule": "interleaved", "straight": False}, "schedule 'interleaved' runs no replicated stages"),
+        ({"stages_per_rank": 2, "straight": False}, "several stages a rank and replicated stages do not go together"),
+        ({"needs": ScheduleNeeds("other")}, "the needs of schedule 'other' were given for schedule '1f1b'"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(arguments, message):
+    with pytest.raises(PlanError, match=message):
+        PlanOptions(**{"num_ranks": 2, "batch_size": 8, **arguments})

@@ -1,0 +1,345 @@
+"""Which plans a request spans, what its search says and keeps, and the plans that no schedule can run."""
+
+import dataclasses
+import math
+
+import pytest
+from pure.planning.test_refusals import chain, machine
+
+from autopipe.commands.planning import choose, scaling
+from autopipe.commands.planning.choose import choose_plan, later, search
+from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings
+from autopipe.commands.store import Work
+from autopipe.errors import PlanError, ScheduleError
+from autopipe.ir import artifact
+from autopipe.ir.cluster import Level
+from autopipe.ir.plan import Plan
+from autopipe.planning import NEEDS, PlanOptions, Watch, make_best_plan, make_plan
+from autopipe.planning.baselines import compared, explained
+from autopipe.planning.cost import predict
+from autopipe.planning.requests import PlanRequest
+from autopipe.planning.reschedule import reordered
+from autopipe.planning.space import MANY_RANKS, Space, schedules, takes_replicas
+from autopipe.schedules import REGISTRY
+
+GRID = "F0,F1,B0,B1\nF0,B0,F1,B1\n"
+FOUND, FAST = chain(8, saved=2**20, weight=2**20, output=2**20), machine(4, 100)
+
+
+def silent(what, fraction):
+    pass
+
+
+def test_auto_gives_plain_trainings_result_and_prefers_1f1b():
+    names = schedules("auto")
+    assert names[0] == "1f1b"
+    assert all(REGISTRY[name].synchronous and not REGISTRY[name].splits_backward for name in names)
+    assert {"custom", "interleaved"}.isdisjoint(names)
+    assert "interleaved" in schedules("auto", links_known=True)
+
+
+def test_what_auto_leaves_out_is_said():
+    assumed, known = (Space.of(PlanRequest(), 2, 32, links_known=known).left_out for known in (False, True))
+    assert [line.split()[0] for line in assumed] == ["zero-bubble", "interleaved"]
+    assert [line.split()[0] for line in known] == ["zero-bubble"]
+    assert Space.of(PlanRequest(schedule="gpipe"), 2, 32).left_out == ()
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name in NEEDS and name != "custom"])
+def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
+    space = Space.of(PlanRequest(schedule=name), 2, 32)
+    made, _ = search(FOUND, machine(2, 100), space.straight, silent)
+    assert math.isfinite(made.predicted.step_seconds)
+    assert made.schedule == name
+    assert predict.predict(made, FOUND, machine(2, 100)) == made.predicted
+
+
+@pytest.mark.parametrize("name", list(REGISTRY))
+def test_replicas_are_in_the_space_exactly_where_schedule_and_planner_have_them(name):
+    if name not in NEEDS:
+        return
+    if name == "custom":
+        assert Space.of(PlanRequest(schedule=name, grid=GRID), 2, 32).free == ()
+        return
+    space = Space.of(PlanRequest(schedule=name), 4, 32)
+    assert bool(space.free) == (REGISTRY[name].replicas and NEEDS[name].replicas)
+    assert all(not options.straight and takes_replicas(options) for options in space.rivals())
+
+
+def test_never_is_straight_and_auto_has_both():
+    space = Space.of(PlanRequest(), 4, 32)
+    assert all(options.straight for options in space.choices("never"))
+    assert {options.straight for options in space.choices("auto")} == {True, False}
+
+
+def test_replicas_for_a_schedule_without_them_are_refused():
+    with pytest.raises(PlanError, match="schedule 'zero-bubble' runs no replicated stages"):
+        Space.of(PlanRequest(schedule="zero-bubble"), 4, 32).choices("auto")
+
+
+def test_interleaving_is_tried_at_several_depths():
+    space = Space.of(PlanRequest(schedule="interleaved"), 2, 32)
+    assert [options.stages_per_rank for options in space.straight] == [2, 3, 4]
+
+
+def test_what_a_schedule_is_told_is_in_the_plan_and_its_memory():
+    told = PlanRequest(schedule="pipedream", vertical_sync=True, warmup_depth=2, num_microbatches=2)
+    (options,) = Space.of(told, 4, 32).straight
+    made, _ = search(FOUND, FAST, (options,), silent)
+    assert made.schedule_options == {"vertical_sync": 1, "depth": 2}
+    assert predict.schedule_of(made).staleness == (3, 3, 3, 3)
+    (own,) = Space.of(PlanRequest(schedule="pipedream", num_microbatches=2), 4, 32).straight
+    plain, _ = search(FOUND, FAST, (own,), silent)
+    assert made.stages[-1].peak_bytes > plain.stages[-1].peak_bytes  # four versions, not one
+    (three,) = Space.of(PlanRequest(schedule="interleaved", stages_per_rank=3), 2, 32).straight
+    assert search(FOUND, machine(2, 100), (three,), silent)[0].schedule_options == {"stages_per_rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("request_", "what", "who"),
+    [
+        (PlanRequest(schedule="1f1b", vertical_sync=True), "1f1b takes no --vertical-sync", "pipedream"),
+        (PlanRequest(vertical_sync=True), "nothing that --schedule auto tries takes --vertical-sync", "pipedream"),
+        (PlanRequest(schedule="gpipe", warmup_depth=2), "gpipe takes no --warmup-depth", "eager-1f1b, pipedream, 2bw"),
+        (PlanRequest(schedule="2bw", stages_per_rank=2), "no --stages-per-rank", "interleaved, zero-bubble"),
+        (PlanRequest(schedule="custom"), "none was given", "--schedule-file"),
+        (PlanRequest(schedule="custom", grid=GRID, num_microbatches=4), "has 2 microbatches, and", "leave --num"),
+        (PlanRequest(schedule="custom", grid=GRID, warmup_depth=2), "custom takes no --warmup-depth", "eager-1f1b"),
+        (PlanRequest(schedule="custom", grid="0F0,0B0\n0F1,0B1\n"), "runs stage 0 on ranks [0, 1]", "one row"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_refused_with_those_that_do(request_, what, who):
+    with pytest.raises(PlanError) as caught:
+        Space.of(request_, 2, 32)
+    assert what in caught.value.what and who in caught.value.remedy
+
+
+def test_a_grid_is_planned_for_its_own_ranks_stages_and_microbatches(tmp_path):
+    wave = "0F0,3F0,3B0,0B0,0F1,3F1,3B1,0B1\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1\n"  # stages 0 and 3 on rank 0
+    made, _ = chosen(tmp_path, PlanRequest(schedule="custom", grid=wave))
+    assert made.plan.stage_ranks == ((0,), (1,), (1,), (0,))
+    assert (made.plan.num_microbatches, made.plan.num_ranks, made.plan.schedule_text) == (2, 2, wave)
+    assert artifact.load(Plan, tmp_path / "plan.json", renew="") == made.plan
+    assert dataclasses.replace(made.plan, schedule_text=wave + "#").digest != made.plan.digest
+    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record.cluster, made.space).contenders}
+    assert found["best straight pipeline"] == made.plan and found["data parallel"].schedule == "1f1b"
+    assert explained(made.plan, FOUND, made.record.cluster, made.space).cuts
+    with pytest.raises(PlanError, match="has 2 rows, one a rank, and --gpus is 3"):
+        chosen(tmp_path, PlanRequest(schedule="custom", grid=wave, gpus=3))
+    with pytest.raises(ScheduleError, match=r"backward-after-forward") as caught:
+        chosen(tmp_path, PlanRequest(schedule="custom", grid="F0,B0\nB0,F0\n"))
+    assert ">1B0@0<" in str(caught.value)
+
+
+def test_another_schedule_forgets_what_the_one_before_was_told():
+    stored = PlanRequest(gpus=4, schedule="pipedream", vertical_sync=True, num_microbatches=8)
+    assert stored.overlaid(PlanRequest(schedule="2bw")).vertical_sync is None
+    assert stored.overlaid(PlanRequest(batch_size=8)).vertical_sync is True
+    grid = stored.overlaid(PlanRequest(schedule="custom", grid=GRID))
+    assert (grid.gpus, grid.num_microbatches, grid.vertical_sync) == (None, None, None)
+    assert stored.changes_to(grid)[-1] == "--schedule-file"
+
+
+@pytest.mark.parametrize(
+    ("request_", "ranks", "note"),
+    [
+        (PlanRequest(schedule="gpipe"), 4, "gpipe, the same stages"),
+        (PlanRequest(schedule="interleaved", stages_per_rank=2), 2, "stages_per_rank 2, the same stages on 2 ranks"),
+        (PlanRequest(schedule="pipedream", vertical_sync=True), 4, "pipedream, vertical_sync 1, the same stages"),
+        (PlanRequest(schedule="custom", grid="0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"), 2, "custom"),
+    ],
+)
+def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
+    made = make_plan(FOUND, FAST, PlanOptions(4, 32, 1))
+    other, (said,) = reordered(made, request_)
+    assert other.num_ranks == ranks and note in said
+    assert math.isfinite(predict.predict(other, FOUND, FAST).step_seconds)
+    assert reordered(made, PlanRequest()) == (made, ())
+
+
+@pytest.mark.parametrize(
+    ("request_", "what"),
+    [
+        (PlanRequest(schedule="interleaved", stages_per_rank=3), "4 stages, which are not 3 on every rank"),
+        (PlanRequest(schedule="custom", grid=GRID), "has 2 stages and 2 microbatches, and the plan 4 and 1"),
+        (PlanRequest(schedule="custom"), "none was given"),
+    ],
+)
+def test_a_plan_that_cannot_be_dealt_out_so_is_refused(request_, what):
+    with pytest.raises(PlanError, match=what):
+        reordered(make_plan(FOUND, FAST, PlanOptions(4, 32, 1)), request_)
+
+
+def test_many_ranks_are_searched_in_powers_of_two():
+    (few, *_), (many, *_) = (Space.of(PlanRequest(), n, 4096).free for n in (MANY_RANKS, 2 * MANY_RANKS))
+    assert (few.replica_choices, few.tolerance) == ("any", 0.0)
+    assert (many.replica_choices, many.tolerance) == ("powers", 0.01)
+
+
+def test_a_plan_that_no_schedule_can_run_takes_for_ever(monkeypatch):
+    def refused(plan, profile, cluster):
+        raise ScheduleError("rule 3 is broken")
+
+    monkeypatch.setattr(predict, "predict", refused)
+    monkeypatch.setattr(choose, "predict", refused)
+    plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8), score=predict.scored(FOUND, FAST))
+    assert (plan.predicted.step_seconds, plan.predicted.samples_per_second) == (math.inf, 0.0)
+    with pytest.raises(ScheduleError, match="rule 3 is broken"):
+        search(FOUND, FAST, (PlanOptions(4, 32, 8),), silent)
+
+
+def test_a_huge_plan_keeps_the_planners_figures():
+    plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8))
+    most = predict.MOST_SIMULATED_ONCE
+    huge = dataclasses.replace(plan, num_microbatches=most, batch_size=most, microbatch_size=1)
+    assert predict.scored(FOUND, FAST)(huge) is huge.predicted
+
+
+def test_of_large_plans_fewer_are_simulated_and_of_huge_ones_none(monkeypatch):
+    options = PlanOptions(4, 32, 8)
+    assert predict.judge(FOUND, FAST, [options]).most == 20
+    monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
+    assert predict.judge(FOUND, FAST, [options]).most == 10
+    made, _ = search(FOUND, FAST, (options,), silent)
+    assert made.predicted == predict.predict(made, FOUND, FAST)
+    monkeypatch.setattr(predict, "MOST_SIMULATED_ONCE", 16)
+    judge = predict.judge(FOUND, FAST, [options, PlanOptions(2, 4)])
+    assert judge.most == 1
+    assert judge(made) is made.predicted
+
+
+def test_the_table_of_large_plans_has_the_simulators_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
+    cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
+    made, _ = chosen(tmp_path, PlanRequest(**cluster))
+    result = compared(made.plan, FOUND, made.record.cluster, made.space)
+    assert all(c.plan.predicted == predict.predict(c.plan, FOUND, made.record.cluster) for c in result.contenders)
+    rates = [contender.plan.predicted.samples_per_second for contender in result.contenders]
+    assert rates[-1] == max(rates)
+
+
+def test_progress_is_silent_for_a_second():
+    times, seen = iter([0.0, 0.9, 1.1]), []
+    report = later(lambda what, fraction: seen.append((what, fraction)), lambda: next(times))
+    report("gpipe, 4 microbatches", 0.1)
+    report("1f1b, 4 microbatches", 0.5)
+    assert seen == [("planning: 1f1b, 4 microbatches", 0.5)]
+
+
+def interrupted_at(count):
+    """A watcher who presses Ctrl-C when the search of this number begins."""
+    watch = Watch()
+
+    def report(what, fraction):
+        assert 0 <= fraction <= 1
+        if watch.tried == count:
+            raise KeyboardInterrupt
+
+    watch.report = report
+    return watch
+
+
+def test_ctrl_c_keeps_the_best_plan_so_far():
+    options = PlanOptions(4, 64)
+    watch = interrupted_at(2)
+    plan = make_plan(FOUND, FAST, options, watch=watch)  # 8, 16, 32, 64 microbatches: more are better here
+    assert watch.stopped
+    assert (plan.num_microbatches, watch.tried, watch.total) == (16, 2, 4)
+
+
+def test_ctrl_c_before_anything_was_found_is_passed_on():
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(FOUND, FAST, PlanOptions(4, 64), watch=interrupted_at(0))
+
+
+def test_ctrl_c_between_two_schedules_keeps_the_first_ones_plan():
+    choices = [PlanOptions(4, 32, 8, schedule=name) for name in ("1f1b", "gpipe", "eager-1f1b")]
+    watch = interrupted_at(1)
+    assert make_best_plan(FOUND, FAST, choices, watch=watch).schedule == "1f1b"
+    assert (watch.stopped, watch.tried, watch.total) == (True, 1, 3)
+
+
+def chosen(tmp_path, request, batch_size=32):
+    work = Work.begin(tmp_path, None)
+    return choose_plan(FOUND, request, work, batch_size), work.notes
+
+
+def test_more_ranks_than_stages_are_refused_where_replicas_are_not_wanted(tmp_path):
+    with pytest.raises(PlanError, match="64 stages asked for"):
+        chosen(tmp_path, PlanRequest(gpus=64, replicas="never"))
+
+
+def test_more_described_devices_than_stages_are_planned_with_replicas_and_it_is_said(tmp_path):
+    made, notes = chosen(tmp_path, PlanRequest(gpus=64, gpu_memory_bytes=80 * 2**30, link=5e10), 256)
+    assert any(stage.replicas > 1 for stage in made.plan.stages)
+    assert notes == ["64 ranks, and the model has 8 stages at most: planned with replicas"]
+
+
+def test_the_table_has_the_straight_pipeline_that_was_made_and_a_best_plan_no_slower(tmp_path):
+    made, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, replicas="never"))
+    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record.cluster, made.space).contenders}
+    assert found["best straight pipeline"] == made.plan
+    assert found["data parallel"].stages[0].replicas == 4
+    steps = [plan.predicted.step_seconds for plan in found.values()]
+    assert found["best plan"].predicted.step_seconds == min(steps)
+
+
+def test_a_schedule_without_replicas_is_compared_with_replicated_plans_of_1f1b(tmp_path):
+    made, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble"))
+    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record.cluster, made.space).contenders}
+    assert found["best straight pipeline"].schedule == "zero-bubble"
+    assert found["data parallel"].schedule == "1f1b"
+
+
+@pytest.mark.parametrize(
+    "request_", [PlanRequest(gpus=2, replicas="never"), PlanRequest(gpus=4, replicas="auto", schedule="gpipe")]
+)
+def test_the_explanation_fits_the_plan(tmp_path, request_):
+    made, _ = chosen(tmp_path, request_)
+    found = explained(made.plan, FOUND, made.record.cluster, made.space)
+    assert [cut.node for cut in found.cuts] == [stage.first for stage in made.plan.stages[1:]]
+    assert made.plan.predicted.step_seconds >= found.bound_seconds
+    assert found.limit.startswith(("compute", "links", "memory"))
+
+
+def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused():
+    space = Space.of(PlanRequest(schedule="1f1b"), 6, 32)
+    assert [(options.num_ranks, options.offered) for options in space.free] == [(6, 6), (3, 6), (1, 6)]
+    # between two hosts a message takes longer than the whole model, and a search where links differ uses every rank
+    host, slow = Level("host", 3, 1e9, 1e-5), Level("network", 2, 1e3, 1.0)
+    cluster = dataclasses.replace(machine(6, 100), levels=(host, slow))
+    every, _ = search(FOUND, cluster, space.free[:1], silent)
+    made, _ = search(FOUND, cluster, space.free, silent)
+    assert (every.num_ranks, made.num_ranks) == (6, 3)
+    assert made.predicted.step_seconds < every.predicted.step_seconds
+    assert made.notes[0] == "3 of 6 ranks stay unused: with them a step is no faster"
+
+
+def test_what_was_searched_with_replicas_is_not_searched_again(tmp_path, monkeypatch):
+    cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
+    made, _ = chosen(tmp_path, PlanRequest(**cluster, replicas="auto"))
+    assert made.every
+    assert chosen(tmp_path, PlanRequest(**cluster))[0].every
+    assert not chosen(tmp_path, PlanRequest(**cluster, replicas="never"))[0].every
+    again = compared(made.plan, FOUND, made.record.cluster, made.space)
+    monkeypatch.setattr("autopipe.planning.compare._best", lambda find, known: known[0] if find is None else 1 / 0)
+    result = compared(made.plan, FOUND, made.record.cluster, made.space, every=True)
+    assert result.contenders[-1].plan.predicted == again.contenders[-1].plan.predicted
+
+
+def test_a_count_that_was_interrupted_is_not_put_beside_the_others(tmp_path, monkeypatch):
+    settings = PlanSettings(ProfileSettings(ModelSettings(), tmp_path), batch_size=32)
+    artifact.save(FOUND, Work.begin(tmp_path, None).store.profile)
+    searched = scaling.search
+
+    def interrupted(found, cluster, choices, progress):
+        plan, watch = searched(found, cluster, choices, progress)
+        watch.stopped = choices[0].num_ranks == 4
+        return plan, watch
+
+    monkeypatch.setattr(scaling, "search", interrupted)
+    result = scaling.sweep_gpus(settings, (1, 2, 4, 8))
+    assert [point.gpus for point in result.points] == [1, 2]
+    assert "interrupted: 2 of 4 numbers of devices" in result.notes
+    with pytest.raises(KeyboardInterrupt):
+        scaling.sweep_gpus(settings, (4, 8))

@@ -1,0 +1,174 @@
+"""The straight planner against brute force over every choice of cuts, and its plans' own invariants."""
+
+import dataclasses
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.planning_cases import brute_force_straight, cluster_of, profile_of, random_graph
+
+from autopipe.errors import PlanError
+from autopipe.ir.artifact import canonical
+from autopipe.ir.cuts import Cuts
+from autopipe.planning import PlanOptions, make_best_plan, make_plan
+
+
+def random_case(seed):
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randrange(3, 13))
+    profile = profile_of(graph, rng)
+    ranks = rng.randrange(1, min(4, len(Cuts(graph).legal) + 1) + 1)
+    m = rng.choice((1, 2, 3, 5, 8))
+    recompute = rng.choice(("auto", "never", "always"))
+    memory = rng.choice((0, 0, rng.randrange(2000, 40000)))
+    cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.4)
+    options = PlanOptions(ranks, 4 * m, m, schedule=rng.choice(("gpipe", "1f1b")), recompute=recompute)
+    return profile, cluster, options
+
+
+def solve_both_ways(seed):
+    """Return (bottleneck found, bottleneck of brute force, plan); infinite where nothing fits."""
+    profile, cluster, options = random_case(seed)
+    m, gpipe = options.num_microbatches, options.schedule == "gpipe"
+    expected = brute_force_straight(profile, cluster, options.num_ranks, m, 4, gpipe, options.recompute)
+    try:
+        plan = make_plan(profile, cluster, options)
+    except PlanError:
+        return math.inf, expected, None
+    return plan.predicted.bottleneck_seconds, expected, plan
+
+
+def agrees(seed):
+    """Return whether the planner and brute force agree."""
+    found, expected, _ = solve_both_ways(seed)
+    return found == expected or abs(found - expected) <= 1e-9 * expected
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_no_plan_is_better_than_the_one_found(block):
+    for seed in range(block * 60, block * 60 + 60):
+        found, expected, plan = solve_both_ways(seed)
+        assert found == pytest.approx(expected, rel=1e-9), seed
+        if plan is None:
+            continue
+        profile, cluster, _ = random_case(seed)
+        for stage in plan.stages:
+            limit = cluster.device(stage.ranks[0]).memory_bytes
+            assert not limit or stage.peak_bytes <= limit, seed
+        assert set(profile.graph.parameters) == {name for stage in plan.stages for name in stage.parameters}, seed
+        assert set(profile.graph.buffers) == {name for stage in plan.stages for name in stage.buffers}
+
+
+def test_the_random_cases_are_not_trivial():
+    stages, skips, recomputed, ties, notes = set(), 0, 0, 0, 0
+    for seed in range(200):
+        profile, cluster, options = random_case(seed)
+        try:
+            plan = make_plan(profile, cluster, options)
+        except PlanError:
+            continue
+        stages.add(len(plan.stages))
+        skips += any(b.consumers[0] > b.producer + 1 or len(b.consumers) > 1 for b in plan.boundaries)
+        recomputed += any(stage.recompute for stage in plan.stages) and options.recompute == "auto"
+        ties += bool(plan.ties)
+        notes += bool(plan.notes)
+    assert stages == {1, 2, 3, 4}
+    assert min(skips, recomputed, ties, notes) >= 5
+
+
+def test_equal_plans_are_decided_by_the_earliest_cuts():
+    profile, cluster, options = random_case(3)
+    graph = profile.graph
+    even = {
+        name: dataclasses.replace(cost, forward_seconds=0.0, backward_seconds=0.0)
+        for name, cost in profile.measurements[0].costs.items()
+    }
+    profile = dataclasses.replace(profile, measurements=(dataclasses.replace(profile.measurements[0], costs=even),))
+    free = dataclasses.replace(
+        cluster,
+        levels=tuple(dataclasses.replace(level, bandwidth=1e300, latency_seconds=0.0) for level in cluster.levels),
+    )
+    plan = make_plan(profile, free, dataclasses.replace(options, recompute="auto"))
+    assert [stage.start for stage in plan.stages[1:]] == list(Cuts(graph).legal[: len(plan.stages) - 1])
+
+
+def test_a_free_choice_of_microbatches_takes_the_best_of_the_fixed_ones():
+    rng = random.Random(5)
+    graph = random_graph(rng, 12)
+    profile, cluster = profile_of(graph, rng, (1, 2, 4, 8)), cluster_of(rng, 2)
+    free = make_plan(profile, cluster, PlanOptions(2, 16))
+    fixed = [make_plan(profile, cluster, PlanOptions(2, 16, m)) for m in (2, 4, 8, 16)]
+    assert free.predicted.step_seconds == min(plan.predicted.step_seconds for plan in fixed)
+
+
+def test_the_best_of_several_options_leaves_out_what_cannot_be_planned():
+    rng = random.Random(5)
+    graph = random_graph(rng, 12)
+    profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
+    fine = [PlanOptions(2, 4 * m, m, schedule=name) for m in (4, 8) for name in ("1f1b", "2bw")]
+    impossible = PlanOptions(2, 4, 8)
+    plan = make_best_plan(profile, cluster, [impossible, *fine])
+    rates = [make_plan(profile, cluster, options).predicted.samples_per_second for options in fine]
+    assert plan.predicted.samples_per_second == max(rates)
+    with pytest.raises(PlanError, match="a batch of 4 samples cannot be cut into 8 microbatches"):
+        make_best_plan(profile, cluster, [impossible, PlanOptions(99, 99)])
+    with pytest.raises(PlanError, match="nothing to choose from"):
+        make_best_plan(profile, cluster, [])
+
+
+def test_a_score_replaces_the_formula():
+    rng = random.Random(5)
+    graph = random_graph(rng, 12)
+    profile, cluster = profile_of(graph, rng, (1, 2, 4, 8)), cluster_of(rng, 2)
+
+    def score(plan):
+        return dataclasses.replace(plan.predicted, step_seconds=abs(plan.num_microbatches - 4) + 1.0)
+
+    assert make_plan(profile, cluster, PlanOptions(2, 16), score=score).num_microbatches == 4
+
+
+def test_the_flush_prediction_is_the_published_formula():
+    profile, cluster, options = random_case(11)
+    plan = make_plan(
+        profile, cluster, dataclasses.replace(options, num_microbatches=8, batch_size=32, recompute="never")
+    )
+    lone = make_plan(profile, cluster_of(random.Random(1), 1), PlanOptions(1, 32, 8, recompute="never"))
+    cost = sum(c.forward_seconds + c.backward_seconds for c in profile.at(4).costs.values())
+    needed = [n for n in profile.graph.nodes if n.input_only and n not in Cuts(profile.graph).stage_nodes(0, 999)]
+    cost -= sum(profile.at(4).costs[n.name].forward_seconds for n in needed)
+    assert lone.predicted.bottleneck_seconds == pytest.approx(cost)
+    trained = sum(s.num_bytes({}) for s in profile.graph.parameters.values() if s.requires_grad)
+    assert lone.predicted.step_seconds == pytest.approx(8 * cost + 1e-9 * trained)
+    assert lone.predicted.bubble_fraction < 0.01
+    assert plan.predicted.samples_per_second == pytest.approx(32 / plan.predicted.step_seconds)
+
+
+def print_plans():
+    """Print a few plans; what the determinism test compares between processes."""
+    for seed in range(12):
+        profile, cluster, options = random_case(seed)
+        try:
+            print(canonical(make_plan(profile, cluster, options)))
+        except PlanError as error:
+            print(error)
+
+
+def test_the_plan_is_the_same_bytes_under_every_hash_seed():
+    here = Path(__file__).resolve()
+    outputs = set()
+    for seed in range(10):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": f"{here.parents[3]}:{here.parents[2]}"}
+        command = [sys.executable, "-c", "from pure.planning import test_straight as t; t.print_plans()"]
+        outputs.add(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    assert len(outputs) == 1
+    assert len(outputs.pop()) > 5000
+
+
+def test_planning_imports_no_torch():
+    here = Path(__file__).resolve()
+    program = "import sys, autopipe.planning; sys.exit('torch' in sys.modules or 'autopipe.schedules' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=here.parents[3])

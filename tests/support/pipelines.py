@@ -1,0 +1,117 @@
+"""Pipelines for tests: a sample model captured once, cut evenly by node count, run with ranks as threads."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autopipe.commands.named import remember, remember_stages
+from autopipe.generate import generate
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level
+from autopipe.ir.plan import Plan
+from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.runtime.job import Job, RunDirectory
+from autopipe.runtime.layout import Layout
+from autopipe.runtime.session import RankSession
+from autopipe.runtime.transport.threads import run_in_threads
+from autopipe.trace import Capture, capture
+from autopipe.workload import LoadOptions, Workload, load_workload
+
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
+# smaller than the samples' own defaults: the same layers, fewer and narrower
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "gpt": {"blocks": "3", "width": "32", "dropout": "0.1"},
+    "resnet": {},
+    "seq2seq_lstm": {},
+    "unet": {},
+    "vgg16": {},
+    "hf_llama": {"layers": "3", "width": "32"},
+}
+BATCH = {"gpt": 6, "resnet": 12, "seq2seq_lstm": 6, "unet": 6, "vgg16": 8, "hf_llama": 6}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A sample that has been captured. ``profile``: every node costs the same, whatever the machine."""
+
+    workload: Workload
+    capture: Capture
+    profile: Profile
+
+
+@functools.cache
+def captured(sample: str) -> Captured:
+    """Capture a sample once per test process. Its own verification runs too."""
+    path = SAMPLES / f"{sample}.py"
+    return captured_file(path, tuple(sorted(ARGUMENTS.get(sample, {}).items())))
+
+
+@functools.cache
+def captured_file(path: Path, arguments: tuple[tuple[str, str], ...] = (), batch_size: int = 5) -> Captured:
+    """Capture any model file."""
+    workload = load_workload(LoadOptions(str(path), arguments=dict(arguments)))
+    return profile_of(workload, capture(workload, batch_size=batch_size))
+
+
+def profile_of(workload: Workload, found: Capture) -> Captured:
+    """Return a capture with a profile in which every node costs the same."""
+    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in found.graph.nodes}
+    profile = Profile(workload.spec, found.graph, Device("cpu", "test", 0), (Measurement(1, costs),))
+    return Captured(workload, found, profile)
+
+
+def plan_for(made: Captured, num_stages: int, schedule: str, num_microbatches: int, batch_size: int) -> Plan:
+    """Plan a straight pipeline."""
+    cluster = Cluster((Level("host", num_stages, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
+    options = PlanOptions(
+        num_ranks=num_stages, batch_size=batch_size, num_microbatches=num_microbatches, schedule=schedule
+    )
+    return make_plan(made.profile, cluster, options)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A generated pipeline in a directory of its own."""
+
+    captured: Captured
+    plan: Plan
+    layout: Layout
+    run: RunDirectory
+    job: Job
+
+    def train(self, items: Sequence[Any], **options: Any) -> list[RankSession]:
+        """Train over these minibatches with ranks as threads and return the sessions."""
+        job = replace(self.job, steps=len(items))
+        return run_in_threads(
+            self.run, job, self.layout, lambda session: session.train(), items=lambda epoch: iter(items), **options
+        )
+
+    def weights(self, sessions: Sequence[RankSession]) -> dict[str, Any]:
+        """Return every tensor of the trained model under its own name."""
+        return {name: tensor for session in sessions for name, tensor in session.tensors().items()}
+
+
+def build(made: Captured, plan: Plan, folder: Path | None = None, **job: Any) -> Pipeline:
+    """Generate the stage files of a plan into a run directory."""
+    run = RunDirectory(folder or Path(tempfile.mkdtemp(prefix="autopipe-test-")))
+    settings = Job(**{"steps": 0, "epochs": 1, "batch_size": plan.batch_size, "save": False, **job})
+    run.write(settings, plan, made.capture.graph)
+    generate(made.capture, plan, run.stages)
+    remember(plan.workload)  # as the command does for what it is given
+    remember_stages(run.stages)
+    return Pipeline(made, plan, Layout.of(plan, made.capture.graph), run, settings)
+
+
+def minibatches(workload: Workload, count: int, batch_size: int, last: int = 0) -> list[Any]:
+    """Return the first minibatches of the data; the last one cut down to ``last`` samples, where that is given."""
+    found: Iterator[Any] = workload.items(batch_size)
+    items = list(itertools.islice(found, count))
+    if last:
+        items[-1] = workload.resized(items[-1], last)
+    return items

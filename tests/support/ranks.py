@@ -1,0 +1,60 @@
+"""Start a function on several processes with a hard limit, and leave none behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "autopipe.runtime.transport.distributed"]
+
+
+def _run(function: Callable[..., Any], rank: int, world: int, store: str, connection: Connection, args: tuple) -> None:
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    from autopipe.runtime.transport.distributed import start_process_group
+
+    try:
+        start_process_group(dist.FileStore(store, world), rank, world, use_nccl=False, timeout_seconds=30)
+        connection.send(("ok", function(rank, world, *args)))
+    except BaseException:
+        connection.send(("error", traceback.format_exc()))
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, seconds: float = 60.0) -> list[Any]:
+    """Return what ``function(rank, world, *args)`` returned on every rank. A failure or the limit is an error."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        try:
+            for rank in range(world):
+                receive, send = context.Pipe(duplex=False)
+                store = str(Path(folder) / "store")
+                process = context.Process(target=_run, args=(function, rank, world, store, send, args), daemon=True)
+                process.start()
+                send.close()
+                pipes.append(receive)
+                processes.append(process)
+            answers = []
+            for rank, pipe in enumerate(pipes):
+                assert pipe.poll(seconds), f"rank {rank} did not answer within {seconds} s"
+                kind, answer = pipe.recv()
+                assert kind == "ok", answer
+                answers.append(answer)
+            return answers
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()

@@ -1,0 +1,159 @@
+"""Cases of the schedule tests: layouts, and what each schedule must refuse, worked out here from the definition."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from support.pipelines import Captured, build, captured, minibatches, plan_for
+
+from autopipe.errors import AutopipeError, PlanError
+from autopipe.ir.plan import Plan
+from autopipe.schedules import REGISTRY
+from autopipe.verify.check import compare
+from autopipe.verify.comparison import Comparison
+
+# the user's own grid has tests of its own
+SCHEDULES = tuple(name for name in REGISTRY if name != "custom")
+REPLICAS = ((1,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 2), (3, 1))
+MODELS = ("gpt", "resnet", "unet", "seq2seq_lstm", "hf_llama")
+MICROBATCHES = ("p", "p + 1", "2p", "8")
+BATCH, LAST, STEPS = 8, 5, 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """``replicas[s]``: ranks of stage s. ``loops``: stages a rank. ``recompute``: by stage, repeated."""
+
+    schedule: str
+    model: str
+    replicas: tuple[int, ...]
+    microbatches: str
+    recompute: tuple[bool, ...] = (False,)
+    loops: int = 1
+    vertical_sync: bool = False
+
+    @property
+    def m(self) -> int:
+        p = len(self.replicas)
+        return {"1": 1, "2": 2, "p": p, "p + 1": p + 1, "2p": 2 * p, "8": 8}[self.microbatches]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas) * self.loops
+
+    def plan(self, subject: Captured) -> Plan:
+        """A straight plan's cuts, on these ranks under this schedule."""
+        straight = plan_for(subject, self.num_stages, "gpipe", self.m, BATCH)
+        options = {"vertical_sync": 1} if self.vertical_sync else {}
+        return laid_out(straight, self.schedule, self.ranks, self.recompute, options)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        p = len(self.replicas)
+        if self.loops > 1:
+            return tuple((stage % p,) for stage in range(self.num_stages))
+        ends = [sum(self.replicas[: stage + 1]) for stage in range(p)]
+        return tuple(tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True))
+
+    def warmups(self) -> list[int]:
+        """Microbatches that each stage, all its replicas together, sends forward before its first backward."""
+        found = []
+        for stage, count in enumerate(self.replicas):
+            later = sum(self.replicas[stage + 1 :])
+            found.append(-(-later // count) * count)
+        return found
+
+    def staleness(self) -> list[int]:
+        """The table of the definition; for the schedules without replicas and loops it is p - 1 - s over m."""
+        if self.schedule == "2bw":
+            return [1] * self.num_stages
+        if self.schedule != "pipedream":
+            return [0] * self.num_stages
+        found = [-(-ahead // self.m) for ahead in self.warmups()]
+        return [max(found)] * self.num_stages if self.vertical_sync else found
+
+    def refused_for(self, plan: Plan) -> tuple[int, ...] | None:
+        """The numbers that a refusal must name; None where the case must run."""
+        p, ranks = self.num_stages, sum(self.replicas)
+        if self.schedule in ("interleaved", "zero-bubble"):
+            if max(self.replicas) > 1:
+                return p, ranks
+            rounds = max(self.m // ranks, 1) if self.loops > 1 else 1
+            if self.m % rounds:
+                return self.m, ranks, rounds
+        if self.schedule == "2bw" and self.m < self.warmups()[0]:
+            return self.warmups()[0], self.m
+        deltas = self.staleness()
+        for tie in plan.ties:
+            stages = (tie.owner, *tie.copies)
+            if len({deltas[stage] for stage in stages}) > 1:
+                return stages + tuple(deltas[stage] for stage in stages)
+        return None
+
+
+def laid_out(
+    plan: Plan,
+    schedule: str,
+    ranks: tuple[tuple[int, ...], ...],
+    recompute: tuple[bool, ...] = (False,),
+    options: dict[str, int] | None = None,
+) -> Plan:
+    """The same cuts on other ranks, under another schedule."""
+    stages = tuple(
+        replace(stage, ranks=ranks[stage.index], recompute=recompute[stage.index % len(recompute)])
+        for stage in plan.stages
+    )
+    world = 1 + max(rank for group in ranks for rank in group)
+    return replace(plan, stages=stages, num_ranks=world, schedule=schedule, schedule_options=options or {})
+
+
+def cases(schedule: str) -> Iterator[Case]:
+    """Every case of a schedule."""
+    kind = REGISTRY[schedule]
+    for model in MODELS:
+        for replicas in REPLICAS:
+            for microbatches in MICROBATCHES:
+                for recompute in ((False,), (True,), (False, True)):
+                    for loops in (1, 2) if kind.several_stages and max(replicas) == 1 else (1,):
+                        for vertical in (False, True) if schedule == "pipedream" else (False,):
+                            yield Case(schedule, model, replicas, microbatches, recompute, loops, vertical)
+
+
+def compared(
+    subject: Captured, plan: Plan, folder: Path, *, steps: int = STEPS, last: int = LAST, **job: object
+) -> Comparison:
+    """Train through a plan and plainly, the last minibatch ragged."""
+    pipeline = build(subject, plan, folder, **{"steps": steps, **job})
+    items = minibatches(subject.workload, steps, plan.batch_size, last=last)
+    draws = any(node.num_random for node in subject.capture.graph.nodes)
+    return compare(subject.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=draws)
+
+
+def hold(case: Case, folder: Path) -> str:
+    """Assert what is promised of a case: every bit, in the plan's order of sums. Returns what became of it."""
+    subject = captured(case.model)
+    try:
+        plan = case.plan(subject)
+    except PlanError as error:  # the model has too few places to cut
+        assert f"{case.num_stages} stages asked for" in str(error)
+        assert re.search(r"\d+ legal cuts", str(error))
+        return "uncut"
+    numbers = case.refused_for(plan)
+    if numbers is not None:
+        try:
+            build(subject, plan, folder)
+        except AutopipeError as error:
+            missing = [n for n in numbers if not re.search(rf"(?<!\d){n}(?!\d)", str(error))]
+            assert not missing, f"{error} does not name {missing}"
+            return "refused"
+        raise AssertionError(f"{case} should be refused for {numbers}")
+    found = compared(subject, plan, folder)
+    wrong = [d for d in found.differences if not d.bitwise]
+    assert found.promised and found.bitwise, (case, found.reasons, found.max_relative_error, wrong[:5])
+    reordered = max(case.replicas) > 1 or not all(tie.exact for tie in plan.ties)
+    assert bool(found.orders) == reordered
+    assert reordered or found.order_error == 0
+    return "reordered" if reordered else "plain"

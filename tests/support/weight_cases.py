@@ -1,0 +1,59 @@
+"""A model, a run of it, and what its ranks hold before their first step: for the tests of weights and their files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.pipelines import Pipeline, build, captured_file, plan_for
+
+from autopipe.runtime.transport.threads import run_in_threads
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, blocks=6):
+        super().__init__()
+        self.words = nn.Embedding(9, 6)
+        self.register_buffer("shift", torch.arange(6.0) / 10)
+        self.register_buffer("mask", torch.arange(6) != 2, persistent=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(blocks))
+        self.memory = nn.LSTM(6, 6, batch_first=True)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids) + self.shift
+        x = self.memory(x)[0].mean(1) * self.mask
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+def build_model():
+    return Net()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+def data(batch_size=8):
+    g = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        yield torch.randint(0, 9, (batch_size, 4), generator=g), torch.randint(0, 9, (batch_size,), generator=g)
+"""
+
+
+def pipeline(folder: Path, stages: int = 3, **job: Any) -> Pipeline:
+    path = folder / "net.py"
+    path.write_text(MODEL)
+    made = captured_file(path)
+    return build(made, plan_for(made, stages, "1f1b", 2, 8), folder / "run", **job)
+
+
+def begun(made: Pipeline, init_from: Path) -> dict[str, torch.Tensor]:
+    """What the ranks hold before their first step."""
+    job = replace(made.job, init_from=str(init_from), save=False)
+    return made.weights(run_in_threads(made.run, job, made.layout, lambda session: None))
