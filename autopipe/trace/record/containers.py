@@ -6,6 +6,7 @@ so the base classes' own methods are called, and only on a container whose conte
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -52,13 +53,15 @@ def same(container: Any, before: Any) -> bool:
     if isinstance(container, set):
         return set.__len__(container) == len(before) and all(set.__contains__(container, entry) for entry in before)
     if isinstance(container, (list, deque)):
-        return length(container) == len(before) and all(
-            a is b for (_, a), b in zip(entries(container), before, strict=True)
-        )
+        base: Any = list if isinstance(container, list) else deque
+        return base.__len__(container) == len(before) and all(map(operator.is_, base.__iter__(container), before))
     if dict.__len__(container) != len(before):
         return False
-    items = _base(container).items(container)
-    return all(a is b and v is w for (a, v), (b, w) in zip(items, before.items() if before else (), strict=True))
+    base = _base(container)
+    return not before or (
+        all(map(operator.is_, base.keys(container), before))
+        and all(map(operator.is_, base.values(container), before.values()))
+    )
 
 
 def refill(container: Any, before: Any) -> None:

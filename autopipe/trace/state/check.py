@@ -19,7 +19,7 @@ from autopipe.errors import TraceError
 from autopipe.trace.record.borrowed import Snapshot as ModelSnapshot
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
-from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot, is_users_module
+from autopipe.trace.state.snapshot import DRAWN, Names, Place, Snapshot, is_users_module
 from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
@@ -48,9 +48,9 @@ def refuse_changing_state(
     halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
     half = workload.split(item, 2)[0] if halves else item
     look = Look(workload, model, half, hooks)
-    with look.restored():
+    with look.restored(compared=True) as before:
         try:
-            second, last = look.run_until_filled()
+            second, last = look.run_until_filled(before)
         except Exception:  # what fails by itself is explained where it is followed
             return
         look.refuse_changes(second, last)
@@ -59,27 +59,36 @@ def refuse_changing_state(
 
 @dataclass
 class Look:
-    """One look at a model. ``ran``: the functions of the user's that run in forward and loss."""
+    """One look at a model.
+
+    ``ran``: the functions of the user's that run in forward and loss. ``has_generator``: whether they can reach a
+    generator of torch's other than the global one.
+    """
 
     workload: Workload
     model: nn.Module
     item: Item
     hooks: dict[str, Any]
     ran: dict[types.CodeType, Ran] = field(default_factory=dict)
+    has_generator: bool = False
     _accesses: list[tuple[Reader, Access]] | None = None
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot of what model, loss and the user's modules can reach."""
-        return Snapshot.of(self._roots())
+        """Take a snapshot of what model, loss, the user's modules and the functions that ran can reach."""
+        snapshot = Snapshot.of(self._roots())
+        snapshot.extend(root for ran in self.ran.values() if is_package(ran.code.co_filename) for root in _named(ran))
+        self.has_generator |= snapshot.has_generator()
+        return snapshot
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Leave model, loss and the user's modules as they were before the block."""
+    def restored(self, *, compared: bool = False) -> Iterator[Snapshot]:
+        """Leave model, loss and the user's modules as they were before the block. Gives the snapshot before it."""
         model_before = ModelSnapshot(self.model)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-        before = Snapshot.of(self._roots(), compared=False)
+        before = Snapshot.of(self._roots(), compared=compared)
+        self.has_generator |= before.has_generator()
         try:
-            yield
+            yield before
         finally:
             before.restore()
             model_before.restore()
@@ -92,46 +101,57 @@ class Look:
         if "loss" in self.hooks:
             yield "loss", self.hooks["loss"]
         names = {module.__name__ for module in users_namespaces(self.model)}
-        names |= {ran.globals.get("__name__", "") for ran in self.ran.values()}
+        names |= {_module_name(ran) for ran in self.ran.values() if not is_package(ran.code.co_filename)}
         names |= {getattr(hook, "__module__", None) or "" for hook in self.hooks.values()}
-        pending, seen = sorted(names), set(names)
-        while pending:
-            module = sys.modules.get(pending.pop(0))
-            if module is None or not is_users_module(module.__name__):
-                continue
-            yield module.__name__, module
-            if not is_own_file(getattr(module, "__file__", None)):
-                continue
-            for value in vars(module).values():  # a module of the user's that holds nothing but state
-                if isinstance(value, types.ModuleType) and value.__name__ not in seen:
-                    seen.add(value.__name__)
-                    if is_own_file(getattr(value, "__file__", None)):
-                        pending.append(value.__name__)
+        yield from _modules(names)
 
-    def run_until_filled(self) -> tuple[Snapshot, Snapshot]:
+    def run_until_filled(self, before: Snapshot) -> tuple[Snapshot, Snapshot]:
         """Run the batch until what is filled once is there; return the snapshots behind the last two runs.
 
-        Two runs suffice where the second changes nothing: a third would begin as it did. Else there are three.
+        A run that changes nothing is the last one: another would begin as it did. There are at most three.
+        ``before``: the snapshot before the first run. What only functions reach that were not known to run is looked
+        at when the first run is about to call them.
         """
-        observed(lambda: self.run(self.item), self.ran)
-        before = self.snapshot()
-        self.run(self.item)
+        met = Snapshot()
+
+        def meet(ran: Ran) -> None:
+            roots = _named(ran) if is_package(ran.code.co_filename) else _modules({_module_name(ran)})
+            met.extend(roots, before)
+
+        observed(lambda: self.run(self.item), self.ran, meet)
         last = self.snapshot()
-        if not last.changed_since(before):
+        if not last.changed_since(before, met):
             return last, last
-        self.run(self.item)
-        return last, self.snapshot()
+        for _ in range(2):
+            self.run(self.item)
+            second, last = last, self.snapshot()
+            if not last.changed_since(second):
+                return last, last
+        return second, last
 
     def run(self, item: Item) -> Tensor:
         """Return the loss of a batch."""
         item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)
-        with draws.flat_checkpoints(), draws.Draws(self.workload.spec.seed, 0, 0), torch.enable_grad():
+        with draws.flat_checkpoints(), self._seeded(), torch.enable_grad():
             return self.workload.loss(self.model, item)[0].detach()
+
+    def _seeded(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which every run draws the same numbers.
+
+        One seed suffices where all are drawn from torch's global generator. To seed every operation by itself takes
+        longer than a small model's forward.
+        """
+        seed = self.workload.spec.seed, 0, 0
+        if self.workload.spec.opaque_modules or self.has_generator:
+            return draws.Draws(*seed)
+        return draws.at(seed, 0)
 
     # --- forward and loss ---------------------------------------------------------------------------------------------
 
     def refuse_changes(self, second: Snapshot, last: Snapshot) -> None:
         """Refuse what a run of the same batch, weights and random numbers changes, and is read."""
+        if second is last:
+            return
         changed = [place for place in last.changed_since(second) if place[0] in second.owners]
         for place in changed:
             if place[1] == DRAWN:
@@ -279,6 +299,41 @@ def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Rea
                 seen.add(code)
                 snapshot.functions.setdefault(code, function)
                 pending.append(Ran(code, function.__globals__, names))
+
+
+def _module_name(ran: Ran) -> str:
+    return str(ran.globals.get("__name__", ""))
+
+
+def _modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
+    """Give modules of the user's, and those in their globals that are the user's own files."""
+    pending, seen = sorted(names), set(names)
+    while pending:
+        module = sys.modules.get(pending.pop(0))
+        if module is None or not is_users_module(module.__name__):
+            continue
+        yield module.__name__, module
+        if not is_own_file(getattr(module, "__file__", None)):
+            continue
+        for value in vars(module).values():  # a module of the user's that holds nothing but state
+            if isinstance(value, types.ModuleType) and value.__name__ not in seen:
+                seen.add(value.__name__)
+                if is_own_file(getattr(value, "__file__", None)):
+                    pending.append(value.__name__)
+
+
+def _named(ran: Ran) -> Iterator[tuple[str, Any]]:
+    """Give what a function of an installed package can reach by a name: globals, also of modules, and its class."""
+    names = frozenset((*ran.code.co_names, ran.code.co_qualname.partition(".")[0]))
+    pending, seen = [sys.modules.get(_module_name(ran))], set()
+    while pending:
+        module = pending.pop()
+        if module is None or id(module) in seen or not is_users_module(module.__name__):
+            continue
+        seen.add(id(module))
+        yield module.__name__, Names(module, names)
+        pending += [value for name in names if isinstance(value := vars(module).get(name), types.ModuleType)]
+    yield from ((kind.__name__, kind) for kind in ran.classes if is_users_module(kind.__module__))
 
 
 def _meets(access: Access, key: Key) -> bool:

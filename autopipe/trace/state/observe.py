@@ -21,15 +21,19 @@ _PACKAGES = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("purelib",
 
 @dataclass
 class Ran:
-    """One function that ran. ``names``: the objects that its arguments were, tensors left out."""
+    """One function that ran.
+
+    ``names``: the objects that its arguments were, tensors left out. ``classes``: those that ``self`` was of.
+    """
 
     code: types.CodeType
     globals: dict[str, Any]
     names: dict[str, list[Any]] = field(default_factory=dict)
     frames: int = 0
+    classes: list[type] = field(default_factory=list)
 
-    def keep(self, local: dict[str, Any]) -> None:
-        """Keep the arguments of one call."""
+    def keep(self, local: dict[str, Any]) -> bool:
+        """Keep the arguments of one call. Return whether ``self`` is of a class that it was not of before."""
         self.frames += 1
         code = self.code
         count = code.co_argcount + code.co_kwonlyargcount
@@ -39,10 +43,21 @@ class Ran:
                 known = self.names.setdefault(name, [])
                 if not any(value is other for other in known):
                     known.append(value)
+        instance = local.get("self")
+        if instance is None or type(instance) in self.classes:
+            return False
+        self.classes.append(type(instance))
+        return True
 
 
-def observed(call: Callable[[], Any], into: dict[types.CodeType, Ran]) -> Any:
-    """Call a function and note every function of the user's that runs on the way."""
+def observed(
+    call: Callable[[], Any], into: dict[types.CodeType, Ran], first: Callable[[Ran], None] = lambda ran: None
+) -> Any:
+    """Call a function and note every function of the user's that runs on the way.
+
+    ``first``: called with each of those functions just before it runs for the first time, and before it runs for the
+    first time with an object of another class.
+    """
     files: dict[str, bool] = {}
 
     def profile(frame: types.FrameType, event: str, _: Any) -> None:
@@ -57,8 +72,10 @@ def observed(call: Callable[[], Any], into: dict[types.CodeType, Ran]) -> Any:
             if not files[name]:
                 return
             ran = into[code] = Ran(code, frame.f_globals)
-        if ran.frames < _MOST_FRAMES:
             ran.keep(frame.f_locals)
+            first(ran)
+        elif ran.frames < _MOST_FRAMES and ran.keep(frame.f_locals):
+            first(ran)
 
     before = sys.getprofile()
     sys.setprofile(profile)

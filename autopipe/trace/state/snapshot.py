@@ -33,7 +33,8 @@ _MOST_PLACES = 200_000
 _MOST_ENTRIES = 256  # of one container, beyond which only its length and first entries are looked at
 _LARGEST = 65_536  # elements of a tensor whose content is compared
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_NOT_STATE = frozenset(("_parameters", "_buffers", "_modules", "_abc_impl"))
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 _ITERATORS: tuple[type, ...] = (
     itertools.count,
     itertools.cycle,
@@ -43,6 +44,14 @@ _ITERATORS: tuple[type, ...] = (
     type(iter(range(0))),
 )
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+@dataclass(frozen=True)
+class Names:
+    """A root that stands for some globals of a module, where the whole module is too much to look at."""
+
+    module: types.ModuleType
+    names: frozenset[str]
 
 
 @dataclass
@@ -62,6 +71,7 @@ class Snapshot:
     _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
+    _whole: set[int] = field(default_factory=set)  # ids of the modules of which every global is looked at
 
     @classmethod
     def of(cls, roots: Iterable[tuple[str, Any]], *, compared: bool = True) -> Snapshot:
@@ -70,13 +80,27 @@ class Snapshot:
         ``compared``: False for one that is only put back; it holds no fingerprints.
         """
         snapshot = cls(compared=compared)
-        pending = deque((path, value, 0) for path, value in roots)
-        while pending and len(snapshot.values) < _MOST_PLACES:
-            path, value, depth = pending.popleft()
-            if id(value) in snapshot.owners or depth > _DEEPEST:
-                continue
-            pending.extend((p, v, depth + 1) for p, v in snapshot._visit(path, value))
+        snapshot.extend(roots)
         return snapshot
+
+    def extend(self, roots: Iterable[tuple[str, Any]], beyond: Snapshot | None = None) -> None:
+        """Add what some more roots reach now. ``beyond``: another snapshot, whose owners and places are left out."""
+        owners, elsewhere = self.owners, {} if beyond is None else beyond.owners
+        whole = self._whole if beyond is None else beyond._whole
+        pending = deque((path, value, 0) for path, value in roots)
+        while pending and len(self.values) < _MOST_PLACES:
+            path, value, depth = pending.popleft()
+            if id(value) in owners or id(value) in elsewhere:
+                continue
+            if isinstance(value, Names) and id(value.module) in whole:
+                continue
+            for name, entry in self._visit(path, value):
+                if depth < _DEEPEST and type(entry) not in _PLAIN:
+                    pending.append((name, entry, depth + 1))
+
+    def has_generator(self) -> bool:
+        """Tell whether one of the owners is a generator of torch's."""
+        return any(isinstance(owner, torch.Generator) for owner in self.owners.values())
 
     def changed_since(self, *others: Snapshot) -> list[Place]:
         """Return the places whose value differs from that in each of the other snapshots.
@@ -162,6 +186,8 @@ class Snapshot:
             yield from ((path, value.func), (path, value.args), (path, value.keywords))
         elif isinstance(value, (nn.Module, type, types.ModuleType)) or is_users_object(value):
             yield from self._object(path, value)
+        elif isinstance(value, Names):
+            yield from self._globals(value)
 
     def _container(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
@@ -205,36 +231,54 @@ class Snapshot:
 
     def _object(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
-        is_torch = isinstance(value, nn.Module) and type(value).__module__.startswith("torch.")
-        if not isinstance(value, (type, types.ModuleType)):
-            own = attributes(value) or {}
-            self._kept.append((own, dict(own)))
-            if not is_torch:
-                yield type(value).__name__, type(value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, (type, types.ModuleType)):
+            yield from self._namespace(path, value)
+            return
+        own = attributes(value) or {}
+        self._kept.append((own, dict(own)))
+        is_module = isinstance(value, nn.Module)
+        is_torch = is_module and type(value).__module__.startswith("torch.")
+        if not is_torch:
+            yield type(value).__name__, type(value)
+        if is_module:
             yield from self._registered(path, value)
             if is_torch:
-                for name, entry in vars(value).items():
+                for name, entry in own.items():
                     if type(entry) in _PLAIN and not name.startswith("_"):
                         self._put(value, name, entry, f"{path}.{name}")
                 return
-        within = isinstance(value, (type, types.ModuleType))
-        for name, entry in list((vars(value) if within else attributes(value) or {}).items()):
-            if name.startswith("__") or name in ("_parameters", "_buffers", "_modules", "_abc_impl"):
+        for name, entry in list(own.items()):
+            if name.startswith("__") or name in _NOT_STATE or (is_module and name.endswith("_hooks")):
                 continue
-            if name.endswith("_hooks") and isinstance(value, nn.Module):
-                continue
-            if within and isinstance(entry, (types.ModuleType, property, classmethod, staticmethod)):
-                continue
-            if within and isinstance(entry, types.FunctionType) and not entry.__closure__ and not vars(entry):
-                continue
-            if within and isinstance(entry, type) and entry.__module__ != getattr(value, "__name__", ""):
-                continue
-            below = name if isinstance(value, types.ModuleType) else f"{path}.{name}"
+            below = f"{path}.{name}"
             self._put(value, name, entry, below)
-            if within:
-                self._bound.append((value, name, entry))
             yield below, entry
+
+    def _namespace(self, path: str, value: type | types.ModuleType) -> Iterator[tuple[str, Any]]:
+        own_name, is_module = getattr(value, "__name__", ""), isinstance(value, types.ModuleType)
+        if is_module:
+            self._whole.add(id(value))
+        for name, entry in list(vars(value).items()):
+            if name.startswith("__") or name in _NOT_STATE or not _may_be_state(entry):
+                continue
+            if isinstance(entry, type) and entry.__module__ != own_name:
+                continue
+            yield self._bind(value, name, entry, name if is_module else f"{path}.{name}")
+
+    def _globals(self, some: Names) -> Iterator[tuple[str, Any]]:
+        module = some.module
+        self.owners.setdefault(id(module), module)
+        for name in sorted(some.names & vars(module).keys()):
+            entry = vars(module)[name]
+            if (id(module), name) in self.values or name.startswith("__") or not _may_be_state(entry):
+                continue
+            if not isinstance(entry, type) or is_users_module(entry.__module__):
+                yield self._bind(module, name, entry, name)
+
+    def _bind(self, owner: type | types.ModuleType, name: str, entry: Any, path: str) -> tuple[str, Any]:
+        self._put(owner, name, entry, path)
+        self._bound.append((owner, name, entry))
+        return path, entry
 
     def _registered(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         self._put(module, "training", module.training, f"{path}.training")
@@ -272,6 +316,13 @@ def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     if len(one) != len(other) or not one or one[0] != other[0]:
         return not one and not other
     return one[1] is other[1] if one[0] == "is" else bool(one == other)
+
+
+def _may_be_state(entry: Any) -> bool:
+    """Tell whether a global or an attribute of a class may be state: it is no module, method or plain function."""
+    if isinstance(entry, types.FunctionType):
+        return bool(entry.__closure__ or vars(entry))
+    return not isinstance(entry, (types.ModuleType, property, classmethod, staticmethod))
 
 
 def _is_plain_key(key: Any) -> bool:
