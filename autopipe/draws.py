@@ -16,6 +16,7 @@ module is entered. ``opaque_calls`` does this in the plain loop, ``inside`` in a
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 from collections.abc import Iterable, Iterator
@@ -54,13 +55,20 @@ def seed_of(seed: int, minibatch: int, microbatch: int, position: int) -> int:
 
 def is_random(func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
     """Tell whether an ATen call draws random numbers. Fused attention carries the tag even where it drops nothing."""
+    tagged, rates = _random_arguments(func)
+    for index, name, default in rates:
+        value = args[index] if index < len(args) else (kwargs or {}).get(name, default)
+        return value is None or value > 0
+    return tagged
+
+
+@functools.cache
+def _random_arguments(func: Any) -> tuple[bool, list[tuple[int, str, Any]]]:
+    """Return whether an operator may draw, and its arguments that say how much it drops: (index, name, default)."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            value = args[index] if index < len(args) else (kwargs or {}).get(argument.name, argument.default_value)
-            return value is None or value > 0
-    return True
+        return False, []
+    arguments = enumerate(func._schema.arguments)
+    return True, [(i, a.name, a.default_value) for i, a in arguments if a.name in ("dropout_p", "dropout")]
 
 
 def _reseed(value: int, generator: torch.Generator | None = None) -> None:

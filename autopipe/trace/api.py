@@ -54,16 +54,16 @@ def capture(
     Raises: TraceError with the user's line when the model cannot be followed, or when the graph is not the model.
     """
     model = workload.build_model() if model is None else model
-    before, trained = Snapshot(model), workload.spec.opaque_modules
-    if not training:
-        model.eval()
-    try:
+    if training:
         found = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
-        return _with_after_step(workload, model, found) if training and "after_step" in workload.hooks else found
+        return _with_after_step(workload, model, found) if "after_step" in workload.hooks else found
+    before, trained = Snapshot(model), workload.spec.opaque_modules
+    model.eval()
+    try:
+        return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
     finally:
-        if not training:
-            before.restore()
-            workload.run_opaque(trained)
+        before.restore()
+        workload.run_opaque(trained)
 
 
 def _capture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
@@ -53,6 +54,7 @@ _READS = {
 }
 
 
+@functools.cache
 def is_users(filename: str) -> bool:
     """Tell whether a file is the user's (or a model library's), not torch's or ours."""
     return not filename.startswith(_SKIPPED)
@@ -80,7 +82,9 @@ def places_of(frame: FrameType) -> dict[str, Any]:
 
     A place is (file, line), the frame by number, and the instruction in it, which tells two calls of a line apart.
     """
-    around = users_frame(frame.f_back)
+    in_library = library_of(frame.f_code.co_filename)
+    outer = _frames_of(frame.f_back) if in_library else []
+    around = (outer[0] if outer else None) if in_library else users_frame(frame.f_back)
     found: dict[str, Any] = {
         "source": (frame.f_code.co_filename, frame.f_lineno),
         "frame": id(frame),
@@ -88,10 +92,12 @@ def places_of(frame: FrameType) -> dict[str, Any]:
     }
     if around is not None:
         found["caller"] = (around.f_code.co_filename, around.f_lineno), id(around), around.f_lasti
-    if library_of(frame.f_code.co_filename):
-        own, _ = own_and_inner(lines_of(frame))
-        if own != found["source"]:
-            found["own"] = own
+    if in_library:
+        frames = [frame, *outer]
+        own, _ = own_and_library([each.f_code.co_filename for each in frames])
+        line = frames[own].f_code.co_filename, frames[own].f_lineno
+        if line != found["source"]:
+            found["own"] = line
     return found
 
 
@@ -100,12 +106,15 @@ Line = tuple[str, int]
 
 def lines_of(frame: FrameType | None) -> list[Line]:
     """Return the user's lines that are running, innermost first: (file, line)."""
-    lines = []
-    frame = users_frame(frame)
-    while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = users_frame(frame.f_back)
-    return lines
+    return [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames_of(frame)]
+
+
+def _frames_of(frame: FrameType | None) -> list[FrameType]:
+    frames = []
+    while (frame := users_frame(frame)) is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
 
 
 def own_and_inner(lines: list[Line]) -> tuple[Line, Line | None]:
@@ -128,14 +137,22 @@ def short_place_in(own: Line, inner: Line | None) -> str:
 
 def short_path(filename: str) -> str:
     """Return a path that says no more than it must: below the working directory, or below ``site-packages``."""
-    for marker in ("site-packages", "dist-packages"):
-        _, found, tail = filename.partition(f"{os.sep}{marker}{os.sep}")
-        if found:
-            return tail
+    installed = _below_packages(filename)
+    if installed:
+        return installed
     try:
         return str(Path(filename).relative_to(Path.cwd()))
     except ValueError:
         return filename
+
+
+@functools.cache
+def _below_packages(filename: str) -> str:
+    for marker in ("site-packages", "dist-packages"):
+        _, _, tail = filename.partition(f"{os.sep}{marker}{os.sep}")
+        if tail:
+            return tail
+    return ""
 
 
 def place(filename: str, line: int) -> str:

@@ -34,6 +34,11 @@ def own_and_library(filenames: Sequence[str]) -> tuple[int, int | None]:
     ``filenames``: of the frames, innermost first; at least one. The second is None where no library but Python's is
     innermost.
     """
+    return _positions(tuple(filenames))
+
+
+@functools.lru_cache(maxsize=4096)
+def _positions(filenames: tuple[str, ...]) -> tuple[int, int | None]:
     libraries = [library_of(filename) for filename in filenames]
     outermost = next((library for library in reversed(libraries) if library != STANDARD), STANDARD)
     home = "" if "" in libraries else outermost

@@ -302,7 +302,7 @@ def test_a_pass_that_goes_another_way_is_not_made_to_the_end():
     work._loss = lambda output, item: output.pow(2).mean()
     captured = capture(work, verify=False)
     assert re.match(r"eval mode traces differently at \S*test_graph\.py:\d+$", captured.evaluation_note)
-    runs = 2  # whole ones, in which Python state is looked at
+    runs = 1  # a whole one, in which Python state is looked at: it changes nothing
     assert passes.count(True) == 80 + 40 * runs
     assert 0 < passes.count(False) < 20
 
