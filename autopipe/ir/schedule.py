@@ -88,7 +88,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """``rows[r]``: what rank r does, in order. ``staleness[s]``: the delta of semantics, 0 for a flush.
+    """``rows[r]``: what rank r does, in order. ``staleness[s]``: the delta of docs/semantics.md, 0 for a flush.
 
     ``in_flight[s]``: the most microbatches that a rank of stage s may hold whose backward is not done; empty: no bound.
     """

@@ -1,7 +1,7 @@
 """Which minibatches are run together: one at a time, or several where the pipeline is to stay full between them.
 
-Where the pipeline drains, a run can be saved, evaluated and stopped; see the definition of the schedules on why it
-changes nothing where that is.
+Where the pipeline drains, a run can be saved, evaluated and stopped. The place does not change the result: the formula
+of docs/semantics.md decides which weight version a minibatch uses, also after a drain.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def _noise(one: _Trained, other: _Trained) -> Worst:
 def _averaged_in_flight(layout: Layout) -> set[str]:
     """Return the buffers that replicas average while later microbatches are under way, so that no loop has them.
 
-    It is where steps overlap; where the pipeline drains, the loop averages them as the definition says.
+    It is where steps overlap; where the pipeline drains, the loop averages them as docs/semantics.md defines.
     """
     if not any(make(layout.plan.schedule, layout.request).staleness):
         return set()

@@ -93,7 +93,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """As equal as the definition promises. What is not finite is equal to nothing."""
+        """Whether all is as equal as docs/semantics.md promises. A value that is not finite is never equal."""
         if self.nonfinite:
             return False
         if self.promised:

@@ -1,8 +1,8 @@
 """Plain training: one process, the user's own model, the loop anyone would write. What every plan is compared with.
 
-For schedules with staleness it keeps old weights, as the definition says: minibatch t reads version max(t - delta, 0)
-of each parameter, delta being that of the stage which owns it. With a ``SumOrder`` it adds up as a plan does: the same
-loop, and each microbatch's gradients go to the sum that its replica and stage would add them to.
+For schedules with staleness it keeps old weights, as docs/semantics.md defines: minibatch t reads version
+max(t - delta, 0) of each parameter, where delta belongs to the stage that owns it. With a ``SumOrder`` the same loop
+adds as a plan does: each microbatch's gradients go to the sum of its replica and stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of the schedule tests: layouts, and what each schedule must refuse, worked out here from the definition."""
+"""Cases of the schedule tests: layouts, and what each schedule must refuse, worked out here from docs/semantics.md."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Case:
         return found
 
     def staleness(self) -> list[int]:
-        """The table of the definition; for the schedules without replicas and loops it is p - 1 - s over m."""
+        """The table of docs/semantics.md; for the schedules without replicas and loops it is p - 1 - s over m."""
         if self.schedule == "2bw":
             return [1] * self.num_stages
         if self.schedule != "pipedream":

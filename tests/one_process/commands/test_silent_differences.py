@@ -232,7 +232,7 @@ class Draw:
         return laid_out(straight, self.schedule, ranks, (self.recompute,))
 
     def staleness(self) -> list[int]:
-        """Return delta by stage, worked out from the definition: ceil(warm-up / m) for pipedream, 1 for 2bw."""
+        """Return delta by stage, worked out from docs/semantics.md: ceil(warm-up / m) for pipedream, 1 for 2bw."""
         if self.schedule not in ("2bw", "pipedream"):
             return [0] * len(self.replicas)
         if self.schedule == "2bw":

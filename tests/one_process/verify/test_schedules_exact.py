@@ -1,4 +1,4 @@
-"""Every registered schedule trains what the definition says, sampled over layouts, microbatches, recompute, models."""
+"""Every registered schedule trains as docs/semantics.md defines: layouts, microbatches, recompute, models sampled."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ STALE = [
 
 
 def staleness_by_hand(case: Case) -> list[int]:
-    """The definition for one rank a stage: p - 1 - s microbatches are sent ahead."""
+    """docs/semantics.md for one rank a stage: p - 1 - s microbatches are sent ahead."""
     p = len(case.replicas)
     if case.schedule == "2bw":
         return [1] * p
