@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.oracle_order import Order
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.oracle_order import Order
 
 M64 = 2**64
 

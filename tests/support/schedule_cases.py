@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from support.pipelines import Captured, build, captured, minibatches, plan_for
-
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.ir.plan import Plan
 from autopipe.schedules import REGISTRY
 from autopipe.verify.check import compare
 from autopipe.verify.comparison import Comparison
+from support.pipelines import Captured, build, captured, minibatches, plan_for
 
 # the user's own grid has tests of its own
 SCHEDULES = tuple(name for name in REGISTRY if name != "custom")

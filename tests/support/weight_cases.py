@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.pipelines import Pipeline, build, captured_file, plan_for
 
 from autopipe.runtime.transport.threads import run_in_threads
+from support.pipelines import Pipeline, build, captured_file, plan_for
 
 MODEL = """
 import torch
