@@ -83,4 +83,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; one made in inference mode does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode; asking each tensor first costs as much again
+        return 0
