@@ -1,20 +1,22 @@
-"""The whole error tree.
+"""The error tree.
 
 ::
 
-    AutopipeError(what, *, where="", remedy="")   exit code 1; prints  Error: what / at: where / try: remedy
+    AutopipeError(what, *, where="", remedy="")   abstract; exit code 1; prints  Error: what / at: where / try: remedy
     ├── ModelFileError    the model file cannot be imported, or lacks something
-    ├── TraceError        the model cannot be followed; where = file:line of the user's code
+    ├── TraceError        the model cannot be captured; where = file:line of the user's code
     ├── ProfileError      the model cannot be measured
-    ├── PlanError         no plan fits, or the one asked for cannot be right; carries the numbers
+    ├── PlanError         no plan fits, or the requested plan is invalid; carries the numbers
     ├── ScheduleError     a named rule of schedules is broken; carries the grid with the cell marked
-    ├── ArtifactError     a file that a step wrote is damaged, or of another model
-    │   └── VersionError  it is whole, and of another format version
-    ├── RunError          a run cannot start or go on (directory, data, checkpoint)
-    │   └── AuditError    a step of the run is not the step of plain training; carries the step
-    └── WorkerError       exit code 3; a rank failed: rank, stage, instruction and its own traceback
+    ├── ArtifactError     a file that a step wrote is damaged, or belongs to another model
+    │   └── VersionError  the file is intact, and has another format version
+    ├── RunError          a run cannot start or continue (directory, data, checkpoint)
+    │   └── AuditError    a step of the run differs from plain training; carries the step
+    ├── WorkerError       exit code 3; a rank failed: rank, stage, instruction and its traceback
+    └── InternalError     a bug in autopipe: an invariant of its own does not hold
 
-An error is checked when it is built: one without a message is our own bug.
+``AutopipeError`` is for ``except`` clauses: code raises one of its subclasses. Building an error without a message
+raises ValueError.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ from pathlib import Path
 
 
 class AutopipeError(Exception):
-    """Something the user can act on: what happened, where, and what to try."""
+    """The base of all errors: what happened, where, and what to try. Abstract: raise a subclass.
+
+    Raises: TypeError if it is instantiated itself.
+    """
 
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        if type(self) is AutopipeError:
+            raise TypeError("AutopipeError is abstract; raise one of its subclasses")
         if not what.strip():
             raise ValueError("an error must say what happened")
         super().__init__(what)
@@ -141,6 +148,14 @@ class WorkerError(AutopipeError):
         self.instruction = instruction
         self.remote_traceback = remote_traceback
         self.shortage = dict(shortage or {})
+
+
+class InternalError(AutopipeError):
+    """A bug in autopipe: an invariant of its own does not hold. The user can only report it."""
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        remedy = remedy or "this is a bug in autopipe; please report it with the command and its output with --debug"
+        super().__init__(what, where=where, remedy=remedy)
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:

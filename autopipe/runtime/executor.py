@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import InternalError, RunError
 from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
 from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
@@ -92,7 +92,7 @@ class Executor:
                 self.reporter.at(str(instruction), waiting=instruction.op in RECEIVES)
                 handler = handlers.get(instruction.op)
                 if handler is None:
-                    raise AutopipeError(f"the runtime does not carry out {instruction.op!r} ({instruction})")
+                    raise InternalError(f"the runtime does not implement {instruction.op!r} ({instruction})")
                 start = time.perf_counter()
                 with self._booked(instruction):
                     handler(instruction)
@@ -160,7 +160,7 @@ class Executor:
             spec = microbatch.recording.specs[value]
             expected = spec.concrete(microbatch.sizes)
             if tuple(tensor.shape) != expected or tensor.dtype != getattr(torch, spec.dtype):
-                raise AutopipeError(
+                raise RunError(
                     f"{value} should be {spec.dtype}{list(expected)} here, and is {tensor.dtype}{list(tensor.shape)}",
                     where=f"stage {instruction.stage}, before it is sent to stage {instruction.peer}",
                     remedy="the shape depends on more than the shapes of the batch: let it follow from them alone, or "

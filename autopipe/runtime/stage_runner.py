@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import InternalError
 from autopipe.ir.messages import tied
 from autopipe.runtime.split_backward import PendingWeights, backward_inputs
 from autopipe.runtime.step.deferred import DeferredStatistics
@@ -226,7 +226,7 @@ class StageRunner:
             if root is None and value in flight.face.carries_gradient:
                 continue  # nothing of this stage led to it in this batch
             if root is None:
-                raise AutopipeError(
+                raise InternalError(
                     f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have"
                 )
             roots.append(root)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import InternalError
 
 
 class WeightVersions:
@@ -83,9 +83,9 @@ class WeightVersions:
         return {name: parameter.data for name, parameter in self._leaves[version].items()}
 
     def use(self, version: int) -> None:
-        """Hand the modules a version. Raises: AutopipeError where it is not held."""
+        """Hand the modules a version. Raises: InternalError if it is not held."""
         if version not in self._leaves:
-            raise AutopipeError(f"weight version {version} is not held; held: {list(self.versions)}")
+            raise InternalError(f"weight version {version} is not held; held: {list(self.versions)}")
         if version == self._used:
             return
         self._used = version

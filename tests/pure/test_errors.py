@@ -5,12 +5,22 @@ from __future__ import annotations
 import pytest
 
 from autopipe import errors
-from autopipe.errors import AutopipeError, ScheduleError, WorkerError, counted, unknown_choice, with_article
+from autopipe.errors import (
+    AutopipeError,
+    InternalError,
+    RunError,
+    ScheduleError,
+    WorkerError,
+    counted,
+    unknown_choice,
+    with_article,
+)
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutopipeError)]
+RAISED = [c for c in CLASSES if c is not AutopipeError]
 
 
-@pytest.mark.parametrize("kind", [c for c in CLASSES if c is not WorkerError])
+@pytest.mark.parametrize("kind", [c for c in RAISED if c is not WorkerError])
 def test_the_text_holds_what_where_and_what_to_try(kind: type[AutopipeError]) -> None:
     error = kind("it broke", where="model.py:3", remedy="mend it")
     assert str(error).splitlines() == ["it broke", "  at:  model.py:3", "  try: mend it"]
@@ -31,7 +41,16 @@ def test_a_schedules_error_shows_its_rule_and_its_grid() -> None:
 
 def test_an_error_without_words_is_a_bug_of_ours() -> None:
     with pytest.raises(ValueError, match="must say what happened"):
-        AutopipeError(" ")
+        RunError(" ")
+
+
+def test_the_base_error_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        AutopipeError("it broke")
+
+
+def test_a_bug_of_ours_asks_for_a_report() -> None:
+    assert "report it" in str(InternalError("weight version 3 is not stored"))
 
 
 def test_the_tree_is_drawn_in_the_docstring() -> None:

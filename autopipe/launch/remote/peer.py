@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe import __version__
-from autopipe.errors import AutopipeError, RunError
+from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.launch.rank.forked import ForkedRanks, preload
 from autopipe.launch.rank.signals import ENDING, STOPPING, ignore_from_now_on
@@ -135,7 +135,7 @@ class _Follower:
             self._await_rank_0()
             if message["code"] == INTERRUPTED:
                 raise KeyboardInterrupt
-            error = AutopipeError(message["what"], where=message["where"], remedy=message["remedy"])
+            error = RunError(message["what"], where=message["where"], remedy=message["remedy"])
             error.exit_code = message["code"]
             raise error
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import InternalError
 from autopipe.generate import inputs_of_stages
 from autopipe.ir.messages import batch_channel
 from autopipe.runtime.batches.exchange import DigestExchange
@@ -254,7 +254,7 @@ class OneReads:
         for j, fields in enumerate(described):
             name = fields.pop("recording")
             if name not in known:
-                raise AutopipeError(f"rank 0 follows a recording that this rank does not have: {name!r}")
+                raise InternalError(f"rank 0 follows a recording that this rank does not have: {name!r}")
             leaves = {leaf: piece.to(self.device, non_blocking=True) for leaf, piece in cut[j].items()}
             microbatches.append(Microbatch(leaves=leaves, recording=known[name], **fields))
         return Minibatch(microbatches, header["samples"], header["weight"], Place(**header["place"]))

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from autopipe import sparse
-from autopipe.errors import ArtifactError, AutopipeError
+from autopipe.errors import ArtifactError, RunError
 from autopipe.ir import artifact
 from autopipe.ir.artifact import write_text
 from autopipe.runtime.checkpoint.snapshot import Snapshot
@@ -163,7 +163,7 @@ def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manife
 
     ``keep``: how many of the newest stay; 0 keeps all. Returns its directory.
 
-    Raises: ArtifactError where the disk does not take it; AutopipeError where the copies of a tied parameter differ.
+    Raises: ArtifactError if the disk does not take it; RunError if the copies of a tied parameter differ.
     """
     files = tuple(
         artifact.load(StageFile, description(temporary, index), renew="save the checkpoint again")
@@ -194,7 +194,7 @@ def _refuse_unequal_ties(files: Sequence[StageFile]) -> None:
         for name, bits in stage.ties.items():
             first, where = seen.setdefault(name, (bits, stage.file))
             if first != bits:
-                raise AutopipeError(
+                raise RunError(
                     f"{name} is tied, and its copies are no longer equal: {where} and {stage.file} hold others",
                     remedy="go on from an earlier checkpoint (--resume STEP); a forward, hook or callback that writes "
                     "this parameter in one stage alone parts the copies: leave it out",

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, InternalError, RunError
 from autopipe.ir.channel import Channel
 from autopipe.runtime.transport.strides import copied
 
@@ -140,7 +140,7 @@ class _Sum:
             missing = [rank for rank in self.group if rank not in self.parts[number]]
             if missing:
                 text = f"ranks {missing} of {list(self.group)} brought nothing for {self.hub.timeout_seconds:.0f} s"
-                raise TransportClosed("another rank has failed") if there else AutopipeError(text)
+                raise TransportClosed("another rank has failed") if there else RunError(text)
             parts = [self.parts[number][rank] for rank in sorted(self.group)]
             self.taken[number] += 1
             if self.taken[number] == len(self.group):
@@ -175,9 +175,9 @@ class ThreadTransport:
                     if self.hub.aborted.is_set():
                         raise TransportClosed("another rank has failed") from None
                     if waited >= self.hub.timeout_seconds:
-                        raise AutopipeError(f"nothing arrived for {waited:.0f} s: {channel}") from None
+                        raise RunError(f"nothing arrived for {waited:.0f} s: {channel}") from None
             if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-                raise AutopipeError(f"{channel}: expected {dtype}{list(shape)}, got {tensor.dtype}{list(tensor.shape)}")
+                raise InternalError(f"{channel}: expected {dtype}{list(shape)}, got {tensor.dtype}{list(tensor.shape)}")
             return tensor
 
         return _Arrival(take)
