@@ -62,7 +62,7 @@ def load_model(
     with loading_within_memory(settings.model.target, _TOO_LARGE):
         workload = _workload(settings.model, work)
     if minibatch is not None:
-        workload.trains_with(minibatch)
+        workload.batches.minibatch = minibatch
     work.progress(f"capturing the model: {workload.name}", 0.0)
     built = (
         workload.build_model(empty=True)
@@ -95,7 +95,7 @@ def load_model(
             raise  # for another reason
         if minibatch is None or minibatch.parts > 1:
             raise uncut from None
-        workload.trains_whole()
+        workload.batches.train_whole()
         captured = captured_now()
         work.notes.append("each batch is trained whole: the model fails on a part of one")
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
@@ -158,14 +158,14 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     if model.said:
         spec = LoadOptions(
             model.target,
-            model.arguments,
-            hooks,
-            model.inputs,
-            model.hooks.get("optimizer", ""),
-            model.learning_rate,
-            model.seed or 0,
-            model.precision or "fp32",
-            model.opaque or "auto",
+            arguments=model.arguments,
+            hooks=hooks,
+            inputs=model.inputs,
+            optimizer=model.hooks.get("optimizer", ""),
+            lr=model.learning_rate,
+            seed=model.seed or 0,
+            precision=model.precision or "fp32",
+            opaque=model.opaque or "auto",
         ).spec()
         workload = Workload(spec)
         remember(spec)
@@ -179,14 +179,14 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     stored = work.store.stored_profile().workload
     spec = LoadOptions(
         stored.target,
-        stored.arguments | model.arguments,
-        stored.hooks | hooks,
-        model.inputs or stored.inputs,
-        model.hooks.get("optimizer", stored.optimizer),
-        stored.lr if model.learning_rate is None else model.learning_rate,
-        stored.seed if model.seed is None else model.seed,
-        model.precision or stored.precision,
-        model.opaque or stored.opaque,
+        arguments=stored.arguments | model.arguments,
+        hooks=stored.hooks | hooks,
+        inputs=model.inputs or stored.inputs,
+        optimizer=model.hooks.get("optimizer", stored.optimizer),
+        lr=stored.lr if model.learning_rate is None else model.learning_rate,
+        seed=stored.seed if model.seed is None else model.seed,
+        precision=model.precision or stored.precision,
+        opaque=model.opaque or stored.opaque,
     ).spec()
     named = {f"argument {name}" for name in model.arguments} | set(model.hooks)
     refuse_unnamed(spec, path, "autopipe plan", named=named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from autopipe.ir.graph import Graph
 
@@ -16,25 +16,20 @@ _MOST_BYTES = 2**60
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """How to find the user's model again: TARGET, its arguments, and hooks given as options. See ``workload``.
+    """How to load the user's model again, also in another process. See ``workload``."""
 
-    ``optimizer``: one of torch's by name, "" for the file's own hook or AdamW. ``lr``: None for the optimizer's own.
-    ``precision``: fp32, or bf16/fp16 for a forward and loss under autocast. ``batch_dims``: see
-    ``workload.cutting.BatchDimensions``; None where no batch was read yet. ``opaque``: which modules may run as they
-    are: auto, never, or paths separated by commas; ``opaque_modules``: those that do, as the capture found them.
-    """
-
-    target: str
-    arguments: dict[str, str]
-    hooks: dict[str, str]
-    inputs: tuple[str, ...]
+    target: str  # path/to/file.py[:ATTR] or package.module[:ATTR]
+    _: KW_ONLY
+    arguments: dict[str, str]  # of the function or class that builds the model
+    hooks: dict[str, str]  # name of a hook -> TARGET, for those that the command line names
+    inputs: tuple[str, ...]  # texts of --input
     seed: int
-    optimizer: str = ""
-    lr: float | None = None
-    precision: str = "fp32"
-    batch_dims: dict[str, int] | None = None
-    opaque: str = "auto"
-    opaque_modules: tuple[str, ...] = ()
+    optimizer: str = ""  # one of torch's by name; "" for the file's own hook, or AdamW
+    lr: float | None = None  # None for the optimizer's own
+    precision: str = "fp32"  # bf16 and fp16: forward and loss run under autocast
+    batch_dims: dict[str, int] | None = None  # see ``BatchDimensions.known``; None before the first batch is read
+    opaque: str = "auto"  # which modules may run as the user's own code: auto, never, or paths separated by commas
+    opaque_modules: tuple[str, ...] = ()  # the modules that do, as the capture decided
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

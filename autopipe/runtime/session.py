@@ -281,7 +281,7 @@ class RankSession:
         samples = 0
         with self._eval_mode():
             batches = self._reader(
-                lambda epoch: self.workload.evaluation_items(batch_size, otherwise=self.job.batch_size or None),
+                lambda epoch: self.workload.evaluation_items(batch_size, default=self.job.batch_size or None),
                 reader or self.job.data_reader,
                 epochs=1,
                 training=False,

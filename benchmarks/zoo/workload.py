@@ -25,7 +25,9 @@ class ZooWorkload:
     batch: Callable[[int, torch.Generator], Batch]
     loss_of: Callable[[Any, Batch], Tensor] | None = None
     inputs: tuple[str, ...] = ()
-    spec: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("benchmarks/zoo", {}, {}, (), 0))
+    spec: WorkloadSpec = field(
+        default_factory=lambda: WorkloadSpec("benchmarks/zoo", arguments={}, hooks={}, inputs=(), seed=0)
+    )
     hooks: Mapping[str, Any] = field(default_factory=dict)
     assumes_samples_first: bool = False
 

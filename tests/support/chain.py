@@ -56,7 +56,7 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
     boundaries = tuple(Boundary(v, p, c, cuts.spec(v), 0) for v, p, c in cuts.boundaries(positions))
     return Plan(
         graph_digest=graph.digest,
-        workload=WorkloadSpec("toy.py", {}, {}, (), 0),
+        workload=WorkloadSpec("toy.py", arguments={}, hooks={}, inputs=(), seed=0),
         num_ranks=len(stages),
         stages=tuple(stages),
         boundaries=boundaries,

@@ -105,7 +105,7 @@ def profile_of(graph: Graph, rng: random.Random, sizes: tuple[int, ...] = (4,)) 
         )
         for size in sizes
     )
-    workload = WorkloadSpec("model.py", {}, {}, (), 0)
+    workload = WorkloadSpec("model.py", arguments={}, hooks={}, inputs=(), seed=0)
     return Profile(workload, graph, Device("cpu", "test", 0), measurements, 1e-9, rng.choice((0.0, 1.0, 2.0)))
 
 

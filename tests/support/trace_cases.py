@@ -21,7 +21,7 @@ class Toy:
     assumes_samples_first = False
 
     def __init__(self, build, batch, loss=None):
-        self.spec = WorkloadSpec("toy.py", {}, {}, (), 0)
+        self.spec = WorkloadSpec("toy.py", arguments={}, hooks={}, inputs=(), seed=0)
         self._build, self._batch, self._loss = build, batch, loss
 
     def build_model(self):

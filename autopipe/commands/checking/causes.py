@@ -100,7 +100,7 @@ def refusal_of_after_step(
 
 def looks_beyond(found: Finding, prepared: Prepared) -> RunError:
     """Return the error for a finding of the probe."""
-    where = prepared.workload.optimizer_place
+    where = prepared.workload.stepping.optimizer_place
     seen = (
         f"with the same gradients it steps {found.parameter} otherwise in {_label(prepared, found.stage)} than over "
         f"the whole model (by {found.error:.1e} of its largest value, in step {found.step} of the probe)"
@@ -138,7 +138,7 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
             "the optimizer steps otherwise in stages: the gradients of the first step are those of plain training to "
             f"the last bit, and the weights after it are not ({worst.name} differs by {worst.error:.1e} in "
             f"{_label(prepared, worst.owner)})",
-            where=prepared.workload.optimizer_place,
+            where=prepared.workload.stepping.optimizer_place,
             remedy="let the optimizer step each parameter by its own gradient and state alone: no norm or count over "
             "all parameters (--clip-grad-norm X clips over all stages), no place in the list, no random numbers, no "
             f"parameters that it was not given; {_ONE_STAGE}",

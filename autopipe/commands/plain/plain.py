@@ -242,7 +242,7 @@ def _called(hook: Hook | None, name: str) -> str:
 
 
 def _own_loss(workload: Workload) -> str:
-    workload.stepped_parameters()  # the model is built for them, and the loss with it
+    workload.stepping.stepped_parameters()  # the model is built for them, and the loss with it
     return workload.own_loss.prefix
 
 
@@ -251,7 +251,7 @@ def _optimizer(workload: Workload, hook: Hook | None, name: str) -> str:
     rate = "" if spec.lr is None else f", lr={spec.lr!r}"
     if hook is not None:
         return f"{name}(trained{rate if isinstance(hook.function, type) else ''})"
-    return f"torch.optim.{workload.optimizer_class.__name__}(trained{rate})"
+    return f"torch.optim.{workload.stepping.optimizer_class.__name__}(trained{rate})"
 
 
 def _scheduler(hook: Hook | None, name: str) -> str:

@@ -91,7 +91,7 @@ class Attempts:
 
     def _begin(self, start: int) -> None:
         plan = self.prepared.plan
-        steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.epoch_length
+        steps = self.settings.steps or (self.settings.epochs or 1) * self.prepared.workload.batches.epoch_length
         fields = {"ranks": plan.num_ranks, "steps": steps, "start_step": max(start, 0)}
         stages = {"modules": [stage.name for stage in plan.stages], "stage_ranks": plan.stage_ranks}
         self.events("start", {**fields, **stages, "batch_size": plan.batch_size, "run_dir": str(self.run.path)})

@@ -118,7 +118,7 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
     """
     recorded = source.manifest.options
     assert recorded is not None
-    if settings.new_rate is not None and prepared.workload.has_scheduler:
+    if settings.new_rate is not None and prepared.workload.stepping.has_scheduler:
         raise RunError(
             f"--lr {settings.new_rate:g}: a scheduler sets the learning rate of this run, step by step, from "
             "rates that are part of its state",

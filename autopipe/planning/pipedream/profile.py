@@ -60,4 +60,4 @@ def profile_of_layers(layers: LayerGraph, name: str, *, samples: int = 1, deep: 
     )
     device = Device("gpu", "as in the file", 0)
     measurement = Measurement(samples, costs, keepers={own: own for own in costs})
-    return Profile(WorkloadSpec(name, {}, {}, (), 0), graph, device, (measurement,))
+    return Profile(WorkloadSpec(name, arguments={}, hooks={}, inputs=(), seed=0), graph, device, (measurement,))

@@ -68,7 +68,7 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
     Raises: RunError naming what a checkpoint cannot hold, or cannot bring back; ModelFileError for a hook that fails on
     the whole model, and for a scheduler that is not stepped without arguments.
     """
-    if not workload.has_own_stepping:
+    if not workload.stepping.is_customized:
         return ""
     with exclusive(), torch.random.fork_rng(devices=()), _same_modules(), _quietly():
         try:
@@ -91,7 +91,7 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
 
 
 def _shapes(workload: Workload) -> Shapes:
-    return {name: (tuple(p.shape), p.dtype) for name, p in workload.stepped_parameters().items()}
+    return {name: (tuple(p.shape), p.dtype) for name, p in workload.stepping.stepped_parameters().items()}
 
 
 def _stepped(side: _Side) -> set[int]:

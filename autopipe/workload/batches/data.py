@@ -31,26 +31,28 @@ _TRAINING, _EVALUATION, _EXAMPLE, _SPLIT = 0, 1, 2, 3  # streams of random numbe
 _DATA = 1 << 40  # a position that no operation of a model has
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Batches:
-    """The batches of one workload. ``name`` and ``path`` are for errors; ``arguments`` gives the forward's names.
+    """The batches of one workload: read from the data or made up, checked, and cut into microbatches."""
 
-    ``dimensions``: which of them count the samples; None until the first batch is read.
-    ``minibatch``: how the batches of this training are asked for and cut; None where that is not decided yet.
-    ``read``: by hook, the last iterator that it handed out, to tell one that is handed out a second time.
-    ``lengths``: by hook, how many batches its last epoch said that it has; nothing where it does not say.
-    """
-
-    name: str
-    path: str
+    name: str  # of the model, for errors
+    path: str  # of the model file, for errors
     seed: int
     hooks: Mapping[str, Hook]
-    inputs: Sequence[SyntheticInput]
-    arguments: Callable[[], tuple[str, ...]]
+    inputs: Sequence[SyntheticInput]  # of --input
+    arguments: Callable[[], tuple[str, ...]]  # returns the parameter names of the model's forward
+    #: The dimensions that count the samples; None until the first batch is read.
     dimensions: BatchDimensions | None = None
+    #: How this training asks for its batches and cuts them; None until that is decided. Set it before the first batch.
     minibatch: Minibatch | None = None
+    #: By hook, the iterator that it returned last, to detect one that is returned a second time.
     read: dict[str, Any] = field(default_factory=dict)
+    #: By hook, the number of batches in its last epoch, if the data has a length.
     lengths: dict[str, int] = field(default_factory=dict)
+
+    def train_whole(self) -> None:
+        """Treat every batch as one that cannot be cut."""
+        self.dimensions = BatchDimensions({"": WHOLE})
 
     @property
     def epoch_length(self) -> int:
@@ -122,8 +124,8 @@ class Batches:
             return self._iterate(self.hooks["data"], batch_size, _TRAINING, epoch)
         return self._synthetic_epoch(batch_size, epoch)
 
-    def evaluation(self, batch_size: int | None, otherwise: int | None = None) -> Iterator[Item]:
-        """Iterate the evaluation data. ``otherwise``: its batch size where none was asked for and it takes one.
+    def evaluation(self, batch_size: int | None, default: int | None = None) -> Iterator[Item]:
+        """Iterate the evaluation data. ``default``: the batch size without ``batch_size``, if the data takes one.
 
         Raises: ModelFileError as ``items`` does, and when there is no ``evaluate_data``.
         """
@@ -134,7 +136,7 @@ class Batches:
                 remedy="define evaluate_data(batch_size) in the model file, or give --eval-data",
             )
         hook = self.hooks["evaluate_data"]
-        size = otherwise if batch_size is None and hook.takes_batch_size else batch_size
+        size = default if batch_size is None and hook.takes_batch_size else batch_size
         return self._iterate(hook, size, _EVALUATION, 0)
 
     def _stream(self, stream: int, epoch: int) -> int:

@@ -78,7 +78,7 @@ def read(task: ProbeTask) -> Reading:
 
     digests = {"data": tuple(note(k, item) for k, item in enumerate(itertools.islice(training, task.count)))}
     if task.evaluation and workload.has_evaluation_data:
-        further = workload.evaluation_items(None, otherwise=size)
+        further = workload.evaluation_items(None, default=size)
         digests["evaluate_data"] = tuple(digest_of(item).hex() for item in itertools.islice(further, task.count))
     if task.parts:
         with contextlib.suppress(Exception):  # it is training that is to fail of it, where it comes so far

@@ -48,7 +48,7 @@ class OwnLoss:
         taken = [name for name in _NAMES if any(other.startswith(f"{name}.") for other in names)][-1:]
         return frozenset(other for other in names for name in taken if other.startswith(f"{name}."))
 
-    def hang_into(self, model: nn.Module, original: nn.Module | None = None) -> None:
+    def attach(self, model: nn.Module, original: nn.Module | None = None) -> None:
         """Give a model that was just built the loss as a child, where the loss has parameters.
 
         A class is instantiated now, so its initial weights are drawn after the model's, as in a script that makes the
@@ -81,7 +81,7 @@ class OwnLoss:
                 )
 
     @contextlib.contextmanager
-    def taken_out(self, model: nn.Module) -> Iterator[None]:
+    def detached(self, model: nn.Module) -> Iterator[None]:
         """Let the model run without the child."""
         child = model._modules.pop(self._name, None) if self._name else None
         try:

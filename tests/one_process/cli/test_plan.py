@@ -53,7 +53,9 @@ def stored_profile():
     costs = {b: {name: NodeCost(0.01 * b, 0.02 * b, 4096 * b, MIB * b) for name in names} for b in (1, 2, 4)}
     measured = tuple(Measurement(b, costs[b]) for b in costs)
     device = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
-    return Profile(WorkloadSpec("gone.py", {}, {}, (), 0), graph, device, measured, batch_size=16)
+    return Profile(
+        WorkloadSpec("gone.py", arguments={}, hooks={}, inputs=(), seed=0), graph, device, measured, batch_size=16
+    )
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def test_an_output_that_is_no_loss_asks_for_a_loss_and_not_for_a_mean(load) -> N
 
 def test_a_loss_that_is_not_reduced_asks_for_a_mean(load) -> None:
     workload = load("\ndef loss(output, target):\n    return output.sum(-1)\n")
-    with pytest.raises(ModelFileError, match=r"the loss of .* has shape \(4,\); wanted a scalar") as caught:
+    with pytest.raises(ModelFileError, match=r"the loss of .* has shape \(4,\); expected a scalar") as caught:
         workload.loss(workload.build_model(), workload.example_item(4))
     assert ".mean()" in caught.value.remedy
 

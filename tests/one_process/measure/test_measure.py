@@ -19,7 +19,7 @@ from autopipe.measure.device import find_device
 from autopipe.measure.piece import Piece, State
 from autopipe.measure.size import SizeRun
 
-SPEC = WorkloadSpec("net.py", {}, {}, (), 0)
+SPEC = WorkloadSpec("net.py", arguments={}, hooks={}, inputs=(), seed=0)
 QUIET = lambda text, part: None  # noqa: E731
 
 

@@ -95,7 +95,7 @@ def loss(output, target):
 def subject_of(path: Path, text: str, parts: int, batch_size: int | None = None) -> Captured:
     path.write_text(text)
     workload = load_workload(LoadOptions(str(path)))
-    workload.trains_with(Minibatch(parts, batch_size))
+    workload.batches.minibatch = Minibatch(parts, batch_size)
     return profile_of(workload, capture(workload))
 
 
@@ -180,8 +180,8 @@ def test_a_whole_graph_is_one_microbatch(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "graphs.py"
     path.write_text(GRAPHS)
     workload = load_workload(LoadOptions(str(path)))
-    workload.trains_with(Minibatch())
-    workload.trains_whole()
+    workload.batches.minibatch = Minibatch()
+    workload.batches.train_whole()
     subject = profile_of(workload, capture(workload))
     plan = plan_for(subject, 2, "1f1b", 1, 24)
     assert_trained(subject, plan, tmp_path, reader, lambda item, parts: [item], counted)
@@ -191,7 +191,7 @@ def test_a_whole_graph_is_one_microbatch(tmp_path: Path, reader: str) -> None:
 
 def test_a_batch_that_is_not_samples_first_is_taken_whole_where_nothing_is_cut(load: Any) -> None:
     workload = load(MODEL + "def data(batch_size): return [(torch.zeros(9, 3), torch.zeros(9, 2))]\n")
-    workload.trains_with(Minibatch(1, 4))
+    workload.batches.minibatch = Minibatch(1, 4)
     (part,) = workload.split(next(workload.items(4)), 1)
     assert part[0].shape == (9, 3)
     assert workload.spec.batch_dims == {"": -1}

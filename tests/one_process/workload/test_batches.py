@@ -138,9 +138,9 @@ def test_the_batch_size_of_training_is_for_evaluation_data_that_takes_one(load):
     own = "def evaluate_data(): return [(torch.ones(2, 4), torch.ones(2))]"
     for text, expected in ((sized, 6), (own, 2)):
         workload = load(MODEL + text)
-        assert [workload.num_samples(item) for item in workload.evaluation_items(otherwise=6)] == [expected]
-    assert [workload.num_samples(item) for item in load(MODEL + sized).evaluation_items(3, otherwise=6)] == [3]
-    assert "--batch-size 3" in fails(lambda: load(MODEL + own).evaluation_items(3, otherwise=6)).what
+        assert [workload.num_samples(item) for item in workload.evaluation_items(default=6)] == [expected]
+    assert [workload.num_samples(item) for item in load(MODEL + sized).evaluation_items(3, default=6)] == [3]
+    assert "--batch-size 3" in fails(lambda: load(MODEL + own).evaluation_items(3, default=6)).what
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

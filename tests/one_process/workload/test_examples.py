@@ -143,13 +143,13 @@ def test_no_loss_is_an_error_that_says_what_was_looked_for(load):
 def test_a_loss_that_is_not_scalar_is_an_error_with_its_shape(load):
     workload = load(MODEL + DATA + "def loss(output, target): return output - target\n")
     error = fails(lambda: workload.loss(workload.build_model(), next(workload.items(4))))
-    assert "has shape (4, 2); wanted a scalar" in error.what
+    assert "has shape (4, 2); expected a scalar" in error.what
 
 
 def test_a_loss_that_is_no_tensor_is_an_error(load):
     workload = load(MODEL + DATA + "def loss(output, target): return 1.0\n")
     error = fails(lambda: workload.loss(workload.build_model(), next(workload.items(4))))
-    assert "gave a float; wanted a scalar tensor" in error.what
+    assert "returned a float; expected a scalar tensor" in error.what
 
 
 def test_a_loss_that_holds_tensors_follows_the_model_to_its_device(load):

@@ -305,7 +305,10 @@ def test_an_iterator_as_data_is_refused_because_it_can_be_read_once(write):
 
 def test_a_loss_with_parameters_becomes_a_child_of_the_model(write):
     workload = load_workload(LoadOptions(write(LINEAR + "\nloss = nn.Bilinear(2, 2, 1)\n")))
-    assert workload.own_loss.prefix == "" and list(workload.stepped_parameters())[-2:] == ["loss.weight", "loss.bias"]
+    assert workload.own_loss.prefix == "" and list(workload.stepping.stepped_parameters())[-2:] == [
+        "loss.weight",
+        "loss.bias",
+    ]
     model = workload.build_model()
     assert workload.own_loss.prefix == "loss."
     assert model.loss is not workload.hooks["loss"].function, "every build has a loss of its own"

@@ -44,7 +44,7 @@ def even_profile(num_layers=8, seconds=1e-3, *, skips=False):
         aliases={},
     )
     costs = {node.name: NodeCost(seconds, 2 * seconds, 0, 0, 0) for node in nodes}
-    workload = WorkloadSpec("model.py", {}, {}, (), 0)
+    workload = WorkloadSpec("model.py", arguments={}, hooks={}, inputs=(), seed=0)
     return Profile(workload, graph, Device("cpu", "test", 0), (Measurement(4, costs),), 1e-9, 1.0)
 
 

@@ -44,8 +44,9 @@ def plan_of(graph: Graph, *positions: int) -> Plan:
         stages.append(Stage(index, start, stop, nodes[0].name, nodes[-1].name, (index,), held, 0.0, 0.0, 0))
     boundaries = tuple(Boundary(v, p, c, cuts.spec(v), 0) for v, p, c in cuts.boundaries(positions))
     count = len(stages)
+    workload = WorkloadSpec("toy.py", arguments={}, hooks={}, inputs=(), seed=0)
     return Plan(
-        graph.digest, WorkloadSpec("toy.py", {}, {}, (), 0), count, tuple(stages), boundaries, (), "1f1b", {},
+        graph.digest, workload, count, tuple(stages), boundaries, (), "1f1b", {},
         2 * count, count, 2, Prediction(0.0, 0.0, 0.0, 0.0),
     )  # fmt: skip
 

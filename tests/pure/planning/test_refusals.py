@@ -44,7 +44,12 @@ def chain(num_layers=4, *, saved=GIB, weight=GIB // 4, output=GIB // 16):
         Measurement(b, {node.name: NodeCost(0.01 * b, 0.02 * b, output * b, saved * b) for node in nodes})
         for b in (1, 2, 4, 8)
     )
-    return Profile(WorkloadSpec("chain.py", {}, {}, (), 0), graph, Device("cpu", "cpu", 0), measurements)
+    return Profile(
+        WorkloadSpec("chain.py", arguments={}, hooks={}, inputs=(), seed=0),
+        graph,
+        Device("cpu", "cpu", 0),
+        measurements,
+    )
 
 
 def machine(num_ranks, memory_gib=0.0):

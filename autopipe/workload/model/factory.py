@@ -1,0 +1,62 @@
+"""``ModelFactory``: build the user's model with the same initial weights every time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+from torch import nn
+
+from autopipe.draws import exclusive
+from autopipe.errors import ModelFileError
+from autopipe.workload.batches.isolation import seeded
+from autopipe.workload.hooks.own_loss import OwnLoss
+from autopipe.workload.model.building import Builder, forward_names
+from autopipe.workload.model.empty import parameters_without_memory
+from autopipe.workload.model.modes import for_training
+from autopipe.workload.model.uninitialized import ZeroedMemory
+
+
+class ModelFactory:
+    """Builds the model of a workload, and knows the arguments of its forward."""
+
+    def __init__(self, builder: Builder, own_loss: OwnLoss, seed: int) -> None:
+        self.builder = builder
+        self._own_loss = own_loss  # becomes a child of the model if it has parameters
+        self._seed = seed
+        self.notes: tuple[str, ...] = ()  # on the last build: modes, uninitialized memory
+
+    def build(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:
+        """Build the model with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
+
+        Args:
+            empty: Allocate no memory for the parameters; they are loaded from a file afterwards.
+            shifted: Draw extra random numbers (with ``empty``); see ``workload.model.empty``.
+
+        Raises: ModelFileError if the user's code fails.
+
+        """
+        without = parameters_without_memory(shifted=shifted) if empty else contextlib.nullcontext()
+        with seeded(self._seed), without, ZeroedMemory() as memory:
+            model = self.builder.build()
+            uninitialized = memory.note(model)
+            self.forward_names = forward_names(model)
+            model, modes = for_training(model)
+            self.notes = tuple(filter(None, (modes, uninitialized)))
+            original = self.builder.value if isinstance(self.builder.value, nn.Module) else None
+            self._own_loss.attach(model, original)
+        return model
+
+    @functools.cached_property
+    def forward_names(self) -> tuple[str, ...]:
+        """The parameter names of the model's forward. Builds the model if only that can tell."""
+        value = self.builder.value
+        if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
+            return forward_names(value)
+        with exclusive(), torch.random.fork_rng(devices=()):
+            try:
+                with torch.device("meta"):  # only the signature is needed
+                    return forward_names(self.builder.build())
+            except ModelFileError:
+                return forward_names(self.builder.build())
