@@ -114,8 +114,8 @@ class AuditError(RunError):
 class WorkerError(AutopipeError):
     """A rank failed. The earliest failure leads; what it caused elsewhere is folded away.
 
-    ``modules``: of the model that the stage runs. ``shortage``: where memory ran out, the bytes that were
-    ``predicted``, ``used``, ``asked`` for and ``available``.
+    ``modules``: of the model that the stage runs. ``out_of_memory``: if memory ran out, the bytes that were
+    ``predicted``, ``used``, ``requested`` and ``available``.
     """
 
     exit_code = 3
@@ -132,7 +132,7 @@ class WorkerError(AutopipeError):
         remote_traceback: str = "",
         where: str = "",
         remedy: str = "",
-        shortage: Mapping[str, int] | None = None,
+        out_of_memory: Mapping[str, int] | None = None,
     ) -> None:
         place = f"rank {rank}"
         if host:
@@ -147,7 +147,7 @@ class WorkerError(AutopipeError):
         self.stage = stage
         self.instruction = instruction
         self.remote_traceback = remote_traceback
-        self.shortage = dict(shortage or {})
+        self.out_of_memory = dict(out_of_memory or {})
 
 
 class InternalError(AutopipeError):

@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
+from autopipe.launch.registry import LAUNCHERS
 from autopipe.launch.request import HostCommand, LaunchSettings
 
 from . import types
 from .options import Function, option
 from .terminal import Terminal
-
-LAUNCHERS = ("local", "ssh", "slurm", "env", "ray")
 
 host_options: tuple[Callable[[Any], Any], ...] = (
     option(
@@ -107,14 +106,14 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
     if launcher == "ssh" and not hosts:
         raise click.UsageError("--launcher ssh needs --hosts h1:2,h2:2 or --hostfile FILE")
     return LaunchSettings(
-        launcher,
-        hosts,
-        given["remote_python"] or "",
-        given["ssh_config"],
-        given["interface"] or "",
-        given["trust_network"],
-        given.get("watchdog"),
-        given.get("dry_run", False),
+        launcher=launcher,
+        hosts=hosts,
+        remote_python=given["remote_python"] or "",
+        ssh_config=given["ssh_config"],
+        interface=given["interface"] or "",
+        trust_network=given["trust_network"],
+        watchdog_seconds=given.get("watchdog"),
+        dry_run=given.get("dry_run", False),
     )
 
 

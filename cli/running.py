@@ -18,6 +18,7 @@ from autopipe.commands.settings import (
     ModelSettings,
     TrainSettings,
 )
+from autopipe.launch.registry import LAUNCHERS
 
 from . import documents, failures, launching, options, submitting, types
 from .terminal import Terminal
@@ -189,7 +190,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
         same_data=not given["allow_other_data"],
         audit_every=given["audit_every"],
     )
-    if settings.launch.name in submitting.STARTERS:
+    if LAUNCHERS[settings.launch.name].load is None:  # the command starts again elsewhere
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
     from autopipe.commands.training import together
     from autopipe.commands.training.placement import placed, rehearse
@@ -206,8 +207,8 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     from .live import watching
 
-    with together.leading(settings) as led, watching(terminal) as events:
-        result = runs.train(placed(led), events)
+    with together.leading(settings) as (led, rendezvous), watching(terminal) as events:
+        result = runs.train(placed(led), events, rendezvous)
     terminal.table(tables.training(result), *tables.peaks(result))
     terminal.document("train", documents.train(result))
     if result.stopped:

@@ -16,8 +16,6 @@ from .terminal import Terminal
 if TYPE_CHECKING:
     from autopipe.commands.settings import TrainSettings
 
-STARTERS = ("slurm", "ray")
-
 
 def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str]) -> int:
     """Start the run, and return the exit code; in an allocation, become the command that starts the ranks."""

@@ -18,8 +18,8 @@ from autopipe.commands.training.listener import Listener
 from autopipe.commands.training.resuming import refuse_other_parameters, refuse_without_averages, skeleton
 from autopipe.errors import RunError
 from autopipe.generate import generate
-from autopipe.launch.registry import launch
-from autopipe.launch.request import Launch
+from autopipe.launch.registry import run_ranks
+from autopipe.launch.request import LaunchRequest
 from autopipe.report.results import EvaluateResult
 from autopipe.runtime.checkpoint import checkpoint as checkpoints
 from autopipe.runtime.job import RunDirectory
@@ -103,11 +103,11 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
             )
         listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_ranks)
         start = time.time()
-        launch(
-            Launch(
-                as_trained,
-                plan.num_ranks,
-                listener,
+        run_ranks(
+            LaunchRequest(
+                run=as_trained,
+                world_size=plan.num_ranks,
+                on_event=listener,
                 body="evaluate",
                 batch_size=settings.batch_size or 0,
                 evaluation_data=settings.data or "",

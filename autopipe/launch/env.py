@@ -12,19 +12,17 @@ import datetime
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from autopipe.errors import RunError, counted
-from autopipe.launch.rank.signals import ignore_from_now_on, taken
-from autopipe.launch.remote import network
-from autopipe.launch.remote.identity import Membership
-from autopipe.launch.remote.peer import connect, follow
-from autopipe.launch.remote.rendezvous import GATHER_SECONDS, Meeting
-from autopipe.launch.request import HostCommand, Launch, LaunchSettings
+from autopipe.launch.rank.signals import handled_by, ignore_stop_signals
+from autopipe.launch.remote import network, peer
+from autopipe.launch.remote.identity import RankIdentity
+from autopipe.launch.remote.rendezvous import GATHER_SECONDS, Rendezvous
+from autopipe.launch.request import HostCommand, LaunchRequest, LaunchSettings
 from autopipe.launch.supervisor import Supervisor
 
 _LEADER = "leader"
@@ -32,7 +30,7 @@ _LITERAL = ("127.0.0.1", "::1", "localhost")
 
 
 @contextlib.contextmanager
-def leading(here: Membership, settings: LaunchSettings) -> Iterator[LaunchSettings]:
+def lead(here: RankIdentity, settings: LaunchSettings) -> Iterator[Rendezvous]:
     """Be rank 0: listen from now on, and yield the settings with which the run is launched.
 
     Whatever the body fails of, the processes of all ranks fail of it, at once and with the same message.
@@ -40,26 +38,26 @@ def leading(here: Membership, settings: LaunchSettings) -> Iterator[LaunchSettin
     Raises: RunError where rank 0 cannot listen where the others will look for it.
     """
     listener = None if here.world_size == 1 else _listen(here, settings)
-    meeting = Meeting(here, listener)
+    rendezvous = Rendezvous(here, listener)
     try:
-        if listener is not None and here.store_is_there:
+        if listener is not None and here.store_exists:
             place = network.tcp_address(*listener.getsockname()[:2])
             _agents_store(here).set(_LEADER, place)
-        yield replace(settings, meeting=meeting)
+        yield rendezvous
     except BaseException as error:
-        ignore_from_now_on()
-        meeting.fail(error)
+        ignore_stop_signals()
+        rendezvous.fail(error)
         raise
-    meeting.finish(0)
+    rendezvous.finish(0)
 
 
-def following(here: Membership, settings: LaunchSettings) -> int:
+def follow(here: RankIdentity, settings: LaunchSettings) -> int:
     """Be another rank, to the end of the run, and return the exit code.
 
     Raises: AutopipeError with the message of the first failure, whichever rank it was on.
     """
     host, port = here.address, here.port
-    if here.store_is_there:
+    if here.store_exists:
         try:
             host, port = network.parse_tcp(_agents_store(here).get(_LEADER).decode())
         except (RuntimeError, ValueError) as error:
@@ -69,34 +67,33 @@ def following(here: Membership, settings: LaunchSettings) -> int:
                 remedy="look at what the launcher says of rank 0",
             ) from None
     network.refuse_public(network.resolve(host)[1], trusted=settings.trust_network)
-    return follow(here, connect(host, port))
+    return peer.follow(here, peer.connect(host, port))
 
 
-def launch(request: Launch) -> None:
+def run_ranks(request: LaunchRequest, rendezvous: Rendezvous | None) -> None:
     """Start the ranks, each under its own process, and return when all are done.
 
     Raises: RunError where a process did not come; WorkerError for the first failure.
     """
-    meeting = request.settings.meeting
-    assert meeting is not None, "rank 0 launches inside of leading"
-    with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, taken(request.stop):
-        ranks = meeting.start(request, Path(scratch))
+    assert rendezvous is not None, "rank 0 calls this inside of lead()"
+    with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, handled_by(request.stop):
+        ranks = rendezvous.start(request, Path(scratch))
         try:
             Supervisor(request, ranks).watch()
         finally:
             ranks.end()
 
 
-def commands(request: Launch) -> list[HostCommand]:
+def commands(request: LaunchRequest) -> list[HostCommand]:
     """Return this process alone: the others were started like it, and say for themselves what they would do."""
-    here = request.settings.here
+    here = request.settings.identity
     assert here is not None, "whoever asks for this launcher reads the environment first"
-    at = "torchrun's agent" if here.store_is_there else f"{here.address} port {here.port}"
+    at = "torchrun's agent" if here.store_exists else f"{here.address} port {here.port}"
     note = f"rank {here.rank} of {here.world_size}, by {here.launcher}; meets the others at {at}"
-    return [HostCommand("", (here.rank,), (), "", note)]
+    return [HostCommand(ranks=(here.rank,), note=note)]
 
 
-def _agents_store(here: Membership) -> Any:
+def _agents_store(here: RankIdentity) -> Any:
     """Return what torchrun's agent keeps, under names of this attempt's own.
 
     Raises: RunError where the agent does not answer.
@@ -118,19 +115,19 @@ def _agents_store(here: Membership) -> Any:
     )
 
 
-def _listen(here: Membership, settings: LaunchSettings) -> socket.socket:
+def _listen(here: RankIdentity, settings: LaunchSettings) -> socket.socket:
     """Return the socket of rank 0, on one address. Raises: RunError."""
     if settings.interface:
         address = network.address_of(settings.interface)
-    elif here.store_is_there:
+    elif here.store_exists:
         address = network.own_address_towards(here.address)
     else:
         address = _own(here)
     network.refuse_public(address, trusted=settings.trust_network)
-    return network.listen(address, 0 if here.store_is_there else here.port)
+    return network.listen(address, 0 if here.store_exists else here.port)
 
 
-def _own(here: Membership) -> str:
+def _own(here: RankIdentity) -> str:
     """Return the address of this host that the others know as MASTER_ADDR.
 
     A host often takes its own name for an address of itself alone (Debian: 127.0.1.1), which others cannot reach.

@@ -30,7 +30,7 @@ PLACE_SECONDS = 600.0
 _PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RayRun:
     """``command``: what each rank runs. ``folder``: where; every node must have it. ``threads``: CPUs of a rank."""
 

@@ -1,44 +1,87 @@
-"""The launchers by name. Each is a module with two functions of one signature; it is imported when it is chosen.
+"""The launchers by name. A new launcher is a module with the functions of ``Launcher``, and one entry here.
 
-::
-
-    launch(request: Launch) -> None                      start the ranks, return when all are done, leave none behind
-    commands(request: Launch) -> list[HostCommand]       what ``launch`` would run, without running it
+The module of a launcher is imported when it is used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from autopipe.errors import RunError, unknown_choice
-from autopipe.launch.request import HostCommand, Launch
+from autopipe.launch.request import HostCommand, LaunchRequest
 
-LAUNCHERS = {
-    "local": "autopipe.launch.local",
-    "ssh": "autopipe.launch.ssh",
-    "env": "autopipe.launch.env",
+if TYPE_CHECKING:
+    from autopipe.launch.remote.rendezvous import Rendezvous
+
+
+class Launcher(Protocol):
+    """The functions of a launcher's module."""
+
+    def run_ranks(self, request: LaunchRequest, rendezvous: Rendezvous | None) -> None:
+        """Start the ranks and return when all are done. No rank is left running, however this returns.
+
+        ``rendezvous``: the connections to the processes that a cluster's own launcher started, if one did.
+        """
+
+    def commands(self, request: LaunchRequest) -> list[HostCommand]:
+        """Return the commands that ``run_ranks`` would run, without running them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One launcher."""
+
+    load: Callable[[], Launcher] | None  # None: the command runs again elsewhere, once a rank, with --launcher env
+    stops_gracefully: bool = False  # a signal to this process makes the ranks finish a minibatch and save
+
+
+def _local() -> Launcher:
+    from autopipe.launch import local
+
+    return local
+
+
+def _ssh() -> Launcher:
+    from autopipe.launch import ssh
+
+    return ssh
+
+
+def _env() -> Launcher:
+    from autopipe.launch import env
+
+    return env
+
+
+LAUNCHERS: Mapping[str, Entry] = {
+    "local": Entry(_local, stops_gracefully=True),
+    "ssh": Entry(_ssh, stops_gracefully=True),
+    "slurm": Entry(None),
+    "env": Entry(_env, stops_gracefully=True),
+    "ray": Entry(None),
 }
-# those whose ranks can be asked to finish their minibatch; under the others a signal is not this process's to answer
-STOPPABLE = ("local", "ssh", "env")
 
 
-def _module(request: Launch) -> Any:
+def _launcher(request: LaunchRequest) -> Launcher:
+    """Return the launcher that the settings name. Raises: RunError for a name without ranks of its own."""
     name = request.settings.name
-    if name not in LAUNCHERS:
-        raise RunError(unknown_choice("launcher", name, LAUNCHERS), remedy="choose one of them with --launcher")
-    return importlib.import_module(LAUNCHERS[name])
+    entry = LAUNCHERS.get(name)
+    if entry is None or entry.load is None:
+        known = [known for known, other in LAUNCHERS.items() if other.load is not None]
+        raise RunError(unknown_choice("launcher", name, known), remedy="choose one of them with --launcher")
+    return entry.load()
 
 
-def launch(request: Launch) -> None:
-    """Start the ranks with the launcher that the settings name.
+def run_ranks(request: LaunchRequest, rendezvous: Rendezvous | None = None) -> None:
+    """Start the ranks with the launcher that the settings name, and return when all are done.
 
-    Raises: RunError where it cannot start them; WorkerError for the first failing rank.
+    Raises: RunError if they cannot be started; WorkerError for the first failing rank.
     """
-    _module(request).launch(request)
+    _launcher(request).run_ranks(request, rendezvous)
 
 
-def commands(request: Launch) -> list[HostCommand]:
-    """Return what would be run, host by host. Raises: RunError where it could not be."""
-    found: list[HostCommand] = _module(request).commands(request)
-    return found
+def commands(request: LaunchRequest) -> list[HostCommand]:
+    """Return the commands that would run, host by host. Raises: RunError if the ranks do not fit."""
+    return _launcher(request).commands(request)

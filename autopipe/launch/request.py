@@ -1,24 +1,21 @@
-"""What a launcher is asked for, and what it tells each rank. No torch: the command line can build these at once.
+"""The request to a launcher, and the instructions for each rank. No torch: the command line builds these at once.
 
 ::
 
-    LaunchSettings (what the user said) --+
-    RunDirectory, ranks, what to do ------+--> Launch --launcher--> WorkerSpec for each rank, as JSON
+    LaunchSettings (the user's options) --+
+    RunDirectory, ranks, the work --------+--> LaunchRequest --launcher--> a WorkerSpec for each rank, as JSON
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopipe.launch.rank.signals import StopRequest
-from autopipe.launch.remote.identity import Membership
+from autopipe.launch.remote.identity import RankIdentity
 from autopipe.runtime.job import RunDirectory
-
-if TYPE_CHECKING:
-    from autopipe.launch.remote.rendezvous import Meeting
 
 LOOPBACK = "lo"
 STEPS_WITHOUT_PROGRESS = 20
@@ -31,113 +28,122 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that ranks run on, by the name under which ssh knows it. ``slots`` 0: its share of the ranks."""
+    """A machine that runs ranks."""
 
-    name: str
-    slots: int = 0
+    name: str  # as ssh knows it
+    slots: int = 0  # the number of ranks it takes; 0: an equal share
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
-    """How and where the ranks are started. ``launcher`` "": ssh where hosts are named, else local.
+    """The user's options for how and where the ranks start."""
 
-    ``remote_python`` "": the path of this process's interpreter. ``interface`` "": the one that leads to the first
-    host. ``watchdog_seconds`` None: from the plan. ``trust_network``: an address of the public internet is accepted.
-    ``here``, ``meeting``: which process this is under a cluster's own launcher, and rank 0's end of the rendezvous.
-    """
-
-    launcher: str = ""
+    launcher: str = ""  # "": ssh if hosts are named, else local
     hosts: tuple[Host, ...] = ()
-    remote_python: str = ""
-    ssh_config: Path | None = None
-    interface: str = ""
-    trust_network: bool = False
-    watchdog_seconds: float | None = None
+    remote_python: str = ""  # the interpreter on the hosts; "": the path of this one
+    ssh_config: Path | None = None  # None: the user's own ~/.ssh/config
+    interface: str = ""  # the network interface between ranks; "": the one on the route to the first host
+    trust_network: bool = False  # accept an address of the public internet
+    watchdog_seconds: float | None = None  # None: derived from the plan
     dry_run: bool = False
-    here: Membership | None = None
-    meeting: Meeting | None = field(default=None, compare=False)
+    identity: RankIdentity | None = None  # this process's rank, if a cluster's own launcher started it
 
     @property
     def name(self) -> str:
-        """The launcher that is meant."""
+        """The name of the launcher to use."""
         return self.launcher or ("ssh" if self.hosts else "local")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One start of all ranks of a run. ``body``: ``train`` or ``evaluate``.
-
-    ``batch_size``, ``evaluation_data`` (a TARGET): for ``evaluate``, in place of the run's own; 0 and "" leave them.
-    ``averaged``: ``evaluate`` takes the averaged weights.
-    ``stop``: whoever asks it asks the run to stop cleanly; without one, signals end it.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One start of all ranks of a run."""
 
     run: RunDirectory
     world_size: int
     on_event: OnEvent
     settings: LaunchSettings = LaunchSettings()
     watchdog_seconds: float = 300.0
-    body: str = "train"
-    batch_size: int = 0
-    evaluation_data: str = ""
-    averaged: bool = False
-    stop: StopRequest | None = None
+    body: str = "train"  # train or evaluate
+    batch_size: int = 0  # of evaluate; 0: the run's own
+    evaluation_data: str = ""  # of evaluate: a TARGET; "": the run's own
+    averaged: bool = False  # evaluate the averaged weights
+    stop: StopRequest | None = None  # requests a graceful stop; None: signals end the run at once
 
     @property
     def slow_seconds(self) -> float:
-        """How long what is no instruction may take: building the model, reading data, saving. No plan predicts that."""
+        """The time limit for work without a predicted time: building the model, reading data, saving."""
         if self.settings.watchdog_seconds is not None:
             return self.watchdog_seconds
         return max(self.watchdog_seconds, SLOW_SECONDS)
 
     @property
     def timeout_seconds(self) -> float:
-        """How long a rank waits for another: longer than the watchdog, which knows more, takes to speak."""
+        """How long a rank waits for another: longer than the watchdog, whose report says more."""
         return max(self.watchdog_seconds * 2, self.slow_seconds + LEAST_WATCHDOG_SECONDS)
 
+    def worker_spec(
+        self,
+        rank: int,
+        *,
+        store: str,
+        heartbeats: str = "",
+        interface: str = "",
+        host: str = "",
+        local_rank: int = 0,
+        local_world_size: int = 1,
+    ) -> WorkerSpec:
+        """Return the instructions for one rank. The process that starts the rank adds the paths of its own host."""
+        return WorkerSpec(
+            run=str(self.run.path.resolve()),
+            rank=rank,
+            world_size=self.world_size,
+            store=store,
+            heartbeats=heartbeats,
+            body=self.body,
+            timeout_seconds=self.timeout_seconds,
+            batch_size=self.batch_size,
+            evaluation_data=self.evaluation_data,
+            averaged=self.averaged,
+            interface=interface,
+            host=host,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+        )
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a launcher tells a rank; it travels as JSON. ``body`` and what follows it: as in ``Launch``.
+    """The instructions of a launcher for one rank, sent as JSON."""
 
-    ``store``: where the ranks meet, ``file:///path`` or ``tcp://address:port``; for the latter rank 0 listens, on that
-    address only. ``heartbeats``: the file of ``launch.rank.heartbeat``. ``interface``: the network interface that gloo
-    uses; "" is the loopback for ranks that meet in a file, else the one that leads to the store. ``host``: for people.
-    ``local_rank`` of ``local_world_size``: among the ranks of the same machine.
-    """
-
-    run: str
+    run: str  # the run directory
     rank: int
     world_size: int
-    store: str
-    heartbeats: str
-    body: str
+    store: str  # the rendezvous store: file:///path, or tcp://address:port on which rank 0 listens
+    heartbeats: str  # the path of the heartbeat file; see launch.rank.heartbeat
+    body: str  # train or evaluate
     timeout_seconds: float
-    batch_size: int = 0
+    batch_size: int = 0  # this and the next two: as in LaunchRequest
     evaluation_data: str = ""
     averaged: bool = False
-    interface: str = ""
-    host: str = ""
-    local_rank: int = 0
+    interface: str = ""  # for gloo; "": loopback with a store in a file, else the interface on the route to the store
+    host: str = ""  # the host's name in messages
+    local_rank: int = 0  # among the ranks of the same host
     local_world_size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostCommand:
-    """What a launcher would run on a host: a command as a list of words, and the text it would be given on stdin.
+    """What a launcher would run on one host, for ``--dry-run``."""
 
-    ``host`` "": this machine. ``note``: what a person should know, such as how a rank without a command starts.
-    """
-
-    host: str
+    host: str = ""  # "": this machine
     ranks: tuple[int, ...]
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()  # empty if the ranks start without a command
     stdin: str = ""
-    note: str = ""
+    note: str = ""  # for the user, such as how a rank without a command starts
 
 
-def watchdog_of(step_seconds: float, said: float | None) -> float:
-    """Return how long nothing may move before a hang is declared: what the user said, or twenty predicted steps."""
-    if said is not None:
-        return said
+def watchdog_of(step_seconds: float, requested: float | None) -> float:
+    """Return the seconds without progress that count as a hang: those requested, or twenty predicted steps."""
+    if requested is not None:
+        return requested
     return max(LEAST_WATCHDOG_SECONDS, STEPS_WITHOUT_PROGRESS * step_seconds)

@@ -32,7 +32,7 @@ _DECIDED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
     """One run as a job. ``command``: the words up to ``train``; ``rest``: what is said to it, without run directory.
 

@@ -15,11 +15,11 @@ from typing import Any
 from autopipe.ir import artifact
 from autopipe.ir.plan import bytes_by_rank
 from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.rank.signals import taken
+from autopipe.launch.rank.signals import handled_by
 from autopipe.launch.remote import network, preflight
 from autopipe.launch.remote.agent_pool import LOST_SECONDS, Agents, command_of, hello
 from autopipe.launch.remote.hosts import assign
-from autopipe.launch.request import LOOPBACK, HostCommand, Launch, WorkerSpec
+from autopipe.launch.request import LOOPBACK, HostCommand, LaunchRequest, WorkerSpec
 from autopipe.launch.supervisor import Supervisor
 from autopipe.workload.target.targets import Target
 
@@ -100,14 +100,14 @@ def _in_our_time(message: dict[str, Any], offset_ns: int) -> dict[str, Any]:
     return told
 
 
-def launch(request: Launch) -> None:
+def run_ranks(request: LaunchRequest, rendezvous: object = None) -> None:
     """Look at the hosts, start the ranks there, and return when all are done.
 
     Raises: RunError where a host cannot be reached or lacks something; WorkerError for the first failure. Whatever way
     it ends, no rank is left on a host that can be reached, and none for longer than fifteen seconds on another.
     """
     places = _places(request)
-    with taken(request.stop):
+    with handled_by(request.stop):
         agents = Agents([host for host, _ in places], request.settings)
         try:
             found = _look(request, agents, [ranks for _, ranks in places])
@@ -118,27 +118,28 @@ def launch(request: Launch) -> None:
             agents.close()
 
 
-def commands(request: Launch) -> list[HostCommand]:
+def commands(request: LaunchRequest) -> list[HostCommand]:
     """Return the command for each host, and what the agent there would read."""
     places = _places(request)
     store = "tcp://ADDRESS:PORT" if len(places) > 1 else ""
-    found = []
+    hosts = []
     for host, ranks in places:
         specs = [_spec(request, host, rank, ranks, store, request.settings.interface) for rank in ranks]
         lines = [hello(host, devices=False), {"kind": "start", "specs": [artifact.encode(spec) for spec in specs]}]
         text = "\n".join(json.dumps(line) for line in lines)
         note = "questions before the start are left out: versions, clock, addresses, files"
-        found.append(HostCommand(host, ranks, command_of(host, request.settings), text, note))
-    return found
+        command = command_of(host, request.settings)
+        hosts.append(HostCommand(host=host, ranks=ranks, command=command, stdin=text, note=note))
+    return hosts
 
 
-def _places(request: Launch) -> list[tuple[str, tuple[int, ...]]]:
+def _places(request: LaunchRequest) -> list[tuple[str, tuple[int, ...]]]:
     """Return the hosts that get ranks, with them."""
     hosts = request.settings.hosts
     return [(h.name, ranks) for h, ranks in zip(hosts, assign(hosts, request.world_size), strict=True) if ranks]
 
 
-def _look(request: Launch, agents: Agents, ranks_of: Sequence[Sequence[int]]) -> preflight.Survey:
+def _look(request: LaunchRequest, agents: Agents, ranks_of: Sequence[Sequence[int]]) -> preflight.Survey:
     """Do the preflight. Raises: RunError for the first problem."""
     plan, devices = request.run.plan(), request.run.job().device.startswith("cuda")
     found = preflight.survey(agents, request.settings, devices=devices)
@@ -160,7 +161,7 @@ def _look(request: Launch, agents: Agents, ranks_of: Sequence[Sequence[int]]) ->
     return found
 
 
-def _start(request: Launch, agents: Agents, found: preflight.Survey, ranks_of: Sequence[Sequence[int]]) -> None:
+def _start(request: LaunchRequest, agents: Agents, found: preflight.Survey, ranks_of: Sequence[Sequence[int]]) -> None:
     store = ""
     if len(found.hosts) > 1:
         place = agents.ask({0: {"kind": "listen", "address": found.addresses[0][0]}}, "listening")[0]
@@ -172,19 +173,10 @@ def _start(request: Launch, agents: Agents, found: preflight.Survey, ranks_of: S
     agents.ask(messages, "started", _START_SECONDS)
 
 
-def _spec(request: Launch, host: str, rank: int, ranks: Sequence[int], store: str, interface: str) -> WorkerSpec:
-    """Return what a rank is told; the agent adds the paths that are its own."""
-    return WorkerSpec(
-        run=str(request.run.path.resolve()),
-        rank=rank,
-        world_size=request.world_size,
+def _spec(request: LaunchRequest, host: str, rank: int, ranks: Sequence[int], store: str, interface: str) -> WorkerSpec:
+    return request.worker_spec(
+        rank,
         store=store,
-        heartbeats="",
-        body=request.body,
-        timeout_seconds=request.timeout_seconds,
-        batch_size=request.batch_size,
-        evaluation_data=request.evaluation_data,
-        averaged=request.averaged,
         interface=interface if store else LOOPBACK,
         host=host,
         local_rank=ranks.index(rank),

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 from autopipe.errors import AutopipeError, WorkerError
 from autopipe.launch.rank import stacks
+from autopipe.launch.rank.graceful_stop import Agreement
 from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.rank.stopping import Agreement
-from autopipe.launch.request import Launch
+from autopipe.launch.request import LaunchRequest
 
 TICK_SECONDS = 0.1
 # how long the other ranks may still report after the first sign of a failure: the cause may be among them
@@ -55,7 +55,7 @@ class Ranks(Protocol):
         """Return what each rank noted last, in this machine's monotonic seconds."""
 
     def set_stop(self, before: int, agreed: bool) -> None:
-        """Tell every rank before which minibatch it stops, and whether that is agreed; see launch.rank.stopping."""
+        """Send every rank the minibatch before which it stops, and whether all agree; see launch.rank.graceful_stop."""
 
     def write_stacks(self) -> Mapping[int, str]:
         """Let every living rank write its stacks into its log; return what is odd about a rank, such as "stopped"."""
@@ -82,7 +82,7 @@ class _State:
 class Supervisor:
     """Watches the ranks of a request. No progress at all for its ``watchdog_seconds`` is a hang."""
 
-    def __init__(self, request: Launch, ranks: Ranks) -> None:
+    def __init__(self, request: LaunchRequest, ranks: Ranks) -> None:
         self.run, self.on_event, self.ranks = request.run, request.on_event, ranks
         self.watchdog_seconds, self.slow_seconds = request.watchdog_seconds, request.slow_seconds
         self.stop, self._agreement = request.stop, Agreement(ranks.set_stop)
@@ -101,9 +101,9 @@ class Supervisor:
                 self._await_others()
                 raise self._cause()
             beats = self.ranks.beats()
-            if self.stop is not None and self.stop.asked:
+            if self.stop is not None and self.stop.signal_name:
                 if self._agreement.proposed < 0:
-                    self.on_event({"kind": "stopping", "signal": self.stop.asked})
+                    self.on_event({"kind": "stopping", "signal": self.stop.signal_name})
                 self._agreement.move(beats)
             counts = [beat.count for beat in beats]
             if counts != seen:
@@ -165,7 +165,7 @@ class Supervisor:
                 remote_traceback=error["traceback"],
                 where=error["where"],
                 remedy=error["remedy"] or f"read what the rank printed: {log}",
-                shortage=error.get("shortage"),
+                out_of_memory=error.get("out_of_memory"),
             )
         doing = self.ranks.beats()[state.rank].doing
         return WorkerError(

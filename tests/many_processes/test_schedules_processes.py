@@ -16,8 +16,8 @@ from support.schedule_cases import Case
 
 from autopipe.commands.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
-from autopipe.launch.registry import launch
-from autopipe.launch.request import Launch
+from autopipe.launch.registry import run_ranks
+from autopipe.launch.request import LaunchRequest
 from autopipe.runtime.transport.distributed import _Received
 from autopipe.runtime.transport.strides import copied, memory_order, packed
 
@@ -65,7 +65,7 @@ def assert_exported(case: Case, folder: Path) -> None:
     plan = case.plan(capture)
     pipeline = build(capture, plan, folder / "run", steps=STEPS, batch_size=7, save=True)
     ear = Ear([])
-    launch(Launch(pipeline.run, plan.num_ranks, ear, watchdog_seconds=60))
+    run_ranks(LaunchRequest(run=pipeline.run, world_size=plan.num_ranks, on_event=ear, watchdog_seconds=60))
     torch.set_num_threads(1)
     assert all(tie.exact for tie in plan.ties)
     order = Order([(*stage.parameters, *stage.buffers) for stage in plan.stages], case.replicas, case.m)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from autopipe.errors import RunError
 from autopipe.ir.channel import ACTIVATION, Channel
 from autopipe.ir.cluster import Links
-from autopipe.launch.rank.cpu_tuning import keep_memory, long_turns
+from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_scheduler
 from autopipe.launch.rank.forked import END_SECONDS, preload
 from autopipe.launch.rank.parent_death import die_with_parent
-from autopipe.launch.rank.signals import leave_to_the_supervisor
+from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 
 TINY, SMALL, LARGE = 4, 256 * 2**10, 16 * 2**20
@@ -75,11 +75,11 @@ def measure_links(device: str = "cpu") -> Links:
 
 def _rank(rank: int, store: str, device: str, connection: Connection) -> None:
     die_with_parent()
-    leave_to_the_supervisor()  # a terminal's Ctrl-C comes to all of its processes, and these have nothing to say of it
+    leave_signals_to_supervisor()  # Ctrl-C reaches every process of a terminal
     torch.set_num_threads(1)
     if device == "cpu":
-        keep_memory()
-        long_turns()
+        keep_freed_memory()
+        use_batch_scheduler()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         found = _measure(rank, store, device)

@@ -29,9 +29,10 @@ from autopipe.commands.training.resuming import lacking_version, newest_intact
 from autopipe.errors import AuditError, PlanError, RunError, WorkerError, counted
 from autopipe.ir import artifact
 from autopipe.launch.rank.signals import StopRequest
-from autopipe.launch.registry import STOPPABLE, launch
+from autopipe.launch.registry import LAUNCHERS, run_ranks
 from autopipe.launch.remote.hosts import assign, total_slots
-from autopipe.launch.request import Launch, watchdog_of
+from autopipe.launch.remote.rendezvous import Rendezvous
+from autopipe.launch.request import LaunchRequest, watchdog_of
 from autopipe.report.results import Restart
 from autopipe.runtime.checkpoint import checkpoint as checkpoints
 from autopipe.runtime.job import Job, RunDirectory
@@ -53,6 +54,7 @@ class Attempts:
     events: Events
     make_job: MakeJob
     repeats: Callable[[], Repeats]
+    rendezvous: Rendezvous | None = None  # with the processes of the other ranks, under a cluster's launcher
     restarts: list[Restart] = field(default_factory=list)
 
     def follow(self, start: int) -> None:
@@ -62,7 +64,7 @@ class Attempts:
         AuditError for one that is not the step of plain training, with the checkpoints behind it set aside.
         """
         stop = StopRequest()
-        stoppable = self.settings.launch.name in STOPPABLE
+        stoppable = LAUNCHERS[self.settings.launch.name].stops_gracefully
         with stop.on_signals() if stoppable else contextlib.nullcontext():
             self._begin(start)
             while True:
@@ -70,7 +72,7 @@ class Attempts:
                 try:
                     self._launch(stop if stoppable else None)
                     if self.listener.auditor is not None and not self.listener.stopped:
-                        self.listener.auditor.finish(lambda: bool(stop.asked))
+                        self.listener.auditor.finish(lambda: bool(stop.signal_name))
                     return
                 except AuditError as error:
                     self._clear(error.step)
@@ -79,9 +81,9 @@ class Attempts:
                     advise(error, self.prepared)
                     if (nonfinite := self.listener.nonfinite()) is not None:
                         raise nonfinite from None
-                    if not stop.asked and self._reads_otherwise(start):
+                    if not stop.signal_name and self._reads_otherwise(start):
                         continue
-                    if stop.asked or not self._goes_on(error):
+                    if stop.signal_name or not self._goes_on(error):
                         raise
                     start = self._restart(error)
                 finally:
@@ -102,7 +104,15 @@ class Attempts:
         if self.listener.auditor is not None:
             self.listener.auditor.begin()
         watchdog = watchdog_of(plan.predicted.step_seconds, settings.watchdog_seconds)
-        launch(Launch(self.run, plan.num_ranks, self.listener, settings, watchdog, stop=stop))
+        request = LaunchRequest(
+            run=self.run,
+            world_size=plan.num_ranks,
+            on_event=self.listener,
+            settings=settings,
+            watchdog_seconds=watchdog,
+            stop=stop,
+        )
+        run_ranks(request, self.rendezvous)
 
     def _clear(self, start: int) -> None:
         later = checkpoints.set_aside(self.run.checkpoints, start)

@@ -34,7 +34,7 @@ from autopipe.commands.steps import Prepared
 from autopipe.errors import ArtifactError, AuditError, AutopipeError
 from autopipe.launch.rank.forked import preload
 from autopipe.launch.rank.parent_death import die_with_parent
-from autopipe.launch.rank.signals import leave_to_the_supervisor
+from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.report.results import AuditReport
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult, clear_all
 from autopipe.runtime.job import RunDirectory
@@ -263,7 +263,7 @@ def _digest_of(path: Path) -> str:
 def _audit_entry(path: str, step: int, loss: float, elsewhere: str) -> None:
     """Compare one minibatch and write the result: the main function of the process."""
     die_with_parent()
-    leave_to_the_supervisor()
+    leave_signals_to_supervisor()
     os.nice(_NICE)
     log = Path(path) / "logs" / "audit.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -22,14 +22,14 @@ _GIB = 2**30
 
 def limit_of(figures: Mapping[str, int]) -> int:
     """Return the bytes that a plan may predict so that what it really needs is there."""
-    needed = max(figures["used"] + figures["asked"], figures["predicted"], 1)
+    needed = max(figures["used"] + figures["requested"], figures["predicted"], 1)
     return int(_MARGIN * figures["available"] * min(figures["predicted"] / needed, 1.0))
 
 
 def advise(error: WorkerError, prepared: Prepared) -> None:
     """Give an out-of-memory error the smallest change that would fit as its remedy; other errors stay as they are."""
-    if error.shortage:
-        error.remedy = _remedy(limit_of(error.shortage), prepared)
+    if error.out_of_memory:
+        error.remedy = _remedy(limit_of(error.out_of_memory), prepared)
 
 
 def _remedy(limit: int, prepared: Prepared) -> str:

@@ -8,7 +8,7 @@ from autopipe.commands.settings import TrainSettings
 from autopipe.commands.store import Store
 from autopipe.launch.registry import commands
 from autopipe.launch.remote.hosts import total_slots
-from autopipe.launch.request import HostCommand, Launch
+from autopipe.launch.request import HostCommand, LaunchRequest
 from autopipe.runtime.job import RunDirectory
 
 
@@ -27,4 +27,6 @@ def rehearse(settings: TrainSettings) -> list[HostCommand]:
     """
     world = placed(settings).plan.gpus or Store(settings.plan.work_dir).stored_plan()[0].num_ranks
     path = settings.run_dir or settings.plan.work_dir / "runs" / "DATE"
-    return commands(Launch(RunDirectory(path), world, lambda event: None, settings.launch))
+    return commands(
+        LaunchRequest(run=RunDirectory(path), world_size=world, on_event=lambda event: None, settings=settings.launch)
+    )

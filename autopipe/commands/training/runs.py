@@ -31,6 +31,7 @@ from autopipe.commands.training.resuming import chosen, refuse_lacking_version, 
 from autopipe.errors import RunError, counted
 from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
+from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.report.results import TrainResult
 from autopipe.runtime.checkpoint import checkpoint as checkpoints
 from autopipe.runtime.checkpoint.initial import weights_of
@@ -40,8 +41,10 @@ from autopipe.runtime.training_state.trial import prove_restorable
 MOST_STEPS = 2**31 - 1
 
 
-def train(settings: TrainSettings, events: Events) -> TrainResult:
+def train(settings: TrainSettings, events: Events, rendezvous: Rendezvous | None = None) -> TrainResult:
     """Train: every step that is missing or stale first, then the ranks.
+
+    ``rendezvous``: the connections to the processes that a cluster's launcher started; see ``together.leading``.
 
     Raises: RunError where the run directory or a checkpoint does not fit; WorkerError for the first failing rank.
     """
@@ -95,7 +98,7 @@ def train(settings: TrainSettings, events: Events) -> TrainResult:
                 path = _new(settings, held)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start), prepared)
-        return _launch(settings, prepared, run, start, events)
+        return _launch(settings, prepared, run, start, events, rendezvous)
 
 
 def _covered(settings: TrainSettings, prepared: Prepared, repeating: Repeating, progress: Progress) -> Prepared:
@@ -173,12 +176,19 @@ def _checkpoint_every(settings: TrainSettings, prepared: Prepared) -> int:
     return min(max(1, round(CHECKPOINT_SECONDS / seconds)), MOST_STEPS) if seconds else 0
 
 
-def _launch(settings: TrainSettings, prepared: Prepared, run: RunDirectory, start: int, events: Events) -> TrainResult:
+def _launch(
+    settings: TrainSettings,
+    prepared: Prepared,
+    run: RunDirectory,
+    start: int,
+    events: Events,
+    rendezvous: Rendezvous | None,
+) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
     elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round otherwise"
     listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
-    attempts = Attempts(settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared))
+    attempts = Attempts(settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared), rendezvous)
     attempts.follow(start)
     plan = attempts.prepared.plan
     _write_timeline(run, listener, plan.num_ranks)

@@ -83,9 +83,9 @@ def job_of(settings: TrainSettings, words: Words, options: Mapping[str, str]) ->
     work_dir, target = settings.plan.work_dir.resolve(), settings.plan.profile.model.target
     stem = Path(target.partition(":")[0]).stem
     return slurm.SlurmJob(
-        words.command,
-        slurm.without(words.rest, {"--run-dir": True}),
-        ranks_of(settings),
+        command=words.command,
+        rest=slurm.without(words.rest, {"--run-dir": True}),
+        ranks=ranks_of(settings),
         folder=Path.cwd(),
         runs=work_dir / "runs",
         output=work_dir / "slurm",
@@ -101,11 +101,14 @@ def rehearsed(settings: TrainSettings, words: Words, options: Mapping[str, str],
     """Return what would be run: srun in an allocation, else sbatch with the script that it would read; Ray's actors."""
     if settings.launch.name == RAY:
         note = "an actor of a placement group; ranks count in the order of the nodes"
-        return [HostCommand("Ray", (rank,), words.for_a_rank, "", note) for rank in range(ranks_of(settings))]
+        return [
+            HostCommand(host="Ray", ranks=(rank,), command=words.for_a_rank, note=note)
+            for rank in range(ranks_of(settings))
+        ]
     if inside:
-        return [HostCommand("", (), srun(settings, words), "", "in this allocation")]
+        return [HostCommand(ranks=(), command=srun(settings, words), note="in this allocation")]
     job = job_of(settings, words, options)
-    return [HostCommand("", tuple(range(job.ranks)), ("sbatch", "--parsable"), slurm.script(job))]
+    return [HostCommand(ranks=tuple(range(job.ranks)), command=("sbatch", "--parsable"), stdin=slurm.script(job))]
 
 
 def submit(settings: TrainSettings, words: Words, options: Mapping[str, str]) -> Submission:
@@ -131,7 +134,13 @@ def on_ray(settings: TrainSettings, words: Words, say: Callable[[str, str], None
     from autopipe.launch.ray_cluster import RayRun
 
     profile = settings.plan.profile
-    run = RayRun(words.for_a_rank, ranks_of(settings), Path.cwd(), profile.threads or 1, profile.device == "cuda")
+    run = RayRun(
+        command=words.for_a_rank,
+        ranks=ranks_of(settings),
+        folder=Path.cwd(),
+        threads=profile.threads or 1,
+        gpus=profile.device == "cuda",
+    )
     return run.start(say)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from autopipe.commands.settings import TrainSettings
 from autopipe.errors import RunError, counted
-from autopipe.launch.remote.identity import Membership, read_membership
+from autopipe.launch.remote.identity import RankIdentity, read_identity
+from autopipe.launch.remote.rendezvous import Rendezvous
 
 ENVIRONMENT = "env"
 
@@ -20,12 +21,12 @@ def joined(settings: TrainSettings, environment: Mapping[str, str]) -> TrainSett
     """
     if settings.launch.name != ENVIRONMENT:
         return settings
-    return replace(settings, launch=replace(settings.launch, here=read_membership(environment)))
+    return replace(settings, launch=replace(settings.launch, identity=read_identity(environment)))
 
 
 def follows(settings: TrainSettings) -> bool:
     """Whether this process is another's to lead: a rank other than 0, that neither prepares nor prints."""
-    return settings.launch.here is not None and settings.launch.here.rank > 0
+    return settings.launch.identity is not None and settings.launch.identity.rank > 0
 
 
 def follow(settings: TrainSettings) -> int:
@@ -33,25 +34,27 @@ def follow(settings: TrainSettings) -> int:
 
     Raises: AutopipeError with what failed first, on whichever rank.
     """
-    from autopipe.launch.env import following
+    from autopipe.launch import env
 
-    assert settings.launch.here is not None, "only a rank follows"
-    return following(settings.launch.here, settings.launch)
+    assert settings.launch.identity is not None, "only a rank follows"
+    return env.follow(settings.launch.identity, settings.launch)
 
 
 @contextlib.contextmanager
-def leading(settings: TrainSettings) -> Iterator[TrainSettings]:
-    """Lead the others, where there are any, while the body runs; whatever it fails of, they are told.
+def leading(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Rendezvous | None]]:
+    """Run as rank 0 and yield the settings and the connections to the other ranks' processes, if there are any.
+
+    If the body raises, the other ranks end with the same error.
 
     Raises: RunError where the options ask for another number of ranks than there are.
     """
-    here = settings.launch.here
+    here = settings.launch.identity
     if here is None:
-        yield settings
+        yield settings, None
         return
     from autopipe.launch import env
 
-    with env.leading(here, settings.launch) as launch:
+    with env.lead(here, settings.launch) as rendezvous:
         asked = settings.plan.gpus
         if asked is not None and asked != here.world_size:
             raise RunError(
@@ -60,11 +63,11 @@ def leading(settings: TrainSettings) -> Iterator[TrainSettings]:
             )
         # every rank is there already: a plan that leaves some unused, as one with replicas may, is for who asks for it
         replicas = settings.plan.replicas or "never"
-        led = replace(settings, launch=launch, plan=replace(settings.plan, gpus=here.world_size, replicas=replicas))
-        yield replace(led, resume=True, resume_step=None) if _goes_on(settings, here) else led
+        led = replace(settings, plan=replace(settings.plan, gpus=here.world_size, replicas=replicas))
+        yield replace(led, resume=True, resume_step=None) if _goes_on(settings, here) else led, rendezvous
 
 
-def _goes_on(settings: TrainSettings, here: Membership) -> bool:
+def _goes_on(settings: TrainSettings, here: RankIdentity) -> bool:
     """Whether torchrun has started the ranks again, and the run directory has a checkpoint of the time before."""
     from autopipe.runtime.checkpoint import checkpoint as checkpoints
     from autopipe.runtime.job import RunDirectory

@@ -17,7 +17,7 @@ _KEPT = 1 << 30
 _PAD = 64 << 20
 
 
-def keep_memory() -> None:
+def keep_freed_memory() -> None:
     """Let freed memory stay with the process (glibc): a stage frees and takes the same activations all the time.
 
     Otherwise what is freed at the end of the heap goes back to the kernel and is faulted in again, page by page: a
@@ -32,7 +32,7 @@ def keep_memory() -> None:
         mallopt(_TOP_PAD, _PAD)
 
 
-def long_turns() -> None:
+def use_batch_scheduler() -> None:
     """Ask Linux to schedule this process and the threads that it will start as a batch: no thread is cut short.
 
     Gloo's threads hold a lock while they take in a message. The computing thread, woken by the message before, would

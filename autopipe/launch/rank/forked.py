@@ -29,10 +29,10 @@ import psutil
 from autopipe.errors import RunError, WorkerError
 from autopipe.ir import artifact
 from autopipe.launch.rank.heartbeat import Beat, Heartbeats
-from autopipe.launch.rank.signals import held_back
+from autopipe.launch.rank.signals import stop_signals_blocked
 from autopipe.launch.request import WorkerSpec
 
-PRELOAD = ["autopipe.launch.rank.preload"]
+PRELOAD = ["autopipe.launch.rank.fork_server_preload"]
 END_SECONDS = 5.0
 # the path of a socket holds 107 bytes, of which multiprocessing's own names take up to 40
 _LONGEST_FOLDER = 60
@@ -177,9 +177,9 @@ def preload() -> None:
     """
     _name_sockets_in_short()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    with held_back():  # the tracker that the fork server starts: born deaf, it lets through what it ignores itself
+    with stop_signals_blocked():  # the resource tracker unblocks only the signals that it ignores
         resource_tracker.ensure_running()
-    with held_back():
+    with stop_signals_blocked():
         forkserver.ensure_running()
 
 

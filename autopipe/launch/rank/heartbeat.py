@@ -3,8 +3,8 @@
 A rank that was killed or hangs cannot say where it was, so it says so beforehand, for every instruction (about a
 microsecond each).
 
-The file also carries what ``launch.rank.stopping`` needs: how far each rank has bound itself to go, and where the run
-is to stop.
+The file also carries the fields of ``launch.rank.graceful_stop``: how far each rank has committed to run, and where the
+run stops.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Heartbeats:
     def read(self, rank: int) -> Beat:
         """Return a rank's last note."""
         count, nanoseconds, waiting, text = _RECORD.unpack_from(self._map, rank * _SIZE)
-        stop = self.stop()  # before ``bound`` is read: see launch.rank.stopping
+        stop = self.stop()  # before ``bound`` is read: see launch.rank.graceful_stop
         bound = _WORD.unpack_from(self._map, rank * _SIZE + _BOUND)[0]
         doing = text.rstrip(b"\0").decode("ascii", "replace")
         return Beat(count, nanoseconds / 1e9, waiting, doing, bound, -1 if stop is None else stop[0])

@@ -16,7 +16,7 @@ class StopRequest:
     """Whether the run was asked to stop cleanly, and by which signal: ``asked`` is its name, "" before."""
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.signal_name = ""
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -26,16 +26,16 @@ class StopRequest:
         """
 
         def take(number: int, frame: Any) -> None:
-            if number == signal.SIGINT and self.asked:
+            if number == signal.SIGINT and self.signal_name:
                 raise KeyboardInterrupt
-            self.asked = self.asked or signal.Signals(number).name
+            self.signal_name = self.signal_name or signal.Signals(number).name
 
         with _handled(STOPPING, take):
             yield
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def stop_signals_blocked() -> Iterator[None]:
     """Hold back what asks a run to end, so that a process started meanwhile is born deaf to it.
 
     Clusters send such signals to every process of a job, and only the one that watches the ranks may answer. It gets
@@ -48,7 +48,7 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_from_now_on() -> None:
+def ignore_stop_signals() -> None:
     """Be about to end: launchers end all processes of a failed run, and this one keeps its exit code and last words.
 
     Ignored, and not handled: Python gives handlers up before it ends.
@@ -58,7 +58,7 @@ def ignore_from_now_on() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def leave_to_the_supervisor() -> None:
+def leave_signals_to_supervisor() -> None:
     """Be a rank: outlive what asks the run to end; whoever watches the ranks decides what it means.
 
     SIGTERM is taken and not ignored, for programs that the user's code starts must be able to end by it.
@@ -86,7 +86,7 @@ def ending_as_interrupt() -> Iterator[None]:
         yield
 
 
-def taken(stop: StopRequest | None) -> contextlib.AbstractContextManager[None]:
+def handled_by(stop: StopRequest | None) -> contextlib.AbstractContextManager[None]:
     """Return what a launcher does its work in: signals are ``stop``'s where there is one, else they end the run."""
     return ending_as_interrupt() if stop is None else contextlib.nullcontext()
 

@@ -28,12 +28,12 @@ from autopipe.errors import AutopipeError
 from autopipe.ir import artifact
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Instruction
-from autopipe.launch.rank.cpu_tuning import keep_memory, long_turns
+from autopipe.launch.rank.cpu_tuning import keep_freed_memory, use_batch_scheduler
+from autopipe.launch.rank.graceful_stop import may_begin
 from autopipe.launch.rank.heartbeat import Heartbeats
-from autopipe.launch.rank.out_of_memory import resident_bytes, told
+from autopipe.launch.rank.out_of_memory import describe_oom, resident_bytes
 from autopipe.launch.rank.parent_death import die_with_parent
-from autopipe.launch.rank.signals import leave_to_the_supervisor
-from autopipe.launch.rank.stopping import may_begin
+from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.launch.rank.store import all_have_devices, choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
 from autopipe.runtime import blame
@@ -76,7 +76,7 @@ def rank_main(text: str, connection: Connection, listener: socket.socket | None 
     """Run one rank in a process of its own. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
     die_with_parent()
     _allow_children()
-    leave_to_the_supervisor()
+    leave_signals_to_supervisor()
     spec: WorkerSpec = artifact.decode(WorkerSpec, json.loads(text), "worker")
     _redirect(RunDirectory(Path(spec.run)).log(spec.rank))
     faulthandler.enable()
@@ -96,9 +96,9 @@ class _Known:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     session: RankSession | None = None
 
-    def shortage(self, error: BaseException, rank: int) -> dict[str, Any]:
+    def out_of_memory(self, error: BaseException, rank: int) -> dict[str, Any]:
         """Return what an error says about memory, nothing for one that does not."""
-        return {} if self.plan is None else told(error, self.plan, rank, self.device, self.resident)
+        return {} if self.plan is None else describe_oom(error, self.plan, rank, self.device, self.resident)
 
 
 def rank_body(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None = None) -> bool:
@@ -114,7 +114,7 @@ def rank_body(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | No
         with contextlib.suppress(OSError):  # a full disk takes no log, and must not hide what happened
             traceback.print_exc()
             sys.stderr.flush()
-        reporter.event("error", **(describe(error, known.session) | known.shortage(error, spec.rank)))
+        reporter.event("error", **(describe(error, known.session) | known.out_of_memory(error, spec.rank)))
         return False
     reporter.event("done")
     return True
@@ -126,8 +126,8 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, k
     job, plan, graph = run.job(), run.plan(), run.graph()
     torch.set_num_threads(job.threads)
     if job.device == "cpu":
-        keep_memory()
-        long_turns()  # before the transport starts its threads, which inherit it
+        keep_freed_memory()
+        use_batch_scheduler()  # before the transport starts its threads, which inherit it
     if spec.body == "evaluate":  # every weight comes from the checkpoint
         job = replace(job, init_from="", trust=False)
     if spec.evaluation_data:

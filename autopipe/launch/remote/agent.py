@@ -15,7 +15,7 @@ host that was cut off does not compute on alone. Its ranks die with it, whatever
       reach     targets, seconds                   reached   failures: (name, why)
       listen    address                            listening address, port: for rank 0
       start     specs                              started   then come the ranks' own events, and exit
-      stop      before, agreed: see launch.rank.stopping
+      stop      before, agreed: see launch.rank.graceful_stop
       stacks                                       odd       rank -> what is odd about it
       end                                          ended
       beat                                         beats     the last note of each rank; every half second

@@ -1,4 +1,4 @@
-"""Who am I? What a cluster's own launcher says to each process in its environment, as one ``Membership``.
+"""Who am I? What a cluster's own launcher says to each process in its environment, as one ``RankIdentity``.
 
 torchrun's variables are the contract; other launchers are read as far as they say the same:
 
@@ -31,11 +31,11 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000
 _LARGEST_PORT = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIdentity:
     """One process among the others. ``launcher``: who said so, for people.
 
-    ``attempt``: how often torchrun has started these ranks again. ``store_is_there``: torchrun's agent listens at the
+    ``attempt``: how often torchrun has started these ranks again. ``store_exists``: torchrun's agent listens at the
     address already; else rank 0 is to.
     """
 
@@ -47,7 +47,7 @@ class Membership:
     address: str
     port: int
     attempt: int = 0
-    store_is_there: bool = False
+    store_exists: bool = False
 
     @property
     def one_host(self) -> bool:
@@ -79,7 +79,7 @@ def is_a_rank(environment: Mapping[str, str]) -> bool:
     return any(_speaks(environment, names) for names in _LAUNCHERS)
 
 
-def read_membership(environment: Mapping[str, str]) -> Membership:
+def read_identity(environment: Mapping[str, str]) -> RankIdentity:
     """Read which rank this process is.
 
     Raises: RunError that names the variable, where one is missing, is no number, or contradicts another.
@@ -106,16 +106,16 @@ def read_membership(environment: Mapping[str, str]) -> Membership:
     if local_rank >= local_world_size:
         _contradiction(environment, names.local_rank, names.counts, "ranks of a host count from 0")
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT") if names.launcher == "torchrun" else None
-    return Membership(
-        names.launcher,
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        _address(environment, names.launcher, one_host=local_world_size == world_size),
-        _port(environment, names.launcher),
-        _number(environment, "TORCHELASTIC_RESTART_COUNT", "torchrun", 0) if attempt else 0,
-        names.launcher == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    return RankIdentity(
+        launcher=names.launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        address=_address(environment, names.launcher, one_host=local_world_size == world_size),
+        port=_port(environment, names.launcher),
+        attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", "torchrun", 0) if attempt else 0,
+        store_exists=names.launcher == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

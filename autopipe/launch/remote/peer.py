@@ -21,9 +21,9 @@ from autopipe import __version__
 from autopipe.errors import RunError
 from autopipe.ir import artifact
 from autopipe.launch.rank.forked import ForkedRanks, preload
-from autopipe.launch.rank.signals import ENDING, STOPPING, ignore_from_now_on
+from autopipe.launch.rank.signals import ENDING, STOPPING, ignore_stop_signals
 from autopipe.launch.remote.agent import file_digest, in_wall_time
-from autopipe.launch.remote.identity import Membership
+from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.json_socket import Wire, WireError, ready_of
 from autopipe.launch.remote.rendezvous import GATHER_SECONDS, INTERRUPTED
 from autopipe.launch.request import WorkerSpec
@@ -56,7 +56,7 @@ def connect(host: str, port: int, seconds: float = GATHER_SECONDS) -> Wire:
     )
 
 
-def follow(here: Membership, wire: Wire) -> int:
+def follow(here: RankIdentity, wire: Wire) -> int:
     """Do what rank 0's process says, to the end, and return the exit code.
 
     Raises: AutopipeError with the message of whatever failed first, on whichever rank; KeyboardInterrupt where rank 0
@@ -82,7 +82,7 @@ def follow(here: Membership, wire: Wire) -> int:
 class _Follower:
     """One process's part: at most one rank at a time, restarted as often as rank 0 says."""
 
-    def __init__(self, here: Membership, wire: Wire, scratch: Path, asked: list[str]) -> None:
+    def __init__(self, here: RankIdentity, wire: Wire, scratch: Path, asked: list[str]) -> None:
         self._here, self._wire, self._scratch, self._asked = here, wire, scratch, asked
         self._ranks: ForkedRanks | None = None
         self._attempt = self._rank = 0
@@ -218,7 +218,7 @@ def _signals_left_to_rank_0(asked: list[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        ignore_from_now_on()
+        ignore_stop_signals()
         raise
     for number, handler in previous.items():
         signal.signal(number, handler)

@@ -1,11 +1,11 @@
-"""The meeting: rank 0's process listens, and the process of every other rank reports to it.
+"""The rendezvous: rank 0's process listens, and the process of every other rank reports to it.
 
 ::
 
     rank 0's process                            the process of rank r (launch.remote.peer)
-      Meeting.gather   <--- hello --------------   who it is
+      Rendezvous.gather   <--- hello --------------   who it is
                        ---- launch ------------>   starts its rank: a child process
-      MeetingRanks     <--- event, beat --------   what its rank says and does
+      RendezvousRanks     <--- event, beat --------   what its rank says and does
         (a supervisor  ---- stacks, end ------->
          watches them) ---- finished, failed -->   leaves with the same exit code and message
 
@@ -29,10 +29,10 @@ from autopipe.ir import artifact
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.remote import network
 from autopipe.launch.remote.agent import file_digest
-from autopipe.launch.remote.identity import Membership
+from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.json_socket import Wire, WireError, ready_of
-from autopipe.launch.remote.rendezvous_ranks import MeetingRanks, Member
-from autopipe.launch.request import Launch, WorkerSpec
+from autopipe.launch.remote.rendezvous_ranks import Member, RendezvousRanks
+from autopipe.launch.request import LaunchRequest, WorkerSpec
 
 # how long processes may come after one another: pods and queues take their time
 GATHER_SECONDS = 600.0
@@ -61,10 +61,10 @@ def _introduced(wire: Wire) -> tuple[Member, str, int] | None:
     return Member(rank, words[1], local_rank, local_world_size, wire), words[2], world_size
 
 
-class Meeting:
+class Rendezvous:
     """Rank 0's end, from before anything is prepared to after the last rank has left. ``address``: where it listens."""
 
-    def __init__(self, here: Membership, listener: socket.socket | None) -> None:
+    def __init__(self, here: RankIdentity, listener: socket.socket | None) -> None:
         self.here = here
         self.address = "127.0.0.1" if listener is None else str(listener.getsockname()[0])
         self._listener = listener
@@ -199,7 +199,7 @@ class Meeting:
 
     # -- ranks ---------------------------------------------------------------------------------------------------
 
-    def start(self, request: Launch, scratch: Path) -> MeetingRanks:
+    def start(self, request: LaunchRequest, scratch: Path) -> RendezvousRanks:
         """Start every rank: rank 0 here, the others by their own processes, as many as the run needs.
 
         Raises: RunError where too few processes are left.
@@ -215,7 +215,7 @@ class Meeting:
             )
         self._attempts += 1
         members = present[: request.world_size - 1]
-        ranks = MeetingRanks(members, scratch, self._attempts, request.stop)
+        ranks = RendezvousRanks(members, scratch, self._attempts, request.stop)
         listener = network.listen(self.address)
         job = request.run.path / "job.json"
         message = {
@@ -239,18 +239,12 @@ class Meeting:
         return ranks
 
 
-def _spec(request: Launch, store: str, rank: int, local_rank: int, local_world_size: int, host: str = "") -> WorkerSpec:
-    return WorkerSpec(
-        run=str(request.run.path.resolve()),
-        rank=rank,
-        world_size=request.world_size,
+def _spec(
+    request: LaunchRequest, store: str, rank: int, local_rank: int, local_world_size: int, host: str = ""
+) -> WorkerSpec:
+    return request.worker_spec(
+        rank,
         store=store,
-        heartbeats="",
-        body=request.body,
-        timeout_seconds=request.timeout_seconds,
-        batch_size=request.batch_size,
-        evaluation_data=request.evaluation_data,
-        averaged=request.averaged,
         interface=request.settings.interface,
         host=host,
         local_rank=local_rank,

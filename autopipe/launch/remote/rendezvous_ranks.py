@@ -46,7 +46,7 @@ class Member:
         self.wire.close()
 
 
-class MeetingRanks:
+class RendezvousRanks:
     """The ranks of one attempt, as a supervisor sees them: its own child, and what the other processes report."""
 
     patience_seconds = PATIENCE_SECONDS
@@ -118,7 +118,7 @@ class MeetingRanks:
             self._odd |= {rank: str(message["what"]) for rank, other in self._members.items() if other is member}
         elif message["kind"] == "asked":
             if self._stop is not None:
-                self._stop.asked = self._stop.asked or str(message["signal"])
+                self._stop.signal_name = self._stop.signal_name or str(message["signal"])
         elif message["kind"] == "ended":
             member.ended = True
         elif message["kind"] == "event":

@@ -11,10 +11,10 @@ import torch
 from support.pipelines import captured
 from support.schedule_cases import Case
 
-from autopipe.commands.training import out_of_memory as shortage
+from autopipe.commands.training import out_of_memory
 from autopipe.commands.training.out_of_memory import advise, limit_of
 from autopipe.errors import WorkerError
-from autopipe.launch.rank.out_of_memory import is_shortage, resident_bytes, told
+from autopipe.launch.rank.out_of_memory import describe_oom, is_out_of_memory, resident_bytes
 
 GIB = 2**30
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
@@ -33,26 +33,26 @@ PLAN: Any = SimpleNamespace(stages=(Stage(3 * GIB, (0, 1)), Stage(GIB, (1,))))
 
 
 def test_errors_that_mean_it_are_known() -> None:
-    assert is_shortage(torch.OutOfMemoryError(CUDA))
-    assert is_shortage(RuntimeError(CPU))
-    assert is_shortage(MemoryError())
-    assert not is_shortage(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert told(ValueError("no"), PLAN, 0, torch.device("cpu"), 0) == {}
+    assert is_out_of_memory(torch.OutOfMemoryError(CUDA))
+    assert is_out_of_memory(RuntimeError(CPU))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert describe_oom(ValueError("no"), PLAN, 0, torch.device("cpu"), 0) == {}
 
 
 @pytest.mark.parametrize(("text", "asked"), [(CUDA, int(2.5 * GIB)), (CPU, 4096), ("out of memory", 0)])
 def test_what_was_asked_for_is_read_from_the_error(text: str, asked: int) -> None:
-    found = told(RuntimeError(text), PLAN, 1, torch.device("cpu"), resident_bytes())
-    assert found["shortage"]["asked"] == asked
-    assert found["shortage"]["predicted"] == 4 * GIB
+    found = describe_oom(RuntimeError(text), PLAN, 1, torch.device("cpu"), resident_bytes())
+    assert found["out_of_memory"]["requested"] == asked
+    assert found["out_of_memory"]["predicted"] == 4 * GIB
     assert "the plan predicted 4.00 GiB" in found["message"]
-    assert ("more were asked for" in found["message"]) == bool(asked)
+    assert ("tried to allocate" in found["message"]) == bool(asked)
 
 
 def test_a_plan_may_predict_as_much_less_than_there_is_as_the_last_one_was_too_low() -> None:
-    figures = {"predicted": 10 * GIB, "used": 16 * GIB, "asked": 4 * GIB, "available": 18 * GIB}
+    figures = {"predicted": 10 * GIB, "used": 16 * GIB, "requested": 4 * GIB, "available": 18 * GIB}
     assert limit_of(figures) == pytest.approx(0.95 * 9 * GIB)
-    assert limit_of({**figures, "used": 0, "asked": 0}) == pytest.approx(0.95 * 18 * GIB)
+    assert limit_of({**figures, "used": 0, "requested": 0}) == pytest.approx(0.95 * 18 * GIB)
 
 
 def test_other_errors_keep_their_remedy() -> None:
@@ -64,5 +64,5 @@ def test_other_errors_keep_their_remedy() -> None:
 def test_the_difference_to_the_plan_that_fits_is_named() -> None:
     plan = Case("1f1b", "gpt", (1, 1), "2p").plan(captured("gpt"))
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    assert "2 stages of 2 run their forward twice" in shortage._difference(plan, again)
-    assert "other cuts fit" in shortage._difference(plan, plan)
+    assert "2 stages of 2 run their forward twice" in out_of_memory._difference(plan, again)
+    assert "other cuts fit" in out_of_memory._difference(plan, plan)

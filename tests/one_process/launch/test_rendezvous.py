@@ -18,10 +18,10 @@ from autopipe import __version__
 from autopipe.errors import AutopipeError, RunError, WorkerError
 from autopipe.launch.rank.signals import STOPPING
 from autopipe.launch.remote import network
-from autopipe.launch.remote.identity import Membership
+from autopipe.launch.remote.identity import RankIdentity
 from autopipe.launch.remote.json_socket import Wire, WireError
 from autopipe.launch.remote.peer import connect, follow
-from autopipe.launch.remote.rendezvous import Meeting
+from autopipe.launch.remote.rendezvous import Rendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +35,26 @@ def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def membership(rank: int, world_size: int = 2, port: int = 0) -> Membership:
-    return Membership("torchrun", rank, world_size, rank, world_size, "127.0.0.1", port)
+def membership(rank: int, world_size: int = 2, port: int = 0) -> RankIdentity:
+    return RankIdentity(
+        launcher="torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        address="127.0.0.1",
+        port=port,
+    )
 
 
 @contextlib.contextmanager
-def opened(world_size: int = 2) -> Iterator[tuple[Meeting, int]]:
+def opened(world_size: int = 2) -> Iterator[tuple[Rendezvous, int]]:
     listener = network.listen("127.0.0.1")
-    meeting = Meeting(membership(0, world_size), listener)
+    rendezvous = Rendezvous(membership(0, world_size), listener)
     try:
-        yield meeting, listener.getsockname()[1]
+        yield rendezvous, listener.getsockname()[1]
     finally:
-        meeting.close()
+        rendezvous.close()
 
 
 def knock(port: int) -> socket.socket:
@@ -62,11 +70,11 @@ def hello(rank: int, world_size: int = 2, version: str = __version__, **changes:
 
 
 def test_whoever_says_who_they_are_is_in() -> None:
-    with opened(3) as (meeting, port), knock(port) as one, knock(port) as two:
+    with opened(3) as (rendezvous, port), knock(port) as one, knock(port) as two:
         one.sendall(hello(2, 3))
         two.sendall(hello(1, 3))
-        meeting.gather(5)
-        assert {rank: member.host for rank, member in meeting.members.items()} == {1: "host1", 2: "host2"}
+        rendezvous.gather(5)
+        assert {rank: member.host for rank, member in rendezvous.members.items()} == {1: "host1", 2: "host2"}
 
 
 @pytest.mark.parametrize(
@@ -83,61 +91,61 @@ def test_whoever_says_who_they_are_is_in() -> None:
     ],
 )
 def test_a_stranger_is_turned_away_and_changes_nothing(nonsense: bytes) -> None:
-    with opened() as (meeting, port), knock(port) as stranger, knock(port) as one:
+    with opened() as (rendezvous, port), knock(port) as stranger, knock(port) as one:
         stranger.sendall(nonsense)
         one.sendall(hello(1))
-        meeting.gather(5)
-        assert sorted(meeting.members) == [1]
+        rendezvous.gather(5)
+        assert sorted(rendezvous.members) == [1]
 
 
 @given(st.binary(max_size=200))
 @settings(deadline=None, max_examples=40)
 def test_no_bytes_from_a_stranger_make_rank_0_fail(said: bytes) -> None:
-    with opened() as (meeting, port), knock(port) as stranger, knock(port) as one:
+    with opened() as (rendezvous, port), knock(port) as stranger, knock(port) as one:
         stranger.sendall(said + b"\n")
         one.sendall(hello(1))
-        meeting.gather(5)
-        assert sorted(meeting.members) == [1]
+        rendezvous.gather(5)
+        assert sorted(rendezvous.members) == [1]
 
 
 def test_another_version_is_refused_with_both_and_told_why() -> None:
-    with opened() as (meeting, port), knock(port) as one:
+    with opened() as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, version="0.0.1"))
         with pytest.raises(RunError, match=f"host1 has autopipe 0.0.1, and rank 0 has {__version__}"):
-            meeting.gather(5)
+            rendezvous.gather(5)
         assert json.loads(one.recv(4096))["what"].startswith("host1 has autopipe 0.0.1")
 
 
 def test_a_rank_that_comes_twice_is_refused() -> None:
-    with opened(3) as (meeting, port), knock(port) as one, knock(port) as two:
+    with opened(3) as (rendezvous, port), knock(port) as one, knock(port) as two:
         one.sendall(hello(1, 3))
         two.sendall(hello(1, 3, host="elsewhere"))
         with pytest.raises(RunError, match="rank 1 came twice"):
-            meeting.gather(5)
+            rendezvous.gather(5)
 
 
 def test_another_number_of_ranks_is_refused_with_both_numbers() -> None:
-    with opened() as (meeting, port), knock(port) as one:
+    with opened() as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, 4))
         with pytest.raises(RunError, match="rank 1 on host1 was told of 4 ranks, and rank 0 of 2"):
-            meeting.gather(5)
+            rendezvous.gather(5)
 
 
 def test_those_who_did_not_come_are_named() -> None:
-    with opened(4) as (meeting, port), knock(port) as one:
+    with opened(4) as (rendezvous, port), knock(port) as one:
         one.sendall(hello(2, 4))
         with pytest.raises(RunError, match=r"2 ranks of 4 did not come .*: 1, 3"):
-            meeting.gather(0.3)
+            rendezvous.gather(0.3)
 
 
 def test_a_process_that_went_away_is_named() -> None:
-    with opened(3) as (meeting, port), knock(port) as one:
+    with opened(3) as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, 3))
         with pytest.raises(RunError, match="did not come"):
-            meeting.gather(0.3)
+            rendezvous.gather(0.3)
         one.close()
         with pytest.raises(RunError, match="rank 1 on host1 went away"):
-            meeting.gather(5)
+            rendezvous.gather(5)
 
 
 # -- how it ends -----------------------------------------------------------------------------------------------------
@@ -147,15 +155,15 @@ def test_a_process_that_went_away_is_named() -> None:
 def led(error: BaseException | None) -> Iterator[int]:
     """Be rank 0 in a thread: admit one member, then fail of the error, or finish."""
 
-    def lead(meeting: Meeting) -> None:
+    def lead(rendezvous: Rendezvous) -> None:
         if error is None:
-            meeting.gather(5)
-            meeting.finish(0)
+            rendezvous.gather(5)
+            rendezvous.finish(0)
         else:
-            meeting.fail(error)
+            rendezvous.fail(error)
 
-    with opened() as (meeting, port):
-        thread = threading.Thread(target=lead, args=(meeting,))
+    with opened() as (rendezvous, port):
+        thread = threading.Thread(target=lead, args=(rendezvous,))
         thread.start()
         try:
             yield port

@@ -15,7 +15,7 @@ import pytest
 
 from autopipe.errors import WorkerError
 from autopipe.launch.rank import forked
-from autopipe.launch.rank.signals import STOPPING, StopRequest, held_back
+from autopipe.launch.rank.signals import STOPPING, StopRequest, stop_signals_blocked
 from autopipe.launch.request import WorkerSpec
 
 DEAF = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
@@ -24,10 +24,10 @@ DEAF = "import signal; print(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []
 def test_a_signal_that_comes_while_the_fork_server_is_started_is_not_lost() -> None:
     stop = StopRequest()
     with stop.on_signals():
-        with held_back():
+        with stop_signals_blocked():
             os.kill(os.getpid(), signal.SIGUSR1)
             child = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, check=True, timeout=60)
-        assert stop.asked == "SIGUSR1"
+        assert stop.signal_name == "SIGUSR1"
     assert child.stdout.split() == [str(int(number)) for number in sorted(STOPPING)]
 
 
@@ -53,7 +53,9 @@ def test_a_fork_server_that_ends_is_replaced_and_never_taken_for_ctrl_c(
     monkeypatch.setattr(forked, "preload", lambda: None)
     monkeypatch.setattr(forked, "_START_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(multiprocessing.get_context("forkserver"), "Process", Dying, raising=False)
-    spec = WorkerSpec(str(tmp_path), 1, 2, "file:///x", "", "train", 60.0)
+    spec = WorkerSpec(
+        run=str(tmp_path), rank=1, world_size=2, store="file:///x", heartbeats="", body="train", timeout_seconds=60.0
+    )
     ours, theirs = multiprocessing.Pipe(duplex=False)
     nobody: socket.socket | None = None
     try:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.launch.rank.graceful_stop import Agreement, may_begin
 from autopipe.launch.rank.heartbeat import Beat, Heartbeats
 from autopipe.launch.rank.signals import StopRequest
-from autopipe.launch.rank.stopping import Agreement, may_begin
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_signal_asks_and_a_second_ctrl_c_ends(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), stop.on_signals():
         os.kill(os.getpid(), number)
-        assert stop.asked == number.name
+        assert stop.signal_name == number.name
         os.kill(os.getpid(), signal.SIGTERM)  # a scheduler asks more than once
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(number) is before
@@ -109,6 +109,6 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         stop = StopRequest()
         with stop.on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.asked == ""
+        assert stop.signal_name == ""
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -14,7 +14,7 @@ from autopipe.errors import WorkerError
 from autopipe.launch import supervisor
 from autopipe.launch.rank import stacks
 from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.request import Launch, LaunchSettings, watchdog_of
+from autopipe.launch.request import LaunchRequest, LaunchSettings, watchdog_of
 from autopipe.launch.supervisor import Supervisor, death
 from autopipe.runtime.job import RunDirectory
 
@@ -59,9 +59,11 @@ class NoPlan(RunDirectory):
         return Empty()
 
 
-def request(path: Path, ranks: int = 2, *, watchdog: float = 60.0, on_event: Any = lambda event: None) -> Launch:
+def request(path: Path, ranks: int = 2, *, watchdog: float = 60.0, on_event: Any = lambda event: None) -> LaunchRequest:
     settings = LaunchSettings(watchdog_seconds=watchdog)
-    return Launch(NoPlan(path), ranks, on_event, settings, watchdog)
+    return LaunchRequest(
+        run=NoPlan(path), world_size=ranks, on_event=on_event, settings=settings, watchdog_seconds=watchdog
+    )
 
 
 def error(rank: int, at: int, message: str = "boom", *, secondary: bool = False) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def test_the_watchdog_knows_the_plan() -> None:
 
 
 def test_what_no_plan_predicts_may_take_longer(tmp_path: Path) -> None:
-    default = Launch(NoPlan(tmp_path), 2, lambda event: None, watchdog_seconds=60.0)
+    default = LaunchRequest(run=NoPlan(tmp_path), world_size=2, on_event=lambda event: None, watchdog_seconds=60.0)
     assert default.slow_seconds == 300.0 and request(tmp_path, watchdog=5.0).slow_seconds == 5.0
     assert default.timeout_seconds > default.slow_seconds
     building = [Beat(3, 5.0, True, "0RF1<0"), Beat(3, 9.0, False, "building stage 1")]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.errors import RunError
-from autopipe.launch.remote.identity import Membership, first_host, is_a_rank, read_membership
+from autopipe.launch.remote.identity import RankIdentity, first_host, is_a_rank, read_identity
 
 TORCHRUN = {
     "RANK": "3",
@@ -39,37 +39,47 @@ MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALN
 
 
 def test_torchrun_says_everything() -> None:
-    assert read_membership(TORCHRUN) == Membership("torchrun", 3, 4, 1, 2, "node1", 29400, 2, True)
+    assert read_identity(TORCHRUN) == RankIdentity(
+        launcher="torchrun",
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        address="node1",
+        port=29400,
+        attempt=2,
+        store_exists=True,
+    )
 
 
 def test_srun_says_everything_and_every_rank_derives_the_same_place() -> None:
-    found = read_membership(SRUN)
+    found = read_identity(SRUN)
     assert (found.launcher, found.rank, found.world_size) == ("srun", 2, 3)
     assert (found.local_rank, found.local_world_size, found.address) == (0, 1, "n1")
-    first = read_membership({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
+    first = read_identity({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
     assert (first.address, first.port, first.local_world_size) == (found.address, found.port, 2)
-    assert read_membership({**SRUN, "SLURM_STEP_ID": "1"}).port != found.port
-    assert read_membership({**SRUN, "SLURM_JOB_ID": "18"}).port != found.port
+    assert read_identity({**SRUN, "SLURM_STEP_ID": "1"}).port != found.port
+    assert read_identity({**SRUN, "SLURM_JOB_ID": "18"}).port != found.port
 
 
 def test_mpirun_on_one_host_needs_no_address() -> None:
-    found = read_membership(MPIRUN)
+    found = read_identity(MPIRUN)
     assert (found.rank, found.world_size, found.local_rank, found.one_host) == (1, 2, 1, True)
     assert (found.address, found.port) == ("127.0.0.1", 29500)
 
 
 def test_mpirun_on_several_hosts_is_asked_for_an_address() -> None:
     with pytest.raises(RunError, match="MASTER_ADDR is not set"):
-        read_membership({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
-    assert read_membership(MPIEXEC).address == "10.0.0.1"
+        read_identity({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
+    assert read_identity(MPIEXEC).address == "10.0.0.1"
 
 
 def test_torchrun_under_srun_is_torchrun() -> None:
-    assert read_membership({**SRUN, **TORCHRUN}).launcher == "torchrun"
+    assert read_identity({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
 def test_what_is_said_of_the_master_wins() -> None:
-    found = read_membership({**SRUN, "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "999"})
+    found = read_identity({**SRUN, "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "999"})
     assert (found.address, found.port) == ("10.1.2.3", 999)
 
 
@@ -77,13 +87,13 @@ def test_a_batch_script_is_an_allocation_and_not_a_rank() -> None:
     batch = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP")}
     assert not is_a_rank(batch)
     with pytest.raises(RunError, match="no launcher has said"):
-        read_membership(batch)
+        read_identity(batch)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(name: str) -> None:
     with pytest.raises(RunError, match=rf"\b{name} is not set"):
-        read_membership({key: value for key, value in TORCHRUN.items() if key != name})
+        read_identity({key: value for key, value in TORCHRUN.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -101,14 +111,14 @@ def test_a_missing_variable_is_named(name: str) -> None:
 )
 def test_a_value_that_cannot_be_is_named(changed: dict[str, str], named: list[str]) -> None:
     with pytest.raises(RunError) as caught:
-        read_membership({**TORCHRUN, **changed})
+        read_identity({**TORCHRUN, **changed})
     assert all(name in caught.value.what for name in named)
 
 
 @pytest.mark.parametrize("text", ["2(x", "x", "2,,1", "2", "0(x2)"])
 def test_a_count_per_node_that_says_nothing_of_this_node_is_refused(text: str) -> None:
     with pytest.raises(RunError, match="SLURM_STEP_TASKS_PER_NODE"):
-        read_membership({**SRUN, "SLURM_STEP_TASKS_PER_NODE": text})
+        read_identity({**SRUN, "SLURM_STEP_TASKS_PER_NODE": text})
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,7 @@ VALUES = st.one_of(st.integers(-2, 70000).map(str), st.text(max_size=8), st.samp
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
 def test_any_environment_is_a_membership_that_holds_together_or_a_clear_error(environment: dict[str, str]) -> None:
     try:
-        found = read_membership(environment)
+        found = read_identity(environment)
     except RunError as error:
         assert error.where == "the environment" or error.where.startswith("the environment:")
         return
@@ -147,5 +157,5 @@ def test_any_environment_is_a_membership_that_holds_together_or_a_clear_error(en
 def test_every_rank_that_torchrun_starts_is_read_as_it_is(pair: tuple[int, int]) -> None:
     world, rank = pair
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    found = read_membership(environment)
+    found = read_identity(environment)
     assert (found.rank, found.world_size) == (rank, world)
