@@ -1,11 +1,12 @@
-"""One clock for CPU and GPU, and the median of repeated calls, taken in several windows of time.
+"""One clock for CPU and GPU, and medians of repeated calls in several windows of time.
 
-On a GPU: CUDA events around the call. On a CPU with one thread: the CPU time of that thread (autograd runs the backward
-of CPU tensors in it), which other programs on the machine do not lengthen; how much they would have is ``stolen``. With
-more threads: wall-clock time.
+- GPU: CUDA events around the call.
+- CPU with one thread: the CPU time of that thread, which also runs the backward of CPU tensors. Other programs on the
+  machine do not lengthen it; ``steal_time`` tells how much time they took.
+- CPU with more threads: wall-clock time.
 
-A core that is shared with another machine's work is half as fast for seconds at a time, longer than anything here is
-repeated. So everything is measured in several windows, far apart, and the quietest one counts.
+A core that is shared with another virtual machine can run at half speed for seconds, longer than any series of
+repetitions here. Everything is therefore measured in several windows, far apart, and the fastest window counts.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import torch
 
 @dataclass
 class Clock:
-    """Times calls on one device. ``wall_seconds``, ``own_seconds``: sums, to tell how busy the machine was."""
+    """Times calls on one device."""
 
     device: torch.device
     threads: int = 1
-    wall_seconds: float = field(default=0.0, init=False)
-    own_seconds: float = field(default=0.0, init=False)
+    wall_seconds: float = field(default=0.0, init=False)  # sum over all calls, on a CPU
+    own_seconds: float = field(default=0.0, init=False)  # CPU time of this thread in all calls
 
     def time(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """Return the result of a call and its seconds."""
@@ -41,7 +42,7 @@ class Clock:
         return result, (own if self.threads == 1 else wall) / 1e9
 
     def _time_cuda(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own gap
+        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
         end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.device)
         stream = torch.cuda.current_stream(self.device)
@@ -52,8 +53,8 @@ class Clock:
         return result, float(start.elapsed_time(end)) / 1e3
 
     @property
-    def stolen(self) -> float:
-        """The part of the time in which other programs ran instead, 0 .. 1; 0 where it cannot be told."""
+    def steal_time(self) -> float:
+        """The fraction of the time in which other programs ran, 0 .. 1; 0 if the clock cannot tell."""
         if self.device.type == "cuda" or self.threads != 1 or not self.wall_seconds:
             return 0.0
         return max(1 - self.own_seconds / self.wall_seconds, 0.0)
@@ -61,7 +62,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Repeated forwards and backwards of one thing, in seconds."""
+    """Repeated forwards and backwards of the same call, in seconds."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -73,7 +74,7 @@ class Times:
 
     @property
     def spread(self) -> float | None:
-        """The interquartile range of forward plus backward, relative to the median; None for fewer than four."""
+        """The interquartile range of forward plus backward, relative to the median; None below 4 repetitions."""
         totals = [f + b for f, b in zip(self.forward, self.backward, strict=True)]
         middle = statistics.median(totals)
         if len(totals) < 4 or middle == 0:
@@ -84,32 +85,32 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The same thing measured again later, and again."""
+    """The times of the same call in several windows of time."""
 
-    found: tuple[Times, ...] = ()
+    times: tuple[Times, ...] = ()
 
     @property
-    def quietest(self) -> Times:
-        """The window that took least."""
-        return min(self.found, key=lambda times: sum(times.medians))
+    def fastest_window(self) -> Times:
+        """The window with the smallest median time."""
+        return min(self.times, key=lambda times: sum(times.medians))
 
     @property
     def spread(self) -> float | None:
-        """The spread of the quietest window; where it has too few repetitions, that of all."""
-        own = self.quietest.spread
+        """The spread of the fastest window, or of all windows together if that one has too few repetitions."""
+        own = self.fastest_window.spread
         if own is not None:
             return own
-        forward = chain.from_iterable(times.forward for times in self.found)
-        backward = chain.from_iterable(times.backward for times in self.found)
+        forward = chain.from_iterable(times.forward for times in self.times)
+        backward = chain.from_iterable(times.backward for times in self.times)
         return Times(tuple(forward), tuple(backward)).spread
 
     def with_another(self, times: Times) -> Windows:
-        """Return these and one more."""
-        return Windows((*self.found, times))
+        """Return these windows and one more."""
+        return Windows((*self.times, times))
 
 
 def repeat(once: Callable[[], tuple[float, float]], budget_seconds: float, fewest: int = 3, most: int = 15) -> Times:
-    """Repeat a timed forward and backward, after one to warm up, until the budget is used."""
+    """Repeat a timed forward and backward until the budget is used, after one warm-up repetition."""
     once()
     forward: list[float] = []
     backward: list[float] = []

@@ -1,4 +1,4 @@
-"""The device that is measured on, as a value, and its state put back afterwards."""
+"""The device to measure on: found, described, and its state restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopipe.ir.profile import Device
 def find_device(name: str | torch.device) -> torch.device:
     """Return the device of ``auto``, ``cpu`` or ``cuda``.
 
-    Raises: ProfileError when there is no such device here.
+    Raises: ProfileError if this machine has no such device.
     """
     if str(name) == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +30,7 @@ def find_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError(
             "there is no CUDA device here, or this torch has no CUDA",
-            remedy="use --device cpu, or see what autopipe doctor finds",
+            remedy="use --device cpu, or run autopipe doctor to see what is missing",
         )
     if device.type not in ("cpu", "cuda"):
         raise ProfileError(f"cannot measure on {device.type}", remedy="give auto, cpu or cuda")
@@ -38,15 +38,15 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def describe_device(device: torch.device, threads: int) -> Device:
-    """Return what a profile says of the device it was taken on. ``memory_bytes``: all that it has."""
+    """Return the description of a device for a profile, with its total memory."""
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return Device("cuda", str(found.name), int(found.total_memory), threads)
+        properties = torch.cuda.get_device_properties(device)
+        return Device("cuda", str(properties.name), int(properties.total_memory), threads)
     return Device("cpu", _processor(), int(psutil.virtual_memory().total), threads)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return how many bytes are free on a device now."""
+    """Return the number of free bytes on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
@@ -62,7 +62,7 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def quiet(device: torch.device, threads: int) -> Iterator[None]:
-    """Measure with ``threads`` intra-op threads; put threads and random numbers back behind the block."""
+    """Use ``threads`` intra-op threads in the block; restore the threads and the random number generators after it."""
     before = torch.get_num_threads()
     devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     numpy_state, random_state = np.random.get_state(), random.getstate()

@@ -1,8 +1,7 @@
-"""``estimate``: what the nodes keep, compute and move, found without memory for any tensor and without a clock.
+"""``estimate``: bytes, operations and traffic of the nodes, without memory for any tensor and without a clock.
 
-Every node runs once on fake tensors, which have a shape and no data, as in a measurement; only the times are missing.
-The planner prices such a profile for a device by its datasheet (``planning.cost.roofline``). So a model that is larger
-than this machine's memory can be planned.
+Every node runs once on fake tensors, which have a shape but no data. The planner computes the times from the datasheet
+of a device (``planning.cost.roofline``). A model that is larger than this machine's memory can be planned this way.
 """
 
 from __future__ import annotations
@@ -12,43 +11,58 @@ from collections.abc import Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopipe.errors import ProfileError
-from autopipe.ir.profile import COUNTED, Device, Measurement, Profile
+from autopipe.ir.profile import COUNTED, Device, Measurement, NodeCost, Profile
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import quiet
-from autopipe.measure.measure import Fed
-from autopipe.measure.size import Captured, Progress, SizeRun
+from autopipe.measure.facts import walk_nodes
+from autopipe.measure.measure import BatchSource, checked_sizes
+from autopipe.measure.segment_costs import count_saved
 from autopipe.measure.stepping import optimizer_cost
+from autopipe.measure.subject import Captured, Progress, Subject, no_progress
+from autopipe.measure.walk import explained
 
 _HOST = torch.device("cpu")
 
 
 def estimate(
-    capture: Captured, workload: Fed, *, microbatch_sizes: Sequence[int], progress: Progress | None = None
+    capture: Captured,
+    workload: BatchSource,
+    *,
+    microbatch_sizes: Sequence[int],
+    progress: Progress = no_progress,
 ) -> Profile:
     """Count a captured model, whose parameters may be on the meta device. All seconds are 0.
 
-    ``progress``: called with what is being done and the part that is done, 0 .. 1.
-
     Raises: ProfileError for a node that needs the data of a tensor.
     """
-    sizes = sorted(set(microbatch_sizes))
-    if not sizes or sizes[0] < 1:
-        raise ProfileError(f"microbatch sizes {list(microbatch_sizes)} are not positive", remedy="give 1,2,4,8 or so")
-    report = progress or (lambda text, part: None)
+    sizes = checked_sizes(microbatch_sizes)
     measurements: list[Measurement] = []
     graph = capture.graph
     with quiet(_HOST, 1):
         for index, size in enumerate(sizes):
-            report(f"microbatch of {size}: counting", index / len(sizes))
+            progress(f"microbatch of {size}: counting", index / len(sizes))
             leaves = workload.leaves(workload.example_item(size))
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             batch = {name: mode.from_tensor(leaf) for name, leaf in leaves.items()}
             with mode:
-                measurements.append(SizeRun(capture, Clock(_HOST), size, batch).counted())
-        report("optimizer state", 1.0)
-        # of the smallest parameters, which are made for it
+                measurements.append(_counted(Subject(capture, Clock(_HOST), size, batch)))
+        progress("optimizer state", 1.0)
+        # the smallest parameters first, because they are allocated here
         parameters = sorted(graph.parameters.items(), key=lambda entry: (entry[1].num_bytes({}), entry[0]))
         trained = {name: spec.requires_grad for name, spec in parameters}
         _, state = optimizer_cost(capture.module, trained, workload, Clock(_HOST), most_bytes=1 << 20)
     return Profile(workload.spec, graph, Device(COUNTED, "tensors without data", 0), tuple(measurements), 0.0, state)
+
+
+def _counted(subject: Subject) -> Measurement:
+    """Return what the nodes keep, compute and move at one size."""
+    facts, whole = walk_nodes(subject, no_progress), subject.whole()
+    with explained(whole.about[0], subject.size):
+        cost = count_saved(subject, whole, subject.start(), {})
+    names = {position: name for name, position in whole.positions.items()}
+    keepers = {names[position]: names[keeper] for position, keeper in reversed(cost.keepers)}
+    costs = {
+        node.name: NodeCost(0.0, 0.0, facts.output_bytes[node.name], saved, facts.workspace_bytes[node.name])
+        for node, saved in zip(whole.about, cost.saved_bytes, strict=True)
+    }
+    return Measurement(subject.size, costs, 0.0, keepers, facts.work)

@@ -1,8 +1,8 @@
-"""Bytes of tensors that are held: now, at most, and by whom.
+"""Bytes of live tensors: now, at most, and by owner.
 
-On a CUDA device torch's allocator tells how many; on a CPU nothing does, so every operation is looked at for memory
-that it makes, which is forgotten when it goes. What a kernel needs only while it runs is not seen there. Whose they are
-is told in this way on any device.
+On a CUDA device torch's allocator counts them. A CPU has no such count, so every operation is observed for the memory
+that it allocates, which is subtracted when it is freed; memory that a kernel needs only while it runs is not seen.
+Owners are counted in this way on any device.
 """
 
 from __future__ import annotations
@@ -20,42 +20,39 @@ from autopipe import sparse
 
 
 class Meter(Protocol):
-    """Tells how many bytes a rank's device holds. Within ``with`` it watches."""
+    """Counts the live bytes on a rank's device, within ``with``."""
 
     def __enter__(self) -> Any:
-        """Begin to watch."""
+        """Start counting."""
 
     def __exit__(self, *error: Any) -> Any:
-        """Stop watching."""
+        """Stop counting."""
 
     def now(self) -> int:
-        """Return the bytes that are held."""
+        """Return the number of live bytes."""
 
     def restart(self) -> None:
-        """Forget the most."""
+        """Reset the peak."""
 
     def most(self) -> int:
-        """Return the most bytes that were held since ``restart``."""
+        """Return the peak since ``restart``."""
 
 
 class HostMeter(TorchDispatchMode):
-    """Counts the memory of every tensor that an operation of this thread makes, for as long as somebody holds it.
-
-    ``kind``: of the device that is counted. ``owner``: whose is what is made now.
-    """
+    """Counts the memory of every tensor that an operation of this thread allocates, until it is freed."""
 
     def __init__(self, kind: str = "cpu") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation for it
-        self.owner = 0
-        self._kind = kind
-        self._owned: Counter[int] = Counter()
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.owner = 0  # of new memory
+        self._kind = kind  # of the device that is counted
+        self._owned: Counter[int] = Counter()  # owner -> live bytes
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._now = self._most = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count what it made."""
+        """Run an operation and count its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -63,72 +60,73 @@ class HostMeter(TorchDispatchMode):
         return result
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's memory, once, however many tensors share it."""
+        """Count the memory of a tensor; memory that several tensors share counts once."""
         storage = sparse.memory_of(tensor)
         key, size = storage._cdata, storage.nbytes()
-        if key in self._held or tensor.device.type != self._kind:
+        if key in self._live or tensor.device.type != self._kind:
             return
         owner = self.owner
 
-        def gone(_: object) -> None:
+        def freed(_: object) -> None:
             self._now -= size
             self._owned[owner] -= size
-            del self._held[key]
+            del self._live[key]
 
-        self._held[key] = weakref.ref(storage, gone)
+        self._live[key] = weakref.ref(storage, freed)
         self._now += size
         self._owned[owner] += size
         self._most = max(self._most, self._now)
 
     def held_by(self, owner: int) -> int:
-        """Return the bytes of what was made under an owner and is still held, whoever holds it."""
+        """Return the live bytes that were allocated for an owner."""
         return self._owned[owner]
 
     def now(self) -> int:
-        """Return the bytes that are held."""
+        """Return the number of live bytes."""
         return self._now
 
     def restart(self) -> None:
-        """Forget the most."""
+        """Reset the peak."""
         self._most = self._now
 
     def most(self) -> int:
-        """Return the most since then."""
+        """Return the peak since ``restart``."""
         return self._most
 
 
 class CudaMeter:
-    """Asks torch's allocator, which knows every byte that tensors and kernels take on the device."""
+    """Reads torch's allocator, which counts every byte that tensors and kernels take on the device."""
 
     def __enter__(self) -> CudaMeter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing was begun."""
+        """Do nothing: the allocator always counts."""
 
     def now(self) -> int:
-        """Return the bytes that are held."""
+        """Return the number of live bytes."""
         return torch.cuda.memory_allocated()
 
     def restart(self) -> None:
-        """Forget the most."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats()
 
     def most(self) -> int:
-        """Return the most since then."""
+        """Return the peak since ``restart``."""
         return torch.cuda.max_memory_allocated()
 
 
 def meter_of(device: torch.device) -> Meter:
-    """Return what counts on a device."""
+    """Return the meter of a device."""
     return CudaMeter() if device.type == "cuda" else HostMeter()
 
 
 class Workspace:
-    """What a call holds beyond what was there before: the ``peak``, and what is ``left`` when it is over. Bytes."""
+    """The additional memory of the calls within ``with``, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.peak = self.left = 0
+        self.peak = 0  # the most at any time
+        self.left = 0  # still live at the end
         self._meter = meter_of(device)
         self._before = 0
 

@@ -1,10 +1,10 @@
-"""A run of graph nodes as something to call, on copies of the state it uses.
+"""A segment of graph nodes as a callable, on copies of the state that it uses.
 
-``State`` holds the copies on the device to measure on: the user's parameters, buffers and their ``.grad`` are never
-touched, and a model that is larger than the device can be measured run by run, as only one run's state is there at a
+``StateCopies`` holds the copies on the device: the user's parameters, buffers and gradients never change, and a model
+that is larger than the device can be measured segment by segment, because only the state of one segment is copied at a
 time. A parameter without data (a model on ``meta``) gets random values.
 
-``Piece`` is one run as a compiled ``GraphModule``, so that calling it costs no more than a stage's own source does.
+``Piece`` compiles a segment into a ``GraphModule``, so that a call costs no more than in the source of a stage.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch.utils import _pytree as pytree
 from autopipe import sparse
 
 
-class State:
-    """Copies of parameters, buffers, constants and modules, made when first asked for. Ties stay ties."""
+class StateCopies:
+    """Copies of parameters, buffers, constants and modules, made on first use. Tied tensors stay tied."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._root = root
         self._device = device
-        self._memo: dict[int, Any] = {}
-        self._kept: list[Any] = []  # an id is only good while its object lives
+        self._memo: dict[int, Any] = {}  # id of an original -> its copy
+        self._originals: list[Any] = []  # kept alive, because an id is valid only while its object lives
 
     def attribute(self, path: str) -> Any:
-        """Return the copy of what a ``get_attr`` or ``call_module`` node names."""
-        found: Any = self._root
+        """Return the copy of the target of a ``get_attr`` or ``call_module`` node."""
+        value: Any = self._root
         for part in path.split("."):
-            found = getattr(found, part)
-        if isinstance(found, Tensor):
-            return self._tensor(found)
-        return self._module(found) if isinstance(found, nn.Module) else found
+            value = getattr(value, part)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        return self._module(value) if isinstance(value, nn.Module) else value
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -45,56 +45,57 @@ class State:
         return [value for value in self._memo.values() if isinstance(value, nn.Parameter)]
 
     def storages(self) -> set[int]:
-        """The memory of all that is copied, as ``storage_of`` names it."""
+        """The memory of all copies, as ``storage_of`` identifies it."""
         return {storage_of(value) for value in self._memo.values() if isinstance(value, Tensor)}
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._memo:
-            made: Tensor
             if tensor.is_meta:
-                made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+                copied = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
                 if tensor.is_floating_point():
-                    made.normal_(std=0.02)
+                    copied.normal_(std=0.02)
             else:
-                made = tensor.detach().to(self._device, copy=True)
+                copied = tensor.detach().to(self._device, copy=True)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            self._memo[id(tensor)] = made
-            self._kept.append(tensor)
-        found: Tensor = self._memo[id(tensor)]
-        return found
+                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+            self._memo[id(tensor)] = copied
+            self._originals.append(tensor)
+        known: Tensor = self._memo[id(tensor)]
+        return known
 
     def _module(self, module: nn.Module) -> nn.Module:
         if id(module) not in self._memo:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._tensor(tensor)
-            made = copy.deepcopy(module, self._memo)
-            for part in made.modules():
+            copied = copy.deepcopy(module, self._memo)
+            for part in copied.modules():
                 for name, value in list(vars(part).items()):
                     if isinstance(value, Tensor) and value.device != self._device:
                         setattr(part, name, value.to(self._device))
                 if isinstance(part, nn.RNNBase):
                     part.flatten_parameters()
-            self._kept.append(module)
-        found: nn.Module = self._memo[id(module)]
-        return found
+            self._originals.append(module)
+        known: nn.Module = self._memo[id(module)]
+        return known
 
 
 class Piece:
-    """Consecutive nodes as one function of the values that they read and do not make."""
+    """Consecutive nodes as one function of the values that they read and do not compute."""
 
-    def __init__(self, nodes: Sequence[fx.Node], inputs: Sequence[str], outputs: Sequence[str], state: State) -> None:
+    def __init__(
+        self, nodes: Sequence[fx.Node], inputs: Sequence[str], outputs: Sequence[str], state: StateCopies
+    ) -> None:
         self.inputs, self.outputs, self.state = tuple(inputs), tuple(outputs), state
         graph = fx.Graph()
-        made: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
+        copies: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
         attributes: dict[str, Any] = {}
         region = Region(graph)
 
         def argument(node: fx.Node) -> fx.Node:
-            if node.op == "get_attr" and node.name not in made:
+            if node.op == "get_attr" and node.name not in copies:
                 attributes[_attribute(node)] = state.attribute(str(node.target))
-                made[node.name] = graph.get_attr(_attribute(node))
-            return made[node.name]
+                copies[node.name] = graph.get_attr(_attribute(node))
+            return copies[node.name]
 
         for node in nodes:
             if node.op == "call_module":
@@ -102,26 +103,26 @@ class Piece:
             arguments = fx.node.map_arg(node.args, argument), fx.node.map_arg(node.kwargs, argument)
             region.enter(node)
             target = _attribute(node) if node.op == "call_module" else _callable(node.target)
-            made[node.name] = graph.create_node(node.op, target, *arguments, name=node.name)
+            copies[node.name] = graph.create_node(node.op, target, *arguments, name=node.name)
         region.leave()
-        graph.output(tuple(made[name] for name in outputs))
+        graph.output(tuple(copies[name] for name in outputs))
         self.module = fx.GraphModule(attributes, graph)
 
     def __call__(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Run it on values in the order of ``inputs``; returns those of ``outputs``."""
-        found: tuple[Any, ...] = self.module(*values)
-        return found
+        """Run the nodes on values in the order of ``inputs``; return the values of ``outputs``."""
+        results: tuple[Any, ...] = self.module(*values)
+        return results
 
 
 def _attribute(node: fx.Node) -> str:
-    """Return the path that a node names, without Python's keywords: torch.fx writes ``self.class`` as it stands."""
+    """Return the target path of a node without Python keywords, because torch.fx writes ``self.class`` literally."""
     return ".".join(f"{name}_of_the_model" if iskeyword(name) else name for name in str(node.target).split("."))
 
 
 def _callable(target: Any) -> Any:
-    """Return what a call is made to: for a custom ``autograd.Function`` a plain function around its ``apply``.
+    """Return the target of a call; for a custom ``autograd.Function`` a plain function around its ``apply``.
 
-    ``torch.fx`` writes ``apply`` down as if it were a function of torch itself, which it is not.
+    ``torch.fx`` would write ``apply`` as if it were a function of torch.
     """
     owner = getattr(target, "__self__", None)
     if not (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
@@ -134,7 +135,7 @@ def _callable(target: Any) -> Any:
 
 
 class Region:
-    """Writes into an fx graph the changes of grad mode and autocast between the nodes of a piece."""
+    """Writes the changes of grad mode and autocast between the nodes of a piece into an fx graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -143,11 +144,11 @@ class Region:
         self._open: list[fx.Node] = []
 
     def enter(self, node: fx.Node) -> None:
-        """Open the region of the node that is written next; close what it is not in."""
+        """Enter the region of the next node, and leave the regions that it is not in."""
         self._change(grad_of(node), autocast_of(node))
 
     def leave(self) -> None:
-        """Close everything."""
+        """Leave all regions."""
         self._change(True, ())
 
     def _change(self, grad: bool, autocast: tuple[Any, ...]) -> None:
@@ -163,29 +164,29 @@ class Region:
 
 
 def grad_of(node: fx.Node) -> bool:
-    """Whether the node runs with gradients."""
+    """Return whether a node runs with gradients."""
     return bool(node.meta.get("grad", True))
 
 
 def autocast_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the (device, dtype, enabled, cache) of every autocast region that the node runs in."""
+    """Return (device, dtype, enabled, cache) of every autocast region that a node runs in."""
     entries = node.meta.get("autocast") or ()
     return (tuple(entries),) if entries and isinstance(entries[0], str) else tuple(tuple(entry) for entry in entries)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Name the memory of a tensor, for as long as it is held."""
+    """Return an identifier of the memory of a tensor, valid while that memory is allocated."""
     return int(sparse.memory_of(tensor)._cdata)
 
 
-def carrying(value: Any) -> list[Tensor]:
+def with_history(value: Any) -> list[Tensor]:
     """Return the tensors of a result from which a backward can start.
 
-    A view of a parameter that was made without gradients says that it requires one, and has no history.
+    A view of a parameter that was computed without gradients has ``requires_grad`` but no history.
     """
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad and tensor.grad_fn is not None]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, however nested."""
+    """Return the tensors in a value, at any depth."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,12 +1,12 @@
-"""Which runs of nodes are timed together.
+"""Divide a graph into the segments that are timed.
 
-Runs begin and end at legal cuts (what is between them can never be a stage's border), and at the borders of the model's
-blocks, so that equal blocks give equal runs and are timed once::
+Segments begin and end at legal cuts (a stage can never end between two of them) and at the borders of the model's
+blocks, so that equal blocks give equal segments and are timed once::
 
-    nodes    embed | blocks.0 ............ | blocks.1 ............ | norm head loss
-    runs     embed |  run a  |  run b      |  run a  |  run b      | run c
+    nodes       embed | blocks.0 ............ | blocks.1 ............ | norm head loss
+    segments    embed |     a     |     b     |     a     |     b     |       c
 
-A block that takes long is divided evenly; what is shorter than ``least_seconds`` joins what follows.
+A long block is divided evenly; nodes that take less than ``least_seconds`` are joined with the ones after them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopipe.ir.graph import Graph
 
 
 def block_of(module_path: str) -> str:
-    """Return the outermost numbered module of a path: ``model.layers.3`` of ``model.layers.3.mlp.up``; "" for none."""
+    """Return the outermost numbered module of a path: ``model.layers.3`` of ``model.layers.3.mlp.up``; "" if none."""
     parts = module_path.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -28,7 +28,7 @@ def block_of(module_path: str) -> str:
 
 
 def segments(graph: Graph, seconds: Sequence[float], least_seconds: float) -> list[tuple[int, int]]:
-    """Return (start, stop) of every run, covering all nodes. ``seconds``: rough forward time of each node."""
+    """Return (start, stop) of every segment, covering all nodes. ``seconds``: rough forward time of each node."""
     count = len(graph.nodes)
     if not count:
         return []
@@ -41,34 +41,34 @@ def segments(graph: Graph, seconds: Sequence[float], least_seconds: float) -> li
     def length(run: Sequence[tuple[int, int]]) -> float:
         return sum(seconds[run[0][0] : run[-1][1]]) if run else 0.0
 
-    found: list[list[tuple[int, int]]] = []
+    runs: list[list[tuple[int, int]]] = []
     short: list[tuple[int, int]] = []
     for _, group in groupby(atoms, key=block):
         run = list(group)
         if length(run) < least_seconds:
             short += run
             if length(short) >= least_seconds:
-                found.append(short)
+                runs.append(short)
                 short = []
             continue
         if short:
-            found.append(short)
+            runs.append(short)
             short = []
-        found += _divided(run, [length([atom]) for atom in run], least_seconds)
+        runs += _divided(run, [length([atom]) for atom in run], least_seconds)
     if short:
-        found.append(short)
-    return [(run[0][0], run[-1][1]) for run in found]
+        runs.append(short)
+    return [(run[0][0], run[-1][1]) for run in runs]
 
 
 def _divided(run: list[tuple[int, int]], seconds: Sequence[float], least_seconds: float) -> list[list[tuple[int, int]]]:
-    """Divide a run evenly into parts of at least about ``least_seconds``."""
+    """Divide atoms evenly into parts of at least about ``least_seconds``."""
     total = sum(seconds)
-    parts = max(int(total / least_seconds), 1)
-    found: list[list[tuple[int, int]]] = [[]]
+    count = max(int(total / least_seconds), 1)
+    parts: list[list[tuple[int, int]]] = [[]]
     passed = 0.0
     for atom, cost in zip(run, seconds, strict=True):
-        if found[-1] and passed + cost / 2 >= total * len(found) / parts:
-            found.append([])
-        found[-1].append(atom)
+        if parts[-1] and passed + cost / 2 >= total * len(parts) / count:
+            parts.append([])
+        parts[-1].append(atom)
         passed += cost
-    return found
+    return parts

@@ -1,4 +1,4 @@
-"""What an optimizer step costs, per byte of parameters: seconds, and bytes of state."""
+"""The cost of an optimizer step per byte of parameters: seconds, and bytes of state."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopipe.measure.clock import Clock
-from autopipe.measure.piece import State, tensors_of
+from autopipe.measure.piece import StateCopies, tensors_of
 
-_MOST_BYTES = 256 << 20  # of parameters: enough to time, and never a whole large model twice
+_MOST_BYTES = 256 << 20  # of parameters: enough to time, and far less than a second copy of a large model
 _REPEATS = 5
 
 
 class HasOptimizer(Protocol):
-    """The part of a workload that is used here."""
+    """The part of a workload that makes the optimizer."""
 
     def optimizer(self, named_parameters: list[tuple[str, nn.Parameter]], /) -> Optimizer | None:
         """Return the optimizer of some of the parameters."""
@@ -32,14 +32,14 @@ def optimizer_cost(
     *,
     most_bytes: int = _MOST_BYTES,
 ) -> tuple[float, float]:
-    """Return (seconds per byte, bytes of state per byte) of one step. ``parameters``: path -> whether it is trained.
+    """Return (seconds per byte, bytes of state per byte) of one step, on copies with random gradients.
 
-    ``most_bytes``: of parameters, after which no further one is taken. The step runs on copies with random gradients.
+    ``parameters``: path -> whether the parameter is trained. Those after the first ``most_bytes`` are left out.
     """
-    state, named, size = State(root, clock.device), [], 0
-    held = {path for path, _ in root.named_parameters(remove_duplicate=False)}  # what no call reads is not there
+    state, named, size = StateCopies(root, clock.device), [], 0
+    paths = {path for path, _ in root.named_parameters(remove_duplicate=False)}  # without those that no call reads
     for path, trained in parameters.items():
-        copied = state.attribute(path) if trained and path in held and size < most_bytes else None
+        copied = state.attribute(path) if trained and path in paths and size < most_bytes else None
         if isinstance(copied, nn.Parameter):
             named.append((path, copied))
             size += copied.numel() * copied.element_size()
@@ -51,8 +51,8 @@ def optimizer_cost(
         for _, parameter in named:
             parameter.grad = torch.randn_like(parameter)
         seconds.append(clock.time(optimizer.step)[1])
-    kept = sum(_state_bytes(entry) for entry in optimizer.state.values())
-    return statistics.median(seconds[1:]) / size, kept / size
+    state_bytes = sum(_state_bytes(entry) for entry in optimizer.state.values())
+    return statistics.median(seconds[1:]) / size, state_bytes / size
 
 
 def _state_bytes(entry: object) -> int:

@@ -1,8 +1,7 @@
-"""Floating-point operations and bytes of what runs, counted as it is dispatched: on any device, also on ``meta``.
+"""Floating-point operations and memory traffic of dispatched operations, on any device, also on ``meta``.
 
-Flops are those of ``torch.utils.flop_counter`` (two for a multiplication with an addition), and formulas here for
-kernels of the CPU that it does not know. Bytes: every operand once and every result once; views, and memory that is
-made and not filled, move nothing.
+Flops are those of ``torch.utils.flop_counter`` (a multiply-add counts as two), with formulas here for CPU kernels that
+it does not know. Bytes: every operand once and every result once. Views and uninitialized memory move nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from autopipe.ir.profile import PassWork
 
-# what only names memory, or leaves it as it is
+# operations that move no data
 _STILL = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_local_scalar_dense", "set_")
-# what reads of its first operand as much as it returns
+# operations that read as much of their first operand as they return
 _GATHER = ("embedding", "index", "index_select", "gather", "_unsafe_index", "select_backward", "slice_backward")
 
 
@@ -33,15 +32,15 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
-def _recurrent(steps: Tensor, *given: Any, **_: Any) -> int:
+def _recurrent(steps: Tensor, *arguments: Any, **_: Any) -> int:
     """Count one layer of a recurrent network: its two weights (4 gates by inputs, by hidden units) at every step."""
     samples = math.prod(steps.shape[:-1])
-    weights = [entry for entry in given[:2] if isinstance(entry, Tensor)]
+    weights = [entry for entry in arguments[:2] if isinstance(entry, Tensor)]
     return 2 * samples * sum(weight.numel() for weight in weights)
 
 
-def _recurrent_backward(steps: Tensor, *given: Any, **_: Any) -> int:
-    return 2 * _recurrent(steps, *given)
+def _recurrent_backward(steps: Tensor, *arguments: Any, **_: Any) -> int:
+    return 2 * _recurrent(steps, *arguments)
 
 
 def _vector(matrix: Tensor, *_: Any, **__: Any) -> int:
@@ -64,15 +63,15 @@ _OWN: dict[str, Callable[..., int]] = {
 
 
 class WorkCounter(TorchDispatchMode):
-    """Counts what this thread dispatches, and the backward that it starts. Use one for each pass."""
+    """Counts the operations of this thread, and of the backward that it starts. Use one counter per pass."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._flops = self._matrix_bytes = self._other_bytes = 0
 
     @property
     def counted(self) -> PassWork:
-        """What was counted so far."""
+        """The work so far."""
         return PassWork(self._flops, self._matrix_bytes, self._other_bytes)
 
     def __torch_dispatch__(
@@ -101,17 +100,17 @@ def _flops_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _bytes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return what is read and written: each tensor once as operand and once as result."""
-    made = sum(_size(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    """Return the bytes read and written: each tensor once as operand and once as result."""
+    written = sum(_size(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
     operands = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     sizes = [_size(leaf) for leaf in operands.values()]
     if name in _GATHER and sizes:
-        sizes[0] = min(sizes[0], made)
-    return made + sum(sizes)
+        sizes[0] = min(sizes[0], written)
+    return written + sum(sizes)
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; one that is expanded is read from the memory that it has."""
+    """Return the bytes of a tensor; an expanded tensor counts with its actual memory."""
     if tensor.layout != torch.strided:
         return 0
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -30,9 +30,8 @@ class ModelFactory:
     def build(self, *, empty: bool = False, shifted: bool = False) -> nn.Module:
         """Build the model with the initial weights of ``torch.manual_seed(seed)``, in the modes it trains in.
 
-        Args:
-            empty: Allocate no memory for the parameters; they are loaded from a file afterwards.
-            shifted: Draw extra random numbers (with ``empty``); see ``workload.model.empty``.
+        ``empty``: allocate no memory for the parameters, which are loaded from a file later. ``shifted``: draw extra
+        random numbers meanwhile; see ``workload.model.empty``.
 
         Raises: ModelFileError if the user's code fails.
 

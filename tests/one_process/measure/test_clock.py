@@ -8,7 +8,7 @@ from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.profile import Measurement
 from autopipe.ir.tensor import TensorSpec
 from autopipe.measure.clock import Times, Windows, repeat
-from autopipe.measure.measure import say_noise
+from autopipe.measure.measure import log_noise
 from autopipe.measure.segments import block_of, segments
 
 
@@ -58,10 +58,10 @@ def test_repeating_warms_up_once_and_stops_at_the_budget():
     assert len(repeat(once, 1e9).forward) == 15
 
 
-def test_the_quietest_window_counts_and_has_its_own_spread():
+def test_the_fastest_window_counts_and_has_its_own_spread():
     quiet, busy = Times((1.0, 1.0, 1.0, 1.2), (2.0,) * 4), Times((1.5, 1.4, 1.6, 1.9), (3.0, 2.9, 3.1, 3.9))
     windows = Windows(()).with_another(busy).with_another(quiet).with_another(busy)
-    assert windows.quietest == quiet
+    assert windows.fastest_window == quiet
     assert windows.spread == quiet.spread != busy.spread
 
 
@@ -76,9 +76,9 @@ def test_windows_of_few_repetitions_are_judged_together():
 def test_a_noisy_machine_is_warned_about(caplog):
     found = [Measurement(size, {}, spread) for size, spread in ((1, 0.3), (2, 0.05), (4, 0.01))]
     with caplog.at_level(logging.INFO, "autopipe"):
-        say_noise(found, {1: 0.0, 2: 0.8, 4: 0.0})
-        say_noise(found, {1: 0.0, 2: 0.5, 4: 0.0})
-        say_noise(found[2:], {4: 0.0})
+        log_noise(found, {1: 0.0, 2: 0.8, 4: 0.0})
+        log_noise(found, {1: 0.0, 2: 0.5, 4: 0.0})
+        log_noise(found[2:], {4: 0.0})
     extraordinary, usual = caplog.records
     for text in ("microbatches of 1, 2: the times vary by up to 30 %", "other programs took up to 80 % of the time"):
         assert text in extraordinary.getMessage()

@@ -16,11 +16,10 @@ from autopipe.ir.tensor import TensorSpec
 from autopipe.measure import measure
 from autopipe.measure.clock import Clock
 from autopipe.measure.device import find_device
-from autopipe.measure.piece import Piece, State
-from autopipe.measure.size import SizeRun
+from autopipe.measure.piece import Piece, StateCopies
+from autopipe.measure.size import SizeMeasurement
 
 SPEC = WorkloadSpec("net.py", arguments={}, hooks={}, inputs=(), seed=0)
-QUIET = lambda text, part: None  # noqa: E731
 
 
 class Block(nn.Module):
@@ -119,7 +118,8 @@ def stack_of(blocks=3, width=8):
 
 
 def size_run(capture, workload, size, least_seconds=1e-9):
-    return SizeRun(capture, Clock(torch.device("cpu")), size, workload.example_item(size), QUIET, least_seconds)
+    batch, clock = workload.example_item(size), Clock(torch.device("cpu"))
+    return SizeMeasurement(capture, clock, size, batch, least_seconds=least_seconds)
 
 
 def independent_saved_bytes(forward, model, *inputs):
@@ -204,9 +204,9 @@ def test_equal_blocks_are_timed_once():
     run.measurement()
     few = size_run(*(stack_of(blocks=3)[1:]), 4, least_seconds=1e-9)
     few.measurement()
-    assert len(run.chosen) >= 12
-    assert len(run.runs) <= len(few.runs) + 1
-    ups = [run.costs[f"blocks_{i}_up"] for i in range(2, 12)]
+    assert len(run.segments.bounds) >= 12
+    assert len(run.segments.distinct) <= len(few.segments.distinct) + 1
+    ups = [run.segments.nodes[f"blocks_{i}_up"] for i in range(2, 12)]
     assert len({cost.saved_bytes for cost in ups}) == 1
 
 
@@ -245,7 +245,8 @@ def test_further_windows_time_every_kind_once_more_and_count_no_byte_twice():
     once, often = size_run(capture, workload, 3), size_run(capture, workload, 3)
     for _ in range(3):
         often.window()
-    assert {len(run.windows.found) for run in often.runs.values()} == {3} and len(often.whole.found) == 3
+    assert {len(cost.windows.times) for cost in often.segments.distinct.values()} == {3}
+    assert len(often.whole.windows.times) == 3
 
     def memory(found):
         costs = {n: (c.output_bytes, c.saved_bytes, c.workspace_bytes) for n, c in found.costs.items()}
@@ -273,7 +274,7 @@ def test_a_whole_model_that_does_not_fit_is_measured_by_its_runs(monkeypatch, ca
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(nodes, inputs, outputs, state)
 
-    monkeypatch.setattr("autopipe.measure.size.Piece", Small)
+    monkeypatch.setattr("autopipe.measure.whole.Piece", Small)
     with caplog.at_level(logging.INFO, "autopipe"):
         found = size_run(capture, workload, 2, least_seconds=1e-9).measurement()
     assert "does not fit" in caplog.text
@@ -282,7 +283,7 @@ def test_a_whole_model_that_does_not_fit_is_measured_by_its_runs(monkeypatch, ca
 
 def test_a_whole_model_that_would_not_fit_is_not_even_tried(monkeypatch, caplog):
     _, capture, workload = stack_of()
-    monkeypatch.setattr("autopipe.measure.size.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("autopipe.measure.whole.available_bytes", lambda device: 1000)
     with caplog.at_level(logging.INFO, "autopipe"):
         found = size_run(capture, workload, 2).measurement()
     assert "does not fit" in caplog.text and "add up to" not in caplog.text
@@ -295,8 +296,8 @@ def test_a_run_that_does_not_fit_is_an_error_with_the_remedy(monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("autopipe.measure.size.Piece", full)
-    with pytest.raises(ProfileError, match="do not fit the device, even by themselves, at a microbatch of 2") as caught:
+    monkeypatch.setattr("autopipe.measure.segment_costs.Piece", full)
+    with pytest.raises(ProfileError, match="do not fit the device, even alone, at a microbatch of 2") as caught:
         measure(capture, workload, device="cpu", microbatch_sizes=(2,))
     assert "--microbatch-sizes" in caught.value.remedy
 
@@ -370,10 +371,12 @@ def test_regions_without_gradient_and_under_autocast_are_entered():
     nodes["blocks_0_up"].meta["autocast"] = (("cpu", torch.bfloat16, True, True),)
     chosen = [nodes[name] for name in ("first", "blocks_0_norm", "blocks_0_up", "relu", "blocks_0_down")]
     outputs = ("first", "blocks_0_up", "blocks_0_down")
-    piece = Piece(chosen, ["x"], outputs, State(capture.module, torch.device("cpu")))
+    piece = Piece(chosen, ["x"], outputs, StateCopies(capture.module, torch.device("cpu")))
     with pytest.raises(RuntimeError, match="same dtype"):
         piece([torch.zeros(2, 4)])  # the last one gets bfloat16, outside of the region
-    first, up = Piece(chosen[:3], ["x"], outputs[:2], State(capture.module, torch.device("cpu")))([torch.zeros(2, 4)])
+    first, up = Piece(chosen[:3], ["x"], outputs[:2], StateCopies(capture.module, torch.device("cpu")))(
+        [torch.zeros(2, 4)]
+    )
     assert not first.requires_grad and up.dtype is torch.bfloat16 and up.requires_grad
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
@@ -384,6 +387,7 @@ def test_regions_without_gradient_and_under_autocast_are_entered():
 def test_how_busy_the_machine_was_is_known_of_every_size():
     _, capture, workload = stack_of()
     run = size_run(capture, workload, 2)
-    run.clock.wall_seconds, run.clock.own_seconds = 1000.0, 500.0
+    clock = run.subject.clock
+    clock.wall_seconds, clock.own_seconds = 1000.0, 500.0
     run.measurement()
-    assert run.clock.stolen == pytest.approx(0.5, abs=0.01)
+    assert clock.steal_time == pytest.approx(0.5, abs=0.01)

@@ -7,7 +7,7 @@ from support.trace_cases import Toy, vectors
 from torch import nn
 
 from autopipe.measure.clock import Clock
-from autopipe.measure.size import SizeRun
+from autopipe.measure.size import SizeMeasurement
 from autopipe.trace import capture
 
 
@@ -44,5 +44,5 @@ def test_they_can_be_measured():
     work = Toy(Words, vectors)
     captured = capture(work, verify=False)
     batch = work.leaves(work.example_item(4))
-    found = SizeRun(captured, Clock(torch.device("cpu")), 4, batch).measurement()
+    found = SizeMeasurement(captured, Clock(torch.device("cpu")), 4, batch).measurement()
     assert set(found.costs) == {node.name for node in captured.graph.nodes}
