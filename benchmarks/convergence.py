@@ -26,9 +26,9 @@ from autopipe.generate import generate
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
 from autopipe.planning import PlanOptions, make_plan
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Silent
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.trace import Capture, capture
@@ -161,7 +161,7 @@ def _trained(study: Study, contender: Contender, folder: Path) -> Outcome | None
     plan = replace(plan, schedule=contender.schedule, schedule_options=contender.options)
     if contender.schedule == "pipedream" and plan.ties and not contender.options:
         return None
-    layout = Layout.of(plan, found.graph)
+    context = RunContext.of(plan, found.graph)
     job = Job(steps=study.steps, epochs=0, batch_size=study.batch_size, save=False)
     ear = Ear()
 
@@ -173,7 +173,7 @@ def _trained(study: Study, contender: Contender, folder: Path) -> Outcome | None
     run.write(job, plan, found.graph)
     generate(found, plan, run.stages)
     reporters = [ear, *(Silent() for _ in range(STAGES - 1))]
-    sessions = run_in_threads(run, job, layout, body, reporters=reporters)
+    sessions = run_in_threads(run, job, context, body, reporters=reporters)
     staleness = tuple(r.versions.staleness for s in sessions for r in s.executor.runners.values())
     last = statistics.fmean(ear.losses[-max(len(ear.losses) // 10, 1) :])
     losses = [round(loss, 4) for loss in ear.losses]

@@ -1,118 +1,187 @@
-"""The stages of a rank put together: the user's model cut, optimizers and schedulers built, an executor over them."""
+"""Put a rank together: its stages from the user's model, their optimizers and schedulers, and an executor over them."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from autopipe.errors import PlanError
 from autopipe.generate import load_constants, load_stage
+from autopipe.ir.plan import Stage as StagePlan
+from autopipe.ir.schedule import Schedule
 from autopipe.runtime.after_step import AfterStep, Averages
 from autopipe.runtime.batches.recording import Recording
-from autopipe.runtime.checkpoint.initial import built, weights_of
+from autopipe.runtime.checkpoint.initial import build_stages, weights_of
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.footprint import Footprint
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.runtime.stage_runner import StageRunner
+from autopipe.runtime.step.agreement import Agreement
 from autopipe.runtime.step.deferred import DeferredStatistics
 from autopipe.runtime.step.finite import FiniteBuffers
+from autopipe.runtime.step.gradients import GradientFinisher, GradientHook
+from autopipe.runtime.step.losses import LossCollector
+from autopipe.runtime.step.replicas import replica_syncs
 from autopipe.runtime.step.scaler import LossScaler
-from autopipe.runtime.step.stepper import GradientHook, Stepper
+from autopipe.runtime.step.stepper import Stepper
+from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.transport.base import Transport
 from autopipe.runtime.weights import WeightVersions
 from autopipe.schedules import make
+from autopipe.stage import Stage
 from autopipe.workload import Workload
 
 
-def assembled(
-    run: RunDirectory,
-    job: Job,
-    layout: Layout,
-    workload: Workload,
-    transport: Transport,
-    reporter: Reporter,
-    on_gradients: GradientHook | None = None,
-) -> Executor:
-    """Return what follows a rank's row: one build of the user's model a stage, of which only the stage's part is kept.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAssembly:
+    """Builds one rank of a run."""
 
-    Raises: PlanError for float16 under a schedule whose minibatches overlap.
-    """
-    plan, graph, request = layout.plan, layout.graph, layout.request
-    device = torch.device(job.device)
-    schedule = make(plan.schedule, replace(request, num_minibatches=1))
-    runners: dict[int, StageRunner] = {}
-    carrying = Recording.of(plan, graph).carries_gradient
-    scaler = LossScaler() if plan.workload.precision == "fp16" else None
-    if scaler is not None and any(schedule.staleness):
-        raise PlanError(
-            f"{plan.schedule} cannot be scaled for float16: minibatches begin before the last scale is known",
-            remedy="train with --precision bf16, or choose 1f1b",
-        )
-    mine = [stage for stage in plan.stages if transport.rank in stage.ranks]
-    constants = load_constants(run.stages)
-    fresh = job.init_from and job.start_step < 0
-    weights = weights_of(job.init_from, graph, workload, trust=job.trust) if fresh else None
-    for stage in mine:
-        reporter.at(f"building stage {stage.index}", waiting=False)
-        cls = load_stage(run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
-        adopted = built(cls, workload, constants, weights, graph).place(device)
-        ties = {
-            tie.parameter: tie.owner == stage.index
-            for tie in layout.routes.ties
-            if tie.exact and stage.index in (tie.owner, *tie.copies)
+    run: RunDirectory
+    job: Job
+    context: RunContext
+    workload: Workload
+    transport: Transport
+    reporter: Reporter
+    on_gradients: GradientHook | None = None
+
+    def executor(self) -> Executor:
+        """Return what follows the row of this rank.
+
+        Raises: PlanError for float16 under a schedule whose minibatches overlap.
+        """
+        plan, request, job = self.context.plan, self.context.request, self.job
+        schedule = make(plan.schedule, replace(request, num_minibatches=1))
+        scaler = self._scaler(schedule)
+        runners = self._runners(schedule, scaler)
+        stepper = self._stepper(runners, scaler)
+        footprint = Footprint(runners, torch.device(job.device)) if job.measure_memory else None
+        return Executor(plan, request, runners, stepper, self.transport, self.reporter, job.record_timeline, footprint)
+
+    def _scaler(self, schedule: Schedule) -> LossScaler | None:
+        if self.context.plan.workload.precision != "fp16":
+            return None
+        if any(schedule.staleness):
+            raise PlanError(
+                f"{schedule.name} cannot be scaled for float16: minibatches begin before the last scale is known",
+                remedy="train with --precision bf16, or choose 1f1b",
+            )
+        return LossScaler()
+
+    # -- stages --------------------------------------------------------------------------------------------------------
+
+    def _runners(self, schedule: Schedule, scaler: LossScaler | None) -> dict[int, StageRunner]:
+        """Build the stages of this rank from one build of the user's model."""
+        plan, graph, job = self.context.plan, self.context.graph, self.job
+        own = [stage for stage in plan.stages if self.transport.rank in stage.ranks]
+        self.reporter.at("building stages", waiting=False)
+        constants = load_constants(self.run.stages)
+        weights = None
+        if job.init_from and job.start_step < 0:
+            weights = weights_of(job.init_from, graph, self.workload, trust=job.trust)
+        digests = {"graph_digest": plan.graph_digest, "plan_digest": plan.digest}
+        classes = [load_stage(self.run.stages, stage.index, **digests) for stage in own]
+        stages = build_stages(classes, self.workload, constants, weights, graph)
+        carries_gradient = Recording.of(plan, graph).carries_gradient
+        runners = {}
+        for planned, stage in zip(own, stages, strict=True):
+            stage.place(torch.device(job.device))
+            runners[planned.index] = self._runner(planned, stage, schedule, scaler, carries_gradient)
+        return runners
+
+    def _runner(
+        self,
+        planned: StagePlan,
+        stage: Stage,
+        schedule: Schedule,
+        scaler: LossScaler | None,
+        carries_gradient: frozenset[str],
+    ) -> StageRunner:
+        graph, index = self.context.graph, planned.index
+        exact_ties = {
+            tie.parameter: tie.owner == index
+            for tie in self.context.routes.ties
+            if tie.exact and index in (tie.owner, *tie.copies)
         }
-        runners[stage.index] = StageRunner(
-            adopted,
-            WeightVersions(
-                adopted, schedule.staleness[stage.index], graph.aliases, graph.moving & graph.after_step.keys()
-            ),
-            seed=plan.workload.seed,
-            carries_gradient=carrying,
-            exact_ties=ties,
-            recompute=stage.recompute,
+        changing = graph.moving & graph.after_step.keys()
+        return StageRunner(
+            stage,
+            WeightVersions(stage, schedule.staleness[index], graph.aliases, changing),
+            seed=self.context.plan.workload.seed,
+            carries_gradient=carries_gradient,
+            exact_ties=exact_ties,
+            recompute=planned.recompute,
             replayed=graph.replayed_buffers,
             names=graph.aliases,
-            sparing=any(node.opaque for node in graph.nodes),
+            distinguish_absent=any(node.opaque for node in graph.nodes),
             scaler=scaler,
-            deferred=DeferredStatistics.of(adopted) if job.deferred_batch_norm else None,
+            deferred=DeferredStatistics.of(stage) if self.job.deferred_batch_norm else None,
         )
-    trained = {name: spec for name, spec in graph.parameters.items() if spec.requires_grad}
-    dtypes = [getattr(torch, spec.dtype) for spec in trained.values()]
-    stepper = Stepper(
-        request=request,
-        runners=runners,
-        optimizers={},
-        schedulers={},
-        ties=plan.ties,
-        trainable=list(trained),
-        moving=graph.moving,
-        transport=transport,
-        reporter=reporter,
-        weighted=layout.weighted,
-        clip_norm=job.clip_grad_norm or None,
-        on_gradients=on_gradients,
-        scaler=scaler,
-        on_nonfinite=job.on_nonfinite,
-        norm_dtype=functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32,
-    )
-    for stage in mine:
-        used, written = layout.parameters_used(stage), layout.buffers_written(stage)
-        if job.on_nonfinite == "skip":
-            stepper.kept_buffers[stage.index] = FiniteBuffers(runners[stage.index].stage, written)
-        if stage.replicas > 1:
-            stepper.bring_together(stage.index, used, written, graph.aliases)
-    owned = {index: stepper.owned(index) for index in runners}
-    if job.ema:
-        moving = {index: {n: p for n, p in named.items() if n in graph.moving} for index, named in owned.items()}
-        stepper.averages = Averages(job.ema, moving)
-    if "after_step" in workload.hooks:
-        stepper.users_hook = AfterStep(workload, graph, request, transport, owned, layout.routes.loans)
-    optimizers = {index: workload.optimizer(list(stepper.owned(index).items())) for index in runners}
-    stepper.optimizers = optimizers
-    stepper.schedulers = {i: None if o is None else workload.scheduler(o) for i, o in optimizers.items()}
-    footprint = Footprint(runners, device) if job.measure_memory else None
-    return Executor(plan, request, runners, stepper, transport, reporter, job.record_timeline, footprint)
+
+    # -- stepping ------------------------------------------------------------------------------------------------------
+
+    def _stepper(self, runners: Mapping[int, StageRunner], scaler: LossScaler | None) -> Stepper:
+        context, job, transport, reporter = self.context, self.job, self.transport, self.reporter
+        plan, graph, request = context.plan, context.graph, context.request
+        trained = {name: spec for name, spec in graph.parameters.items() if spec.requires_grad}
+        dtypes = [getattr(torch, spec.dtype) for spec in trained.values()]
+        ties = TieExchange(plan.ties, graph.moving, request, runners, transport, reporter)
+        loss = LossCollector(request, runners, transport, reporter, weighted=context.weighted)
+        gradients = GradientFinisher(
+            rank=transport.rank,
+            request=request,
+            loss=loss,
+            agreement=Agreement(transport, reporter),
+            reporter=reporter,
+            trainable=list(trained),
+            clip_norm=job.clip_grad_norm or None,
+            norm_dtype=functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32,
+            scaler=scaler,
+            on_nonfinite=job.on_nonfinite,
+            on_gradients=self.on_gradients,
+        )
+        owned = {index: ties.owned(index) for index in runners}
+        optimizers = {index: self.workload.optimizer(list(owned[index].items())) for index in runners}
+        schedulers = {i: None if o is None else self.workload.scheduler(o) for i, o in optimizers.items()}
+        return Stepper(
+            runners=runners,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            ties=ties,
+            replicas=replica_syncs(context, runners, transport),
+            gradients=gradients,
+            loss=loss,
+            reporter=reporter,
+            finite_buffers=self._finite_buffers(runners),
+            users_hook=self._users_hook(owned),
+            averages=self._averages(owned),
+        )
+
+    def _finite_buffers(self, runners: Mapping[int, StageRunner]) -> dict[int, FiniteBuffers]:
+        if self.job.on_nonfinite != "skip":
+            return {}
+        stages = self.context.plan.stages
+        return {
+            index: FiniteBuffers(runner.stage, self.context.buffers_written(stages[index]))
+            for index, runner in runners.items()
+        }
+
+    def _users_hook(self, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> AfterStep | None:
+        if "after_step" not in self.workload.hooks:
+            return None
+        context = self.context
+        return AfterStep(self.workload, context.graph, context.request, self.transport, owned, context.routes.loans)
+
+    def _averages(self, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> Averages | None:
+        if not self.job.ema:
+            return None
+        moving = self.context.graph.moving
+        averaged = {
+            index: {name: p for name, p in parameters.items() if name in moving} for index, parameters in owned.items()
+        }
+        return Averages(self.job.ema, averaged)

@@ -180,7 +180,7 @@ class Executor:
         runner = self.runners[instruction.stage]
         microbatch = self._microbatch(instruction)
         name = microbatch.recording.name
-        inputs = [microbatch.leaves[entry] for entry in runner.faces[name].code.INPUTS]
+        inputs = [microbatch.leaves[entry] for entry in runner.variants[name].code.INPUTS]
         received = self._take(ACTIVATION, instruction)
         key = self._key(instruction)
         if not self._training:

@@ -19,7 +19,7 @@ from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
 from autopipe.ir.schedule import Instruction, Traffic
 from autopipe.ir.shares import Shares
-from autopipe.runtime.assembly import assembled
+from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
 from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
 from autopipe.runtime.batches.readers import EachReads, OneReads, Reader
@@ -28,11 +28,11 @@ from autopipe.runtime.batches.source import Place, Source
 from autopipe.runtime.checkpoint import checkpoint as checkpoints
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.saver import Saver
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Executor
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
-from autopipe.runtime.step.stepper import GradientHook
+from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.transport.base import Transport, TransportClosed
 from autopipe.runtime.windows import Window, Windows
 from autopipe.schedules import REGISTRY, lower, make, validate
@@ -52,7 +52,7 @@ class RankSession:
     """
 
     job: Job
-    layout: Layout
+    context: RunContext
     workload: Workload
     run: RunDirectory
     executor: Executor
@@ -66,34 +66,43 @@ class RankSession:
     _audits: AuditWriter = field(init=False)
 
     def __post_init__(self) -> None:
-        stages, leads = len(self.layout.plan.stages), self.transport.rank == 0
+        stages, leads = len(self.context.plan.stages), self.transport.rank == 0
         self._saver = Saver(self.run.checkpoints, stages, keep=self.job.keep_checkpoints, leads=leads)
         if self.job.save or self.job.checkpoint_every or self.job.audit_every:
             self._saver.watch(self.executor.stepper)
         run, workload, runners = self.run, self.workload, self.executor.runners
         every, pinned = self.job.audit_every, self.device.type == "cuda"
         self._audits = AuditWriter(run.path, every, self._written, self._saver, self.reporter, pinned)
-        self._recordings = Recordings(run, self.job, self.layout, workload, self.transport, self.reporter, runners)
+        self._recordings = Recordings(run, self.job, self.context, workload, self.transport, self.reporter, runners)
 
     @staticmethod
     def start(
         run: RunDirectory,
         job: Job,
-        layout: Layout,
+        context: RunContext,
         transport: Transport,
         reporter: Reporter,
         *,
         on_gradients: GradientHook | None = None,
     ) -> RankSession:
-        """Build the stages of this rank: one build of the user's model each, of which only the stage's part is kept.
+        """Build the stages of this rank.
 
-        Where training starts from weights that are read, only that part is ever there.
+        The user's model is built once, and only the parts of these stages are kept. If training starts from weights in
+        a file, only those parts ever take memory.
         """
         with exclusive():
-            workload = Workload.from_spec(layout.plan.workload)
-        executor = assembled(run, job, layout, workload, transport, reporter, on_gradients)
-        device = torch.device(job.device)
-        return RankSession(job, layout, workload, run, executor, transport, reporter, device)
+            workload = Workload.from_spec(context.plan.workload)
+        assembly = RankAssembly(
+            run=run,
+            job=job,
+            context=context,
+            workload=workload,
+            transport=transport,
+            reporter=reporter,
+            on_gradients=on_gradients,
+        )
+        executor, device = assembly.executor(), torch.device(job.device)
+        return RankSession(job, context, workload, run, executor, transport, reporter, device)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -105,7 +114,7 @@ class RankSession:
         step, place = self._resume()
         saved = step if self.job.start_step >= 0 else -1
         reader = self._reader(self.items or self._epoch, self.job.data_reader, epochs=self.job.epochs)
-        windows = Windows(self.job, self.layout.plan, reader, self.reporter)
+        windows = Windows(self.job, self.context.plan, reader, self.reporter)
         self.executor.stepper.before_step = reader.settle
         try:
             for window in windows.walk(step, place):
@@ -149,7 +158,7 @@ class RankSession:
         return EachReads(source, self._recordings, exchange, self.device, training)
 
     def _run_window(self, window: Window) -> None:
-        plan, first = self.layout.plan, window.first
+        plan, first = self.context.plan, window.first
         minibatches = {first + index: minibatch.parts for index, minibatch in enumerate(window.minibatches)}
         for index, minibatch in enumerate(window.minibatches):
             self.executor.stepper.samples[first + index] = minibatch.samples
@@ -164,12 +173,12 @@ class RankSession:
 
     def _row(self, first: int, count: int) -> tuple[Instruction, ...]:
         if (first, count) not in self._rows:
-            request = replace(self.layout.request, first_minibatch=first, num_minibatches=count)
-            schedule = make(self.layout.plan.schedule, request)
+            request = replace(self.context.request, first_minibatch=first, num_minibatches=count)
+            schedule = make(self.context.plan.schedule, request)
             validate(schedule)
             if not REGISTRY[schedule.name].synchronous:
                 self._rows.clear()  # no window comes twice
-            self._rows[first, count] = lower(schedule, self.layout.routes.traffic).rows[self.transport.rank]
+            self._rows[first, count] = lower(schedule, self.context.routes.traffic).rows[self.transport.rank]
         return self._rows[first, count]
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
@@ -182,9 +191,9 @@ class RankSession:
         if self.job.start_step < 0:
             return 0, Place()
         source = checkpoints.Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step))
-        if source.manifest.graph_digest != self.layout.graph.digest:
+        if source.manifest.graph_digest != self.context.graph.digest:
             raise RunError(
-                f"the checkpoint is of model {source.manifest.graph_digest}, this is {self.layout.graph.digest}",
+                f"the checkpoint is of model {source.manifest.graph_digest}, this is {self.context.graph.digest}",
                 where=str(source.directory),
                 remedy="start a new run (another --run-dir), or bring the model file back",
             )
@@ -232,7 +241,7 @@ class RankSession:
     @property
     def _written(self) -> list[int]:
         """The stages whose state this rank writes."""
-        stages = self.layout.plan.stages
+        stages = self.context.plan.stages
         return [index for index in self.executor.runners if stages[index].ranks[0] == self.transport.rank]
 
     def save(self, step: int, place: Place, saver: Saver | None = None) -> None:
@@ -243,13 +252,13 @@ class RankSession:
         Raises: what writing the checkpoint before has failed with.
         """
         self.reporter.at("saving", waiting=False)
-        plan = self.layout.plan
+        plan = self.context.plan
         manifest = checkpoints.Manifest(
             step,
             place.epoch,
             place.position,
             plan.workload.seed,
-            self.layout.graph.digest,
+            self.context.graph.digest,
             plan.digest,
             (),
             *self._scale(),
@@ -290,7 +299,7 @@ class RankSession:
             while minibatches := batches.read(0, 1):
                 self.executor.run(row, {0: minibatches[0].parts}, training=False)
                 batches.settle()
-                loss = self.executor.stepper.collect_loss(0)
+                loss = self.executor.stepper.loss.collect(0)
                 if loss is not None:
                     weight = minibatches[0].weight
                     total, weights = total + (loss * weight if weight else 0.0), weights + weight
@@ -302,9 +311,9 @@ class RankSession:
             self.reporter.event("evaluation", step=step, loss=total / weights, batches=count, samples=samples)
 
     def _forward_row(self) -> tuple[Instruction, ...]:
-        schedule = make("gpipe", replace(self.layout.request, options={}))
+        schedule = make("gpipe", replace(self.context.request, options={}))
         forward = tuple(tuple(i for i in row if i.op == "F") for row in schedule.rows)
-        lowered = lower(replace(schedule, rows=forward), Traffic(self.layout.routes.traffic.forward, ()))
+        lowered = lower(replace(schedule, rows=forward), Traffic(self.context.routes.traffic.forward, ()))
         return lowered.rows[self.transport.rank]
 
     @contextlib.contextmanager
@@ -326,13 +335,13 @@ class RankSession:
             spans = [(encode(s.instruction), s.start_seconds, s.end_seconds) for s in self.executor.spans]
             self.reporter.event("spans", spans=spans)
         if self.executor.footprint is not None:
-            self.executor.footprint.tell(self.reporter, self.layout.plan)
+            self.executor.footprint.tell(self.reporter, self.context.plan)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the parameters that this rank owns and its buffers, by the model's own names; averages as ``ema.``."""
         found: dict[str, torch.Tensor] = {}
         for index, runner in self.executor.runners.items():
-            if self.layout.plan.stages[index].ranks[0] == self.transport.rank:
+            if self.context.plan.stages[index].ranks[0] == self.transport.rank:
                 found.update({n: p.data for n, p in self.executor.stepper.owned(index).items()})
                 found.update(state.buffers(runner))
                 if (averages := self.executor.stepper.averages) is not None:

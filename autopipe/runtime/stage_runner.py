@@ -1,10 +1,30 @@
 """One stage on one rank: forward and backward of a microbatch, and what is kept between the two.
 
 Everything that makes a split backward equal plain autograd to the last bit is here. Autograd adds the gradients of a
-value in the order in which backward reaches its readers, latest reader first. A gradient that comes from a later stage
-is therefore handed to backward as a *root*: roots are fed before anything runs, so it is the first summand, and the
-stage's own readers add to it, in their order. For a received value the root is the leaf itself (its accumulation node
-takes the root first), which is how a gradient is passed down a chain of consumers.
+value in the order in which backward reaches its readers, latest reader first. A gradient from a later stage must
+therefore be the first summand, before those of the stage's own readers.
+
+::
+
+    earlier stage        this stage                                     later stages
+    -------------        ------------------------------------------     ------------
+    activation  ------>  [1] leaf --> operations --> [2] outputs  ---->  activations
+                              |           ^              |
+                         [3] hook         |              v
+                              |           +-------  [4] roots  <-------  gradients
+    gradient    <------  [5] collect
+
+[1] Leaf: a received value is a leaf of this stage's autograd graph. It requires a gradient if one flows through it.
+[2] Outputs: the values for later stages are sent detached. The attached ones are kept until backward.
+[3] Hook: a hook on each leaf takes the gradient as it arrives. ``leaf.grad`` would have the strides of the leaf, and
+    kernels add up in another order over other strides.
+[4] Roots: backward starts from the outputs, each with the gradient that arrived for it, and from the loss. Autograd
+    feeds all roots before it runs anything, so the received gradient is the first summand and the stage's own readers
+    add to it in their order. For a value that is relayed down a chain of consumers, the root is the leaf itself: its
+    accumulation node takes the root first.
+[5] Collect: the gradients of the leaves, and of exactly tied parameters, go to the earlier stages.
+
+With recomputation, [2] keeps nothing, and [4] first runs the forward again.
 """
 
 from __future__ import annotations
@@ -27,52 +47,58 @@ from autopipe.runtime.weights import WeightVersions
 from autopipe.stage import Stage
 
 Key = tuple[int, int]
-Place = tuple[nn.Module, str]
+"""(minibatch, microbatch)."""
+BufferPlace = tuple[nn.Module, str]
 """A module and the name of one of its buffers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Face:
-    """What a stage does for one recording.
-
-    ``carries_gradient``: values received and sent through which one flows. ``replayed``: buffers by first name, of this
-    and other stages, that a recomputed forward must see as they were (``Graph.replayed_buffers``).
-    """
+class StageVariant:
+    """The code of a stage for one recording."""
 
     code: type[Stage]
+    # the received and sent values through which a gradient flows
     carries_gradient: frozenset[str]
+    # buffers by first name, of this and other stages, that a recomputed forward must see as the first forward did
+    # (``Graph.replayed_buffers``)
     replayed: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
-class _Flight:
-    """What is kept of a microbatch from its forward to its backward.
-
-    ``gradients``: of what was received, as they arrive. Not the leaves' ``grad``, which autograd lays out in memory
-    like the leaf itself: kernels add up in another order over another layout. ``buffers``: for a recomputed forward,
-    where they are -> their values before the first one.
-    """
+class InFlightMicrobatch:
+    """What is kept of a microbatch from its forward to its backward."""
 
     inputs: tuple[torch.Tensor, ...]
     received: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
+    # the share of the minibatch loss
     factor: float
+    # (seed, minibatch, microbatch) that the forward draws for
     draws: tuple[int, int, int]
-    face: Face
+    variant: StageVariant
+    # of the received values, as they arrive
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[Place, torch.Tensor] = field(default_factory=dict)
+    # for a recomputed forward: the values of buffers before the first forward
+    buffers: dict[BufferPlace, torch.Tensor] = field(default_factory=dict)
 
 
 class StageRunner:
     """Runs one adopted stage.
 
-    ``carries_gradient``: the received and sent values through which a gradient flows. ``faces``: by name of the
-    recording, "" being the stage's own. ``weighted``: the user's loss
-    returns (loss, weight). ``exact_ties``: parameters whose gradient takes part in a chain: name -> whether this stage
-    owns it. ``scaler``: for float16, the scale that the loss is multiplied with.
-    ``deferred``: gathers the statistics of BatchNorm until the step. ``replayed``: as in ``Face``. ``names``: other
-    name -> the model's first name of a buffer. ``sparing``: some module of the model runs as it is, and may leave what
-    it reads unused; then no gradient is told from one of zeros.
+    Args:
+        stage: the adopted stage.
+        versions: its weight versions.
+        seed: the seed of the run.
+        carries_gradient: as in ``StageVariant``, for the recording of the plan.
+        exact_ties: parameters whose gradient takes part in a chain of stages -> whether this stage owns them.
+        recompute: run the forward again in backward instead of keeping its activations.
+        scaler: the loss scale for float16.
+        deferred: gathers the statistics of BatchNorm until the step.
+        replayed: as in ``StageVariant``, for the recording of the plan.
+        names: other name -> first name of a buffer with several names.
+        distinguish_absent: some module of the model is opaque and may leave what it reads unused; an absent gradient
+            is then kept apart from a gradient of zeros.
+
     """
 
     def __init__(
@@ -88,21 +114,23 @@ class StageRunner:
         deferred: DeferredStatistics | None = None,
         replayed: frozenset[str] = frozenset(),
         names: Mapping[str, str] | None = None,
-        sparing: bool = False,
+        distinguish_absent: bool = False,
     ) -> None:
         self.stage = stage
-        self.sparing = sparing
+        self.versions = versions
         self.seed = seed
-        self.faces = {"": Face(type(stage), carries_gradient, replayed)}
+        self.exact_ties = dict(exact_ties)
         self.recompute = recompute
         self.scaler = scaler
         self.deferred = deferred
-        self.versions = versions
-        self.exact_ties = dict(exact_ties)
-        self.flights: dict[Key, _Flight] = {}
-        self._pending: dict[Key, PendingWeights] = {}
+        self.distinguish_absent = distinguish_absent
+        # by name of the recording; "" is the recording of the plan
+        self.variants = {"": StageVariant(type(stage), carries_gradient, replayed)}
+        self.in_flight: dict[Key, InFlightMicrobatch] = {}
+        # the loss of each microbatch, multiplied by its share, and the weight that the user's loss returned with it
         self.losses: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._buffer_places: dict[str, list[Place]] = {}
+        self._pending: dict[Key, PendingWeights] = {}
+        self._buffer_places: dict[str, list[BufferPlace]] = {}
         first = names or {}
         for path, module in stage.named_modules(remove_duplicate=False):
             for key in module._buffers:
@@ -117,38 +145,38 @@ class StageRunner:
         factor: float,
         recording: str = "",
     ) -> dict[str, torch.Tensor]:
-        """Run microbatch ``key`` = (minibatch, microbatch) and return what later stages read, detached.
+        """Run the forward of a microbatch and return the values that later stages read, detached.
 
-        ``factor``: the microbatch's share of the minibatch loss, applied here, on the last stage, and nowhere else.
-        With 0 the microbatch counts nothing, even where its loss is not a number. Where the loss brings its own weight,
-        that weight takes its place. ``recording``: which it follows.
+        ``factor`` is the microbatch's share of the minibatch loss. Only the last stage applies it, and only here. A
+        factor of 0 leaves the microbatch out, even if its loss is not finite. If the user's loss returns a weight, the
+        weight takes the place of the factor. ``recording`` names the variant to run.
         """
-        face = self.faces[recording]
-        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key), face)
-        for value, tensor in flight.received.items():
-            if value in face.carries_gradient:
-                tensor.requires_grad_()
-                hook = functools.partial(flight.gradients.__setitem__, value)
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        variant = self.variants[recording]
+        microbatch = InFlightMicrobatch(tuple(inputs), dict(received), {}, factor, (self.seed, *key), variant)
+        for value, leaf in microbatch.received.items():  # [1]
+            if value in variant.carries_gradient:
+                leaf.requires_grad_()
+                hook = functools.partial(microbatch.gradients.__setitem__, value)  # [3]
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         if self.recompute:
-            flight.buffers = self._values_of(face.replayed)
-        outputs = self._run(flight)
-        sent = {value: outputs[value].detach() for value in face.code.SENDS}
+            microbatch.buffers = self._values_of(variant.replayed)
+        outputs = self._run(microbatch)
+        sent = {value: outputs[value].detach() for value in variant.code.SENDS}  # [2]
         if self.stage.RETURNS:
             returned = [outputs[value] for value in self.stage.RETURNS]
             weight = returned[1].detach() if len(returned) > 1 else None
             self.losses[key] = self._scaled(outputs, factor).detach(), weight
-        flight.outputs = {} if self.recompute else self._roots(flight, outputs)
-        self.flights[key] = flight
+        microbatch.outputs = {} if self.recompute else self._roots(microbatch, outputs)
+        self.in_flight[key] = microbatch
         return sent
 
-    def _run(self, flight: _Flight) -> dict[str, torch.Tensor]:
-        self.stage.seed(flight.draws)
-        code = flight.face.code
-        arguments = [flight.received[value] for value in code.RECEIVES]
-        results = self.stage.run(code, *flight.inputs, *arguments)
-        # what the model returns goes by the names that the plan's own recording gives it
-        return dict(zip((*code.SENDS, *self.stage.RETURNS), results, strict=True))
+    def _run(self, microbatch: InFlightMicrobatch) -> dict[str, torch.Tensor]:
+        self.stage.seed(microbatch.draws)
+        code = microbatch.variant.code
+        arguments = [microbatch.received[value] for value in code.RECEIVES]
+        outputs = self.stage.run(code, *microbatch.inputs, *arguments)
+        # what the model returns is named as in the recording of the plan
+        return dict(zip((*code.SENDS, *self.stage.RETURNS), outputs, strict=True))
 
     def _scaled(self, outputs: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
         loss = outputs[self.stage.RETURNS[0]]
@@ -156,13 +184,13 @@ class StageRunner:
             return loss * outputs[self.stage.RETURNS[1]].detach()
         return loss * factor if factor else torch.zeros_like(loss, requires_grad=False)
 
-    def _roots(self, flight: _Flight, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Keep the outputs that backward starts from; "" is the loss."""
-        face = flight.face
-        # what a module that runs as it is gives may need no gradient in one batch, and need one in another
-        roots = {v: outputs[v] for v in face.code.SENDS if v in face.carries_gradient and outputs[v].requires_grad}
+    def _roots(self, microbatch: InFlightMicrobatch, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the outputs that backward starts from. The key "" is the loss."""
+        code, carries_gradient = microbatch.variant.code, microbatch.variant.carries_gradient
+        # whether an output of an opaque module requires a gradient may change from batch to batch
+        roots = {v: outputs[v] for v in code.SENDS if v in carries_gradient and outputs[v].requires_grad}
         if self.stage.RETURNS:
-            loss = self._scaled(outputs, flight.factor)
+            loss = self._scaled(outputs, microbatch.factor)
             if loss.requires_grad:
                 roots[""] = loss if self.scaler is None else loss * self.scaler.scale
         return roots
@@ -175,60 +203,60 @@ class StageRunner:
         factor: float,
         recording: str = "",
     ) -> dict[str, torch.Tensor]:
-        """Run a microbatch forward only. The caller has switched the stage to eval mode and gradients off."""
-        flight = _Flight(tuple(inputs), dict(received), {}, factor, (self.seed, *key), self.faces[recording])
-        outputs = self._run(flight)
+        """Run the forward alone. The caller has switched the stage to evaluation mode and gradients off."""
+        variant = self.variants[recording]
+        microbatch = InFlightMicrobatch(tuple(inputs), dict(received), {}, factor, (self.seed, *key), variant)
+        outputs = self._run(microbatch)
         if self.stage.RETURNS:
             weight = outputs[self.stage.RETURNS[1]] if len(self.stage.RETURNS) > 1 else None
             self.losses[key] = self._scaled(outputs, factor), weight
-        return {value: outputs[value] for value in flight.face.code.SENDS}
+        return {value: outputs[value] for value in variant.code.SENDS}
 
     def backward(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the backward of a microbatch and return the gradients that earlier stages wait for.
 
-        ``gradients``: by value sent, by value relayed down its chain, or by exactly tied parameter.
+        ``gradients`` are keyed by value sent, by value relayed down its chain, or by exactly tied parameter.
         """
-        flight = self.flights.pop(key)
-        roots, starts = self._starts(flight, gradients)
+        microbatch = self.in_flight.pop(key)
+        roots, starts = self._starts(microbatch, gradients)
         if roots:
             torch.autograd.backward(roots, starts)  # None stands for ones
-        return self._collect(flight)
+        return self._collect(microbatch)
 
     def backward_inputs(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run the half of a backward that earlier stages wait for, and return what they wait for."""
-        flight = self.flights.pop(key)
-        roots, starts = self._starts(flight, gradients)
-        received = [tensor for value, tensor in flight.received.items() if value in flight.face.carries_gradient]
+        """Run the half of a backward that earlier stages wait for, and return its gradients."""
+        microbatch = self.in_flight.pop(key)
+        roots, starts = self._starts(microbatch, gradients)
+        carries_gradient = microbatch.variant.carries_gradient
+        leaves = [leaf for value, leaf in microbatch.received.items() if value in carries_gradient]
         copies = [name for name, owned in self.exact_ties.items() if not owned]
-        self._pending[key] = backward_inputs(roots, starts, received, self.versions.in_use, copies)
-        return self._collect(flight)
+        self._pending[key] = backward_inputs(roots, starts, leaves, self.versions.in_use, copies)
+        return self._collect(microbatch)
 
     def backward_weights(self, key: Key) -> None:
-        """Run the other half: the gradients of the weights."""
+        """Run the other half of a backward: the gradients of the weights."""
         self._pending.pop(key).finish(self.versions.in_use)
 
     def _starts(
-        self, flight: _Flight, gradients: Mapping[str, torch.Tensor]
+        self, microbatch: InFlightMicrobatch, gradients: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return where a backward starts and with which gradients; None stands for ones."""
-        outputs = flight.outputs
+        """Return the roots of a backward and their gradients ([4]); None stands for ones."""
+        outputs = microbatch.outputs
         ties = {tied(name): self.versions.in_use[name] for name in self.exact_ties}
         if self.recompute:
-            with self._frozen_buffers(flight.buffers):
-                again = self._run(flight)
-            outputs = self._roots(flight, again)
+            with self._frozen_buffers(microbatch.buffers):
+                recomputed = self._run(microbatch)
+            outputs = self._roots(microbatch, recomputed)
         roots: list[torch.Tensor] = []
         starts: list[torch.Tensor | None] = []
         for value, gradient in gradients.items():
-            if self.sparing and is_absent(gradient):
+            if self.distinguish_absent and is_absent(gradient):
                 continue
-            root = outputs.get(value, flight.received.get(value, ties.get(value)))
-            if root is None and value in flight.face.carries_gradient:
-                continue  # nothing of this stage led to it in this batch
+            root = outputs.get(value, microbatch.received.get(value, ties.get(value)))
+            if root is None and value in microbatch.variant.carries_gradient:
+                continue  # in this batch the value does not depend on anything that requires a gradient
             if root is None:
-                raise InternalError(
-                    f"stage {self.stage.INDEX} was handed a gradient for {value}, which it does not have"
-                )
+                raise InternalError(f"stage {self.stage.INDEX} received a gradient for {value}, which it does not hold")
             roots.append(root)
             starts.append(gradient)
         if "" in outputs:
@@ -236,29 +264,30 @@ class StageRunner:
             starts.append(None)
         return roots, starts
 
-    def _collect(self, flight: _Flight) -> dict[str, torch.Tensor]:
+    def _collect(self, microbatch: InFlightMicrobatch) -> dict[str, torch.Tensor]:
+        """Return the gradients for earlier stages ([5])."""
         gradients = {}
-        for value in flight.received:
-            if value not in flight.face.carries_gradient:
+        for value, leaf in microbatch.received.items():
+            if value not in microbatch.variant.carries_gradient:
                 continue
-            arrived = flight.gradients.get(value)
-            # a call may give no gradient for what it reads (an autograd.Function that returns None for it)
-            gradients[value] = self._none(flight.received[value]) if arrived is None else arrived
+            arrived = microbatch.gradients.get(value)
+            # an operation may give no gradient for an input (an autograd.Function that returns None for it)
+            gradients[value] = self._no_gradient(leaf) if arrived is None else arrived
         for name, owned in self.exact_ties.items():
             if owned:
                 continue
             parameter = self.versions.in_use[name]
-            gradients[tied(name)] = self._none(parameter) if parameter.grad is None else parameter.grad
+            gradients[tied(name)] = self._no_gradient(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = None
         return gradients
 
-    def _none(self, of: torch.Tensor) -> torch.Tensor:
-        """Return what is sent where no gradient has come."""
-        return absent(of) if self.sparing else torch.zeros_like(of)
+    def _no_gradient(self, of: torch.Tensor) -> torch.Tensor:
+        """Return the message for a tensor that received no gradient."""
+        return absent(of) if self.distinguish_absent else torch.zeros_like(of)
 
-    def _values_of(self, names: frozenset[str]) -> dict[Place, torch.Tensor]:
-        """Return copies of the stage's buffers of these names, by place; one that several modules hold is one copy."""
-        values: dict[Place, torch.Tensor] = {}
+    def _values_of(self, names: frozenset[str]) -> dict[BufferPlace, torch.Tensor]:
+        """Return copies of the named buffers of the stage, by place. A shared buffer is one copy."""
+        values: dict[BufferPlace, torch.Tensor] = {}
         for name in names & self._buffer_places.keys():
             places = self._buffer_places[name]
             module, key = places[0]
@@ -268,11 +297,11 @@ class StageRunner:
         return values
 
     @contextlib.contextmanager
-    def _frozen_buffers(self, values: Mapping[Place, torch.Tensor]) -> Iterator[None]:
-        """Give the stage other buffers: a recomputed forward must not update them a second time.
+    def _frozen_buffers(self, values: Mapping[BufferPlace, torch.Tensor]) -> Iterator[None]:
+        """Exchange the buffers of the stage: a recomputed forward must not update them a second time.
 
-        ``values``: those that it must see as they were at the first forward; of the others it gets copies. The tensors
-        are exchanged, not written back: autograd may have saved the originals.
+        ``values`` are the buffers as they were at the first forward; the other buffers are replaced by copies. The
+        tensors are exchanged rather than overwritten, because autograd may have saved the originals.
         """
         if self.deferred is not None:
             self.deferred.paused = True

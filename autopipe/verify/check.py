@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from autopipe import sparse
 from autopipe.ir.gradients import trained_ties
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.schedules import make
 from autopipe.trace.record.patches import as_compiled
@@ -39,30 +39,30 @@ logger = logging.getLogger(__name__)
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
 
 
-def why_another_order(layout: Layout) -> tuple[str, ...]:
+def why_another_order(context: RunContext) -> tuple[str, ...]:
     """Say what makes a plan add up in another order than one process."""
     reasons = []
-    replicated = [stage.index for stage in layout.plan.stages if stage.replicas > 1]
+    replicated = [stage.index for stage in context.plan.stages if stage.replicas > 1]
     if replicated:
         reasons.append(f"stages {replicated} are replicated: their gradients are added up per replica first")
     reasons.extend(
         f"{tie.parameter} is tied over stages {[tie.owner, *tie.copies]}: each adds up its own gradient first"
-        for tie in trained_ties(layout.graph, layout.plan)
+        for tie in trained_ties(context.graph, context.plan)
         if not tie.exact
     )
     return tuple(reasons)
 
 
-def why_not_bitwise(layout: Layout, job: Job) -> tuple[str, ...]:
+def why_not_bitwise(context: RunContext, job: Job) -> tuple[str, ...]:
     """Say what makes the order of a sum unknown, so that only closeness is promised."""
     reasons = []
-    if not layout.graph.exact:
+    if not context.graph.exact:
         reasons.append("the model takes another way with the same numbers when it is not captured (a mask of ones)")
-    if layout.plan.workload.precision != "fp32":
+    if context.plan.workload.precision != "fp32":
         reasons.append("autocast: a weight's cast is shared within a stage, not over the whole model")
     if job.device != "cpu":
         reasons.append(f"{job.device} kernels may add up in another order from run to run")
-    dtypes = {layout.graph.parameters[name].dtype for stage in layout.plan.stages for name in stage.parameters}
+    dtypes = {context.graph.parameters[name].dtype for stage in context.plan.stages for name in stage.parameters}
     if job.clip_grad_norm and len(dtypes) > 1:
         reasons.append(f"the norm of gradients of several types ({', '.join(sorted(dtypes))}) is rounded otherwise")
     return tuple(reasons)
@@ -108,7 +108,7 @@ class _Plain:
     workload: Workload
     run: RunDirectory
     job: Job
-    layout: Layout
+    context: RunContext
     items: Sequence[Any]
     settings: PlainSettings
 
@@ -124,7 +124,7 @@ class _Plain:
             on_gradients=trained.keep,
         )
         parameters = {name: parameter.data for name, parameter in run.subject.parameters.items()}
-        moving = self.layout.graph.moving
+        moving = self.context.graph.moving
         parameters.update({f"ema.{name}": tensor for name, tensor in run.averages.items() if name in moving})
         return trained.finish(parameters, run.subject.buffers(), run.losses)
 
@@ -136,25 +136,25 @@ class _Plain:
     def joined(self, *, shared: bool) -> JoinedStages:
         """Return the stages joined in one process."""
         device = torch.device(self.job.device)
-        return JoinedStages(self.run, self.layout, self.workload, device, shared=shared)
+        return JoinedStages(self.run, self.context, self.workload, device, shared=shared)
 
 
 def compare(
-    workload: Workload, run: RunDirectory, job: Job, layout: Layout, items: Sequence[Any], *, draws: bool
+    workload: Workload, run: RunDirectory, job: Job, context: RunContext, items: Sequence[Any], *, draws: bool
 ) -> Comparison:
     """Train ``items`` plainly and through the plan with ranks as threads, both on one thread a rank, and compare."""
-    plan, order = layout.plan, SumOrder.of(layout)
+    plan, order = context.plan, SumOrder.of(context)
     settings = PlainSettings(
         plan.num_microbatches,
         plan.workload.seed,
         draws,
         job.clip_grad_norm,
-        staleness(layout),
+        staleness(context),
         deferred_batch_norm=job.deferred_batch_norm,
         ema=job.ema,
     )
-    reasons = why_not_bitwise(layout, job)
-    loop = _Plain(workload, run, job, layout, items, settings)
+    reasons = why_not_bitwise(context, job)
+    loop = _Plain(workload, run, job, context, items, settings)
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
@@ -168,7 +168,7 @@ def compare(
         if not order.plain:
             reference = loop.in_order(order)
             orders = _Orders.between(plain, reference)
-        worst = _differences(trained, reference, layout, job)
+        worst = _differences(trained, reference, context, job)
         if not reasons and _unlike(trained, reference, loop):
             reasons = _other_way(loop, order, trained)
         noise = Worst()
@@ -176,7 +176,7 @@ def compare(
             noise = _noise(reference, loop.in_order(order, reverse=True))
     finally:
         torch.set_num_threads(threads)
-    owners = _owners(layout)
+    owners = _owners(context)
     first = [
         n for (step, n), g in reference.gradients.items() if not step and not _same(trained.gradients.get((0, n)), g)
     ]
@@ -203,7 +203,7 @@ def compare(
         statistics.median(noise.errors.values()) if noise.errors else 0.0,
         nonfinite(trained.losses, reference.losses, worst.nonfinite),
         statistics.median(noise.gradients.values()) if noise.gradients else 0.0,
-        why_another_order(layout),
+        why_another_order(context),
         not first and trained.losses[:1] == reference.losses[:1],
         all(_same(trained.after_first.get(name), tensor) for name, tensor in reference.after_first.items()),
         tuple(first),
@@ -251,7 +251,7 @@ def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], S
     sessions = run_in_threads(
         loop.run,
         loop.job,
-        loop.layout,
+        loop.context,
         lambda session: session.train(),
         items=lambda epoch: _fresh(loop.items),
         on_gradients=lambda stage, step, parameters: trained.keep(step, parameters),
@@ -270,17 +270,17 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def _unlike(one: _Trained, other: _Trained, loop: _Plain) -> bool:
     """Whether a bit differs."""
-    return bool(_differences(one, other, loop.layout, loop.job).unequal) or one.losses != other.losses
+    return bool(_differences(one, other, loop.context, loop.job).unequal) or one.losses != other.losses
 
 
-def _differences(trained: _Trained, plain: _Trained, layout: Layout, job: Job) -> Worst:
+def _differences(trained: _Trained, plain: _Trained, context: RunContext, job: Job) -> Worst:
     worst = Worst()
-    scaled = layout.plan.workload.precision == "fp16"
+    scaled = context.plan.workload.precision == "fp16"
     for key, gradient in plain.gradients.items():
         worst.add_gradient(key[1], trained.gradients.get(key), gradient, may_overflow=scaled)
     for name, parameter in plain.parameters.items():
         worst.add(name, trained.parameters.get(name), parameter)
-    averaged = set() if job.deferred_batch_norm else _averaged_in_flight(layout)
+    averaged = set() if job.deferred_batch_norm else _averaged_in_flight(context)
     for name, buffer in plain.buffers.items():
         if name in trained.buffers and name not in averaged:
             worst.add(name, trained.buffers[name], buffer)
@@ -323,29 +323,29 @@ def _noise(one: _Trained, other: _Trained) -> Worst:
     return worst
 
 
-def _averaged_in_flight(layout: Layout) -> set[str]:
+def _averaged_in_flight(context: RunContext) -> set[str]:
     """Return the buffers that replicas average while later microbatches are under way, so that no loop has them.
 
     It is where steps overlap; where the pipeline drains, the loop averages them as docs/semantics.md defines.
     """
-    if not any(make(layout.plan.schedule, layout.request).staleness):
+    if not any(make(context.plan.schedule, context.request).staleness):
         return set()
-    return {name for stage in layout.plan.stages if stage.replicas > 1 for name in layout.buffers_written(stage)}
+    return {name for stage in context.plan.stages if stage.replicas > 1 for name in context.buffers_written(stage)}
 
 
-def staleness(layout: Layout) -> dict[str, int]:
+def staleness(context: RunContext) -> dict[str, int]:
     """Return delta by parameter name, where it is not 0."""
-    schedule = make(layout.plan.schedule, layout.request)
-    owners = _owners(layout)
+    schedule = make(context.plan.schedule, context.request)
+    owners = _owners(context)
     return {
-        n: schedule.staleness[s] for n, s in owners.items() if n in layout.graph.parameters and schedule.staleness[s]
+        n: schedule.staleness[s] for n, s in owners.items() if n in context.graph.parameters and schedule.staleness[s]
     }
 
 
-def _owners(layout: Layout) -> dict[str, int]:
+def _owners(context: RunContext) -> dict[str, int]:
     """Return the stage that steps each parameter: of a tied one the first."""
     owners: dict[str, int] = {}
-    for stage in layout.plan.stages:
+    for stage in context.plan.stages:
         for name in stage.parameters:
             owners.setdefault(name, stage.index)
     return owners

@@ -20,8 +20,8 @@ from autopipe.ir import artifact
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.runtime.batches.recording import Recording
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.stage import Stage
 from autopipe.verify.plain import Subject
 from autopipe.workload import Workload
@@ -32,12 +32,12 @@ class JoinedStages(Subject):
     """``run``: where the stage files are, and those for batches of other shapes, once ranks have made them."""
 
     def __init__(
-        self, run: RunDirectory, layout: Layout, workload: Workload, device: torch.device, *, shared: bool
+        self, run: RunDirectory, context: RunContext, workload: Workload, device: torch.device, *, shared: bool
     ) -> None:
-        self.workload, self.layout = workload, layout
+        self.workload, self.context = workload, context
         self.stages: list[Stage] = []
         self._leaves: dict[str, dict[int, nn.Parameter]] = {}
-        plan, constants = layout.plan, load_constants(run.stages)
+        plan, constants = context.plan, load_constants(run.stages)
         model = None
         for stage in plan.stages:
             cls = load_stage(run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
@@ -48,20 +48,20 @@ class JoinedStages(Subject):
             self.stages.append(adopted)
             self._hold(stage.index, adopted)
         self.model = nn.ModuleList(self.stages)
-        order = [name for name in layout.graph.parameters if name in self._leaves]
+        order = [name for name in context.graph.parameters if name in self._leaves]
         self.parameters = {name: next(iter(self._leaves[name].values())) for name in order}
         codes: list[type[Stage]] = [type(stage) for stage in self.stages]
-        self._recordings = [(Recording.of(plan, layout.graph), codes)]
+        self._recordings = [(Recording.of(plan, context.graph), codes)]
         for folder in sorted(run.stages.glob("shape_*")):
             self._take_over(folder)
 
     def _hold(self, index: int, stage: Stage) -> None:
         """Note the parameters of a stage; it reads the owner's own tensor where the gradients are added in a chain."""
-        owners = {tie.parameter: tie.owner for tie in self.layout.plan.ties if tie.exact and index in tie.copies}
+        owners = {tie.parameter: tie.owner for tie in self.context.plan.ties if tie.exact and index in tie.copies}
         for path, module in list(stage.named_modules(remove_duplicate=False)):
             for key, parameter in list(module._parameters.items()):
                 full = f"{path}.{key}" if path else key
-                name = self.layout.graph.aliases.get(full, full)
+                name = self.context.graph.aliases.get(full, full)
                 if parameter is None:
                     continue
                 if name in owners:

@@ -21,7 +21,7 @@ from torch import nn
 
 from autopipe.ir.gradients import trained_ties
 from autopipe.ir.schedule import Request
-from autopipe.runtime.layout import Layout
+from autopipe.runtime.context import RunContext
 
 Key = tuple[str, int, int]
 """(parameter, stage, replica): whose gradients are accumulated in one tensor."""
@@ -39,16 +39,16 @@ class SumOrder:
     written: Mapping[int, frozenset[str]]
 
     @staticmethod
-    def of(layout: Layout) -> SumOrder:
+    def of(context: RunContext) -> SumOrder:
         """Read it off a plan."""
         homes: dict[str, tuple[int, ...]] = {}
-        for stage in layout.plan.stages:
+        for stage in context.plan.stages:
             for name in stage.parameters:
                 homes.setdefault(name, (stage.index,))
-        for tie in trained_ties(layout.graph, layout.plan):
+        for tie in trained_ties(context.graph, context.plan):
             homes[tie.parameter] = (tie.owner,) if tie.exact else (tie.owner, *tie.copies)
-        replicated = [stage for stage in layout.plan.stages if stage.replicas > 1]
-        return SumOrder(layout.request, homes, {s.index: layout.buffers_written(s) for s in replicated})
+        replicated = [stage for stage in context.plan.stages if stage.replicas > 1]
+        return SumOrder(context.request, homes, {s.index: context.buffers_written(s) for s in replicated})
 
     @property
     def shared(self) -> tuple[str, ...]:

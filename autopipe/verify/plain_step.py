@@ -26,8 +26,8 @@ from autopipe.runtime.audit import batch
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult
 from autopipe.runtime.checkpoint import state
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.trace.record.patches import as_compiled
 from autopipe.verify.check import staleness, why_not_bitwise
@@ -58,8 +58,8 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
     """
     run = RunDirectory(path)
     job, plan, graph = run.job(), run.plan(), run.graph()
-    layout, files = Layout.of(plan, graph), AuditFiles(path, step)
-    needed = memory_bytes(layout)
+    context, files = RunContext.of(plan, graph), AuditFiles(path, step)
+    needed = memory_bytes(context)
     free = _free_bytes(torch.device(job.device))
     if needed > MEMORY_SHARE * free:
         return AuditResult(
@@ -67,36 +67,36 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
         )
     torch.set_num_threads(job.threads)
     run_after = _after(files, len(plan.stages))
-    order = SumOrder.of(layout)
+    order = SumOrder.of(context)
     settings = PlainSettings(
         plan.num_microbatches,
         plan.workload.seed,
         any(node.num_random for node in graph.nodes),
         job.clip_grad_norm,
-        staleness(layout),
+        staleness(context),
         deferred_batch_norm=job.deferred_batch_norm,
         order=None if order.plain else order,
     )
-    take = functools.partial(_plain, run, layout, files, torch.device(job.device))
+    take = functools.partial(_plain, run, context, files, torch.device(job.device))
     plain = take(settings)
     parts = [part for tensor in plain.tensors.values() for part in sparse.stored(tensor)]
     if not all(bool(part.isfinite().all()) for part in (*parts, torch.tensor(plain.loss))):
         return AuditResult(step, LEFT_OUT, reason="the step is not finite, and proves nothing")
-    reasons = (*why_not_bitwise(layout, job), *([elsewhere] if elsewhere else []))
-    compared = _compared(run_after, loss, plain, layout, reasons, take, settings)
+    reasons = (*why_not_bitwise(context, job), *([elsewhere] if elsewhere else []))
+    compared = _compared(run_after, loss, plain, context, reasons, take, settings)
     if not compared.equal and not reasons:
         asked: list[str] = []
         captured = take(replace(settings, within=functools.partial(as_compiled, asked, "")))
-        if asked and _compared(run_after, loss, captured, layout, (), take, settings).equal:
+        if asked and _compared(run_after, loss, captured, context, (), take, settings).equal:
             reasons = (f"the model takes another way when it is not captured: it asks at {asked[0]}",)
-            compared = _compared(run_after, loss, plain, layout, reasons, take, settings)
+            compared = _compared(run_after, loss, plain, context, reasons, take, settings)
     return _result(step, compared)
 
 
-def memory_bytes(layout: Layout) -> int:
+def memory_bytes(context: RunContext) -> int:
     """Return about how much memory the plain step takes: that of all stages together, and the tensors to compare."""
-    parameters = sum(spec.num_bytes({}) for spec in layout.graph.parameters.values())
-    return sum(stage.peak_bytes for stage in layout.plan.stages) + 3 * parameters
+    parameters = sum(spec.num_bytes({}) for spec in context.graph.parameters.values())
+    return sum(stage.peak_bytes for stage in context.plan.stages) + 3 * parameters
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -116,16 +116,16 @@ def _after(files: AuditFiles, num_stages: int) -> dict[str, torch.Tensor]:
 
 
 def _plain(
-    run: RunDirectory, layout: Layout, files: AuditFiles, device: torch.device, settings: PlainSettings
+    run: RunDirectory, context: RunContext, files: AuditFiles, device: torch.device, settings: PlainSettings
 ) -> _Step:
     """Make the step with a model, an optimizer and a scheduler that are built for it, adding up in the plan's order."""
-    workload = Workload.from_spec(layout.plan.workload)
+    workload = Workload.from_spec(context.plan.workload)
     item, factors = batch.load(files.batch)
     settings = replace(settings, shares=lambda item, parts: factors)
     # the user's model has one tensor for all stages that share a parameter; where each adds up its own, there is no way
     # but through the stages
     shared = settings.order is not None and settings.order.shared
-    subject = JoinedStages(run, layout, workload, device, shared=False) if shared else Subject(workload, device)
+    subject = JoinedStages(run, context, workload, device, shared=False) if shared else Subject(workload, device)
     restore = functools.partial(_restore, Checkpoint(files.before), max(settings.staleness.values(), default=0))
     resumed = Resumed(files.step, restore)
     result = plain_training(workload, [item], settings, device=device, subject=subject, resumed=resumed)
@@ -180,20 +180,20 @@ def _compared(
     ours: Mapping[str, torch.Tensor],
     loss: float,
     plain: _Step,
-    layout: Layout,
+    context: RunContext,
     reasons: tuple[str, ...],
     take: functools.partial[_Step],
     settings: PlainSettings,
 ) -> Comparison:
     """Compare what the run and the plain loop have come to, with the noise of another order where bits may differ."""
     names = [name for name in ours if name in plain.tensors]
-    names += [name for name in layout.graph.parameters if name not in ours]
+    names += [name for name in context.graph.parameters if name not in ours]
     noise: dict[str, float] = {}
     if reasons:
         other = take(replace(settings, reverse=True))
         noise = {name: relative_error(other.tensors[name], tensor) for name, tensor in plain.tensors.items()}
     owners: dict[str, int] = {}
-    for stage in layout.plan.stages:
+    for stage in context.plan.stages:
         for name in (*stage.parameters, *stage.buffers):
             owners.setdefault(name, stage.index)
     differences = []

@@ -16,8 +16,8 @@ from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile
 from autopipe.planning import PlanOptions, make_plan
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.trace import Capture, capture
@@ -81,7 +81,7 @@ class Pipeline:
 
     captured: Captured
     plan: Plan
-    layout: Layout
+    context: RunContext
     run: RunDirectory
     job: Job
 
@@ -89,7 +89,7 @@ class Pipeline:
         """Train over these minibatches with ranks as threads and return the sessions."""
         job = replace(self.job, steps=len(items))
         return run_in_threads(
-            self.run, job, self.layout, lambda session: session.train(), items=lambda epoch: iter(items), **options
+            self.run, job, self.context, lambda session: session.train(), items=lambda epoch: iter(items), **options
         )
 
     def weights(self, sessions: Sequence[RankSession]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def build(made: Captured, plan: Plan, folder: Path | None = None, **job: Any) ->
     generate(made.capture, plan, run.stages)
     remember(plan.workload)  # as the command does for what it is given
     remember_stages(run.stages)
-    return Pipeline(made, plan, Layout.of(plan, made.capture.graph), run, settings)
+    return Pipeline(made, plan, RunContext.of(plan, made.capture.graph), run, settings)
 
 
 def minibatches(workload: Workload, count: int, batch_size: int, last: int = 0) -> list[Any]:

@@ -128,7 +128,7 @@ def compared(
     pipeline = build(subject, plan, folder, **{"steps": steps, **job})
     items = minibatches(subject.workload, steps, plan.batch_size, last=last)
     draws = any(node.num_random for node in subject.capture.graph.nodes)
-    return compare(subject.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=draws)
+    return compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=draws)
 
 
 def hold(case: Case, folder: Path) -> str:

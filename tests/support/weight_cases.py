@@ -56,4 +56,4 @@ def pipeline(folder: Path, stages: int = 3, **job: Any) -> Pipeline:
 def begun(made: Pipeline, init_from: Path) -> dict[str, torch.Tensor]:
     """What the ranks hold before their first step."""
     job = replace(made.job, init_from=str(init_from), save=False)
-    return made.weights(run_in_threads(made.run, job, made.layout, lambda session: None))
+    return made.weights(run_in_threads(made.run, job, made.context, lambda session: None))

@@ -10,7 +10,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.ir.plan import Plan
 from autopipe.runtime.after_step import borrowed
 from autopipe.runtime.after_step.probe import probe as probe_after_step
-from autopipe.runtime.layout import Layout
+from autopipe.runtime.context import RunContext
 from autopipe.verify.check import staleness
 from autopipe.verify.comparison import Comparison
 from autopipe.verify.optimizer_probe import Finding, probe
@@ -51,7 +51,7 @@ def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
     if pair is None:
         return None
     one, other = ({stage.index for stage in prepared.plan.stages if name in stage.parameters} for name in pair)
-    if one == other and not staleness(Layout.of(prepared.plan, prepared.graph)):
+    if one == other and not staleness(RunContext.of(prepared.plan, prepared.graph)):
         return None
     return RunError(
         f"parameters {pair[0]} (stages {sorted(one)}) and {pair[1]} (stages {sorted(other)}) are two parameters over "
@@ -143,7 +143,7 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
             "all parameters (--clip-grad-norm X clips over all stages), no place in the list, no random numbers, no "
             f"parameters that it was not given; {_ONE_STAGE}",
         )
-    name, stage, node_ = _first_wrong(found, graph, Layout.of(plan, graph))
+    name, stage, node_ = _first_wrong(found, graph, RunContext.of(plan, graph))
     label = plan.stages[stage].label
     where = f"{node_.place}, node {node_.name} of {label}" if node_ is not None else label
     if found.first_gradients:
@@ -182,7 +182,7 @@ def _changes_input(graph: Graph) -> tuple[Node, str] | None:
     return None
 
 
-def _first_wrong(found: Comparison, graph: Graph, layout: Layout) -> tuple[str, int, Node | None]:
+def _first_wrong(found: Comparison, graph: Graph, context: RunContext) -> tuple[str, int, Node | None]:
     """Return the parameter nearest to the loss whose gradient is unequal, its stage, and the call that reads it.
 
     Backward runs from the loss to the first stage: what is wrong began where the call is latest.
@@ -190,9 +190,9 @@ def _first_wrong(found: Comparison, graph: Graph, layout: Layout) -> tuple[str, 
     readers = {name: index for index, node in enumerate(graph.nodes) for name in node.parameters}
     names = found.unequal_gradients or tuple(d.name for d in found.differences if not d.bitwise)
     if not names:
-        return "the loss", len(layout.plan.stages) - 1, None
+        return "the loss", len(context.plan.stages) - 1, None
     name = max(names, key=lambda n: readers.get(n, -1))
     index = readers.get(name, -1)
-    stages = layout.plan.stages
+    stages = context.plan.stages
     stage = next((s.index for s in stages if s.start <= index < s.stop), stages[0].index)
     return name, stage, graph.nodes[index] if index >= 0 else None

@@ -25,8 +25,8 @@ from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.artifact import digest
 from autopipe.report.results import CheckReport, ParameterError
 from autopipe.runtime.batches.recordings import EVALUATION
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.trace.loss.coupling import normalised_layers
 from autopipe.verify.check import compare
 from autopipe.verify.comparison import Comparison
@@ -115,7 +115,7 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
     with tempfile.TemporaryDirectory(prefix="autopipe-check-") as scratch:
         run = write_run(Path(scratch), job, prepared)
         draws = any(node.num_random for node in prepared.graph.nodes)
-        return compare(prepared.workload, run, job, Layout.of(prepared.plan, prepared.graph), items, draws=draws)
+        return compare(prepared.workload, run, job, RunContext.of(prepared.plan, prepared.graph), items, draws=draws)
 
 
 def _refuses(prepared: Prepared, item: Any) -> bool:

@@ -26,8 +26,8 @@ from autopipe.ir.artifact import write_text
 from autopipe.ir.plan import Plan
 from autopipe.report.results import PlainResult
 from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.verify.check import staleness, why_another_order, why_not_bitwise
 from autopipe.workload import Workload
 from autopipe.workload.batches.data import DEFAULT_BATCH_SIZE
@@ -45,7 +45,7 @@ class Subject:
 
     workload: Workload
     plan: Plan
-    layout: Layout
+    context: RunContext
     job: Job
     stages: Path
     steps: int
@@ -79,7 +79,7 @@ def _of_run(settings: PlainScriptSettings, directory: Path) -> Subject:
             where=str(run.stages),
             remedy="name the model file in place of the run, with the options of the run",
         )
-    return Subject(workload, plan, Layout.of(plan, run.graph()), job, run.stages, steps)
+    return Subject(workload, plan, RunContext.of(plan, run.graph()), job, run.stages, steps)
 
 
 def _of_plan(settings: PlainScriptSettings, progress: Progress | None) -> Subject:
@@ -97,8 +97,8 @@ def _of_plan(settings: PlainScriptSettings, progress: Progress | None) -> Subjec
         clip_grad_norm=settings.clip_grad_norm,
         ema=settings.plan.ema or 0.0,
     )
-    layout = Layout.of(prepared.plan, prepared.graph)
-    return Subject(prepared.workload, prepared.plan, layout, job, prepared.stages, job.steps)
+    context = RunContext.of(prepared.plan, prepared.graph)
+    return Subject(prepared.workload, prepared.plan, context, job, prepared.stages, job.steps)
 
 
 _STEPS = 10
@@ -118,7 +118,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
     source = _name(spec.hooks.get("data"), "data", modules)
     made_once = data.from_class and not callable(data.function)
     hook = None if spec.optimizer else hooks.get("optimizer")
-    stale = staleness(subject.layout)
+    stale = staleness(subject.context)
     item = workload.example_item(2)
     loop = PlainLoop(
         title=f"Plain training of {workload.name}: the loop that the same training in stages is equal to.",
@@ -138,8 +138,8 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
         threads=job.threads,
         device=job.device,
         opaque=spec.opaque_modules,
-        draws=any(node.num_random for node in subject.layout.graph.nodes),
-        weighted=subject.layout.weighted,
+        draws=any(node.num_random for node in subject.context.graph.nodes),
+        weighted=subject.context.weighted,
         clip=job.clip_grad_norm,
         staleness=_staleness(subject, stale) if stale else None,
         autocast="torch.bfloat16" if spec.precision == "bf16" else "",
@@ -188,7 +188,7 @@ def _refuse(subject: Subject) -> None:
 
 
 def _notes(subject: Subject) -> tuple[str, ...]:
-    reasons = (*why_another_order(subject.layout), *why_not_bitwise(subject.layout, subject.job))
+    reasons = (*why_another_order(subject.context), *why_not_bitwise(subject.context, subject.job))
     return (f"{_SIMILAR}{'; '.join(reasons)}.",) if reasons else ()
 
 
@@ -267,14 +267,14 @@ def _kind(item: Any) -> str:
 
 
 def _staleness(subject: Subject, stale: Mapping[str, int]) -> int | dict[str, int]:
-    trained = [name for name, spec in subject.layout.graph.parameters.items() if spec.requires_grad]
+    trained = [name for name, spec in subject.context.graph.parameters.items() if spec.requires_grad]
     deltas = {stale.get(name, 0) for name in trained}
     return deltas.pop() if len(deltas) == 1 else {name: delta for name, delta in stale.items() if name in trained}
 
 
 def _divisor(subject: Subject, item: Any) -> DivisorText | None:
     """Take the arithmetic out of ``divisor.py``. Raises: RunError where a tensor that it reads is too large."""
-    if not subject.layout.graph.divisor:
+    if not subject.context.graph.divisor:
         return None
     text = (subject.stages / DIVISOR_FILE).read_text(encoding="utf-8")
     lines, tree = text.splitlines(), ast.parse(text)

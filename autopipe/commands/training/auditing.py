@@ -37,8 +37,8 @@ from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.report.results import AuditReport
 from autopipe.runtime.audit.files import DIFFERENT, EQUAL, LEFT_OUT, AuditFiles, AuditResult, clear_all
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.units import in_bytes
 from autopipe.verify.plain_step import MEMORY_SHARE, audit, memory_bytes
 from autopipe.workload.target.files import files_of
@@ -80,7 +80,7 @@ def misfit(prepared: Prepared) -> str:
     """Say why the plain step does not fit beside the ranks, "" where it does. On GPUs each audit looks for itself."""
     if prepared.profile.device.kind != "cpu":
         return ""
-    needed = memory_bytes(Layout.of(prepared.plan, prepared.graph))
+    needed = memory_bytes(RunContext.of(prepared.plan, prepared.graph))
     weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
     # ranks copy what they write
     ranks = sum(stage.peak_bytes * stage.replicas for stage in prepared.plan.stages) + _WRITTEN * weights

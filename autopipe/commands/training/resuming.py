@@ -12,8 +12,8 @@ from autopipe.ir.plan import Plan
 from autopipe.runtime.after_step.average import PREFIX
 from autopipe.runtime.checkpoint import checkpoint as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.verify.check import staleness
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
 def lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> str:
     """Say which older weights a plan's schedule asks for and the checkpoint does not hold, "" where it has all."""
     step, held = source.manifest.step, set(source.names)
-    for name, delta in staleness(Layout.of(plan, graph)).items():
+    for name, delta in staleness(RunContext.of(plan, graph)).items():
         for version in range(max(step - delta, 0), step):
             if name in graph.moving and f"version.{version}.{name}" not in held:
                 return f"{plan.schedule} asks for {name} as it was after step {version}, and the checkpoint has it not"

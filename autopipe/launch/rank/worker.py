@@ -36,10 +36,10 @@ from autopipe.launch.rank.parent_death import die_with_parent
 from autopipe.launch.rank.signals import leave_signals_to_supervisor
 from autopipe.launch.rank.store import all_have_devices, choose_interface, open_store
 from autopipe.launch.request import WorkerSpec
-from autopipe.runtime import blame
+from autopipe.runtime.context import RunContext
+from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.base import TransportClosed
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group, translate
@@ -133,10 +133,10 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, k
     if spec.evaluation_data:
         plan = replace(plan, workload=plan.workload.with_hook("evaluate_data", spec.evaluation_data))
     known.plan, known.device = plan, torch.device(job.device)
-    layout = Layout.of(plan, graph)
+    context = RunContext.of(plan, graph)
     reporter.at("connecting", waiting=True)
-    transport = _connect(spec, layout, torch.device(job.device), job.excluded_devices, reporter, listener)
-    session = known.session = RankSession.start(run, job, layout, transport, reporter)
+    transport = _connect(spec, context, torch.device(job.device), job.excluded_devices, reporter, listener)
+    session = known.session = RankSession.start(run, job, context, transport, reporter)
     if spec.body == "evaluate":
         step = session.restore_latest(averaged=spec.averaged)
         session.evaluate(spec.batch_size or None, step, reader="one")  # nothing else reads: one process is enough
@@ -149,7 +149,7 @@ def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, k
 
 def _connect(
     spec: WorkerSpec,
-    layout: Layout,
+    context: RunContext,
     device: torch.device,
     excluded_devices: Sequence[int],
     reporter: Reporter,
@@ -169,7 +169,7 @@ def _connect(
             own = spec.local_world_size <= len(usable)
             use_nccl = all_have_devices(store, rank, world_size, own)
         start_process_group(store, rank, world_size, use_nccl=use_nccl, timeout_seconds=seconds)
-        return ProcessTransport(layout.channels, layout.groups, device=device, use_nccl=use_nccl)
+        return ProcessTransport(context.channels, context.groups, device=device, use_nccl=use_nccl)
     except RuntimeError as error:
         raise translate(error) from error
 
@@ -193,7 +193,7 @@ def describe(error: BaseException, session: RankSession | None) -> dict[str, Any
     if isinstance(error, AutopipeError):
         text, where, remedy = error.what, error.where, error.remedy
     else:
-        where = blame.place(error, session.layout.graph if session is not None else None)
+        where = error_location(error, session.context.graph if session is not None else None)
     return {
         "message": text,
         "where": where,

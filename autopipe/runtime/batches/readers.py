@@ -159,7 +159,7 @@ class OneReads:
         self.transport.send(batch_channel(rank), text)
 
     def _send(self, step: int, item: Any, minibatch: Minibatch) -> None:
-        workload, layout = self.recordings.workload, self.recordings.layout
+        workload, context = self.recordings.workload, self.recordings.context
         count, parts = workload.num_samples(item), minibatch.parts
         # what each part reads: of the whole minibatch, to be cut there, or of the part itself
         shared = workload.cuts_by_dimension(item)
@@ -173,10 +173,10 @@ class OneReads:
         for rank in range(1, self.transport.world_size):
             wanted = {
                 (0 if shared else j, name)
-                for stage in layout.plan.stages
+                for stage in context.plan.stages
                 if rank in stage.ranks
                 for j, part in enumerate(parts)
-                if layout.request.rank_of(stage.index, step, j) == rank
+                if context.request.rank_of(stage.index, step, j) == rank
                 for name in self._read_by(part.recording, stage.index)
             }
             leaves = [

@@ -27,11 +27,11 @@ from autopipe.ir.shares import Shares
 from autopipe.planning import recut
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.runtime.batches.recording import Recording, refuse_other_kinds
+from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
-from autopipe.runtime.stage_runner import Face, StageRunner
+from autopipe.runtime.stage_runner import StageRunner, StageVariant
 from autopipe.runtime.step.shares import shares_of, shares_of_parts
 from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
@@ -67,7 +67,7 @@ class Recordings:
 
     run: RunDirectory
     job: Job
-    layout: Layout
+    context: RunContext
     workload: Workload
     transport: Transport
     reporter: Reporter
@@ -82,7 +82,7 @@ class Recordings:
     _disagreement: float = 0.0
 
     def __post_init__(self) -> None:
-        plan, graph = self.layout.plan, self.layout.graph
+        plan, graph = self.context.plan, self.context.graph
         own = Recording.of(plan, graph, divisor=_divisor(self.run.stages, plan, graph))
         self.training = [own]
         self.evaluation = self.training
@@ -96,7 +96,7 @@ class Recordings:
         """
         if training:
             self.latest = item
-        parts = self.workload.split(item, self.layout.plan.num_microbatches)
+        parts = self.workload.split(item, self.context.plan.num_microbatches)
         followed = [self._of(part, training=training) for part in parts]
         shares = self.shares(item, parts, followed)
         found = []
@@ -174,7 +174,7 @@ class Recordings:
                     followed = captured.graph.batch
                     form = replace(form, reads=followed.reads, unread=followed.unread)
                     captured = replace(captured, graph=replace(captured.graph, batch=form))
-                    write_recording(captured, self.layout.plan, self.layout.graph, self.run.stages / name)
+                    write_recording(captured, self.context.plan, self.context.graph, self.run.stages / name)
             except AutopipeError as error:
                 raise RunError(
                     f"{other} cannot be followed in these stages: {error.what}",
@@ -202,7 +202,7 @@ class Recordings:
         for index, runner in self.runners.items():
             code = load_stage(folder, index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
             runner.stage.take_over(code, constants)
-            runner.faces[name] = Face(code, recording.carries_gradient, graph.replayed_buffers)
+            runner.variants[name] = StageVariant(code, recording.carries_gradient, graph.replayed_buffers)
         return recording
 
 

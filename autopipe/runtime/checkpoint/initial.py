@@ -1,8 +1,12 @@
-"""A stage with its first weights: of the model as its file builds it, or read from somewhere else."""
+"""The stages of a rank with their first weights: from the model as its file builds it, or from a file of weights.
+
+The user's model is built once a rank, and all stages of the rank adopt their parts of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +17,7 @@ from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import Graph
 from autopipe.runtime.checkpoint.weight_files import Matched, open_weights
-from autopipe.stage import Stage
+from autopipe.stage import Container, Stage
 from autopipe.workload import Workload
 
 
@@ -23,51 +27,140 @@ def weights_of(init_from: str, graph: Graph, workload: Workload, *, trust: bool)
     return Matched(open_weights(Path(init_from), trust=trust), graph, init_from, own)
 
 
-def built(
-    cls: type[Stage], workload: Workload, constants: Mapping[str, torch.Tensor], weights: Matched | None, graph: Graph
-) -> Stage:
-    """Return a stage of a new model. With ``weights`` only this stage's parameters ever take memory, and are read."""
+def build_stages(
+    classes: Sequence[type[Stage]],
+    workload: Workload,
+    constants: Mapping[str, torch.Tensor],
+    weights: Matched | None,
+    graph: Graph,
+) -> list[Stage]:
+    """Build the model once and return one stage of each class.
+
+    With ``weights``, only the parameters of these stages take memory, if the model can be built without its own.
+    """
     if weights is not None:
-        stage = _filled(cls, workload, constants, weights, graph)
-        if stage is not None:
-            return stage
+        stages = _filled(classes, workload, constants, weights, graph)
+        if stages is not None:
+            return stages
     with exclusive():
-        stage = cls.adopt(workload.build_model(), constants)
+        stages = adopt_all(classes, workload.build_model, constants)
     if weights is not None:
-        _fill(stage, weights, graph)
-    return stage
+        for stage in stages:
+            _fill(stage, weights, graph)
+    return stages
+
+
+# -- several stages from one model -------------------------------------------------------------------------------------
+
+
+def adopt_all(
+    classes: Sequence[type[Stage]], build: Callable[[], nn.Module], constants: Mapping[str, torch.Tensor]
+) -> list[Stage]:
+    """Return one stage of each class, adopted from one model, with no tensor in common.
+
+    A tensor that several stages use is cloned. A stage that has a module in common with an earlier one, or a tensor
+    that cannot be replaced safely, gets a build of its own.
+    """
+    model = build()
+    stages: list[Stage] = []
+    for cls in classes:
+        stage = cls.adopt(model, constants)
+        if not _separate(stage, stages):
+            stage = cls.adopt(build(), constants)
+        stages.append(stage)
+    return stages
+
+
+def _separate(stage: Stage, earlier: Sequence[Stage]) -> bool:
+    """Clone the tensors that earlier stages hold too. Return False if the stages share more than tensors."""
+    modules = {id(module) for other in earlier for module in other.modules()}
+    tensors = {id(tensor) for other in earlier for _, _, tensor in _tensors(other)}
+    storages = {storage for other in earlier for _, _, tensor in _tensors(other) for storage in _storages(tensor)}
+    if any(id(module) in modules for module in stage.modules()):
+        return False
+    shared = []
+    for module, key, tensor in _tensors(stage):
+        if id(tensor) in tensors:
+            # another module may reach the tensor by an attribute as well
+            if not isinstance(module, Container) and not type(module).__module__.startswith("torch.nn."):
+                return False
+            shared.append((module, key, tensor))
+        elif not storages.isdisjoint(_storages(tensor)):
+            return False
+    clones = {id(tensor): _clone(tensor) for _, _, tensor in shared}
+    for module, key, tensor in shared:
+        if key in module._parameters:
+            setattr(module, key, clones[id(tensor)])  # not _parameters[key]: an LSTM keeps a list of its weights
+        else:
+            module._buffers[key] = clones[id(tensor)]
+    return True
+
+
+def _tensors(stage: Stage) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Return the parameters and buffers of a stage with the modules that hold them. Constants never change."""
+    return [
+        (module, key, tensor)
+        for module in stage.modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and not (module is stage and key in stage.constants)
+    ]
+
+
+def _storages(tensor: torch.Tensor) -> set[int]:
+    return {part.untyped_storage()._cdata for part in sparse.stored(tensor)}
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    clone = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        clone = nn.Parameter(clone, requires_grad=tensor.requires_grad)
+    clone.__dict__.update(tensor.__dict__)
+    return clone
+
+
+# -- weights from a file -----------------------------------------------------------------------------------------------
 
 
 def _filled(
-    cls: type[Stage], workload: Workload, constants: Mapping[str, torch.Tensor], weights: Matched, graph: Graph
-) -> Stage | None:
-    """Build without memory for parameters; None where the model cannot be built so, or needs what no file holds."""
+    classes: Sequence[type[Stage]],
+    workload: Workload,
+    constants: Mapping[str, torch.Tensor],
+    weights: Matched,
+    graph: Graph,
+) -> list[Stage] | None:
+    """Build without memory for parameters. Return None if the model cannot be built so, or needs what no file holds."""
     try:
         with exclusive():
-            stage = cls.adopt(workload.build_model(empty=True), constants)
-        kept = _fill(stage, weights, graph)
-        if any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
+            stages = adopt_all(classes, functools.partial(workload.build_model, empty=True), constants)
+        unread = [_fill(stage, weights, graph) for stage in stages]
+        if any(tensor.is_meta for stage in stages for tensor in (*stage.parameters(), *stage.buffers())):
             return None
-        kept = [name for name in kept if name not in cls.CONSTANTS]
-        return None if kept and _random(cls, workload, constants, stage, kept) else stage
+        buffers = [
+            [name for name in names if name not in cls.CONSTANTS] for cls, names in zip(classes, unread, strict=True)
+        ]
+        return None if any(buffers) and _are_random(workload, constants, stages, buffers) else stages
     except AutopipeError:
         return None
 
 
-def _random(
-    cls: type[Stage], workload: Workload, constants: Mapping[str, torch.Tensor], stage: Stage, names: Sequence[str]
+def _are_random(
+    workload: Workload, constants: Mapping[str, torch.Tensor], stages: Sequence[Stage], buffers: Sequence[Sequence[str]]
 ) -> bool:
-    """Whether one of the named buffers, which the model made itself, holds random numbers."""
+    """Return whether any of the named buffers of each stage, which the model made itself, holds random numbers."""
     with exclusive():
-        other = cls.adopt(workload.build_model(empty=True, shifted=True), constants)
-    before, after = dict(stage.named_buffers()), dict(other.named_buffers())
-    return any(not sparse.equal(before[name], after[name]) for name in names)
+        build = functools.partial(workload.build_model, empty=True, shifted=True)
+        others = adopt_all([type(stage) for stage in stages], build, constants)
+    for stage, other, names in zip(stages, others, buffers, strict=True):
+        before, after = dict(stage.named_buffers()), dict(other.named_buffers())
+        if any(not sparse.equal(before[name], after[name]) for name in names):
+            return True
+    return False
 
 
 def _fill(stage: Stage, weights: Matched, graph: Graph) -> list[str]:
-    """Exchange what a stage holds for what was read; a tensor with several names stays one.
+    """Replace the tensors of a stage by those that were read. A tensor with several names stays one.
 
-    Returns the buffers, by name, that were not there to read.
+    Returns the names of the buffers that the weights do not hold.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     first: dict[int, str] = {}
@@ -78,10 +171,10 @@ def _fill(stage: Stage, weights: Matched, graph: Graph) -> list[str]:
                 full = f"{path}.{key}" if path else key
                 first.setdefault(id(tensor), graph.aliases.get(full, full))
     read = weights.read(set(first.values()))
-    left = []
+    unread = []
     for identity, name in first.items():
         if name not in read:
-            left.append(name)
+            unread.append(name)
             continue
         module, key = places[identity][0]
         old = module._parameters.get(key)
@@ -95,9 +188,9 @@ def _fill(stage: Stage, weights: Matched, graph: Graph) -> list[str]:
         new = nn.Parameter(_like(old, read[name]), requires_grad=old.requires_grad)
         for owner, place in places[identity]:
             setattr(owner, place, new)  # not owner._parameters: an LSTM keeps a list of its weights
-    return left
+    return unread
 
 
 def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the value in the dtype and with the strides of what it replaces."""
+    """Return the value in the dtype and with the strides of the tensor that it replaces."""
     return torch.empty_like(old, device="cpu", dtype=old.dtype, requires_grad=False).copy_(value)

@@ -105,7 +105,7 @@ class Saver:
             snapshot.take({**state.collect(stepper.runners[stage], owned), **tensors})
             held = stepper.parameters(stage)
             ties = {
-                tie.parameter: state.bits(held[tie.parameter]) for tie in stepper.moving_ties if tie.parameter in held
+                tie.parameter: state.bits(held[tie.parameter]) for tie in stepper.ties.moving if tie.parameter in held
             }
             parts.append(Part(stage, snapshot, stored, ties))
         self.write(manifest, parts)

@@ -1,11 +1,11 @@
-"""Losses, gradients and statistics that are no finite numbers: found before a step is taken with them.
+"""Losses, gradients and statistics that are not finite, detected before a step is taken with them.
 
 ===========  ================================================================================================
-policy       what happens
+policy       effect
 ===========  ================================================================================================
-``stop``     the rank that finds it first says what it is, and no weight is stepped with it
-``warn``     the loss is looked at and reported; everything goes on, as in a plain loop that looks at nothing
-``skip``     all ranks agree to leave the step out; running statistics that were spoilt are put back
+``stop``     the first rank that detects one reports it, and no weight is stepped with it
+``warn``     the loss is checked and reported; training continues, as in a plain loop that checks nothing
+``skip``     all ranks agree to skip the step; running statistics that became non-finite are restored
 ===========  ================================================================================================
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every element is a finite number. One pass over each tensor, one answer."""
+    """Return whether every element of the tensors is finite. One pass over each tensor, one synchronization."""
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     filled = [tensor for tensor in dense if tensor.numel()]
     return not filled or math.isfinite(float(torch.nn.utils.get_total_norm(filled, float("inf"))))
@@ -34,9 +34,9 @@ def first_nonfinite(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 class FiniteBuffers:
-    """Keeps what a stage's forwards write into its buffers as it was after the last finite step.
+    """Copies of the buffers that a stage's forwards write, as they were after the last finite step.
 
-    ``written``: names of these buffers.
+    ``written`` names these buffers.
     """
 
     def __init__(self, stage: nn.Module, written: Iterable[str]) -> None:
@@ -48,16 +48,16 @@ class FiniteBuffers:
             if buffer is not None and (f"{path}.{key}" if path else key) in wanted
         ]
         self._kept: list[torch.Tensor] = []
-        self.settle()
+        self.restore_nonfinite()
 
-    def settle(self) -> None:
-        """Put back what is not finite, keep what is."""
-        found = []
+    def restore_nonfinite(self) -> None:
+        """Restore the buffers that are not finite, and copy those that are."""
+        kept = []
         for index, (module, key) in enumerate(self._places):
             buffer = module._buffers[key]
             assert buffer is not None
             if buffer.is_floating_point() and self._kept and not all_finite([buffer]):
-                # another tensor: autograd may have saved this one for a microbatch in flight
+                # a new tensor: autograd may have saved this one for a microbatch in flight
                 buffer = module._buffers[key] = self._kept[index].clone()
-            found.append(buffer.detach().clone())
-        self._kept = found
+            kept.append(buffer.detach().clone())
+        self._kept = kept

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from autopipe.errors import AutopipeError, WorkerError
-from autopipe.runtime import blame
+from autopipe.runtime.context import RunContext
+from autopipe.runtime.error_location import error_location
 from autopipe.runtime.events import Reporter, Silent
 from autopipe.runtime.job import Job, RunDirectory
-from autopipe.runtime.layout import Layout
 from autopipe.runtime.session import RankSession
-from autopipe.runtime.step.stepper import GradientHook
+from autopipe.runtime.step.gradients import GradientHook
 from autopipe.runtime.transport.base import ThreadHub, TransportClosed
 
 ItemSource = Callable[[int], Iterator[Any]]
@@ -23,7 +23,7 @@ ItemSource = Callable[[int], Iterator[Any]]
 def run_in_threads(
     run: RunDirectory,
     job: Job,
-    layout: Layout,
+    context: RunContext,
     body: Callable[[RankSession], None],
     *,
     items: ItemSource | None = None,
@@ -36,7 +36,7 @@ def run_in_threads(
     ``items``: epoch -> minibatches, in place of the workload's own data.
     Raises: WorkerError for the rank that failed first, its own error as the cause.
     """
-    world = layout.request.num_ranks
+    world = context.request.num_ranks
     hub = ThreadHub(world, timeout_seconds)
     sessions: list[RankSession | None] = [None] * world
     failures: list[tuple[int, BaseException]] = []
@@ -46,7 +46,7 @@ def run_in_threads(
         transport = hub.transport(rank)
         try:
             reporter = reporters[rank] if reporters else Silent()
-            session = RankSession.start(run, job, layout, transport, reporter, on_gradients=on_gradients)
+            session = RankSession.start(run, job, context, transport, reporter, on_gradients=on_gradients)
             session.items = items
             sessions[rank] = session
             body(session)
@@ -69,7 +69,7 @@ def _first(failures: list[tuple[int, BaseException]], sessions: Sequence[RankSes
     rank, error = (own or failures)[0]
     session = sessions[rank]
     current = session.executor.current if session is not None else None
-    stage = session.layout.plan.stages[current.stage] if session is not None and current is not None else None
+    stage = session.context.plan.stages[current.stage] if session is not None and current is not None else None
     if isinstance(error, AutopipeError) and current is None:
         return error
     what = error.what if isinstance(error, AutopipeError) else f"{type(error).__name__}: {error}"
@@ -81,7 +81,7 @@ def _first(failures: list[tuple[int, BaseException]], sessions: Sequence[RankSes
         instruction=str(current) if current is not None else "",
         where=error.where
         if isinstance(error, AutopipeError)
-        else blame.place(error, None if session is None else session.layout.graph),
+        else error_location(error, None if session is None else session.context.graph),
         remedy=error.remedy if isinstance(error, AutopipeError) else "",
     )
     failure.__cause__ = error

@@ -97,7 +97,7 @@ def compared(made: Captured, plan: Any, steps: int, folder: Path, **job: Any) ->
     aliases = made.capture.graph.aliases
     weights |= {other: weights[first] for other, first in aliases.items()}
     save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, folder / "out.safetensors")
-    subject = Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, steps)
+    subject = Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, steps)
     text, _ = written(subject)
     assert not re.search(r"^\s*(import|from) autopipe", text, re.MULTILINE)
     (folder / "loop.py").write_text(text)
@@ -141,7 +141,7 @@ def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> No
     made = captured_file(path)
     plan = plan_for(made, 2, "gpipe", 2, 6)
     pipeline = build(made, plan, tmp_path / "run")
-    text, loop = written(Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, 2))
+    text, loop = written(Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
     assert loop.divisor is None
     (tmp_path / "loop.py").write_text(text)
     subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, check=False)
@@ -155,7 +155,7 @@ def test_no_text_of_a_plan_is_code_in_the_script(tmp_path: Path) -> None:
     made = captured_file(path)
     plan = plan_for(made, 2, "gpipe", 2, 6)
     pipeline = build(made, plan, tmp_path / "run")
-    _, loop = written(Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, 2))
+    _, loop = written(Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
     stranger = 'cpu"; STRANGER = 1 #'
     notes = ('the sum of x""" + str(STRANGER) + """ is another', "\\")
     loop = dataclasses.replace(loop, device=stranger, autocast="torch.bfloat16", title='net"""', notes=notes)
@@ -172,4 +172,4 @@ def test_what_a_script_cannot_express_is_refused(job: dict[str, Any], reason: st
     plan = plan_for(made, 2, "1f1b", 2, 6)
     pipeline = build(made, plan, tmp_path / "run", **job)
     with pytest.raises(RunError, match=reason):
-        written(Subject(made.workload, plan, pipeline.layout, pipeline.job, pipeline.run.stages, 2))
+        written(Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))

@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_with_the_same_teacher(schedule: str, tmp_path: Pa
     sessions = run_in_threads(
         second.run,
         replace(second.job, steps=STEPS),
-        second.layout,
+        second.context,
         lambda session: session.train(),
         items=lambda epoch: iter(items),
     )

@@ -114,7 +114,7 @@ def test_a_resumed_run_goes_on_with_its_averages_or_begins_them(began_with: floa
     sessions = run_in_threads(
         second.run,
         replace(second.job, steps=STEPS),
-        second.layout,
+        second.context,
         lambda session: session.train(),
         items=lambda epoch: iter(items),
     )

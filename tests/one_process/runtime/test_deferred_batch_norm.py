@@ -43,7 +43,7 @@ def test_training_in_stages_defers_as_plain_training_does(num_stages: int, recom
     plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
     pipeline = build(made, plan, tmp_path, steps=3, deferred_batch_norm=True)
     items = minibatches(made.workload, 3, BATCH["resnet"], last=5)
-    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=False).bitwise
+    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False).bitwise
 
 
 def test_replicas_gather_the_statistics_of_the_whole_minibatch(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_replicas_gather_the_statistics_of_the_whole_minibatch(tmp_path: Path) -
     stages = (replace(plan.stages[0], ranks=(0, 1)), replace(plan.stages[1], ranks=(2,)))
     pipeline = build(made, replace(plan, num_ranks=3, stages=stages), tmp_path, steps=3, deferred_batch_norm=True)
     items = minibatches(made.workload, 3, BATCH["resnet"])
-    found = compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=False)
+    found = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
     assert found.equal, (found.max_relative_error, found.noise)
     assert any(d.name.endswith("running_var") and d.owner == -1 for d in found.differences)
 

@@ -46,7 +46,7 @@ def measured(
         session.report_timeline()
 
     items = minibatches(made.workload, 3, batch)
-    run_in_threads(pipeline.run, pipeline.job, pipeline.layout, body, items=lambda epoch: iter(items), reporters=ears)
+    run_in_threads(pipeline.run, pipeline.job, pipeline.context, body, items=lambda epoch: iter(items), reporters=ears)
     return {stage: books for ear in ears for stage, books in ear.peaks.items()}
 
 

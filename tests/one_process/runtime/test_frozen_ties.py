@@ -132,7 +132,7 @@ def test_the_weights_are_those_of_the_plain_loop(name: str, schedule: str, num_s
     items = minibatches(subject.workload, STEPS, 8, last=5)
     pipeline = build(subject, plan, tmp_path / "run")
     # the stage files name the plan that was written, not one without its frozen ties
-    assert pipeline.layout.plan.digest == plan.digest
+    assert pipeline.context.plan.digest == plan.digest
     assert_the_oracles(subject, plan, items, trained(pipeline, items))
 
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_read_at_another_number_of_stages_and_evaluates_the_same
     sessions = run_in_threads(
         second.run,
         replace(second.job, steps=STEPS),
-        second.layout,
+        second.context,
         lambda session: session.train(),
         items=lambda epoch: iter(items),
     )
@@ -180,7 +180,7 @@ def test_only_trained_ties_are_exchanged_and_compared(tmp_path: Path) -> None:
     subject = written("a trained tie beside it", tmp_path)
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
     assert {tie.parameter for tie in pipeline.plan.ties} == {"words.weight", "mix"}
-    assert {tie.parameter for tie in pipeline.layout.routes.ties} == {"mix"}
+    assert {tie.parameter for tie in pipeline.context.routes.ties} == {"mix"}
     trained(pipeline, [subject.workload.resized(item, 8) for item in minibatches(subject.workload, 2, 8)])
     saved = Checkpoint.latest(pipeline.run.checkpoints)
     assert saved is not None and [set(file.ties) for file in saved.manifest.files] == [{"mix"}, {"mix"}]

@@ -129,7 +129,7 @@ def test_a_finite_run_is_bit_equal_under_every_policy(tmp_path: Path) -> None:
 
 def compared(made: Pipeline, found: list[Any]) -> Comparison:
     job = replace(made.job, steps=len(found), on_nonfinite="warn")
-    return compare(made.captured.workload, made.run, job, made.layout, found, draws=False)
+    return compare(made.captured.workload, made.run, job, made.context, found, draws=False)
 
 
 def test_check_calls_nothing_equal_that_is_not_finite_on_both_sides(tmp_path: Path) -> None:
@@ -156,10 +156,10 @@ def test_spoilt_statistics_go_back_to_what_they_were() -> None:
     kept = FiniteBuffers(layer, ["0.running_mean", "0.running_var", "0.num_batches_tracked"])
     layer(torch.randn(4, 2))
     mean = layer[0].running_mean.clone()
-    kept.settle()
+    kept.restore_nonfinite()
     layer(torch.full((4, 2), float("nan")))
     assert layer[0].running_mean.isnan().all()
-    kept.settle()
+    kept.restore_nonfinite()
     assert torch.equal(layer[0].running_mean, mean)
 
 

@@ -49,7 +49,7 @@ def test_bf16_is_within_the_noise_of_plain_autocast(sample: str, num_stages: int
     assert any("autocast(cpu" in node.context for node in made.capture.graph.nodes)
     items = minibatches(made.workload, 3, BATCH[sample], last=BATCH[sample] - 1)
     found = compare(
-        made.workload, made_pipeline.run, made_pipeline.job, made_pipeline.layout, items, draws=sample != "resnet"
+        made.workload, made_pipeline.run, made_pipeline.job, made_pipeline.context, items, draws=sample != "resnet"
     )
     assert found.equal, found.max_relative_error
     assert any("autocast" in reason for reason in found.reasons)
@@ -62,7 +62,7 @@ def test_fp16_leaves_a_step_out_on_every_stage_when_one_overflows(num_stages: in
     path.write_text(OVERFLOW)
     made, made_pipeline = pipeline(path, "fp16", num_stages, 8, tmp_path / "run", steps=6, clip_grad_norm=clip)
     items = minibatches(made.workload, 6, 8)
-    found = compare(made.workload, made_pipeline.run, made_pipeline.job, made_pipeline.layout, items, draws=False)
+    found = compare(made.workload, made_pipeline.run, made_pipeline.job, made_pipeline.context, items, draws=False)
     assert found.equal, (found.max_relative_error, found.noise)
     sessions = made_pipeline.train(items)
     scales = {session.executor.stepper.scaler.scale for session in sessions}

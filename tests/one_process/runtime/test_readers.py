@@ -148,7 +148,7 @@ def run_with(pipeline: Pipeline, epochs: Sequence[Epochs], **job: Any) -> tuple[
         session.train()
 
     with pytest.raises(AutopipeError) as caught:
-        run_in_threads(pipeline.run, replace(pipeline.job, **job), pipeline.layout, body)
+        run_in_threads(pipeline.run, replace(pipeline.job, **job), pipeline.context, body)
     return caught.value, sorted(sessions, key=lambda session: session.transport.rank)
 
 
@@ -289,7 +289,7 @@ def test_data_that_fills_the_same_memory_again_trains_as_data_that_does_not(
             yield memory
 
     job = replace(pipeline.job, steps=len(items))
-    sessions = run_in_threads(pipeline.run, job, pipeline.layout, RankSession.train, items=refilled)
+    sessions = run_in_threads(pipeline.run, job, pipeline.context, RankSession.train, items=refilled)
     weights = pipeline.weights(sessions)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 

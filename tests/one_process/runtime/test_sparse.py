@@ -111,7 +111,7 @@ def test_sparse_buffers_are_compared(model_file: Path, tmp_path: Path) -> None:
     pipeline = build(made, plan_for(made, 2, "1f1b", 2, 8), tmp_path / "run")
     items = minibatches(made.workload, 2, 8)
 
-    result = compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=False)
+    result = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
     assert {"mixing", "shift", "heads"} <= {difference.name for difference in result.differences}
     assert all(difference.bitwise for difference in result.differences)
     worst = Worst()

@@ -67,7 +67,7 @@ def test_stale_schedules_go_on_over_a_change_of_shape(schedule: str, tmp_path: P
     pipeline = pipeline_of("conv", 2, tmp_path, schedule)
     items = list(pipeline.captured.workload.items(6))
     sessions = pipeline.train(items)
-    delays = staleness(pipeline.layout)
+    delays = staleness(pipeline.context)
     losses, model, _ = plain(MODELS / "conv.py", items, 3, staleness=lambda name: delays.get(name, 0))
     assert any(delays.values())
     assert [sessions[0].executor.stepper.losses[step] for step in range(len(items))] == losses

@@ -51,4 +51,4 @@ def test_its_dropout_and_gradients_are_the_same_at_every_number_of_stages(num_st
     made = captured_file(path)
     pipeline = build(made, plan_for(made, num_stages, "1f1b", 3, 8), tmp_path / "run", steps=3)
     items = minibatches(made.workload, 3, 8)
-    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=True).bitwise
+    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise

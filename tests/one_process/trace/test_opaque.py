@@ -77,7 +77,7 @@ def test_a_checkpoint_inside_runs_its_function_once(folder: Path, tmp_path: Path
     for plan in (plan_for(made, 3, "1f1b", 4, 8), recomputing(plan_for(made, 3, "1f1b", 4, 8))):
         pipeline = build(made, plan, tmp_path / str(plan.stages[0].recompute), steps=4)
         items = minibatches(made.workload, 4, 8)
-        assert compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=True).bitwise
+        assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
 
 
 @pytest.mark.parametrize("name", ["experts", "layer_drop", "statistics"])
@@ -98,7 +98,7 @@ def test_clipping_leaves_out_what_no_token_chose(folder: Path, tmp_path: Path) -
     made = captured_file(write("experts", folder))
     pipeline = build(made, plan_for(made, 3, "1f1b", 4, 8), tmp_path, steps=4, clip_grad_norm=0.05)
     items = minibatches(made.workload, 4, 8)
-    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=True).bitwise
+    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
 
 
 def test_a_module_that_runs_as_it_is_is_one_node_with_a_place_of_its_own(folder: Path) -> None:

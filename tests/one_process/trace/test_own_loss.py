@@ -136,7 +136,7 @@ def test_a_loss_that_changes_a_buffer_is_followed_where_it_has_a_parameter(tmp_p
 def test_a_check_compares_it_too(tmp_path: Path) -> None:
     _, pipeline = pipeline_of(tmp_path, "arcface", 3, "1f1b", steps=2)
     items = minibatches(pipeline.captured.workload, 2, 8)
-    found = compare(pipeline.captured.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=True)
+    found = compare(pipeline.captured.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True)
     assert found.bitwise
     assert {"loss.weight", "loss.scale", "loss.project.bias"} <= {difference.name for difference in found.differences}
 

@@ -29,7 +29,7 @@ def test_a_check_finds_every_sample_equal(sample: str, schedule: str, num_stages
     pipeline = build(made, plan, tmp_path, steps=3)
     items = minibatches(made.workload, 3, BATCH[sample], last=BATCH[sample] - 1)
     draws = any(node.num_random for node in made.capture.graph.nodes)
-    found = compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=draws)
+    found = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=draws)
     assert found.equal, [d for d in found.differences if not d.bitwise]
     assert found.bitwise or not found.promised
 
@@ -118,5 +118,5 @@ def test_values_and_gradients_keep_their_layout_in_memory_across_every_cut(tmp_p
     for num_stages in range(2, len(Cuts(made.capture.graph).legal) + 2):
         plan = plan_for(made, num_stages, "1f1b", 2, 8)
         pipeline = build(made, plan, tmp_path / str(num_stages), steps=2)
-        found = compare(made.workload, pipeline.run, pipeline.job, pipeline.layout, items, draws=False)
+        found = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
         assert found.bitwise, (num_stages, found.max_relative_error)

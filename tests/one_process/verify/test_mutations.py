@@ -22,9 +22,10 @@ from autopipe.runtime import assembly, session
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.stage_runner import StageRunner
-from autopipe.runtime.step import stepper
+from autopipe.runtime.step import gradients
 from autopipe.runtime.step.reduction import GradientSum
 from autopipe.runtime.step.stepper import Stepper
+from autopipe.runtime.step.ties import TieExchange
 from autopipe.runtime.weights import WeightVersions
 from autopipe.schedules.rows import unflushed, warmups
 
@@ -135,11 +136,11 @@ def tied_copy_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tied_sum_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stepper, "_sum_ties", lambda self, stage: None)
+    monkeypatch.setattr(TieExchange, "sum_gradients", lambda self, stage: None)
 
 
 def tied_copy_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stepper, "_share_ties", lambda self, stage: None)
+    monkeypatch.setattr(TieExchange, "broadcast_values", lambda self, stage: None)
 
 
 def replicas_averaged_as_if_they_had_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def replicas_averaged_as_if_they_had_the_same_samples(monkeypatch: pytest.Monkey
 
 
 def replica_gradients_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stepper, "bring_together", lambda *arguments: None)
+    monkeypatch.setattr(assembly, "replica_syncs", lambda *arguments: {})
 
 
 def bucket_started_before_its_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def clip_norm_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         gradients = [p.grad for parameters in owned for p in parameters.values() if p.grad is not None]
         return torch.clamp(limit / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
 
-    monkeypatch.setattr(stepper, "clip_factor", factor)
+    monkeypatch.setattr(gradients, "clip_factor", factor)
 
 
 def recompute_with_other_randomness(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_as_many_microbatches_are_in_flight_as_the_schedule_says(
     def forward(self, *arguments):
         sent = original(self, *arguments)
         with lock:
-            held = len(self.flights) + len(self._pending)
+            held = len(self.in_flight) + len(self._pending)
             peaks[self.stage.INDEX] = max(peaks.get(self.stage.INDEX, 0), held)
         return sent
 
@@ -136,6 +136,6 @@ def test_as_many_microbatches_are_in_flight_as_the_schedule_says(
     case = Case(schedule, "unet", (1, 1, 1), m)
     pipeline, _ = trained(case, tmp_path)
     found = [peaks[stage] for stage in range(3)]
-    bounds = make(schedule, pipeline.layout.request).in_flight
+    bounds = make(schedule, pipeline.context.request).in_flight
     assert all(count <= bound for count, bound in zip(found, bounds, strict=True))
     assert found == in_flight_by_hand(schedule, 3, case.m)

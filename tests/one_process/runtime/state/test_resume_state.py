@@ -38,7 +38,7 @@ def with_hooks(network: Captured, text: str, folder: Path) -> Captured:
 def train(pipeline: Pipeline, items: list[object], steps: int) -> dict[str, torch.Tensor]:
     job = replace(pipeline.job, steps=steps)
     sessions = run_in_threads(
-        pipeline.run, job, pipeline.layout, lambda session: session.train(), items=lambda epoch: iter(items)
+        pipeline.run, job, pipeline.context, lambda session: session.train(), items=lambda epoch: iter(items)
     )
     return pipeline.weights(sessions)
 

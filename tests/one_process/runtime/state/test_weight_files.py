@@ -18,7 +18,7 @@ from support.weight_cases import MODEL, begun, pipeline
 from torch import nn
 
 from autopipe.errors import ArtifactError, RunError
-from autopipe.runtime.checkpoint.initial import built, weights_of
+from autopipe.runtime.checkpoint.initial import build_stages, weights_of
 from autopipe.runtime.checkpoint.weight_files import INDEX, Matched, open_weights
 from autopipe.workload.model.empty import parameters_without_memory
 
@@ -143,7 +143,7 @@ def test_a_rank_reads_its_own_tensors_alone_and_no_other_takes_memory(
     for stage in plan.stages:
         cls = load_stage(made.run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
         counting = Counting(open_weights(path))
-        held = built(cls, workload, constants, Matched(counting, graph, "x"), graph)
+        (held,) = build_stages([cls], workload, constants, Matched(counting, graph, "x"), graph)
         read.append(set(counting.seen))
         assert len(counting.seen) == len(read[-1])
         own = {graph.aliases.get(name, name) for name, _ in held.named_parameters(remove_duplicate=False)}

@@ -10,7 +10,7 @@ import torch
 from support.pipelines import BATCH, build, captured, minibatches, plan_for
 
 from autopipe.errors import PlanError, RunError
-from autopipe.runtime.layout import Layout
+from autopipe.runtime.context import RunContext
 
 
 def test_a_batch_of_other_dimensions_or_another_dtype_names_the_tensor_and_both_shapes(tmp_path: Path) -> None:
@@ -27,6 +27,6 @@ def test_pipedream_refuses_a_parameter_that_two_stages_would_read_at_two_version
     made = captured("gpt")
     plan = replace(plan_for(made, 2, "1f1b", 4, BATCH["gpt"]), schedule="pipedream")
     with pytest.raises(PlanError, match=r"tokens\.weight tied: .* stage 0 reads version t - 1, stage 1 .* t - 0"):
-        Layout.of(plan, made.capture.graph)
-    Layout.of(replace(plan, schedule_options={"vertical_sync": 1}), made.capture.graph)
-    Layout.of(replace(plan, schedule="2bw"), made.capture.graph)
+        RunContext.of(plan, made.capture.graph)
+    RunContext.of(replace(plan, schedule_options={"vertical_sync": 1}), made.capture.graph)
+    RunContext.of(replace(plan, schedule="2bw"), made.capture.graph)

@@ -9,7 +9,7 @@ from autopipe.ir.graph import Graph
 from autopipe.workload.target.targets import is_installed
 
 
-def place(error: BaseException, graph: Graph | None) -> str:
+def error_location(error: BaseException, graph: Graph | None) -> str:
     """Return ``file:line: text`` of the last line that is neither torch's nor ours, and the user's where it differs.
 
     ``graph``: of the run; it knows which of the user's lines a stage's was written from.

@@ -1,4 +1,4 @@
-"""``Layout``: what plan and graph say about a run, the same on every rank; and a minibatch cut for it."""
+"""``RunContext``: what plan and graph say about a run, the same on every rank; and a minibatch cut for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopipe.schedules import make
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunContext:
     """What plan and graph say about a run, the same on every rank."""
 
     plan: Plan
@@ -27,7 +27,7 @@ class Layout:
     groups: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(plan: Plan, graph: Graph) -> Layout:
+    def of(plan: Plan, graph: Graph) -> RunContext:
         """Read it off the two.
 
         Raises: ArtifactError where they do not belong together; PlanError as ``refuse_stale_ties`` and
@@ -39,7 +39,7 @@ class Layout:
         refuse_replicated_state(plan, graph)
         routes = Routes.of(plan, graph)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
-        return Layout(plan, graph, request, routes, tuple(channels(routes, request)), groups)
+        return RunContext(plan, graph, request, routes, tuple(channels(routes, request)), groups)
 
     def buffers_written(self, stage: Stage) -> frozenset[str]:
         """Return the buffers that forwards of a stage write, by first name: running statistics."""
