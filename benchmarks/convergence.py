@@ -183,7 +183,7 @@ def _trained(study: Study, contender: Contender, folder: Path) -> Outcome | None
 def table(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
     """Return the lines of a study's table."""
     base = outcomes[0]
-    rate = "the file's own, constant" if study.own else f"{study.learning_rate:g} at its highest"
+    rate = "the file's own, constant" if study.own else f"{study.learning_rate:g} at its peak"
     model = "".join(f", {name} {value}" for name, value in study.arguments.items())
     lines = [
         f"### {'With the learning rate of the model file' if study.own else 'With warm-up and decay'}",
@@ -206,20 +206,21 @@ def table(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
     return [*lines, ""]
 
 
-INTRODUCTION = f"""# Convergence of the schedules that do not flush
+INTRODUCTION = f"""# Convergence of the schedules with stale weights
 
-`2bw` and `pipedream` train on weights that are some optimizer steps old. Here two models are trained with them for the
-same number of samples, and with the same recipe, as with `1f1b`, which is plain training to the last bit. `1f1b` with
-another seed shows how much is luck. `make bench-convergence` writes this page. Ranks are threads, {STAGES} stages.
+`2bw` and `pipedream` train on weights that are some optimizer steps old ([semantics.md](semantics.md)). This page
+compares them with `1f1b`, which equals plain training, on two models, with the same number of samples and the same
+recipe. `1f1b` with another seed shows the effect of chance. `make bench-convergence` writes this page. Ranks are
+threads, {STAGES} stages.
 
-The margin is on the loss of the evaluation data, at the end. `NO` means what it says: at this number of samples, with
-this recipe, the schedule is still further behind.
+The margin applies to the final loss on the evaluation data. `NO` means that the schedule is still outside the margin
+after this number of samples, with this recipe.
 
-## Why, and what it takes
+## The cost of staleness
 
-A gradient that is d steps old is right for weights that have moved on since, by d steps of the optimizer. How far that
-is goes with the learning rate, and so does what it costs. It is not a matter of the schedule: the plain loop, reading
-weights d steps old for every parameter, loses as much, bit for bit. With that loop (evaluation loss at the end):
+A gradient that is d steps old belongs to weights that have since moved by d optimizer steps. The distance grows with
+the learning rate, and so does the cost. It does not depend on the schedule: a plain loop that reads weights d steps old
+for every parameter has the same losses, bit for bit. That loop gives these evaluation losses:
 
 | model, recipe | d = 0 | d = 1 | d = 2 |
 |---|---|---|---|
@@ -231,12 +232,12 @@ weights d steps old for every parameter, loses as much, bit for bit. With that l
 | the same rate with warm-up and decay | 2.765 | 2.927 | |
 | 0.0005 with warm-up and decay, 800 steps of 8 | 2.648 | 2.692 | 2.785 |
 
-Warm-up and decay alone change nothing; a learning rate that is a half or a third of the one that plain training stands
-does. For `gpt.py`, which is far from its end after a few thousand samples, more and smaller steps take their part: what
-staleness costs is a number of steps, and two steps of it still cost more than the margin there. So the tables below
-give every schedule the same smaller rate, and beside it what happens with the rate of the model file.
+Warm-up and decay alone do not reduce the cost. A learning rate of a half or a third of the one that suits plain
+training does. For `gpt.py`, which is far from convergence after a few thousand samples, more and smaller steps help
+too: staleness costs a number of steps, and two steps still cost more than the margin. The tables below therefore give
+every schedule the same smaller rate, and also show the results with the rate of the model file.
 
-Batch normalisation sees each microbatch by itself, so `m` is part of the recipe of `resnet.py`. `gpt.py` ties its
+BatchNorm normalizes each microbatch by itself, so `m` is part of the recipe of `resnet.py`. `gpt.py` ties its
 embeddings: under `pipedream` its stages would read two versions of one tensor, which is refused; with vertical sync
 they read one.
 
@@ -269,7 +270,7 @@ def page(results: Mapping[str, Any]) -> tuple[str, str]:
             if not study.own:
                 curves = {o.label: o.losses for o in outcomes if o.label != ANOTHER_SEED.label}
                 panels.append(Panel(study.name, study.batch_size, curves))
-    lines.append(f"{platform.machine()}, torch {torch.__version__}, CPU, one thread a rank.")
+    lines.append(f"{platform.machine()}, torch {torch.__version__}, CPU, one thread per rank.")
     return INTRODUCTION + "\n".join(lines) + "\n", plot(panels)
 
 

@@ -12,10 +12,10 @@ from autopipe.cli.main import COMMANDS, autopipe
 PAGE = Path(__file__).resolve().parent / "cli.md"
 HEAD = """# Commands
 
-Written by `make docs` from the commands' own `--help`; a test compares the two.
+`make docs` writes this page from the `--help` of the commands; a test compares the two.
 
-Exit codes: 0 done, 1 an error (what, where, what to try), 2 usage, 3 a rank failed, 75 stopped cleanly with a
-checkpoint, 130 Ctrl-C. With `--json` stdout holds exactly one JSON document with `schema_version`, also for an error.
+Exit codes: 0 success, 1 an error (what, where, what to try), 2 usage, 3 a rank failed, 75 stopped cleanly with a
+checkpoint, 130 Ctrl-C. With `--json`, stdout has exactly one JSON document with `schema_version`, also for an error.
 Options come from the command line, then `AUTOPIPE_<COMMAND>_<OPTION>` or `AUTOPIPE_<OPTION>`, then `autopipe.toml` or
 `[tool.autopipe]` in `pyproject.toml` (keys at the top for every command, a table such as `[train]` for one), then the
 default.
@@ -24,39 +24,39 @@ TAIL = """
 ## TARGET and hooks
 
 `TARGET` is `path/to/file.py[:ATTR]` or `package.module[:ATTR]`. `ATTR` is an `nn.Module`, a subclass, or a function
-that returns one. Without it: the first that exists of `model`, `build_model`, `get_model`, `create_model`, `Model`,
-else the only `nn.Module` subclass that the file defines. Optional names in the same file:
+that returns one. The default is the first that exists of `model`, `build_model`, `get_model`, `create_model`, `Model`,
+or the only `nn.Module` subclass that the file defines. Optional names in the same file:
 
-| name | signature | without it |
+| name | signature | default |
 |---|---|---|
 | `example_inputs` | `(batch_size) -> tuple or dict` | the first batch of `data` |
 | `loss` | `(output, target) -> scalar`, or `(scalar, weight)` | `output.loss`, `output["loss"]`, or a scalar output |
 | `batch_dim` | a number, or a structure of numbers | found from `data`: [batches.md](batches.md) |
-| `data` | `(batch_size)` or `() -> iterable` of `(inputs, target)` or `dict` | made-up batches from `example_inputs` |
-| `optimizer` | `(named_parameters) -> Optimizer`; built once a stage | AdamW |
+| `data` | `(batch_size)` or `() -> iterable` of `(inputs, target)` or `dict` | synthetic, from `example_inputs` |
+| `optimizer` | `(named_parameters) -> Optimizer`; built once per stage | AdamW |
 | `scheduler` | `(optimizer) -> LRScheduler` | none |
-| `after_step` | `(named_parameters, step)`, called behind each optimizer step | nothing |
+| `after_step` | `(named_parameters, step)`, called after each optimizer step | none |
 | `evaluate_data` | as `data` | none |
-| `split` | `(batch, parts) -> list of batches` | cut along the samples: [batches.md](batches.md) |
+| `split` | `(batch, parts) -> list of batches` | split along the samples: [batches.md](batches.md) |
 
 `loss` may be an `nn.Module`, or a class of one, with parameters of its own (uncertainty weighting, ArcFace, a learnable
 temperature). They are trained, saved and exported with the model's, under names that begin with `loss.`, or with
-`loss_hook.` where the model has an attribute `loss`; the `optimizer` hook gets them too. To load an export into the
-model alone, leave these names out. A function that calls such a module is refused: name the module itself. Buffers that
-the loss changes are kept where it has a parameter, a frozen one too.
+`loss_hook.` if the model has an attribute `loss`. The `optimizer` hook receives them, too. Omit these names to load an
+export into the model alone. A function that calls such a module is refused: name the module itself. Buffers that the
+loss changes are stored if it has a parameter, also a frozen one.
 
-`after_step` is what a training loop does beside the step: momentum teachers, normalised or clamped weights. It gets
-pairs of name and parameter, frozen ones too and no buffers, after `optimizer.step()` and `zero_grad()` and before
-`scheduler.step()`, and `step` counts from 0; a step that is left out (`--on-nonfinite skip`, an overflow of float16)
-has no call. It is called once for each stage that holds a parameter which it changes, with that stage's parameters
-and those of other stages that the changed ones depend on, such as a student's for its teacher; these are sent after
-every step. To find them it is tried beforehand on copies of all parameters, at steps 0 to 32 and at round numbers up
-to 100000. It must change the same parameters in a stage as over the whole model, draw no random numbers, use no
-parameters of a model object that it was not given, and keep no tensors made from parameters: else the run is refused.
-State that lasts belongs into parameters with `requires_grad=False`.
+`after_step` does what a training loop does next to the step: momentum teachers, normalized or clamped weights. It
+receives pairs of name and parameter, including frozen ones and excluding buffers, after `optimizer.step()` and
+`zero_grad()` and before `scheduler.step()`. `step` counts from 0; a skipped step (`--on-nonfinite skip`, an overflow of
+float16) has no call. It is called once for each stage that has a parameter which it changes, with that stage's
+parameters and those of other stages that the changed ones depend on, such as a student's for its teacher; these are
+sent after every step. To find them, autopipe calls the hook beforehand on copies of all parameters, at steps 0 to 32
+and at round numbers up to 100000. The hook must change the same parameters in a stage as over the complete model, draw
+no random numbers, use only the parameters that it receives, and keep no tensors made from parameters; otherwise the run
+is refused. Store persistent state in parameters with `requires_grad=False`.
 
-`data` is called again for each epoch, and what it gives is iterated from its start. Stages work on copies: where a
-forward changes its batch in place, what `data` keeps stays as it is, while a plain loop would change it.
+`data` is called again for each epoch, and its result is iterated from the start. Stages work on copies: if a forward
+pass changes its batch in place, the memory of `data` does not change, while a plain loop would change it.
 
 ## The cluster file
 
@@ -66,8 +66,8 @@ source = "datasheet"            # or "measured"
 name = "V100-16GB"
 memory = "16GiB"
 speed = 1.0                     # relative to the device that the profile was taken on
-memory_speed = 1.0              # the same of the optimizer step; without it as speed
-# datasheet = "H100-SXM"        # in place of both speeds: memory and rates of a known device, see below
+memory_speed = 1.0              # the same for the optimizer step; default: speed
+# datasheet = "H100-SXM"        # instead of both speeds: memory and rates of a known device
 [[level]]                       # innermost first
 name = "node"
 count = 4
@@ -80,12 +80,14 @@ bandwidth = "1.25GB/s"
 latency = "20us"
 ```
 
-`datasheet` names a device that autopipe knows; an unknown name is answered with the list. Where the profile was taken
-on a device without a datasheet, such as a CPU, times are an estimate: the operations and bytes of each node, counted
-while it was profiled, at 60 % of the device's peak and at its memory bandwidth. The precision is the profile's, so
-profile with `--precision bf16` for a plan of bf16 training. A model that is larger than this machine's memory is
-counted with `autopipe profile TARGET --estimate`, which makes no weights. The search takes minutes for thousands of
-nodes on many devices; `--schedule` and `--microbatch-size` make it shorter. Two nodes of eight H100 with 400 Gbit/s:
+`datasheet` names a device that autopipe knows; an error lists the names. If the profile was taken on a device without a
+datasheet, such as a CPU, times are an estimate: the operations and bytes of each node, counted during profiling, at 60
+% of the device's peak and at its memory bandwidth. The precision is that of the profile, so use `autopipe profile
+--precision bf16` to plan bf16 training. `autopipe profile TARGET --estimate` profiles a model that exceeds this
+machine's memory, without allocating weights. The search takes minutes for thousands of nodes on many devices;
+`--schedule` and `--microbatch-size` shorten it.
+
+Two nodes of eight H100 with 400 Gbit/s:
 
 ```toml
 [device]
@@ -103,18 +105,18 @@ latency = "10us"
 
 ## The schedule file
 
-`--schedule-file` is an order of your own: a line a rank, cells parted by commas, empty ones idle, `#` begins a comment.
-A cell is stage, then `F` (forward), `B` (backward) or its halves `I` (for the input) and `W` (for the weights), then
-microbatch. It is one minibatch; the optimizer steps behind it. Stages may lie on any rank:
+`--schedule-file` gives your own order: one line per rank, cells separated by commas. An empty cell is idle, and `#`
+begins a comment. A cell is a stage, then `F` (forward), `B` (backward) or its halves `I` (for the input) and `W` (for
+the weights), then a microbatch. The file describes one minibatch; the optimizer steps after it. Stages may be on any
+rank:
 
 ```text
 0F0, 3F0, 3B0, 0B0, 0F1, 3F1, 3B1, 0B1
 1F0, 2F0, 2B0, 1B0, 1F1, 2F1, 2B1, 1B1
 ```
 
-It says how many ranks, stages and microbatches there are, and is validated before anything else happens: an error names
-the rule and shows the grid with the cell marked. It is stored with the plan.
-"""
+The file determines the number of ranks, stages and microbatches. It is validated first: an error names the rule and
+shows the grid with the cell marked. It is stored with the plan. """
 
 
 def page() -> str:
