@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from autopipe.launch.registry import LAUNCHERS
+from autopipe.commands import options as table
 from autopipe.launch.request import HostCommand, LaunchSettings
 
 from . import types
-from .options import Function, option
+from .options import Function, of, option, refuse_exclusive
 from .terminal import Terminal
 
 host_options: tuple[Callable[[Any], Any], ...] = (
@@ -48,7 +48,11 @@ host_options: tuple[Callable[[Any], Any], ...] = (
     ),
 )
 launch_options: tuple[Callable[[Any], Any], ...] = (
-    option("--launcher", type=types.one_of("launcher", *LAUNCHERS), help="How ranks are started. [default: local]"),
+    option(
+        "--launcher",
+        type=types.one_of("launcher", *table.CHOICES["launcher"]),
+        help="How ranks are started. [default: local]",
+    ),
     *host_options,
     option(
         "--watchdog",
@@ -93,8 +97,7 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
 
     Raises: click.UsageError where they contradict each other.
     """
-    if given["hosts"] and given["hostfile"]:
-        raise click.UsageError("--hosts and --hostfile exclude each other; give one")
+    refuse_exclusive(given)
     hosts = given["hosts"] or given["hostfile"] or ()
     launcher = given.get("launcher") or ""
     if hosts and launcher not in ("", "ssh"):
@@ -105,16 +108,8 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
         launcher = "slurm"
     if launcher == "ssh" and not hosts:
         raise click.UsageError("--launcher ssh needs --hosts h1:2,h2:2 or --hostfile FILE")
-    return LaunchSettings(
-        launcher=launcher,
-        hosts=hosts,
-        remote_python=given["remote_python"] or "",
-        ssh_config=given["ssh_config"],
-        interface=given["interface"] or "",
-        trust_network=given["trust_network"],
-        watchdog_seconds=given.get("watchdog"),
-        dry_run=given.get("dry_run", False),
-    )
+    options = of(table.LaunchOptions, {**given, "launcher": launcher or None})
+    return table.launch_settings(options, dry_run=given.get("dry_run", False))
 
 
 def show(terminal: Terminal, commands: Sequence[HostCommand]) -> None:

@@ -30,8 +30,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("running", "Evaluate a run on held-out data, in its stages."),
     "export": ("running", "Write a run's weights as one file for the untouched model."),
     "plain": ("plain", "Write the plain loop as a script that imports no autopipe."),
-    "report": ("later", "Draw a run as an HTML page. Not there yet."),
-    "sweep": ("later", "Train several models or settings on few devices. Not there yet."),
     "doctor": ("doctor", "Look at this machine: versions, devices, memory, disk, gloo."),
 }
 

@@ -9,15 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from autopipe.commands.settings import (
-    MAX_SHAPES,
-    WORK_DIRECTORY,
-    ClusterSettings,
-    ModelSettings,
-    OrderSettings,
-    PlanSettings,
-    ProfileSettings,
-)
+from autopipe.commands import options as table
+from autopipe.commands.settings import MAX_SHAPES, WORK_DIRECTORY, PlanSettings
+from autopipe.pipeline import Pipeline
 
 from . import types
 from .terminal import Terminal
@@ -112,7 +106,7 @@ model_options: tuple[Callable[[Any], Any], ...] = (
     ),
     option(
         "--precision",
-        type=types.one_of("precision", "fp32", "bf16", "fp16"),
+        type=types.one_of("precision", *table.CHOICES["precision"]),
         help="Of forward and loss: bf16 and fp16 run under autocast, fp16 with loss scaling. [default: fp32]",
     ),
     option(
@@ -123,7 +117,7 @@ model_options: tuple[Callable[[Any], Any], ...] = (
     ),
 )
 profile_options: tuple[Callable[[Any], Any], ...] = (
-    option("--device", type=types.one_of("device", "auto", "cpu", "cuda"), help="What to run on. [default: auto]"),
+    option("--device", type=types.one_of("device", *table.CHOICES["device"]), help="What to run on. [default: auto]"),
     option("--microbatch-sizes", type=types.SIZES, help="Sizes to measure. [default: 1,2,4,8]"),
     option("--threads-per-rank", type=types.COUNT, help="Of each rank on a CPU. [default: 1]"),
     option("--allow-data-dependent", is_flag=True, help="Accept branches that depend on the data, as first taken."),
@@ -175,7 +169,7 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     ),
     option(
         "--replicas",
-        type=types.one_of("replicas setting", "auto", "never"),
+        type=types.one_of("replicas setting", *table.CHOICES["replicas"]),
         help="auto: the fastest plan, also with stages on several ranks, each with its share of the microbatches: "
         "gradients are added up per replica first, in an order that check proves to the last bit, and BatchNorm's "
         "running statistics are averaged. never: one rank a stage, to the last bit one process's training. "
@@ -192,12 +186,12 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),
     option(
         "--recompute",
-        type=types.one_of("recompute setting", "auto", "always", "never"),
+        type=types.one_of("recompute setting", *table.CHOICES["recompute"]),
         help="Run forwards twice to save memory. [default: auto, where it does not fit without]",
     ),
     option(
         "--exact-ties",
-        type=types.one_of("setting of exact ties", "auto", "always"),
+        type=types.one_of("setting of exact ties", *table.CHOICES["exact_ties"]),
         help="always: the gradient of a tied parameter travels with every microbatch, in one process's order of sums, "
         "however large it is. [default: auto, where it is small; else the stages' sums are added once a step]",
     ),
@@ -224,39 +218,6 @@ def planning(function: Function) -> Function:
     return _apply(function, *plan_options, *model_options, *profile_options, work_dir)
 
 
-def profile_settings(target: str | None, given: dict[str, Any]) -> ProfileSettings:
-    """Return the settings of the options that ``profiling`` adds."""
-    hooks = {"loss": given["loss"], "data": given["data"], "optimizer": given["optimizer"]}
-    hooks["evaluate_data"], hooks["after_step"] = given["eval_data"], given["after_step"]
-    found = ModelSettings(
-        target or "",
-        dict(given["arg"]),
-        {name: text for name, text in hooks.items() if text},
-        tuple(given["input"]),
-        given["lr"],
-        given["seed"],
-        given["precision"],
-        given["opaque"],
-    )
-    return ProfileSettings(
-        found,
-        given["work_dir"],
-        given["device"],
-        given["microbatch_sizes"],
-        given["threads_per_rank"],
-        given["allow_data_dependent"],
-        not given["no_verify"],
-    )
-
-
-_EXCLUSIVE = (
-    ("num_microbatches", "microbatch_size"),
-    ("cluster", "gpu_memory"),
-    ("cluster", "link"),
-    ("cluster", "device_name"),
-)
-
-
 def shapes(function: Function) -> Function:
     """Add the option of the commands whose ranks meet the data."""
     most = option(
@@ -269,34 +230,32 @@ def shapes(function: Function) -> Function:
     return _apply(function, most)
 
 
+def pipeline(target: str | None, given: dict[str, Any]) -> Pipeline:
+    """Return the pipeline of the options that ``planning`` adds.
+
+    Raises: click.UsageError if two of them exclude each other.
+    """
+    refuse_exclusive(given)
+    return Pipeline(target, **of(table.PipelineOptions, given))
+
+
 def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
     """Return the settings of the options that ``planning`` adds.
 
-    Raises: click.UsageError where two of them exclude each other.
+    Raises: click.UsageError if two of them exclude each other.
     """
-    for first, second in _EXCLUSIVE:
-        if given[first] is not None and given[second] is not None:
-            names = " and ".join(f"--{name.replace('_', '-')}" for name in (first, second))
-            raise click.UsageError(f"{names} exclude each other; give one")
-    return PlanSettings(
-        profile_settings(target, given),
-        given["gpus"],
-        given["batch_size"],
-        given["schedule"],
-        ClusterSettings(given["cluster"], given["gpu_memory"], given["link"], given["device_name"]),
-        given["num_microbatches"],
-        given["microbatch_size"],
-        given["recompute"],
-        given["replicas"],
-        order_settings(given),
-        given.get("max_shapes", MAX_SHAPES),
-        given["exact_ties"],
-        given["ema"],
-    )
+    refuse_exclusive(given)
+    return table.plan_settings(target, of(table.PipelineOptions, given))
 
 
-def order_settings(given: dict[str, Any]) -> OrderSettings:
-    """Return the settings of the options that ``ordering`` adds."""
-    return OrderSettings(
-        given["vertical_sync"], given["stages_per_rank"], given["warmup_depth"], given["schedule_file"]
-    )
+def of(kind: type, given: dict[str, Any]) -> Any:
+    """Return those options that a typed dictionary of ``autopipe.commands.options`` has."""
+    return {name: value for name, value in given.items() if name in kind.__annotations__ and value is not None}
+
+
+def refuse_exclusive(given: dict[str, Any]) -> None:
+    """Refuse two options that exclude each other. Raises: click.UsageError."""
+    pair = table.exclusive_pair(given)
+    if pair is not None:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in pair)
+        raise click.UsageError(f"{names} exclude each other; give one")

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-from autopipe.commands.settings import PlainScriptSettings
-
 from . import documents, options, types
 from .terminal import Terminal
 
@@ -31,13 +29,10 @@ def plain_command(
     TARGET is a model, with the options of `train`; or the directory of a run, whose settings and steps it takes.
     `python loop.py model.safetensors` trains and compares with exported weights. The model file is code, and it is run.
     """
-    from autopipe.commands.plain.plain import plain
-
     run = Path(target) if target is not None and (Path(target) / "job.json").is_file() else None
-    planned = options.plan_settings(None if run is not None else target, given)
-    settings = PlainScriptSettings(planned, output, run, steps or 0, clip_grad_norm or 0.0)
+    pipe = options.pipeline(target if run is None else None, given)
     with terminal.progress() as progress:
-        result = plain(settings, progress)
+        result = pipe.plain(output, run, steps=steps, clip_grad_norm=clip_grad_norm, on_progress=progress)
     terminal.notes(result.notes)
     terminal.table(f"{result.path}: {result.lines} lines, {result.steps} steps")
     terminal.document("plain", documents.fields_of(result))

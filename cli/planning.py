@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from autopipe.commands import options as table
+from autopipe.pipeline import Pipeline
 
 from . import documents, options, types
 from .terminal import Terminal
@@ -33,28 +35,28 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     TARGET is path/to/file.py[:ATTR] or package.module[:ATTR]. The file is code, and it is run. A model whose weights
     do not fit this machine's memory is refused with its size before they are made; --estimate takes it.
     """
-    from autopipe.commands import steps
     from autopipe.commands.calibration.links import measure as measure_links
     from autopipe.report import estimates, plans, tables
 
-    settings = dataclasses.replace(options.profile_settings(target, given), estimate=estimate)
+    pipe = Pipeline(target, **options.of(table.ProfileOptions, given))
+    work_dir = given["work_dir"]
     if estimate:
         for name, value in (("--links", links or None), ("--device", given["device"])):
             if value is not None:
                 raise click.UsageError(f"{name} and --estimate exclude each other: nothing is timed; give one")
     with terminal.progress() as progress:
-        result = steps.profile(settings, progress)
-        measured = measure_links(settings.work_dir, result.profile.device.kind, progress) if links else None
+        result = pipe.profile(estimate=estimate, on_progress=progress)
+        measured = measure_links(work_dir, result.profile.device.kind, progress) if links else None
     terminal.notes(result.notes, result.warnings)
     if estimate:
         terminal.table(*estimates.profile(result.profile))
         terminal.document("profile", documents.profile(result))
-        terminal.next("autopipe plan --gpus 16 --device-name H100-SXM", work_dir=settings.work_dir)
+        terminal.next("autopipe plan --gpus 16 --device-name H100-SXM", work_dir=work_dir)
         return
     terminal.table(tables.profile_table(result.profile), tables.block_table(result.profile))
     terminal.table(tables.optimizer_line(result.profile), *plans.links(measured))
     terminal.document("profile", documents.profile(result) | documents.links(measured))
-    terminal.next("autopipe plan --gpus 2", work_dir=settings.work_dir)
+    terminal.next("autopipe plan --gpus 2", work_dir=work_dir)
 
 
 @click.command("plan")
@@ -89,7 +91,6 @@ def plan_command(
     datasheet in the cluster file, times are estimated for that device, also from a profile taken on a CPU. With
     --from-pipedream, a profile in PipeDream's format; nothing is written then, nor with --sweep-gpus.
     """
-    from autopipe.commands import steps
     from autopipe.commands.planning.request import request_of
 
     settings = options.plan_settings(target, given)
@@ -107,7 +108,7 @@ def plan_command(
     if cost_model is not None:
         raise click.UsageError("--cost-model is for --from-pipedream")
     with terminal.progress() as progress:
-        result = steps.plan(settings, progress, explained=explain)
+        result = options.pipeline(target, given).plan(explain=explain, on_progress=progress)
     _show(terminal, result)
     if request_of(settings).of_other_devices:
         terminal.next("autopipe simulate", "where such devices are, autopipe train", work_dir=settings.work_dir)
@@ -191,10 +192,8 @@ def generate_command(terminal: Terminal, work_dir: Path) -> None:
 
     What is written is what runs. The model file is code, and it is run.
     """
-    from autopipe.commands import steps
-
     with terminal.progress() as progress:
-        result = steps.generate(work_dir, progress)
+        result = Pipeline(work_dir=work_dir).generate(on_progress=progress)
     terminal.notes(result.notes)
     terminal.table(*result.files)
     terminal.document("generate", documents.generate(result))
@@ -220,11 +219,10 @@ def simulate_command(
     The timeline is of one minibatch, with the peak bytes of each rank. Where steps overlap (pipedream, 2bw) that is the
     first one alone, and the step that is printed is one of the steady state behind it.
     """
-    from autopipe.commands import steps
     from autopipe.report import tables
 
-    order = options.order_settings(given)
-    result = steps.simulate(work_dir, None if schedule == "auto" else schedule, order=order, trace=trace)
+    pipe = Pipeline(work_dir=work_dir)
+    result = pipe.simulate(schedule=schedule, trace=trace, **options.of(table.OrderOptions, given))
     terminal.notes(result.notes, (result.misfit,) if result.misfit else ())
     terminal.table(*tables.simulation(result))
     terminal.document("simulate", documents.simulate(result))

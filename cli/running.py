@@ -9,16 +9,10 @@ from typing import Any
 
 import click
 
-from autopipe.commands.settings import (
-    DATA_READERS,
-    EXPORT_FORMATS,
-    CheckSettings,
-    EvaluateSettings,
-    ExportSettings,
-    ModelSettings,
-    TrainSettings,
-)
+from autopipe.commands import options as table
+from autopipe.commands.settings import DATA_READERS, EXPORT_FORMATS
 from autopipe.launch.registry import LAUNCHERS
+from autopipe.pipeline import Pipeline
 
 from . import documents, failures, launching, options, submitting, types
 from .terminal import Terminal
@@ -57,12 +51,11 @@ def check_command(
     The plain loop runs the same microbatches; by how much the gradient of the whole batch differs from theirs is
     reported beside it. The model file is code, and it is run.
     """
-    from autopipe.commands.training import runs
     from autopipe.report import tables
 
-    settings = CheckSettings(options.plan_settings(target, given), steps, full_batch, clip_grad_norm)
+    pipe = options.pipeline(target, given)
     with terminal.progress() as progress:
-        report = runs.check(settings, progress)
+        report = pipe.check(steps=steps, full_batch=full_batch, clip_grad_norm=clip_grad_norm, on_progress=progress)
     terminal.notes(report.notes, report.warnings)
     terminal.table(*tables.check(report))
     terminal.document("check", documents.check(report))
@@ -77,11 +70,11 @@ class Resuming(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Give a lone ``--resume`` its value before click takes the next word for it."""
         end = args.index("--") if "--" in args else len(args)
-        found = list(args)
+        words = list(args)
         for index in range(end):
             if args[index] == "--resume" and not "".join(args[index + 1 : index + 2]).isdecimal():
-                found[index] = "--resume=newest"
-        return super().parse_args(ctx, found)
+                words[index] = "--resume=newest"
+        return super().parse_args(ctx, words)
 
 
 @click.command("train", cls=Resuming)
@@ -130,7 +123,7 @@ class Resuming(click.Command):
 @options.option("--elastic", is_flag=True, help="Go on with the ranks that are left, under a new plan.")
 @options.option(
     "--on-nonfinite",
-    type=types.one_of("policy", "stop", "warn", "skip"),
+    type=types.one_of("policy", *table.CHOICES["on_nonfinite"]),
     default="stop",
     show_default=True,
     help="What a loss of NaN or infinity leads to; skip: every rank leaves the step out.",
@@ -163,33 +156,9 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     Without TARGET, the stored plan. The model file is code, and it is run.
     """
-    if given["steps"] is not None and given["epochs"] is not None:
-        raise click.UsageError("--steps and --epochs exclude each other; give one")
-    settings = TrainSettings(
-        options.plan_settings(target, given),
-        given["steps"],
-        given["epochs"],
-        given["clip_grad_norm"],
-        given["checkpoint_every"],
-        given["eval_every"],
-        given["check"],
-        given["deferred_batch_norm"],
-        given["keep_checkpoints"],
-        given["resume"] is not None,
-        None if given["resume"] == types.NEWEST else given["resume"],
-        given["run_dir"],
-        given["timeline"],
-        launch=launching.settings(given),
-        max_restarts=given["max_restarts"],
-        elastic=given["elastic"],
-        on_nonfinite=given["on_nonfinite"],
-        init_from=given["init_from"],
-        trust=given["trust"],
-        measure_memory=given["measure_memory"],
-        data_reader=given["data_reader"],
-        same_data=not given["allow_other_data"],
-        audit_every=given["audit_every"],
-    )
+    options.refuse_exclusive(given)
+    given_options = options.of(table.TrainOptions, given)
+    settings = table.train_settings(target, given_options, launch=launching.settings(given))
     if LAUNCHERS[settings.launch.name].load is None:  # the command starts again elsewhere
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
     from autopipe.commands.training import together
@@ -242,10 +211,13 @@ def eval_command(
 
     The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
     """
-    from autopipe.commands.training import runs
     from autopipe.report import tables
 
-    result = runs.evaluate(EvaluateSettings(run, work_dir, batch_size, eval_data, _named(given), averaged))
+    _refuse_without_target(given)
+    pipe = Pipeline(work_dir=work_dir)
+    result = pipe.evaluate(
+        run, batch_size=batch_size, eval_data=eval_data, averaged=averaged, **options.of(table.EvaluateOptions, given)
+    )
     terminal.table(tables.evaluation(result))
     terminal.document("eval", documents.fields_of(result))
     terminal.next(f"autopipe export {shlex.quote(result.run_dir)} -o model.safetensors")
@@ -288,18 +260,19 @@ def export_command(
 
     The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
     """
-    from autopipe.commands.training import runs
     from autopipe.report import tables
 
-    result = runs.export(ExportSettings(output, run, work_dir, step, format, _named(given), averaged))
+    _refuse_without_target(given)
+    pipe = Pipeline(work_dir=work_dir)
+    result = pipe.export(
+        output, run, step=step, format=format, averaged=averaged, **options.of(table.ExportOptions, given)
+    )
     terminal.table(tables.exported(result))
     terminal.document("export", documents.fields_of(result))
     terminal.next(LOADING[result.format].format(path=result.path))
 
 
-def _named(given: dict[str, Any]) -> ModelSettings:
-    """Return the model that ``--target`` names again. Raises: click.UsageError for its options without it."""
-    hooks = {name: given[name] for name in ("loss",) if given.get(name)}
-    if (given["arg"] or hooks) and not given["target"]:
+def _refuse_without_target(given: dict[str, Any]) -> None:
+    """Refuse the options that belong to ``--target`` without it. Raises: click.UsageError."""
+    if (given["arg"] or given.get("loss")) and not given["target"]:
         raise click.UsageError("--arg and --loss belong to --target; name the model too")
-    return ModelSettings(given["target"] or "", dict(given["arg"]), hooks)

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from autopipe.commands.options import NEWEST
+from autopipe.commands.values import LiteralText
 from autopipe.errors import AutopipeError, unknown_choice
 
 
@@ -116,11 +118,11 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, LiteralText]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise ValueError(f"{text!r} is not name=value")
-    return name, value
+    return name, LiteralText(value)
 
 
 def _resume(text: str) -> int | None:
@@ -133,7 +135,6 @@ def _resume(text: str) -> int | None:
     return int(text)
 
 
-NEWEST = -1
 RESUME = Parsed("step", _resume)
 
 

@@ -138,7 +138,7 @@ def _model(run: RunDirectory, source: Checkpoint, named: ModelSettings) -> nn.Mo
     workload, graph = model_of(run, named, "export", hooks=()), run.graph()
     model, held = skeleton(workload), set(source.names)
     own = run.plan().workload.hooks
-    if "loss" in own and not named.said and graph.parameters.keys() - dict(model.named_parameters()):
+    if "loss" in own and not named.is_given and graph.parameters.keys() - dict(model.named_parameters()):
         # an option named a loss with parameters of its own
         workload = model_of(run, named, "export", hooks=("loss",))
         model = skeleton(workload)

@@ -55,7 +55,7 @@ def model_of(
     spec = run.plan().workload
     if hooks is not None:
         spec = dataclasses.replace(spec, hooks={name: text for name, text in spec.hooks.items() if name in hooks})
-    if named.said:
+    if named.is_given:
         spec = dataclasses.replace(spec, target=named.target, arguments=dict(named.arguments), hooks=dict(named.hooks))
     else:
         spec = dataclasses.replace(spec, hooks=spec.hooks | named.hooks)
@@ -64,7 +64,7 @@ def model_of(
         flag = "--target" if by_flag else ""
         refuse_unnamed(spec, run.path / "plan.json", words, flag=flag, named=set(named.hooks))
     workload = Workload.from_spec(spec)
-    remember(spec, None if named.said else set(named.hooks))
+    remember(spec, None if named.is_given else set(named.hooks))
     return workload
 
 

@@ -155,7 +155,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
     Raises: RunError where no model was ever named, or the profile names code that the user has not.
     """
     hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
-    if model.said:
+    if model.is_given:
         spec = LoadOptions(
             model.target,
             arguments=model.arguments,

@@ -95,7 +95,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
     with only_one(settings.work_dir, "plans"):
         work = Work.begin(settings.work_dir, progress)
         request = request_of(settings)
-        stored = None if settings.profile.asks_for_model else work.found(Profile, work.store.profile)
+        stored = None if settings.profile.needs_model_file else work.found(Profile, work.store.profile)
         warnings: tuple[str, ...] = ()
         if stored is not None and (batch_size := request.batch_size or stored.batch_size):
             found = stored

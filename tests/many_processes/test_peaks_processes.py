@@ -21,7 +21,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])
 def test_planned_peaks_are_measured_ones(schedule: str, work: Path) -> None:
     target = SAMPLES / "unet.py"  # values that skip stages: with interleaving, to another stage of the same rank
-    profile = ProfileSettings(ModelSettings(str(target)), work, "cpu", (1, 4), 1, verify=False)
+    profile = ProfileSettings(
+        ModelSettings(str(target)), work, device="cpu", microbatch_sizes=(1, 4), threads=1, verify=False
+    )
     plan = PlanSettings(profile, gpus=2, replicas="never", batch_size=32, schedule=schedule, num_microbatches=8)
     settings = TrainSettings(plan, steps=3, check_first=False, measure_memory=True)
     peaks = runs.train(settings, lambda kind, fields: None).peaks

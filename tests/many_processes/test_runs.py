@@ -35,7 +35,7 @@ SMALL = {"blocks": "2", "width": "32", "dropout": "0.1"}
 def train(folder: Path, target: Path, *, gpus: int, steps: int, schedule: str = "1f1b", **more: Any) -> TrainResult:
     arguments = SMALL if target.stem == "gpt" else {}
     profile = ProfileSettings(
-        ModelSettings(str(target), arguments), work_dir=folder / "work", device="cpu", microbatch_sizes=(2,)
+        ModelSettings(str(target), arguments=arguments), work_dir=folder / "work", device="cpu", microbatch_sizes=(2,)
     )
     plan = PlanSettings(profile, gpus=gpus, replicas="never", batch_size=6, schedule=schedule, num_microbatches=4)
 

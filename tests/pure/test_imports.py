@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "verify": _RUN,
     "launch": {*_RUN, "report"},
     "commands": {*_RUN, "report", "verify", "launch"},
+    "pipeline": {"errors", "commands", "report"},
 }
 
 

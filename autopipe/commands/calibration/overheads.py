@@ -310,7 +310,7 @@ def _runs(name: str, device: str, sizes: tuple[int, ...], schedules: Sequence[st
     with tempfile.TemporaryDirectory(prefix="autopipe-overheads-") as folder:
         hooks = {"data": f"{here}:{name}_data", "loss": f"{here}:distance"}
         model = ModelSettings(f"{here}:{name}", hooks=hooks)
-        profile = ProfileSettings(model, Path(folder), device, sizes, 1, verify=False)
+        profile = ProfileSettings(model, Path(folder), device=device, microbatch_sizes=sizes, threads=1, verify=False)
         found: dict[int, list[Record]] = {size: [] for size in sizes}
         for size, schedule in itertools.product(sizes, schedules):
             count = NUM_MICROBATCHES

@@ -54,7 +54,7 @@ def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work
     if stored is not None and record is not None:
         work.store.refuse_strangers(stored, record)
         same_model = stored.graph_digest == found.graph.digest
-        if same_model or not settings.profile.model.said:
+        if same_model or not settings.profile.model.is_given:
             request = record.request.overlaid(said)
         changes = record.request.changes_to(request)
         if not same_model:

@@ -55,6 +55,7 @@ class Attempts:
     make_job: MakeJob
     repeats: Callable[[], Repeats]
     rendezvous: Rendezvous | None = None  # with the processes of the other ranks, under a cluster's launcher
+    stop_requested: Callable[[], bool] | None = None
     restarts: list[Restart] = field(default_factory=list)
 
     def follow(self, start: int) -> None:
@@ -63,9 +64,9 @@ class Attempts:
         Raises: WorkerError for the first failing rank of the last attempt; RunError for a step that is not finite;
         AuditError for one that is not the step of plain training, with the checkpoints behind it set aside.
         """
-        stop = StopRequest()
+        stop = StopRequest(self.stop_requested)
         stoppable = LAUNCHERS[self.settings.launch.name].stops_gracefully
-        with stop.on_signals() if stoppable else contextlib.nullcontext():
+        with stop.on_signals() if stoppable and self.stop_requested is None else contextlib.nullcontext():
             self._begin(start)
             while True:
                 self._clear(start)

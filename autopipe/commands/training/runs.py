@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,12 +42,20 @@ from autopipe.runtime.training_state.trial import prove_restorable
 MOST_STEPS = 2**31 - 1
 
 
-def train(settings: TrainSettings, events: Events, rendezvous: Rendezvous | None = None) -> TrainResult:
-    """Train: every step that is missing or stale first, then the ranks.
+def train(
+    settings: TrainSettings,
+    events: Events,
+    rendezvous: Rendezvous | None = None,
+    *,
+    stop: Callable[[], bool] | None = None,
+) -> TrainResult:
+    """Train, after every step that is missing or stale.
 
     ``rendezvous``: the connections to the processes that a cluster's launcher started; see ``together.leading``.
+    ``stop``: polled while the ranks train; once it returns true, the run stops after the current minibatch, with a
+    checkpoint. Without it, signals request that.
 
-    Raises: RunError where the run directory or a checkpoint does not fit; WorkerError for the first failing rank.
+    Raises: RunError if the run directory or a checkpoint does not fit; WorkerError for the first failing rank.
     """
 
     def progress(what: str, fraction: float) -> None:
@@ -57,6 +66,7 @@ def train(settings: TrainSettings, events: Events, rendezvous: Rendezvous | None
             "--elastic: under --launcher env the number of ranks is the cluster's to decide",
             remedy="leave it out and give --max-restarts; or restart the job on fewer ranks with --resume",
         )
+    settings = _with_devices(settings)
     with contextlib.ExitStack() as held:
         with only_one(settings.plan.work_dir, "prepares a run"), Repeating() as repeating:
             path, source = _existing(settings, held) if settings.resume else (None, None)
@@ -98,7 +108,25 @@ def train(settings: TrainSettings, events: Events, rendezvous: Rendezvous | None
                 path = _new(settings, held)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start), prepared)
-        return _launch(settings, prepared, run, start, events, rendezvous)
+        return _launch(settings, prepared, run, start, events, rendezvous, stop)
+
+
+def _with_devices(settings: TrainSettings) -> TrainSettings:
+    """Return the settings with every GPU of this machine excluded that ``devices`` does not name.
+
+    Raises: RunError for an index that no GPU has.
+    """
+    if not settings.devices:
+        return settings
+    present = range(torch.cuda.device_count())
+    unknown = [index for index in settings.devices if index not in present]
+    if unknown:
+        raise RunError(
+            f"there is no GPU {unknown[0]} on this machine; it has {counted(len(present), 'GPU')}",
+            remedy="name GPUs by their index, from 0, or leave devices out",
+        )
+    others = {index for index in present if index not in settings.devices}
+    return replace(settings, excluded_devices=tuple(sorted(others | set(settings.excluded_devices))))
 
 
 def _covered(settings: TrainSettings, prepared: Prepared, repeating: Repeating, progress: Progress) -> Prepared:
@@ -183,12 +211,15 @@ def _launch(
     start: int,
     events: Events,
     rendezvous: Rendezvous | None,
+    stop: Callable[[], bool] | None,
 ) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
     elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round otherwise"
     listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
-    attempts = Attempts(settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared), rendezvous)
+    attempts = Attempts(
+        settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared), rendezvous, stop
+    )
     attempts.follow(start)
     plan = attempts.prepared.plan
     _write_timeline(run, listener, plan.num_ranks)

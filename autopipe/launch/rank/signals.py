@@ -13,10 +13,25 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether the run was asked to stop cleanly, and by which signal: ``asked`` is its name, "" before."""
+    """A request to stop the run cleanly, made by a signal or by the caller of ``train``.
 
-    def __init__(self) -> None:
-        self.signal_name = ""
+    ``is_requested`` is the caller's own condition, polled while the run goes on.
+    """
+
+    def __init__(self, is_requested: Callable[[], bool] | None = None) -> None:
+        self._signal = ""
+        self._is_requested = is_requested
+
+    @property
+    def signal_name(self) -> str:
+        """The source of the request, such as SIGTERM; "" before there is one."""
+        if not self._signal and self._is_requested is not None and self._is_requested():
+            self._signal = "stop"
+        return self._signal
+
+    def ask(self, source: str) -> None:
+        """Request a stop; of several requests, the first counts."""
+        self._signal = self.signal_name or source
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -28,7 +43,7 @@ class StopRequest:
         def take(number: int, frame: Any) -> None:
             if number == signal.SIGINT and self.signal_name:
                 raise KeyboardInterrupt
-            self.signal_name = self.signal_name or signal.Signals(number).name
+            self.ask(signal.Signals(number).name)
 
         with _handled(STOPPING, take):
             yield

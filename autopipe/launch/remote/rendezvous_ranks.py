@@ -118,7 +118,7 @@ class RendezvousRanks:
             self._odd |= {rank: str(message["what"]) for rank, other in self._members.items() if other is member}
         elif message["kind"] == "asked":
             if self._stop is not None:
-                self._stop.signal_name = self._stop.signal_name or str(message["signal"])
+                self._stop.ask(str(message["signal"]))
         elif message["kind"] == "ended":
             member.ended = True
         elif message["kind"] == "event":

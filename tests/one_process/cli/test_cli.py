@@ -71,7 +71,6 @@ def test_a_command_that_loads_a_model_file_says_that_it_is_run_as_code(run, name
         "train": "--gpus --schedule --device --batch-size --num-microbatches --steps --epochs --seed --lr --precision "
         "--clip-grad-norm --checkpoint-every --resume --launcher --hosts --run-dir --threads-per-rank --json",
         "export": "-o --json",
-        "report": "-o",
     }.items(),
 )
 def test_the_options_of_the_contract_are_there(run, name, options):

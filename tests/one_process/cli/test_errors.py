@@ -20,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("args", "shown"),
     [
-        (["report"], "autopipe report is not there yet"),
-        (["sweep", "x.toml"], "autopipe sweep is not there yet"),
         (["train", "x.py", "--launcher", "slurm"], "--launcher slurm: nobody says how many ranks there are"),
         (["train", "nowhere.py", "--gpus", "2"], "there is no file nowhere.py"),
         (["plan", "--gpus", "2"], "no model was named"),

@@ -69,7 +69,7 @@ def test_the_precision_is_that_of_most_parameters():
 
 
 def plan_request(**given):
-    cluster = ClusterSettings(None, given.pop("gpu_memory_bytes", None), given.pop("link", None))
+    cluster = ClusterSettings(gpu_memory_bytes=given.pop("gpu_memory_bytes", None), link=given.pop("link", None))
     return request_of(PlanSettings(ProfileSettings(ModelSettings()), cluster=cluster, **given))
 
 

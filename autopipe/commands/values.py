@@ -1,0 +1,172 @@
+"""Python values of options -> the values that the command line would have parsed: paths, bytes, hosts, TARGET texts."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autopipe.commands.options import CHOICES, LEAST, exclusive_pair
+from autopipe.errors import unknown_choice, with_article
+
+_PATHS = ("work_dir", "schedule_file", "cluster", "ssh_config", "init_from", "run_dir", "trace")
+_TARGETS = ("target", "loss", "data", "eval_data", "optimizer", "after_step")
+
+
+class LiteralText(str):
+    """A Python literal in text form, as typed behind ``--arg``; other texts are values themselves."""
+
+    __slots__ = ()
+
+
+def parsed(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Return the options that are given, each as the command line would have parsed it.
+
+    Raises: TypeError for a name that is not in ``known``; ValueError for a value that the option does not take.
+    """
+    for name in options:
+        if name not in known:
+            raise TypeError(unknown_choice("option", name, known))
+    values = {name: _parsed(name, value) for name, value in options.items() if value is not None}
+    pair = exclusive_pair(values)
+    if pair is not None:
+        raise ValueError(f"{pair[0]} and {pair[1]} exclude each other; give one")
+    return values
+
+
+def _parsed(name: str, value: Any) -> Any:
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ValueError(unknown_choice(name, str(value), CHOICES[name]))
+    if name in LEAST and (type(value) is not int or value < LEAST[name]):
+        raise ValueError(f"{name} must be a whole number of at least {LEAST[name]}, got {value!r}")
+    if name in _PATHS:
+        return Path(value)
+    if name in _TARGETS:
+        return target_text(value, name)
+    return _PARSERS[name](value) if name in _PARSERS else value
+
+
+def _arguments(value: Mapping[str, Any]) -> dict[str, str]:
+    """Return keyword arguments of the model as texts, which are parsed as Python literals."""
+    return {name: _literal(name, item) for name, item in dict(value).items()}
+
+
+def _literal(name: str, value: Any) -> str:
+    if isinstance(value, LiteralText):
+        return value
+    text = value if isinstance(value, str) and not _is_literal(value) else repr(value)
+    if not isinstance(value, str) and (not _is_literal(text) or ast.literal_eval(text) != value):
+        raise ValueError(
+            f"arg: {name} is {with_article(type(value).__name__)}; ranks are passed numbers, texts, booleans, None, "
+            "and lists, tuples and dictionaries of them; build the rest in the model file"
+        )
+    return text
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
+def _inputs(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _audits(value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if type(value) is not int or value < 0:
+        raise ValueError(f"audit_every must be 'auto' or a whole number of at least 0, got {value!r}")
+    return value
+
+
+def _schedule(value: str) -> str:
+    from autopipe.schedules import REGISTRY
+
+    known = ("auto", *REGISTRY)
+    if value not in known:
+        raise ValueError(unknown_choice("schedule", str(value), known))
+    return value
+
+
+def _bytes(value: str | float) -> int:
+    from autopipe.planning.cluster_file import parse_bytes  # needs numpy, which takes its time
+
+    return parse_bytes(value) if isinstance(value, str) else int(value)
+
+
+def _rate(value: str | float) -> float:
+    from autopipe.planning.cluster_file import parse_bandwidth
+
+    return parse_bandwidth(value) if isinstance(value, str) else float(value)
+
+
+def _hosts(value: Any) -> tuple[Any, ...]:
+    from autopipe.launch.remote.hosts import parse_hosts
+
+    return parse_hosts(value) if isinstance(value, str) else tuple(value)
+
+
+def _hostfile(value: Any) -> tuple[Any, ...]:
+    from autopipe.launch.remote.hosts import read_hostfile
+
+    return read_hostfile(Path(value)) if isinstance(value, (str, os.PathLike)) else tuple(value)
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "arg": _arguments,
+    "input": _inputs,
+    "microbatch_sizes": tuple,
+    "gpu_memory": _bytes,
+    "link": _rate,
+    "hosts": _hosts,
+    "hostfile": _hostfile,
+    "audit_every": _audits,
+    "schedule": _schedule,
+}
+
+
+def target_text(value: Any, option: str) -> str:
+    """Return the TARGET of a function or class, under which every rank imports it; a text or path as it is.
+
+    Raises: ValueError for an object that cannot be imported by name, such as a lambda or a local function.
+    """
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    name, module = getattr(value, "__qualname__", ""), sys.modules.get(getattr(value, "__module__", None) or "")
+    if not name or module is None:
+        raise _unimportable(option, f"{with_article(type(value).__name__)}, not a function or class")
+    if "<" in name:
+        raise _unimportable(option, f"{name}, a lambda or local function")
+    attribute: Any = module
+    for part in name.split("."):
+        attribute = getattr(attribute, part, None)
+    if getattr(attribute, "__qualname__", None) != name or getattr(value, "__self__", None) is not None:
+        raise _unimportable(option, f"{name}, which {module.__name__} does not define under that name")
+    return f"{_location(module, option)}:{name}"
+
+
+def _location(module: Any, option: str) -> str:
+    """Return the file of a script or of a single-file module, else the dotted name of a module."""
+    name, path = module.__name__, getattr(module, "__file__", None)
+    if name == "__main__" and module.__spec__ is not None:  # python -m package.module
+        name = module.__spec__.name
+    if path is None or not Path(path).is_file():
+        if name == "__main__":
+            raise _unimportable(option, "defined in an interactive session")
+        return str(name)
+    is_single = "." not in name and not hasattr(module, "__path__")
+    return str(Path(path).resolve()) if is_single else str(name)
+
+
+def _unimportable(option: str, problem: str) -> ValueError:
+    return ValueError(
+        f"{option} is {problem}: every rank imports it by name; define it with `def` or `class` at the top level of a "
+        "module, or pass a text such as 'model.py:build_model'"
+    )

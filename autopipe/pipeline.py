@@ -1,0 +1,231 @@
+"""``Pipeline``: a model and its options; a method for each step from measuring the model to exporting its weights.
+
+It does what the commands of the command line do, with the same work directory: a plan made by one is used by the other.
+Three things are left to the command line, because they are about processes or machines and not about one model:
+launchers that start the command once for each rank (``slurm``, ``env``, ``ray``), ``doctor``, and plans that are not
+trained (``plan --from-pipedream``, ``plan --sweep-gpus``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
+
+from autopipe.commands import options as table
+from autopipe.commands import values
+from autopipe.commands.settings import WORK_DIRECTORY
+from autopipe.errors import RunError
+
+if TYPE_CHECKING:
+    from autopipe.commands.settings import Events, Progress
+    from autopipe.report.results import (
+        CheckReport,
+        EvaluateResult,
+        ExportResult,
+        GenerateResult,
+        PlainResult,
+        PlanResult,
+        ProfileResult,
+        SimulateResult,
+        TrainResult,
+    )
+
+_IN_PROCESS = ("local", "ssh")
+
+
+class StopEvent(Protocol):
+    """What ``train`` polls to see whether it should stop: a ``threading.Event``, for one."""
+
+    def is_set(self) -> bool:
+        """Return whether a stop is requested."""
+
+
+class Pipeline:
+    """A model to train in pipeline stages, and the options that all its methods share.
+
+    ``target`` is a path such as ``"gpt.py"``, a TARGET text such as ``"gpt.py:build_model"``, or a module-level
+    function or class; None is the model of the work directory. Options have the names and meanings of the command line
+    (docs/cli.md): ``--batch-size 64`` is ``batch_size=64``, and None means that an option is not given. Options of a
+    method override those of the pipeline, and hold for that call only.
+
+    Ranks are processes that import the calling script, so a script calls ``train`` under
+    ``if __name__ == "__main__":``.
+
+    Raises: TypeError for an unknown option, with the nearest name; ValueError for a value that an option does not
+    take, such as a lambda, which no rank can import. Methods raise subclasses of ``AutopipeError``.
+    """
+
+    def __init__(self, target: table.Target | None = None, /, **options: Unpack[table.PipelineOptions]) -> None:
+        self.target = None if target is None else values.target_text(target, "target")
+        self.options = values.parsed(options, _names(table.PipelineOptions))
+        self._last_run: Path | None = None
+
+    def __repr__(self) -> str:
+        """Return the call that makes an equal pipeline."""
+        target = () if self.target is None else (repr(self.target),)
+        return f"Pipeline({', '.join((*target, *(f'{name}={value!r}' for name, value in self.options.items())))})"
+
+    def profile(
+        self,
+        *,
+        estimate: bool = False,
+        on_progress: Progress | None = None,
+        **options: Unpack[table.ProfileOptions],
+    ) -> ProfileResult:
+        """Capture the model, measure it, and write profile.json.
+
+        ``estimate``: count operations and bytes, time nothing and allocate no weights.
+        """
+        from autopipe.commands import steps
+
+        settings = table.profile_settings(self.target, self._merged(options, table.ProfileOptions), estimate=estimate)
+        return steps.profile(settings, on_progress)
+
+    def plan(
+        self,
+        *,
+        explain: bool = False,
+        on_progress: Progress | None = None,
+        **options: Unpack[table.PlanOptions],
+    ) -> PlanResult:
+        """Cut the model into stages and write plan.json. ``explain``: also give the reasons for each cut."""
+        from autopipe.commands import steps
+
+        settings = table.plan_settings(self.target, self._merged(options, table.PlanOptions))
+        return steps.plan(settings, on_progress, explained=explain)
+
+    def generate(self, *, on_progress: Progress | None = None) -> GenerateResult:
+        """Write the stages of the stored plan as Python files."""
+        from autopipe.commands import steps
+
+        return steps.generate(self._work_dir(), on_progress)
+
+    def simulate(
+        self, *, on_progress: Progress | None = None, **options: Unpack[table.SimulateOptions]
+    ) -> SimulateResult:
+        """Simulate the stored plan without running it, and write timeline.json."""
+        from autopipe.commands import steps
+
+        given = values.parsed(options, _names(table.SimulateOptions))
+        schedule = given.get("schedule")
+        return steps.simulate(
+            given.get("work_dir") or self._work_dir(),
+            None if schedule == "auto" else schedule,
+            on_progress,
+            table.order_settings(given),
+            given.get("trace"),
+        )
+
+    def check(self, *, on_progress: Progress | None = None, **options: Unpack[table.CheckOptions]) -> CheckReport:
+        """Train a few steps plainly and in stages, and compare every parameter; see ``CheckReport.equal``."""
+        from autopipe.commands.training import runs
+
+        settings = table.check_settings(self.target, self._merged(options, table.CheckOptions))
+        return runs.check(settings, on_progress)
+
+    def train(
+        self,
+        *,
+        on_event: Events | None = None,
+        stop: StopEvent | None = None,
+        devices: Sequence[int] = (),
+        **options: Unpack[table.TrainOptions],
+    ) -> TrainResult:
+        """Train, after every step that is missing or stale.
+
+        ``on_event`` is called with the kind and the fields of each event. ``stop``: when its ``is_set()`` turns true,
+        the run stops cleanly, with a checkpoint, after the current minibatch; signals are then left to the caller.
+        Without it, the first Ctrl-C stops the run so. ``devices``: indices of the GPUs that ranks on this machine
+        may use; () for all.
+
+        Raises: WorkerError for the first rank that failed.
+        """
+        from autopipe.commands.training import runs
+        from autopipe.commands.training.placement import placed
+
+        given = self._merged(options, table.TrainOptions)
+        launch = table.launch_settings(given)
+        if launch.name not in _IN_PROCESS:
+            raise RunError(
+                f"launcher {launch.name!r} starts the command line once for each rank",
+                remedy=f"autopipe train --launcher {launch.name}; in Python, use 'local' or 'ssh'",
+            )
+        settings = placed(table.train_settings(self.target, given, launch=launch, devices=devices))
+        run = functools.partial(runs.train, settings, on_event or _ignore_event)
+        result = run() if stop is None else run(stop=stop.is_set)
+        self._last_run = Path(result.run_dir)
+        return result
+
+    def evaluate(
+        self,
+        run: table.StrPath | None = None,
+        *,
+        on_event: Events | None = None,
+        **options: Unpack[table.EvaluateOptions],
+    ) -> EvaluateResult:
+        """Evaluate a run on held-out data, from its newest checkpoint.
+
+        ``run``: its directory; None for the run that ``train`` returned last, else the newest of the work directory.
+        """
+        from autopipe.commands.training import runs
+
+        given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.EvaluateOptions))
+        return runs.evaluate(table.evaluate_settings(self._run(run), given), on_event)
+
+    def export(
+        self, output: table.StrPath, run: table.StrPath | None = None, **options: Unpack[table.ExportOptions]
+    ) -> ExportResult:
+        """Write a run's weights as one file, or as a folder, for the untouched model.
+
+        ``output``: a name that ends in .safetensors or .pt, else a folder. ``run``: as in ``evaluate``.
+        """
+        from autopipe.commands.training import runs
+
+        given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.ExportOptions))
+        return runs.export(table.export_settings(Path(output), self._run(run), given))
+
+    def plain(
+        self,
+        output: table.StrPath = "loop.py",
+        run: table.StrPath | None = None,
+        *,
+        on_progress: Progress | None = None,
+        **options: Unpack[table.PlainOptions],
+    ) -> PlainResult:
+        """Write the plain loop as a script that imports no autopipe.
+
+        ``run``: a run whose model, settings and steps the script takes; None for the model of the pipeline.
+        """
+        from autopipe.commands.plain.plain import plain
+
+        given = self._merged(options, table.PlainOptions)
+        target = self.target if run is None else None
+        settings = table.plain_settings(target, Path(output), None if run is None else Path(run), given)
+        return plain(settings, on_progress)
+
+    def _merged(self, options: Mapping[str, Any], kind: type) -> dict[str, Any]:
+        """Return the options of a call: the pipeline's, as far as the call takes them, and its own."""
+        known = _names(kind)
+        shared = {name: value for name, value in self.options.items() if name in known}
+        merged = shared | values.parsed(options, known)
+        while (pair := table.exclusive_pair(merged)) is not None:  # the option of the call replaces the pipeline's
+            merged.pop(next(name for name in pair if options.get(name) is None))
+        return merged
+
+    def _work_dir(self) -> Path:
+        return Path(self.options.get("work_dir") or WORK_DIRECTORY)
+
+    def _run(self, run: table.StrPath | None) -> Path | None:
+        return self._last_run if run is None else Path(run)
+
+
+def _names(kind: type) -> frozenset[str]:
+    """Return the names of the options of a typed dictionary, inherited ones included."""
+    names: frozenset[str] = kind.__optional_keys__  # type: ignore[attr-defined]  # of every TypedDict class
+    return names
+
+
+def _ignore_event(kind: str, fields: Mapping[str, Any]) -> None:
+    """Take an event that no caller watches."""
