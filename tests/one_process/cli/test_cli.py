@@ -31,7 +31,7 @@ def checked(monkeypatch):
 def trained(monkeypatch):
     seen = []
 
-    def train(settings, events):
+    def train(settings, events, rendezvous=None):
         seen.append(settings)
         return RESULT
 
@@ -237,12 +237,12 @@ def test_train_json_is_one_document_with_the_keys_of_the_contract(run, trained):
 
 def test_a_loss_that_is_no_number_is_null_and_not_broken_json(run, monkeypatch):
     result = TrainResult((float("nan"),), 1, 1.0, 1.0, 2, "1f1b", 2, "runs/a", "")
-    monkeypatch.setattr(runs, "train", lambda settings, events: result)
+    monkeypatch.setattr(runs, "train", lambda settings, events, rendezvous=None: result)
     assert json.loads(run("train", "x.py", "--json").stdout)["losses"] == [None]
 
 
 def test_what_happens_in_a_run_goes_to_stderr_as_lines(run, monkeypatch):
-    def train(settings, events):
+    def train(settings, events, rendezvous=None):
         events("progress", {"what": "measuring: block 1", "fraction": 0.1})
         events("progress", {"what": "measuring: block 2", "fraction": 0.2})
         events("note", {"text": "planned 2 stages"})

@@ -83,7 +83,7 @@ def test_ctrl_c_at_any_moment_of_a_process_is_130():
 
 def test_a_clean_stop_is_75(run, monkeypatch):
     result = TrainResult((1.0,), 1, 1.0, 1.0, 2, "1f1b", 2, "runs/a", "runs/a/c", stopped=True)
-    monkeypatch.setattr(runs, "train", lambda settings, events: result)
+    monkeypatch.setattr(runs, "train", lambda settings, events, rendezvous=None: result)
     done = run("train", "x.py")
     assert done.exit_code == 75
     assert "next: the same command with --resume" in done.stderr
