@@ -21,7 +21,7 @@ import torch
 
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
-from autopipe.runtime.checkpoint.checkpoint import unfinished, write_stage
+from autopipe.runtime.checkpoint.directory import unfinished, write_stage
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 ROOT = Path(__file__).resolve().parents[1]

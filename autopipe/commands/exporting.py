@@ -35,8 +35,8 @@ from autopipe.errors import RunError, disk_is_full, unknown_choice
 from autopipe.ir.graph import Graph
 from autopipe.report.results import ExportResult
 from autopipe.runtime.after_step.average import PREFIX
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
 from autopipe.runtime.checkpoint import dcp
+from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.weight_files import INDEX
 from autopipe.runtime.job import RunDirectory

@@ -21,7 +21,8 @@ from autopipe.generate import generate
 from autopipe.launch.registry import run_ranks
 from autopipe.launch.request import LaunchRequest
 from autopipe.report.results import EvaluateResult
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.job import RunDirectory
 from autopipe.trace import capture
 from autopipe.workload import Workload
@@ -85,7 +86,7 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
     workload = model_of(run, named, "eval")
     remedy = "autopipe export, and evaluate the model itself"
     refuse_impossible(workload, job.evaluation_note, settings.batch_size, remedy)
-    source = checkpoints.Checkpoint(checkpoints.directory_of(run.checkpoints, step[0]))
+    source = Checkpoint(checkpoints.directory_of(run.checkpoints, step[0]))
     source.verify()
     if settings.averaged:
         refuse_without_averages(source)

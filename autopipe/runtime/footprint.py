@@ -1,11 +1,11 @@
-"""How much memory each stage really takes: what its instructions leave behind, and the most they hold meanwhile.
+"""``Footprint``: measures the peak memory of each stage.
 
-What is made in an instruction is its stage's, until nobody holds it any more::
+Memory that is allocated during an instruction belongs to the stage of the instruction until it is freed::
 
-    peak(stage) = max over its instructions of (held by the stage before + most in between - before)
+    peak(stage) = max over its instructions of (owned by the stage before + peak during - total before)
 
-It begins with the weights, and counts a microbatch's batch tensors from its forward to its backward. On a CUDA device
-torch's allocator tells what is taken in between; on a CPU the operations are counted (``measure.live``).
+The peak starts at the weights. It counts the batch tensors of a microbatch from its forward to its backward. On a CUDA
+device the allocator of torch measures; on a CPU the operations are counted (``measure.live``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from autopipe.runtime.stage_runner import StageRunner
 
 @dataclass(slots=True)
 class _Stage:
-    """Bytes of one stage. ``batches``: of the microbatches that are in flight; ``most_in_flight``: how many at once."""
+    """Bytes of one stage."""
 
     weights: int
     peak: int
+    # the batch tensors of each microbatch in flight
     batches: dict[tuple[int, int], int] = field(default_factory=dict)
+    # the largest number of microbatches in flight at once
     most_in_flight: int = 0
 
 
 class Footprint:
-    """Keeps the books of one rank's stages while it follows its row; ``runners``: before they have run anything."""
+    """Attributes allocations to the stages of one rank. Build it before the ``runners`` have run anything."""
 
     def __init__(self, runners: Mapping[int, StageRunner], device: torch.device) -> None:
         self.owners = HostMeter(device.type)
@@ -52,47 +54,48 @@ class Footprint:
 
     @contextlib.contextmanager
     def during(self, instruction: Instruction, batch: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Book what happens in here. ``batch``: the batch tensors that the instruction's microbatch brings along."""
-        books = self._stages[instruction.stage]
+        """Attribute the allocations of the body. ``batch``: the batch tensors of the instruction's microbatch."""
+        stage = self._stages[instruction.stage]
         key = instruction.minibatch, instruction.microbatch
         if instruction.op == "F":
-            books.batches[key] = sum(tensor.numel() * tensor.element_size() for tensor in batch)
-            books.most_in_flight = max(books.most_in_flight, len(books.batches))
-        held = self.owners.held_by(instruction.stage) + sum(books.batches.values())
+            stage.batches[key] = sum(tensor.numel() * tensor.element_size() for tensor in batch)
+            stage.most_in_flight = max(stage.most_in_flight, len(stage.batches))
+        owned = self.owners.held_by(instruction.stage) + sum(stage.batches.values())
         before, self.owners.owner = self._meter.now(), instruction.stage
         self._meter.restart()
         try:
             yield
         finally:
-            books.peak = max(books.peak, held + self._meter.most() - before)
+            stage.peak = max(stage.peak, owned + self._meter.most() - before)
             if instruction.op in ("B", "W"):
-                books.batches.pop(key, None)
+                stage.batches.pop(key, None)
 
-    def tell(self, reporter: Reporter, plan: Plan) -> None:
-        """Send an event for each stage, beside what was planned."""
-        for books in self.report():
-            reporter.event("peak", planned_bytes=plan.stages[books["stage"]].peak_bytes, **books)
+    def report_to(self, reporter: Reporter, plan: Plan) -> None:
+        """Report an event for each stage, with the planned peak."""
+        for fields in self.report():
+            reporter.event("peak", planned_bytes=plan.stages[fields["stage"]].peak_bytes, **fields)
 
     def report(self) -> list[dict[str, int]]:
-        """Return for each stage what its event says: bytes at most, of one version of the weights, and held at the end.
+        """Return the fields of each stage's event.
 
-        At the end nothing is in flight: weights of all versions, what the optimizer keeps, and running sums.
+        ``held_bytes`` is what the stage owns now. After the last step, with nothing in flight, these are the weights of
+        all versions, the optimizer state and running sums.
         """
         return [
             {
                 "stage": index,
-                "bytes": books.peak,
-                "weight_bytes": books.weights,
+                "bytes": stage.peak,
+                "weight_bytes": stage.weights,
                 "held_bytes": self.owners.held_by(index),
                 "versions": self._runners[index].versions.peak_versions,
-                "in_flight": books.most_in_flight,
+                "in_flight": stage.most_in_flight,
             }
-            for index, books in self._stages.items()
+            for index, stage in self._stages.items()
         ]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of some tensors, memory that they share once."""
+    """Return the bytes of some tensors. Shared memory counts once."""
     storages = {
         storage._cdata: storage.nbytes()
         for tensor in tensors

@@ -1,6 +1,6 @@
-"""One rank's life: build its stages, follow its rows, save, evaluate.
+"""``RankSession``: one rank of a run. It builds its stages, runs its rows of the schedule, saves and evaluates.
 
-The same for a thread, a local process and a process that some other launcher started: only the transport differs.
+A rank may be a thread, a local process, or a process of another launcher: only the transport differs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from autopipe.runtime.batches.exchange import DigestExchange, OtherRanksDiffer
 from autopipe.runtime.batches.readers import EachReads, OneReads, Reader
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.batches.source import Place, Source
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint import state
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.manifest import Manifest
 from autopipe.runtime.checkpoint.saver import Saver
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.events import Reporter
@@ -40,16 +42,13 @@ from autopipe.workload import Workload
 
 
 def _due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps is done after this one."""
+    """Return whether something done every ``every`` steps is due after ``step``. 0: never."""
     return bool(every) and step % every == 0
 
 
 @dataclass(slots=True)
 class RankSession:
-    """A rank that has its stages built. Make it with ``RankSession.start``.
-
-    ``items``: epoch -> minibatches, where they are not to come from the workload's own data.
-    """
+    """A rank whose stages are built. ``RankSession.start`` makes one."""
 
     job: Job
     context: RunContext
@@ -59,6 +58,7 @@ class RankSession:
     transport: Transport
     reporter: Reporter
     device: torch.device
+    # epoch -> minibatches, in place of the data of the workload
     items: Callable[[int], Iterator[Any]] | None = None
     _rows: dict[tuple[int, int], tuple[Instruction, ...]] = field(default_factory=dict)
     _saver: Saver = field(init=False)
@@ -107,9 +107,9 @@ class RankSession:
     # -- training --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train to the end of the job, saving on the way.
+        """Train to the end of the job, and save checkpoints as the job says.
 
-        Raises: RunError where the data ends before the steps do.
+        Raises: RunError if the data ends before the steps do.
         """
         step, place = self._resume()
         saved = step if self.job.start_step >= 0 else -1
@@ -135,9 +135,9 @@ class RankSession:
             self._report_saved()
         except BaseException as error:
             if not isinstance(error, TransportClosed) or isinstance(error, OtherRanksDiffer):
-                self._saver.linger()
-            self._saver.abandon()
-            self._audits.abandon()
+                self._saver.wait_up_to()
+            self._saver.cancel()
+            self._audits.cancel()
             raise
         if windows.stopped and self.transport.rank == 0:
             self.reporter.event("stopped", step=step)
@@ -146,12 +146,14 @@ class RankSession:
         return self.workload.items(self.job.batch_size or None, epoch=epoch)
 
     def _reader(
-        self, opened: Callable[[int], Iterator[Any]], who: str, *, epochs: int, training: bool = True
+        self, open_epoch: Callable[[int], Iterator[Any]], who: str, *, epochs: int, training: bool = True
     ) -> Reader:
-        """Return what gives this rank its minibatches. ``opened``: epoch -> minibatches; ``who``: of DATA_READERS."""
+        """Return the reader of minibatches. ``open_epoch``: epoch -> minibatches; ``who``: of DATA_READERS."""
         name, steps = self.workload.name, self.job.steps if training else 0
         leads = self.transport.rank == 0
-        source = Source(opened, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads)
+        source = Source(
+            open_epoch, name, self.reporter, epochs=epochs, steps=steps, replay=self.job.replay, speaks=leads
+        )
         if who == "one":
             return OneReads(source, self._recordings, self.transport, self.reporter, self.device, training)
         exchange = DigestExchange(self.transport, evaluating=not training)
@@ -164,7 +166,7 @@ class RankSession:
             self.executor.stepper.samples[first + index] = minibatch.samples
         base = first
         if REGISTRY[plan.schedule].synchronous:
-            # which replica runs a microbatch repeats with this period, and nothing else depends on the minibatch
+            # the replica that runs a microbatch repeats with this period; nothing else depends on the minibatch
             base = first % math.lcm(*(stage.replicas for stage in plan.stages))
         save = functools.partial(self.save, first, Place())
         self._audits.begin(first, self._recordings.latest, minibatches[first], save)
@@ -177,12 +179,12 @@ class RankSession:
             schedule = make(self.context.plan.schedule, request)
             validate(schedule)
             if not REGISTRY[schedule.name].synchronous:
-                self._rows.clear()  # no window comes twice
+                self._rows.clear()  # windows do not repeat
             self._rows[first, count] = lower(schedule, self.context.routes.traffic).rows[self.transport.rank]
         return self._rows[first, count]
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
-        """Return what the parts of a minibatch weigh in its loss."""
+        """Return the shares of the parts of a minibatch in its loss."""
         return self._recordings.shares(item, parts)
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class RankSession:
     def _resume(self) -> tuple[int, Place]:
         if self.job.start_step < 0:
             return 0, Place()
-        source = checkpoints.Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step))
+        source = Checkpoint(checkpoints.directory_of(self.run.checkpoints, self.job.start_step))
         if source.manifest.graph_digest != self.context.graph.digest:
             raise RunError(
                 f"the checkpoint is of model {source.manifest.graph_digest}, this is {self.context.graph.digest}",
@@ -202,7 +204,7 @@ class RankSession:
         if scaler is not None and manifest.scale:
             scaler.scale, scaler.good_steps = manifest.scale, manifest.good_steps
         if manifest.position and not manifest.data and self.transport.rank == 0:
-            text = "the checkpoint has no digest of its data: whether the run goes on where it stopped is not verified"
+            text = "the checkpoint has no digest of its data: that the data continues where it stopped is not verified"
             self.reporter.event("note", text=text)
         return manifest.step, Place(manifest.epoch, manifest.position, manifest.data)
 
@@ -211,11 +213,11 @@ class RankSession:
         return (0.0, 0) if scaler is None else (scaler.scale, scaler.good_steps)
 
     def restore_latest(self, *, averaged: bool = False) -> int:
-        """Bring the weights of every stage to the newest checkpoint's, to evaluate them, and return its step.
+        """Load the weights of the newest checkpoint for evaluation, and return its step.
 
-        ``averaged``: to the averages that it holds. Raises: RunError where there is none.
+        ``averaged``: load its averaged weights. Raises: RunError if there is no checkpoint.
         """
-        source = checkpoints.Checkpoint.latest(self.run.checkpoints)
+        source = Checkpoint.latest(self.run.checkpoints)
         if source is None:
             raise RunError(f"there is no checkpoint in {self.run.checkpoints}", remedy="autopipe train")
         for runner in self.executor.runners.values():
@@ -223,8 +225,8 @@ class RankSession:
             runner.versions.start_at(source.manifest.step)
         return source.manifest.step
 
-    def restore(self, source: checkpoints.Checkpoint) -> None:
-        """Bring every stage of this rank to a checkpoint's state."""
+    def restore(self, source: Checkpoint) -> None:
+        """Restore every stage of this rank from a checkpoint."""
         stepper = self.executor.stepper
         for index, runner in self.executor.runners.items():
             state.restore(
@@ -240,20 +242,20 @@ class RankSession:
 
     @property
     def _written(self) -> list[int]:
-        """The stages whose state this rank writes."""
+        """The stages whose state this rank writes. Of replicas, the first writes."""
         stages = self.context.plan.stages
         return [index for index in self.executor.runners if stages[index].ranks[0] == self.transport.rank]
 
     def save(self, step: int, place: Place, saver: Saver | None = None) -> None:
-        """Copy what this rank holds and begin to write it; rank 0 makes it the latest once all have written.
+        """Copy the state of this rank and start to write it. Rank 0 makes it the latest when all ranks have written.
 
-        ``saver``: None for that of the run's checkpoints.
+        ``saver`` defaults to the saver of the run's checkpoints.
 
-        Raises: what writing the checkpoint before has failed with.
+        Raises: the failure of the previous checkpoint.
         """
         self.reporter.at("saving", waiting=False)
         plan = self.context.plan
-        manifest = checkpoints.Manifest(
+        manifest = Manifest(
             step,
             place.epoch,
             place.position,
@@ -269,21 +271,21 @@ class RankSession:
         saver.save(manifest, self.executor.stepper, self._written, pinned=self.device.type == "cuda")
 
     def _report_saved(self) -> None:
-        """Report the checkpoints that were finished. Raises: what writing one has failed with."""
-        self._saver.look()
+        """Report the checkpoints that were finished. Raises: the failure of one that could not be written."""
+        self._saver.raise_if_failed()
         for step, path in self._saver.finished():
             self.reporter.event("checkpoint", step=step, path=str(path))
-        self._audits.look(self.executor.stepper.losses)
+        self._audits.report(self.executor.stepper.losses)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, batch_size: int | None, step: int, reader: str = "") -> None:
         """Run the evaluation data through the stages, forward only, and report the mean loss after ``step`` steps.
 
-        ``batch_size``: what was asked for; None for that of training, where the evaluation data takes one. ``reader``:
-        of DATA_READERS, "" for that of training: what the two read may share state.
+        ``batch_size`` defaults to that of training, if the evaluation data takes one. ``reader`` is one of
+        DATA_READERS; "" is the reader of training, because the two sources of data may share state.
 
-        Statistics, randomness and schedule state stay as they were: eval mode, no gradients, nothing is stepped.
+        Evaluation mode, without gradients and steps: statistics, random state and schedule state do not change.
         """
         row = self._forward_row()
         total = weights = 0.0
@@ -311,7 +313,8 @@ class RankSession:
             self.reporter.event("evaluation", step=step, loss=total / weights, batches=count, samples=samples)
 
     def _forward_row(self) -> tuple[Instruction, ...]:
-        schedule = make("gpipe", replace(self.context.request, options={}))
+        """Return the forwards of this rank, in the order of the run's schedule."""
+        schedule = make(self.context.plan.schedule, self.context.request)
         forward = tuple(tuple(i for i in row if i.op == "F") for row in schedule.rows)
         lowered = lower(replace(schedule, rows=forward), Traffic(self.context.routes.traffic.forward, ()))
         return lowered.rows[self.transport.rank]
@@ -330,20 +333,20 @@ class RankSession:
                 stage.train()
 
     def report_timeline(self) -> None:
-        """Send off what was recorded: spans as (instruction, start, end) in monotonic seconds; memory by stage."""
+        """Report the recorded spans as (instruction, start, end) in monotonic seconds, and the memory of each stage."""
         if self.job.record_timeline:
             spans = [(encode(s.instruction), s.start_seconds, s.end_seconds) for s in self.executor.spans]
             self.reporter.event("spans", spans=spans)
         if self.executor.footprint is not None:
-            self.executor.footprint.tell(self.reporter, self.context.plan)
+            self.executor.footprint.report_to(self.reporter, self.context.plan)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that this rank owns and its buffers, by the model's own names; averages as ``ema.``."""
-        found: dict[str, torch.Tensor] = {}
+        """Return the parameters that this rank owns, its buffers, and the averages as ``ema.NAME``, by name."""
+        tensors: dict[str, torch.Tensor] = {}
         for index, runner in self.executor.runners.items():
             if self.context.plan.stages[index].ranks[0] == self.transport.rank:
-                found.update({n: p.data for n, p in self.executor.stepper.owned(index).items()})
-                found.update(state.buffers(runner))
+                tensors.update({n: p.data for n, p in self.executor.stepper.owned(index).items()})
+                tensors.update(state.buffers(runner))
                 if (averages := self.executor.stepper.averages) is not None:
-                    found.update({f"ema.{name}": tensor for name, tensor in averages.of(index).items()})
-        return found
+                    tensors.update({f"ema.{name}": tensor for name, tensor in averages.of(index).items()})
+        return tensors

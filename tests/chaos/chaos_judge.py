@@ -35,7 +35,8 @@ from chaos_strike import TooLate, await_moment, prepare, repair, strike
 from autopipe.commands.exporting import export
 from autopipe.commands.settings import ExportSettings
 from autopipe.errors import AutopipeError
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import intact
 
 PROPERTIES = ("time", "code", "message", "blame", "processes", "lock", "checkpoints", "goes on", "tidy", "weights")
 STOPPED = 75
@@ -208,7 +209,7 @@ def _at_rest(scene: Scene, outcome: Outcome) -> None:
     outcome.judge("lock", not scene.locked(), scene.locked())
     folder = scene.run / "checkpoints"
     steps = checkpoints.steps(folder)
-    outcome.judge("checkpoints", checkpoints.intact(folder) == steps, f"{checkpoints.intact(folder)} of {steps}")
+    outcome.judge("checkpoints", intact(folder) == steps, f"{intact(folder)} of {steps}")
     latest = folder / "latest"
     if latest.is_file():
         outcome.judge("checkpoints", (folder / latest.read_text().strip() / "manifest.json").is_file(), "latest")

@@ -25,7 +25,7 @@ from autopipe.generate.loader import DIVISOR_CONSTANTS, DIVISOR_FILE
 from autopipe.ir.artifact import write_text
 from autopipe.ir.plan import Plan
 from autopipe.report.results import PlainResult
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.verify.check import staleness, why_another_order, why_not_bitwise

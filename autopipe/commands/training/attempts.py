@@ -34,7 +34,8 @@ from autopipe.launch.remote.hosts import assign, total_slots
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.request import LaunchRequest, watchdog_of
 from autopipe.report.results import Restart
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.job import Job, RunDirectory
 
 MakeJob = Callable[[TrainSettings, Prepared, int], Job]
@@ -220,7 +221,7 @@ class Attempts:
             return prepare(dataclasses.replace(wanted, schedule="auto"), self._progress)
         if start < 0:
             return made
-        source = checkpoints.Checkpoint(checkpoints.directory_of(self.run.checkpoints, start))
+        source = Checkpoint(checkpoints.directory_of(self.run.checkpoints, start))
         what = lacking_version(source, made.plan, made.graph)
         if not what:
             return made

@@ -19,7 +19,7 @@ from autopipe.ir.timeline import Span
 from autopipe.report.results import AuditReport, Restart, StagePeak
 from autopipe.runtime.audit.files import AuditResult
 from autopipe.runtime.batches.source import OTHER_DATA
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.job import RunDirectory
 
 

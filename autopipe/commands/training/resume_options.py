@@ -24,7 +24,8 @@ from autopipe.commands.steps import Prepared
 from autopipe.commands.store import Store
 from autopipe.errors import ArtifactError, AutopipeError, RunError, counted
 from autopipe.ir.plan import Plan
-from autopipe.runtime.checkpoint.checkpoint import Checkpoint, TrainingOptions
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.manifest import TrainingOptions
 from autopipe.runtime.training_state.stage import Training, edits, refuse_partial, tree_for
 from autopipe.schedules import REGISTRY
 from autopipe.workload import Workload

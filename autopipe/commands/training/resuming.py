@@ -10,8 +10,8 @@ from autopipe.errors import ArtifactError, AutopipeError, RunError
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.runtime.after_step.average import PREFIX
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
-from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint, intact
 from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import RunDirectory
 from autopipe.verify.check import staleness
@@ -54,7 +54,7 @@ def chosen(run: RunDirectory, step: int | None) -> Checkpoint:
 
 
 def _remedy(run: RunDirectory, damaged: int) -> str:
-    whole = [step for step in checkpoints.intact(run.checkpoints) if step != damaged]
+    whole = [step for step in intact(run.checkpoints) if step != damaged]
     if not whole:
         return "no other checkpoint of this run is intact: start a new run (another --run-dir)"
     return f"--resume {whole[-1]} (intact: {', '.join(map(str, whole))})"

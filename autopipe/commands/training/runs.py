@@ -34,7 +34,8 @@ from autopipe.ir import artifact
 from autopipe.ir.timeline import Timeline
 from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.report.results import TrainResult
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.initial import weights_of
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.training_state.trial import prove_restorable
@@ -260,7 +261,7 @@ def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
         artifact.save(Timeline("measured", world, spans), run.path / "timeline.json")
 
 
-def _existing(settings: TrainSettings, held: contextlib.ExitStack) -> tuple[Path, checkpoints.Checkpoint]:
+def _existing(settings: TrainSettings, held: contextlib.ExitStack) -> tuple[Path, Checkpoint]:
     """Return the run that goes on, held, and the checkpoint it goes on from. Raises: RunError, ArtifactError."""
     path = settings.run_dir or find_run(None, settings.plan.work_dir)
     held.enter_context(only_one(path, "trains"))

@@ -69,7 +69,7 @@ def leading(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Rendezvous
 
 def _goes_on(settings: TrainSettings, here: RankIdentity) -> bool:
     """Whether torchrun has started the ranks again, and the run directory has a checkpoint of the time before."""
-    from autopipe.runtime.checkpoint import checkpoint as checkpoints
+    from autopipe.runtime.checkpoint import directory as checkpoints
     from autopipe.runtime.job import RunDirectory
 
     if not here.attempt or settings.run_dir is None:

@@ -1,7 +1,7 @@
-"""A minibatch as files, so that another process computes with the very values, structure and memory layout.
+"""A minibatch as files, with which another process computes: the same values, structure and strides.
 
-Tensors go into a safetensors file, everything else into JSON. A tensor is stored in its order in memory: kernels add up
-in another order over other strides.
+Tensors are stored in a safetensors file, everything else in JSON. A tensor keeps its order in memory, because kernels
+add up in another order over other strides.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class UnstorableBatchError(ValueError):
 
 
 def store(item: Any, factors: Sequence[float], folder: Path) -> None:
-    """Write a minibatch into a folder, with what each of its microbatches counts in the loss.
+    """Write a minibatch into a folder, with the factor of each of its microbatches in the loss.
 
-    Raises: UnstorableBatchError naming the first type that has no place in a file; OSError.
+    Raises: UnstorableBatchError naming the first type that cannot be stored; OSError.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = _encoded(item, tensors)
@@ -46,7 +46,7 @@ def store(item: Any, factors: Sequence[float], folder: Path) -> None:
 def load(folder: Path) -> tuple[Any, list[float]]:
     """Read a minibatch that ``store`` wrote, and its factors.
 
-    Raises: ArtifactError where the files are not what it writes.
+    Raises: ArtifactError if the files are damaged.
     """
     try:
         document = json.loads((folder / _JSON).read_text(encoding="utf-8"))

@@ -1,14 +1,14 @@
-"""What an audit of minibatch N puts into the run directory, and the result that stays there.
+"""The files of the audit of minibatch N in the run directory.
 
 ::
 
     RUN/audits/
       step-N/             the state before the minibatch, as a checkpoint
-      step-N.after/       model tensors behind its step, one safetensors file a stage
+      step-N.after/       model tensors after its step, one safetensors file a stage
       step-N.batch/       the minibatch: batch.json, batch.safetensors
       step-N.json         the result
 
-All but the result is removed when nothing differs.
+If nothing differs, all but the result is removed.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.ir import artifact
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
 
 EQUAL, DIFFERENT, LEFT_OUT = "equal", "different", "left out"
 
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """Minibatch ``step`` of a run against the plain loop. ``status``: EQUAL, DIFFERENT or LEFT_OUT.
-
-    ``bitwise``: not one bit differs. ``name``, ``stage``, ``error``: the tensor that differs most, the stage that steps
-    it, and the largest difference relative to its largest value. ``differing`` of ``tensors`` are beyond the tolerance.
-    ``reason``: why it was left out, or why only closeness is promised. ``seconds``: of CPU time, of the whole process.
-    """
+    """The comparison of minibatch ``step`` of a run with the plain loop."""
 
     step: int
+    # EQUAL, DIFFERENT or LEFT_OUT
     status: str
+    # whether all tensors are equal bit for bit
     bitwise: bool = False
+    # the tensor with the largest difference, and the stage that steps it
     name: str = ""
     stage: int = -1
+    # its largest difference, relative to its largest value
     error: float = 0.0
+    # how many of ``tensors`` differ beyond the tolerance
     differing: int = 0
     tensors: int = 0
+    # why the audit was skipped, or why equality is promised only up to rounding
     reason: str = ""
+    # CPU time of the process
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AuditFiles:
-    """The paths of one audit. ``run``: the run directory."""
+    """The paths of one audit in the run directory ``run``."""
 
     run: Path
     step: int
 
     @property
     def folder(self) -> Path:
-        """Where all audits of the run are."""
+        """The directory of all audits of the run."""
         return self.run / "audits"
 
     @property
@@ -64,7 +66,7 @@ class AuditFiles:
 
     @property
     def after(self) -> Path:
-        """The folder of the tensors behind the step."""
+        """The folder of the tensors after the step."""
         return self.before.with_suffix(".after")
 
     @property
@@ -78,15 +80,15 @@ class AuditFiles:
         return self.before.with_suffix(".json")
 
     def after_stage(self, stage: int) -> Path:
-        """Return the file of one stage's tensors behind the step."""
+        """Return the file of one stage's tensors after the step."""
         return self.after / f"stage-{stage}.safetensors"
 
     def failure(self, stage: int) -> Path:
-        """Return the file in which the rank that writes a stage says that it could not."""
+        """Return the file in which the rank that writes a stage reports that it could not."""
         return self.after / f"stage-{stage}.failed"
 
     def first_failure(self) -> str:
-        """Return what a rank has said of its failure, "" where none has."""
+        """Return the first failure that a rank has reported, "" if there is none."""
         with contextlib.suppress(OSError):
             for path in sorted(self.after.glob("stage-*.failed")):
                 return path.read_text(encoding="utf-8", errors="replace") or "a rank could not write its part"
@@ -97,7 +99,7 @@ class AuditFiles:
         artifact.save(result, self.result)
 
     def load(self) -> AuditResult:
-        """Read the result. Raises: ArtifactError where it is missing."""
+        """Read the result. Raises: ArtifactError if it is missing."""
         return artifact.load(AuditResult, self.result, renew="the audit of another step")
 
     def clear(self) -> None:
@@ -107,7 +109,7 @@ class AuditFiles:
 
 
 def clear_all(run: Path, keep: int = -1) -> None:
-    """Remove what audits have left, but for results and the files of step ``keep``. No rank may be writing."""
+    """Remove the files of all audits but their results and the files of step ``keep``. No rank may be writing."""
     folder, kept = run / "audits", AuditFiles(run, keep)
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and path not in (kept.before, kept.after, kept.batch):

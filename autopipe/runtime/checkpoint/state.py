@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe import sparse
 from autopipe.ir.plan import Plan
 from autopipe.runtime.after_step.average import PREFIX
-from autopipe.runtime.checkpoint.checkpoint import Checkpoint, TrainingOptions
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.manifest import TrainingOptions
 from autopipe.runtime.job import Job
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.training_state.stage import Training, restore_training, set_rate

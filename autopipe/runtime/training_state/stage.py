@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import ArtifactError, RunError
-from autopipe.runtime.checkpoint.checkpoint import Checkpoint, StageState
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.manifest import StageState
 from autopipe.runtime.training_state.describe import Description, describe
 from autopipe.runtime.training_state.merge import Source, groups_of, merge
 from autopipe.runtime.training_state.nodes import LIVE, Node, UnstorableError, kind_of, malformed, tensor_names

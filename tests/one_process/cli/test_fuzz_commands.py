@@ -20,7 +20,9 @@ from autopipe.errors import ArtifactError, AutopipeError
 from autopipe.launch.remote import json_socket as wire
 from autopipe.launch.remote import rendezvous as meeting
 from autopipe.report.results import CheckReport
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.manifest import Manifest, StageState
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 MODEL = """
@@ -191,14 +193,14 @@ def saved(tmp_path_factory) -> Path:
     temporary = folder / "step-00000002.tmp"
     for index in range(2):
         tensors = {f"model.w{index}": torch.ones(3), f"optimizer.w{index}.step": torch.tensor(2.0)}
-        state = checkpoints.StageState((f"w{index}",), {"optimizer": {"is": "dict", "class": "dict", "items": []}})
+        state = StageState((f"w{index}",), {"optimizer": {"is": "dict", "class": "dict", "items": []}})
         checkpoints.write_stage(temporary, index, 2, Snapshot.of(tensors), state)
-    return checkpoints.finish(folder, temporary, 2, checkpoints.Manifest(2, 0, 2, 0, "0" * 16, "1" * 16, ()), 3)
+    return checkpoints.finish(folder, temporary, 2, Manifest(2, 0, 2, 0, "0" * 16, "1" * 16, ()), 3)
 
 
 def open_and_read(folder: Path) -> dict[str, torch.Tensor] | None:
     try:
-        found = checkpoints.Checkpoint(folder)
+        found = Checkpoint(folder)
         return found.read(["model.w0", "model.w1"])
     except AutopipeError as error:
         assert error.what
@@ -247,7 +249,7 @@ def test_a_checkpoint_cannot_point_out_of_its_folder(saved: Path, tmp_path: Path
         document.pop("digest", None)
         (folder / "manifest.json").write_text(json.dumps(document))
         with pytest.raises(ArtifactError):
-            checkpoints.Checkpoint(folder)
+            Checkpoint(folder)
 
 
 # -- what arrives over the network -------------------------------------------------------------------------------------

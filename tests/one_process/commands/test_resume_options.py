@@ -25,7 +25,8 @@ from autopipe.errors import ArtifactError, RunError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.planning.requests import PlanRequest
-from autopipe.runtime.checkpoint.checkpoint import Checkpoint, directory_of
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.directory import directory_of
 from autopipe.runtime.training_state.stage import Training, restore_training
 
 STEP = 4

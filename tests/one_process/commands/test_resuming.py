@@ -17,7 +17,8 @@ from autopipe.errors import ArtifactError, RunError
 from autopipe.ir.graph import Graph, Input
 from autopipe.ir.tensor import TensorSpec
 from autopipe.launch.request import LaunchSettings
-from autopipe.runtime.checkpoint.checkpoint import Checkpoint, directory_of
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.directory import directory_of
 from autopipe.runtime.checkpoint.state import restore_versions
 from autopipe.runtime.job import RunDirectory
 from autopipe.runtime.weights import WeightVersions
@@ -65,7 +66,7 @@ def point_elsewhere(folder: Path) -> str:
     document = json.loads(path.read_text().replace("stage-0-of-2.safetensors", "../../../model.py"))
     document.pop("digest")  # as somebody would who knows how
     path.write_text(json.dumps(document))
-    return "'../../../model.py' is no name for a stage's file"
+    return "'../../../model.py' is not the name of a stage's file"
 
 
 DAMAGES = (damage_manifest, lose_manifest, truncate, flip, lose, point_elsewhere)

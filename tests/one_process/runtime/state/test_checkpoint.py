@@ -11,19 +11,17 @@ import pytest
 import torch
 
 from autopipe.errors import ArtifactError
-from autopipe.runtime.checkpoint.checkpoint import (
-    Checkpoint,
-    Manifest,
-    StageState,
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint, intact
+from autopipe.runtime.checkpoint.directory import (
     clear_unfinished,
     directory_of,
     finish,
-    intact,
     set_aside,
     steps,
     unfinished,
     write_stage,
 )
+from autopipe.runtime.checkpoint.manifest import Manifest, StageState
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 
@@ -99,7 +97,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_manifest_cannot_point_elsewhere(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 1)
     edit_manifest(folder, lambda files: files[0].update(file=name))
-    with pytest.raises(ArtifactError, match="is no name for a stage's file"):
+    with pytest.raises(ArtifactError, match="is not the name of a stage's file"):
         Checkpoint(folder)
 
 

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from autopipe.errors import ArtifactError, AutopipeError
-from autopipe.runtime.checkpoint import checkpoint as checkpoints
-from autopipe.runtime.checkpoint.checkpoint import Checkpoint, Manifest, StageState, unfinished, write_stage
+from autopipe.runtime.checkpoint import directory as checkpoints
+from autopipe.runtime.checkpoint.checkpoint import Checkpoint
+from autopipe.runtime.checkpoint.directory import unfinished, write_stage
+from autopipe.runtime.checkpoint.manifest import Manifest, StageState
 from autopipe.runtime.checkpoint.saver import Part, Saver
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 from autopipe.runtime.checkpoint.state import bits
@@ -127,11 +129,11 @@ def test_a_failure_while_writing_is_raised_where_training_looks(tmp_path: Path) 
     with pytest.raises(ArtifactError, match="the checkpoint of stage 0 cannot be written"):
         saver.wait()
     with pytest.raises(ArtifactError):
-        saver.look()
+        saver.raise_if_failed()
 
 
 def test_a_stage_that_never_comes_is_named(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, 2, keep=0, leads=True, patience_seconds=0.05)
+    saver = Saver(tmp_path, 2, keep=0, leads=True, timeout_seconds=0.05)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     with pytest.raises(ArtifactError, match="stage 1 has not written its part") as caught:
         saver.wait()
@@ -154,7 +156,7 @@ def test_a_part_of_an_attempt_under_another_plan_is_not_taken(tmp_path: Path) ->
 def test_a_session_that_fails_waits_for_nobody(tmp_path: Path) -> None:
     saver = Saver(tmp_path, 2, keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
-    saver.abandon()
+    saver.cancel()
     saver.wait()
     assert saver.finished() == []
     assert unfinished(tmp_path, 1, manifest(1).plan_digest).is_dir()
@@ -181,11 +183,11 @@ def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: P
 
 def test_a_rank_that_fails_lets_the_checkpoint_in_flight_be_finished_first(tmp_path: Path) -> None:
     first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
-    second.linger()  # nothing is in flight
+    second.wait_up_to()  # nothing is in flight
     second.write(manifest(3), [part(1, b=torch.zeros(2))])
     first.write(manifest(3), [part(0, a=torch.ones(2))])
-    second.linger(30)
+    second.wait_up_to(30)
     assert checkpoints.steps(tmp_path) == [3]
     second.write(manifest(4), [part(1, b=torch.zeros(2))])
-    second.linger(0.05)  # rank 0 is gone: not for long
+    second.wait_up_to(0.05)  # rank 0 is gone: not for long
     assert checkpoints.steps(tmp_path) == [3]

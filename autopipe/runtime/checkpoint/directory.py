@@ -1,0 +1,166 @@
+"""The directories of checkpoints: one a step, with a file of tensors for each stage, and a manifest.
+
+A checkpoint is written to ``step-N.PLAN.tmp``, flushed to the disk, renamed, and only then named in ``latest``: a crash
+leaves the old checkpoint or the new one, never a mixture. Nothing in it can run code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from autopipe.errors import ArtifactError, RunError
+from autopipe.ir import artifact
+from autopipe.ir.artifact import write_text
+from autopipe.runtime.checkpoint.manifest import Manifest, StageFile, StageState
+from autopipe.runtime.checkpoint.snapshot import Snapshot
+
+_STEP = re.compile(r"step-(\d{8,})")
+_INCOMPLETE = re.compile(r"step-\d{8,}(\.\w+)?\.(tmp|old)|\.latest\.\d+\.tmp")
+
+
+def directory_of(checkpoints: Path, step: int) -> Path:
+    """Return the directory of a step's checkpoint."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def steps(checkpoints: Path) -> list[int]:
+    """Return the steps of the finished checkpoints, ascending. ``Checkpoint.verify`` checks that one is intact."""
+    if not checkpoints.is_dir():
+        return []
+    matches = [_STEP.fullmatch(path.name) for path in checkpoints.iterdir()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def unfinished(checkpoints: Path, step: int, plan_digest: str) -> Path:
+    """Return the directory in which a step's checkpoint is written.
+
+    Each plan has its own. A host that lost its connection may still write its part of an attempt that the other hosts
+    have given up and continued under another plan. Under the same plan it would write the same bytes.
+    """
+    return checkpoints / f"step-{step:08d}.{plan_digest}.tmp"
+
+
+def description(temporary: Path, index: int) -> Path:
+    """Return the file whose presence, in an unfinished checkpoint, means that a stage has written its part."""
+    return temporary / f"stage-{index}.json"
+
+
+def write_stage(
+    temporary: Path,
+    index: int,
+    num_stages: int,
+    snapshot: Snapshot,
+    training: StageState,
+    ties: dict[str, int] | None = None,
+) -> None:
+    """Write the file of one stage and its description into an unfinished checkpoint.
+
+    Raises: ArtifactError if the disk refuses it.
+    """
+    name = f"stage-{index}-of-{num_stages}.safetensors"
+    path = temporary / name
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        sha256, size = snapshot.write(path)
+    except OSError as error:
+        raise ArtifactError(
+            f"the checkpoint of stage {index} cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="make room on the disk; --keep-checkpoints says how many stay",
+        ) from error
+    artifact.save(StageFile(name, sha256, size, snapshot.names, training, ties or {}), description(temporary, index))
+
+
+def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manifest, keep: int) -> Path:
+    """Collect the parts of all stages in the manifest, make the checkpoint the latest one, and return its directory.
+
+    ``keep`` is how many of the newest checkpoints are kept; 0 keeps all.
+
+    Raises: ArtifactError if the disk refuses it; RunError if the copies of a tied parameter differ.
+    """
+    files = tuple(
+        artifact.load(StageFile, description(temporary, index), renew="save the checkpoint again")
+        for index in range(num_stages)
+    )
+    _refuse_unequal_ties(files)
+    final = directory_of(checkpoints, manifest.step)
+    artifact.save(replace(manifest, files=files), temporary / "manifest.json")
+    try:
+        for index in range(num_stages):
+            description(temporary, index).unlink()
+        _sync_directory(temporary)
+        if final.exists():
+            _remove(final)
+        temporary.rename(final)
+        _sync_directory(checkpoints)
+        write_text(checkpoints / "latest", final.name + "\n")
+        for old in steps(checkpoints)[:-keep] if keep else []:
+            _remove(directory_of(checkpoints, old))
+    except OSError as error:
+        raise ArtifactError(f"the checkpoint cannot be finished: {error.strerror}", where=str(final)) from error
+    return final
+
+
+def _refuse_unequal_ties(files: Sequence[StageFile]) -> None:
+    first_file: dict[str, tuple[int, str]] = {}
+    for stage in files:
+        for name, bits in stage.ties.items():
+            expected, where = first_file.setdefault(name, (bits, stage.file))
+            if expected != bits:
+                raise RunError(
+                    f"{name} is tied, and its copies are no longer equal: {where} and {stage.file} differ",
+                    remedy="resume from an earlier checkpoint (--resume STEP); remove the forward, hook or callback "
+                    "that writes this parameter in one stage only",
+                )
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- removing ----------------------------------------------------------------------------------------------------------
+
+
+def _remove(directory: Path) -> None:
+    """Remove a checkpoint. It is renamed first: a checkpoint that is half removed must not look like one."""
+    doomed = directory.with_name(directory.name + ".old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    directory.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_unfinished(checkpoints: Path) -> None:
+    """Remove what a crash left half written or half removed. No process may be writing there."""
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        if not _INCOMPLETE.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def set_aside(checkpoints: Path, step: int) -> list[int]:
+    """Rename the checkpoints of steps after ``step`` to ``step-N.abandoned``, and return their steps.
+
+    They belong to a run that is given up by resuming from an earlier checkpoint. The resumed run must never use them.
+    """
+    clear_unfinished(checkpoints)
+    later_steps = [each for each in steps(checkpoints) if each > step]
+    for later in later_steps:
+        aside = directory_of(checkpoints, later).with_suffix(".abandoned")
+        shutil.rmtree(aside, ignore_errors=True)
+        directory_of(checkpoints, later).rename(aside)
+    return later_steps

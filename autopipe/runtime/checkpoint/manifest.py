@@ -1,0 +1,81 @@
+"""``Manifest``: the JSON description of a checkpoint. Everything is kept under the model's own parameter names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """The training state of one stage. See ``runtime.training_state``."""
+
+    # the parameters that the stage steps
+    owned: tuple[str, ...] = ()
+    # its optimizer and scheduler, in typed JSON; None if the stage trains nothing
+    state: Any = None
+    # the same as the user's hooks built it, without tensors, so that an edited hook is detected
+    initial: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageFile:
+    """One file of tensors, written by one stage."""
+
+    file: str
+    sha256: str
+    bytes: int
+    # the names in the file, such as ``model.wte.weight``
+    tensors: tuple[str, ...]
+    training: StageState = StageState()
+    # a checksum of every tied parameter that the stage holds, as owner or as copy: copies must be equal bit for bit
+    ties: dict[str, int] = field(default_factory=dict)
+    # written by an earlier format; nothing reads them
+    groups: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """The options that decide the training results, as the run had them when it wrote a checkpoint."""
+
+    # "": the optimizer of the model file
+    optimizer: str = ""
+    # None: the default of the optimizer
+    lr: float | None = None
+    precision: str = "fp32"
+    # 0: the data decides
+    batch_size: int = 0
+    num_microbatches: int = 1
+    clip_grad_norm: float = 0.0
+    deferred_batch_norm: bool = False
+    schedule: str = ""
+    ema: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of ``manifest.json``."""
+
+    # optimizer steps done
+    step: int
+    # where the data continues: ``position`` minibatches of ``epoch`` were read
+    epoch: int
+    position: int
+    seed: int
+    graph_digest: str
+    plan_digest: str
+    files: tuple[StageFile, ...]
+    # of the loss scale in float16, 0 for other precisions
+    scale: float = 0.0
+    good_steps: int = 0
+    # digest of the ``position`` minibatches; "" in a checkpoint that was written without one
+    data: str = ""
+    # None in a checkpoint of an earlier format, which does not hold the complete optimizer state either
+    options: TrainingOptions | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.step, self.epoch, self.position, self.good_steps, self.scale) < 0:
+            raise ValueError("steps, epochs, positions and the scale of the loss must not be negative")
+        if len({stage.file for stage in self.files}) < len(self.files):
+            raise ValueError("two stages have the same file")
