@@ -55,8 +55,8 @@ def capture(
     """
     model = workload.build_model() if model is None else model
     if training:
-        found = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
-        return _with_after_step(workload, model, found) if "after_step" in workload.hooks else found
+        captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
+        return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
     before, trained = Snapshot(model), workload.spec.opaque_modules
     model.eval()
     try:
@@ -107,11 +107,11 @@ def _capture(
             captured = completed(ladder.climb((), allow_data_dependent=allow_data_dependent))
         else:
             captured = _bounded(captured, lengths, part)
-    exact, said = verify_capture(workload, model, captured.module, captured.graph, items)
+    exact, notes = verify_capture(workload, model, captured.module, captured.graph, items)
     if trains(model) and not fixed:
-        said += coupling_notes(workload, model, item, captured.graph, captured.divisor)
+        notes += coupling_notes(workload, model, item, captured.graph, captured.divisor)
     graph: Graph = dataclasses.replace(captured.graph, exact=exact)
-    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *said))
+    return dataclasses.replace(captured, graph=graph, exact=exact, notes=(*captured.notes, *notes))
 
 
 def _refuse_sparse_parameters(model: nn.Module) -> None:
@@ -226,9 +226,9 @@ def _other(workload: Workload, item: Item, batch_size: int) -> Item:
         return workload.example_item(other)  # part of a batch may be no batch
     both = workload.example_item(batch_size + other)
     leaves, dimensions = workload.leaves(both), workload.batch_dims(both)
-    found = {
+    other_leaves = {
         name: laid_out(leaf.narrow(dimensions[name], batch_size, other), leaf) if name in dimensions else leaf
         for name, leaf in leaves.items()
     }
     same = form_of(both).structure == form_of(item).structure
-    return workload.with_leaves(item if same else both, found)
+    return workload.with_leaves(item if same else both, other_leaves)

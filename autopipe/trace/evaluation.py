@@ -19,7 +19,7 @@ def evaluation_arguments(
     ``same``: node of the evaluation pass -> node of the training pass. ``raw``: the latter's arguments as they were
     recorded, before sizes were written into the graph.
     """
-    found: dict[fx.Node, Arguments] = {}
+    differing: dict[fx.Node, Arguments] = {}
     try:
         for other, node in same.items():
             if node.op in ("output", "placeholder", "get_attr"):
@@ -36,7 +36,7 @@ def evaluation_arguments(
             args = merged(args, other.args, node.args, same, choose)
             kwargs = merged(kwargs, dict(other.kwargs), dict(node.kwargs), same, choose)
             if differs:
-                found[node] = args, kwargs
+                differing[node] = args, kwargs
     except OtherWay as way:
         return {}, f"eval mode traces differently{way}"
-    return found, ""
+    return differing, ""

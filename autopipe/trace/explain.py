@@ -85,20 +85,20 @@ def places_of(frame: FrameType) -> dict[str, Any]:
     in_library = library_of(frame.f_code.co_filename)
     outer = _frames_of(frame.f_back) if in_library else []
     around = (outer[0] if outer else None) if in_library else users_frame(frame.f_back)
-    found: dict[str, Any] = {
+    places: dict[str, Any] = {
         "source": (frame.f_code.co_filename, frame.f_lineno),
         "frame": id(frame),
         "at": frame.f_lasti,
     }
     if around is not None:
-        found["caller"] = (around.f_code.co_filename, around.f_lineno), id(around), around.f_lasti
+        places["caller"] = (around.f_code.co_filename, around.f_lineno), id(around), around.f_lasti
     if in_library:
         frames = [frame, *outer]
         own, _ = own_and_library([each.f_code.co_filename for each in frames])
         line = frames[own].f_code.co_filename, frames[own].f_lineno
-        if line != found["source"]:
-            found["own"] = line
-    return found
+        if line != places["source"]:
+            places["own"] = line
+    return places
 
 
 Line = tuple[str, int]

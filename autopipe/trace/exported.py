@@ -172,15 +172,17 @@ class _Again(fx.Interpreter):
 
 def _line(stack_trace: str | None) -> tuple[str, int] | None:
     """Return the user's innermost line of a traceback that export kept."""
-    found = [(name, int(line)) for name, line in _FRAME.findall(stack_trace or "") if is_users(name) and name[0] != "<"]
-    return found[-1] if found else None
+    places = [
+        (name, int(line)) for name, line in _FRAME.findall(stack_trace or "") if is_users(name) and name[0] != "<"
+    ]
+    return places[-1] if places else None
 
 
 def _modules(stack: Mapping[str, tuple[str, Any]] | None) -> tuple[tuple[str, str, int], ...]:
     """Return the modules around a call, outermost first, as the recorder keeps them."""
-    found = []
+    modules = []
     for path, kind in (stack or {}).values():
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
         if path.startswith("model"):
-            found.append((path.removeprefix("model").lstrip("."), name.rpartition(".")[2], 0))
-    return tuple(found)
+            modules.append((path.removeprefix("model").lstrip("."), name.rpartition(".")[2], 0))
+    return tuple(modules)

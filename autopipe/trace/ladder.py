@@ -101,11 +101,11 @@ class Ladder:
         raw = _arguments(narrow)
         same, note = self._in_evaluation(narrow, batch=self.batch)
         fit.apply()
-        found = self._finished(fit.narrow, LENGTHS if fit.narrow.lengths else QUICK, same, raw, note)
-        symbols = found.graph.symbols
+        capture = self._finished(fit.narrow, LENGTHS if fit.narrow.lengths else QUICK, same, raw, note)
+        symbols = capture.graph.symbols
         highs = [max(pair) for pair in zip(fit.narrow.sizes, fit.wide.sizes, strict=False)]
         symbols = (symbols[0], *(dataclasses.replace(s, high=h) for s, h in zip(symbols[1:], highs[1:], strict=False)))
-        return dataclasses.replace(found, graph=dataclasses.replace(found.graph, symbols=symbols))
+        return dataclasses.replace(capture, graph=dataclasses.replace(capture.graph, symbols=symbols))
 
     def _follow(self, **options: Any) -> Followed:
         return follow(self.workload, self.model, self.item, forward=self.forward, opaque=self.opaque, **options)
@@ -141,9 +141,9 @@ class Ladder:
                 logger.info("sequence lengths stay fixed: %s", whys[-1])
 
     def _symbolic(self, method: str, *, answer: bool) -> Capture:
-        found = self._follow(answer=answer)
-        same, note = self._in_evaluation(found, answer=answer)
-        return self._finished(found, method, same, _arguments(found), note)
+        followed = self._follow(answer=answer)
+        same, note = self._in_evaluation(followed, answer=answer)
+        return self._finished(followed, method, same, _arguments(followed), note)
 
     def _exported(self, error: TraceError) -> Capture:
         """Capture what ``torch.export`` makes of the model, as if it were the model."""
@@ -151,20 +151,20 @@ class Ladder:
         try:
             forward = export(self.workload, self.model, self.item)
             below = dataclasses.replace(self, forward=forward, opaque=None)
-            found = below.climb((), allow_data_dependent=False)
+            capture = below.climb((), allow_data_dependent=False)
         except (NotExportable, TraceError) as why:
-            said = why.what if isinstance(why, TraceError) else str(why)
-            remedy = "; ".join(part for part in (error.remedy, f"tried too: torch.export ({said})") if part)
+            reason = why.what if isinstance(why, TraceError) else str(why)
+            remedy = "; ".join(part for part in (error.remedy, f"tried too: torch.export ({reason})") if part)
             failure = TraceError(error.what, where=error.where, remedy=remedy)
             failure.within = error.within
             raise failure from error.__cause__
         note = f"captured by torch.export, because recording its calls failed: {error.what} ({error.where})"
-        graph = dataclasses.replace(found.graph, captured_by=f"{EXPORT} ({found.method})")
+        graph = dataclasses.replace(capture.graph, captured_by=f"{EXPORT} ({capture.method})")
         return dataclasses.replace(
-            found,
+            capture,
             graph=graph,
             method=graph.captured_by,
-            notes=(note, *found.notes),
+            notes=(note, *capture.notes),
             evaluation={},
             evaluation_note="torch.export keeps the training mode that it was made in",
         )
@@ -211,27 +211,27 @@ class Ladder:
 
     def _finished(
         self,
-        found: Followed,
+        followed: Followed,
         method: str,
         in_evaluation: dict[fx.Node, fx.Node],
         raw: dict[fx.Node, Arguments],
         note: str,
     ) -> Capture:
         differing, other = evaluation_arguments(in_evaluation, raw)
-        rename(found.graph)
+        rename(followed.graph)
         # torch.export keeps what it read of the memory to itself
-        reads = found.recorder.layout_read if self.forward is None else STRIDES
+        reads = followed.recorder.layout_read if self.forward is None else STRIDES
         form = dataclasses.replace(form_of(self.item), reads=reads)
-        graph = dataclasses.replace(describe(found, self.workload.name), captured_by=method, batch=form)
-        constants = dict(sorted(found.recorder.constants.items()))
-        module = assemble(self.model, found.graph, constants)
+        graph = dataclasses.replace(describe(followed, self.workload.name), captured_by=method, batch=form)
+        constants = dict(sorted(followed.recorder.constants.items()))
+        module = assemble(self.model, followed.graph, constants)
         evaluation = {node.name: arguments for node, arguments in differing.items()}
-        notes = tuple(dict.fromkeys(found.recorder.notes))
+        notes = tuple(dict.fromkeys(followed.recorder.notes))
         return Capture(graph, module, constants, method, evaluation, note or other, notes)
 
 
-def _arguments(found: Followed) -> dict[fx.Node, Arguments]:
-    return {node: (node.args, dict(node.kwargs)) for node in found.graph.nodes}
+def _arguments(followed: Followed) -> dict[fx.Node, Arguments]:
+    return {node: (node.args, dict(node.kwargs)) for node in followed.graph.nodes}
 
 
 def _is_prime_step(step: int) -> bool:

@@ -71,16 +71,16 @@ def verify(
     exact, notes = True, []
     with _left_as_it_was(model):
         for (item, where), left in zip(runs, wanted, strict=True):
-            told = f"batch of {workload.num_samples(item)}, seed {where[0]}"
+            label = f"batch of {workload.num_samples(item)}, seed {where[0]}"
             try:
                 right = _run(model, captured, item, where, "the captured graph failed")
             except RunError as stopped:
                 if where == wheres[0]:
                     raise TraceError(stopped.what, where=stopped.where, remedy=stopped.remedy) from stopped
-                notes.append(f"{told}: {stopped.what} ({stopped.where})")
+                notes.append(f"{label}: {stopped.what} ({stopped.where})")
                 continue
             try:
-                exact &= _compare(left, right, told, graph)
+                exact &= _compare(left, right, label, graph)
             except TraceError as error:
                 raise _with_hooks(error, model) from error
     return exact, notes
@@ -151,16 +151,16 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _compare(wanted: Outcome, found: Outcome, told: str, graph: Graph) -> bool:
-    if wanted.draws != found.draws:
+def _compare(wanted: Outcome, actual: Outcome, label: str, graph: Graph) -> bool:
+    if wanted.draws != actual.draws:
         raise TraceError(
-            f"the model makes {wanted.draws} random draws in a forward, the captured graph {found.draws} ({told})",
+            f"the model makes {wanted.draws} random draws in a forward, the captured graph {actual.draws} ({label})",
             remedy="draw random numbers with torch operations only",
         )
     exact = True
     for name, value in wanted.values.items():
-        other = found.values.get(name)
-        exact &= _compare_one(name, value, other, told, _first_user(graph, name))
+        other = actual.values.get(name)
+        exact &= _compare_one(name, value, other, label, _first_user(graph, name))
     return exact
 
 
@@ -196,18 +196,18 @@ def _tolerance(name: str) -> float:
     return BUFFER_TOLERANCE if name.startswith("buffer") else LOSS_TOLERANCE
 
 
-def _compare_one(name: str, wanted: Tensor | None, found: Tensor | None, told: str, where: str) -> bool:
+def _compare_one(name: str, wanted: Tensor | None, actual: Tensor | None, label: str, where: str) -> bool:
     remedy = "what the model does there depends on something outside of its inputs, parameters and buffers"
-    if wanted is None or found is None:
-        if wanted is found:
+    if wanted is None or actual is None:
+        if wanted is actual:
             return True
         sides = ("none", "one") if wanted is None else ("one", "none")
         raise TraceError(
-            f"{name}: the model has {sides[0]}, the captured graph has {sides[1]} ({told})", where=where, remedy=remedy
+            f"{name}: the model has {sides[0]}, the captured graph has {sides[1]} ({label})", where=where, remedy=remedy
         )
-    if sparse.equal(wanted, found):
+    if sparse.equal(wanted, actual):
         return True
-    a, b = sparse.dense(wanted).double(), sparse.dense(found).double()
+    a, b = sparse.dense(wanted).double(), sparse.dense(actual).double()
     if a.shape == b.shape:
         if torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()):
             a, b = (t.nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
@@ -216,9 +216,9 @@ def _compare_one(name: str, wanted: Tensor | None, found: Tensor | None, told: s
         if bool((difference <= _tolerance(name) * scale).all()):
             return bool((difference == 0).all())
         index = int(difference.nan_to_num(float("inf")).argmax())
-        numbers = f"{float(wanted.flatten()[index]):.9g} and {float(found.flatten()[index]):.9g}"
+        numbers = f"{float(wanted.flatten()[index]):.9g} and {float(actual.flatten()[index]):.9g}"
     else:
         numbers = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
     raise TraceError(
-        f"the captured graph is not the model: {name} differs, {numbers} ({told})", where=where, remedy=remedy
+        f"the captured graph is not the model: {name} differs, {numbers} ({label})", where=where, remedy=remedy
     )

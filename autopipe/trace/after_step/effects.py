@@ -67,7 +67,7 @@ def effects_of(workload: Workload, model: nn.Module) -> Effects:
 
 def copies(parameters: Mapping[str, nn.Parameter], *, cut: bool) -> dict[str, nn.Parameter]:
     """Return parameters of the same values, flags and attributes on the CPU; random ones of those without memory."""
-    made = {}
+    copied = {}
     for name, parameter in parameters.items():
         data = parameter.detach()
         if cut:
@@ -75,9 +75,9 @@ def copies(parameters: Mapping[str, nn.Parameter], *, cut: bool) -> dict[str, nn
         if data.is_meta:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             data = torch.randn(data.shape, generator=generator).to(data.dtype)
-        made[name] = nn.Parameter(data.to("cpu").clone(), requires_grad=parameter.requires_grad)
-        made[name].__dict__.update(parameter.__dict__)
-    return made
+        copied[name] = nn.Parameter(data.to("cpu").clone(), requires_grad=parameter.requires_grad)
+        copied[name].__dict__.update(parameter.__dict__)
+    return copied
 
 
 def _other_models(workload: Workload, model: nn.Module, state: Snapshot) -> dict[str, Tensor]:

@@ -20,28 +20,28 @@ from autopipe.trace.record.symbols import Symbols
 from autopipe.trace.record.targets import qualified_name
 
 
-def describe(found: Followed, name: str) -> Graph:
+def describe(followed: Followed, name: str) -> Graph:
     """Return the ``ir.Graph`` of a pass; every call gets its ``Node`` as ``meta["node"]``.
 
     Raises: TraceError when the forward changes a parameter or a plain tensor of the model in place.
     """
-    return _Describer(found).graph(name)
+    return _Describer(followed).graph(name)
 
 
 GUARD = "autopipe.guards.expect"
 
 
 class _Describer:
-    def __init__(self, found: Followed) -> None:
-        self.found = found
-        self.constants = found.recorder.constants
+    def __init__(self, followed: Followed) -> None:
+        self.followed = followed
+        self.constants = followed.recorder.constants
         self.position: dict[str, int] = {}
         self.owner: dict[int, str] = {}  # memory -> value that it belongs to
         self.changes: dict[int, list[str]] = {}  # memory -> calls that changed it, in order
         self.buffer_names: dict[int, list[str]] = {}
         self.parameter_names: dict[int, str] = {}
-        parameters = {n for n, _ in found.borrowed.model.named_parameters()}
-        for first, fake in found.borrowed.fake.items():
+        parameters = {n for n, _ in followed.borrowed.model.named_parameters()}
+        for first, fake in followed.borrowed.fake.items():
             key = storage_key(fake)
             if key is None:
                 continue
@@ -50,14 +50,14 @@ class _Describer:
             else:
                 self.buffer_names.setdefault(key, []).append(first)
         self.is_parameter = parameters
-        self.constant_memory = {storage_key(fake) for fake in found.recorder.known.constant_fakes}
+        self.constant_memory = {storage_key(fake) for fake in followed.recorder.known.constant_fakes}
 
     def graph(self, name: str) -> Graph:
-        model, symbols = self.found.borrowed.model, self.found.symbols
+        model, symbols = self.followed.borrowed.model, self.followed.symbols
         inputs: list[Input] = []
         nodes: list[Node] = []
         outputs: tuple[str, ...] = ()
-        for fx_node in self.found.graph.nodes:
+        for fx_node in self.followed.graph.nodes:
             if fx_node.op == "placeholder":
                 spec = tensor_spec(fx_node.meta, symbols)
                 if spec is None:
@@ -76,16 +76,18 @@ class _Describer:
             inputs=tuple(inputs),
             symbols=tuple(
                 Symbol(f"s{index}", node.name, dimension, size)
-                for index, ((node, dimension), size) in enumerate(zip(self.found.places, self.found.sizes, strict=True))
+                for index, ((node, dimension), size) in enumerate(
+                    zip(self.followed.places, self.followed.sizes, strict=True)
+                )
             ),
             nodes=tuple(described),
             outputs=outputs,
             parameters={n: _state_spec(p) for n, p in model.named_parameters()},
             buffers={n: _state_spec(b) for n, b in model.named_buffers()},
-            aliases=dict(self.found.borrowed.aliases),
+            aliases=dict(self.followed.borrowed.aliases),
         )
         by_name = {node.name: node for node in described}
-        for fx_node in self.found.graph.nodes:
+        for fx_node in self.followed.graph.nodes:
             if fx_node.name in by_name:
                 fx_node.meta["node"] = by_name[fx_node.name]
         return graph
@@ -93,13 +95,13 @@ class _Describer:
     def _node(self, node: fx.Node, index: int) -> Node:
         self.position[node.name] = index
         meta = node.meta
-        module = self.found.borrowed.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = self.followed.borrowed.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         _refuse_sparse(node, module)
         _refuse_sparse_parts(node)
         read = [entry for entry in node.all_input_nodes if entry.op == "get_attr"]
         state = [str(entry.target) for entry in read if entry.target not in self.constants]
         if module is not None:
-            names = self.found.borrowed.names
+            names = self.followed.borrowed.names
             state += [names[id(t)] for t in (*module.parameters(), *module.buffers())]
         state = list(dict.fromkeys(state))
         inputs = tuple(entry.name for entry in node.all_input_nodes if entry.op != "get_attr")
@@ -116,7 +118,7 @@ class _Describer:
             kind=node.op,
             target=str(node.target) if node.op != "call_function" else qualified_name(node.target),
             inputs=inputs,
-            spec=tensor_spec(meta, self.found.symbols),
+            spec=tensor_spec(meta, self.followed.symbols),
             arguments=arguments_text(node, self.constants, module),
             after=after,
             parameters=tuple(entry for entry in state if entry in self.is_parameter),
@@ -137,7 +139,7 @@ class _Describer:
         )
 
     def _written(self, changed: Iterable[int], meta: Mapping[str, Any]) -> tuple[str, ...]:
-        found: list[str] = []
+        written: list[str] = []
         for key in changed:
             if key in self.parameter_names:
                 raise TraceError(
@@ -153,21 +155,21 @@ class _Describer:
                     "in a loss that is an nn.Module, where it has a parameter too: self.follow = "
                     "nn.Parameter(torch.zeros(()), requires_grad=False)",
                 )
-            found += self.buffer_names.get(key, [])
-        return tuple(dict.fromkeys(found))
+            written += self.buffer_names.get(key, [])
+        return tuple(dict.fromkeys(written))
 
     def _after(self, node: fx.Node, inputs: tuple[str, ...], state: Iterable[str]) -> tuple[str, ...]:
         """Return the calls that changed what this one reads, and that it does not read itself."""
-        found = []
+        changes = []
         for entry in node.all_input_nodes:
-            made = self.position.get(entry.name, -1)
+            position = self.position.get(entry.name, -1)
             for name in self.changes.get(storage_key(entry.meta.get("val")) or 0, ()):
-                if self.position[name] > made and name not in inputs:
-                    found.append(name)
+                if self.position[name] > position and name not in inputs:
+                    changes.append(name)
         for buffer in state:
-            fake = self.found.borrowed.fake.get(buffer)
-            found += [name for name in self.changes.get(storage_key(fake) or 0, ()) if name not in inputs]
-        return tuple(sorted(dict.fromkeys(found), key=self.position.__getitem__))
+            fake = self.followed.borrowed.fake.get(buffer)
+            changes += [name for name in self.changes.get(storage_key(fake) or 0, ()) if name not in inputs]
+        return tuple(sorted(dict.fromkeys(changes), key=self.position.__getitem__))
 
     def _own(self, node: fx.Node) -> str:
         """Return the value whose memory a node's result has, "" where it is its own or the model's."""
@@ -205,12 +207,12 @@ def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
             )
             if free and roots[node.name] not in tainted and known.issuperset((*node.inputs, *node.after)):
                 known.add(node.name)
-        found = {
+        writers = {
             roots.get(value, value) for node in nodes if node.name not in known for value in node.mutates
         } - tainted
-        if not found:
+        if not writers:
             return [dataclasses.replace(node, input_only=node.name in known) for node in nodes]
-        tainted |= found
+        tainted |= writers
 
 
 # where `sparse` stands when it is not given by name

@@ -58,8 +58,12 @@ def _assigned(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
                 ended.append(visit)
                 visit = visits[frame] = []
             visit.append(_Step(node, source, at, frame == own[1]))
-    found = [(visit, _ASSIGNMENT.match(linecache.getline(*visit[-1].source))) for visit in (*ended, *visits.values())]
-    for visit, match in sorted(found, key=lambda entry: entry[0][-1].own):  # what its own line says goes last, and wins
+    assignments = [
+        (visit, _ASSIGNMENT.match(linecache.getline(*visit[-1].source))) for visit in (*ended, *visits.values())
+    ]
+    for visit, match in sorted(
+        assignments, key=lambda entry: entry[0][-1].own
+    ):  # what its own line says goes last, and wins
         if match is not None:
             yield from _named(visit, [name.strip() for name in match.group(1).split(",")])
 

@@ -48,5 +48,5 @@ class Replay(fx.Interpreter):
 def replay(module: fx.GraphModule, leaves: Mapping[str, Tensor], where: tuple[int, int, int]) -> tuple[Tensor, ...]:
     """Return what the graph returns for a batch: the loss, and its weight where there is one."""
     inputs = [leaves[node.name] for node in module.graph.nodes if node.op == "placeholder"]
-    found: tuple[Tensor, ...] = Replay(module, where).run(*inputs)
-    return found
+    outputs: tuple[Tensor, ...] = Replay(module, where).run(*inputs)
+    return outputs

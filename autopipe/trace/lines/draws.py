@@ -54,7 +54,7 @@ class DrawingLine:
         if event != "c_call" or self.where or getattr(function, "__self__", None) is not _PYTHONS:
             return
         if function.__name__ in _DRAWS:
-            self._found(lines_of(frame))
+            self._name_place(lines_of(frame))
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
@@ -77,9 +77,9 @@ class DrawingLine:
     def _look(self) -> None:
         if self._frame is not None and self._drawn is not None and not self.where and self._drawn():
             _, *around = lines_of(self._frame)
-            self._found([(self._frame.f_code.co_filename, self._line), *around])
+            self._name_place([(self._frame.f_code.co_filename, self._line), *around])
 
-    def _found(self, lines: list[Line]) -> None:
+    def _name_place(self, lines: list[Line]) -> None:
         if lines:
             own, inner = own_and_inner(lines)
             self.where = place_in(own, inner)

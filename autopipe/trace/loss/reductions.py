@@ -55,11 +55,11 @@ class _UnreadableError(Exception):
 
 @dataclass
 class Walk:
-    """Goes back from the loss. ``found``: the divisor of every term. ``penalty``: see ``Divisor``."""
+    """Goes back from the loss. ``divisors``: of every term. ``penalty``: see ``Divisor``."""
 
     graph: Graph
     module: fx.GraphModule
-    found: dict[Product, None] = field(default_factory=dict)
+    divisors: dict[Product, None] = field(default_factory=dict)
     penalty: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Walk:
     def products(self) -> list[Product]:
         """Return the divisors of the terms that could be read, each once."""
         self._term(self.nodes[self.graph.outputs[0]], (), frozenset())
-        return list(self.found)
+        return list(self.divisors)
 
     # --- what is known of a value -------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Walk:
 
     def _add(self, product: Product) -> None:
         factors = [factor for factor in product if not (factor.kind == "value" and not self._varies(factor))]
-        self.found[tuple(sorted(factors, key=dataclasses.astuple))] = None
+        self.divisors[tuple(sorted(factors, key=dataclasses.astuple))] = None
 
     def _varies(self, factor: Factor) -> bool:
         """Whether a factor differs between microbatches; what the whole minibatch shares cancels out."""

@@ -172,8 +172,8 @@ def precision_of(workload: Workload, model: nn.Module, graph: Graph) -> float:
     """Return the step between numbers of the coarsest type that a model computes in, regions of autocast included."""
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}}.get(workload.spec.precision, set())
-    made = {node.spec.dtype for node in graph.nodes if node.spec is not None}
-    types |= {kind for kind in _COARSE if str(kind).removeprefix("torch.") in made}
+    dtypes = {node.spec.dtype for node in graph.nodes if node.spec is not None}
+    types |= {kind for kind in _COARSE if str(kind).removeprefix("torch.") in dtypes}
     return max((torch.finfo(kind).eps for kind in types), default=0.0)
 
 

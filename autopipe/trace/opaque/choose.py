@@ -111,13 +111,13 @@ class Opaque:
         groups: dict[tuple[str, str], list[str]] = {}
         for path in self.modules:
             groups.setdefault(self.whys[path], []).append(path)
-        found = []
+        candidates = []
         for (why, where), paths in groups.items():
             more = f" and {counted(len(paths) - 1, 'more module')} run as they are" if len(paths) > 1 else ""
             reason = why.replace("its ", "their ").replace("it makes", "they make") if more else why
             place = f" ({where.partition(': ')[0]})" if where else ""
-            found.append(f"{paths[0]}{more or ' runs as it is'}: {reason}{place}")
-        return tuple(found)
+            candidates.append(f"{paths[0]}{more or ' runs as it is'}: {reason}{place}")
+        return tuple(candidates)
 
     def form(self, path: str, number: int) -> Form | None:
         """Return what a call of a module gives, None where no batch made so many calls."""
@@ -202,7 +202,7 @@ class Opaque:
     @functools.cached_property
     def _observed(self) -> Observed:
         seed = self.workload.spec.seed
-        found = observe(self.workload, self.model, [self.item, *self.others(), self.item], seed)
+        observed = observe(self.workload, self.model, [self.item, *self.others(), self.item], seed)
         for part in range(min((len(shorter(length.size)) for length in self.lengths), default=0)):
             leaves = cut(self.workload.leaves(self.item), self.lengths, part)
             try:
@@ -210,9 +210,9 @@ class Opaque:
             except Exception as why:  # the model itself may not take a shorter sequence
                 logger.info("no shorter sequence: %s", why)
                 continue
-            found.calls += more.calls
+            observed.calls += more.calls
             break
-        return found
+        return observed
 
 
 def _advise(error: TraceError, text: str) -> None:

@@ -104,8 +104,8 @@ def _grouped_mm(
         shape = (offs.shape[0], *shape)
     elif left.dim() == 3 and right.dim() == 2:
         shape = shape[1:]
-    made = _like(left, shape, left, right)
-    return made if out_dtype is None else made.to(out_dtype)
+    fake = _like(left, shape, left, right)
+    return fake if out_dtype is None else fake.to(out_dtype)
 
 
 def _with_momentum(module: _BatchNorm, *inputs: Tensor) -> Any:
@@ -119,8 +119,8 @@ def _with_momentum(module: _BatchNorm, *inputs: Tensor) -> Any:
 
 def _like(model: Tensor, shape: tuple[Any, ...], *sources: Tensor) -> Tensor:
     """Return an empty tensor of another shape, through which a gradient reaches ``sources`` as through the call."""
-    made = torch.empty(shape, dtype=model.dtype, device=model.device)
+    fake = torch.empty(shape, dtype=model.dtype, device=model.device)
     for source in sources:
         if source.requires_grad and torch.is_grad_enabled():
-            return made + source.sum() * 0
-    return made
+            return fake + source.sum() * 0
+    return fake

@@ -142,9 +142,9 @@ class ModuleCalls:
     def _bind_object(self, value: Any, node: fx.Node) -> None:
         """Make attributes of ``node`` the source of the tensors in an object that a call has returned."""
         for name in vars(value):
-            held = getattr(value, name)
-            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(held)):
-                self._bind(held, self.append("call_function", getattr, (node, name)), in_place=True)
+            attribute = getattr(value, name)
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(attribute)):
+                self._bind(attribute, self.append("call_function", getattr, (node, name)), in_place=True)
 
     def _leave_unknown(self, module: nn.Module, form: Form) -> None:
         """Put tensors that nobody made where a call of the module leaves some: what reads them cannot be followed."""

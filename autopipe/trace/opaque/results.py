@@ -72,13 +72,13 @@ class Form:
         ``unknown``: gets the entries that are not the same in every batch. Who reads a tensor of theirs is refused.
         """
         inputs = tensors_of(args, kwargs)
-        made = []
+        results = []
         for entry in self.entries:
-            leaves = [_made(leaf, inputs, parameters) if _is_sized(leaf) else leaf for leaf in entry.leaves]
-            made.append(pytree.tree_unflatten(leaves, entry.structure))
+            leaves = [_tensor_like(leaf, inputs, parameters) if _is_sized(leaf) else leaf for leaf in entry.leaves]
+            results.append(pytree.tree_unflatten(leaves, entry.structure))
             if entry.why:
-                unknown.append(made[-1])
-        return pytree.tree_unflatten(made, self.container)
+                unknown.append(results[-1])
+        return pytree.tree_unflatten(results, self.container)
 
 
 def form_of(calls: Sequence[Call]) -> Form:
@@ -185,7 +185,7 @@ def _line(given: Sequence[int], sizes: Sequence[int]) -> tuple[int, int] | None:
     return (factor, offset) if not rest and all(x * factor + offset == y for x, y in points) else None
 
 
-def _made(leaf: tuple[Leaf, tuple[Size, ...]], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+def _tensor_like(leaf: tuple[Leaf, tuple[Size, ...]], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
     about, sizes = leaf
     if about.alias >= 0:
         given = inputs[about.alias]
@@ -193,10 +193,10 @@ def _made(leaf: tuple[Leaf, tuple[Size, ...]], inputs: Sequence[Tensor], paramet
     order = about.order
     shape = [sizes[dimension].of(inputs) for dimension in order]
     device = inputs[0].device if inputs else about.device
-    made = torch.empty(shape, dtype=about.dtype, device=device)
-    made = made.permute([order.index(dimension) for dimension in range(len(order))]) if order else made
+    tensor = torch.empty(shape, dtype=about.dtype, device=device)
+    tensor = tensor.permute([order.index(dimension) for dimension in range(len(order))]) if order else tensor
     if about.requires_grad and torch.is_grad_enabled():
         for source in (*inputs, *parameters):
             if source.requires_grad:
-                return made + source.sum().to(made.dtype) * 0
-    return made
+                return tensor + source.sum().to(tensor.dtype) * 0
+    return tensor

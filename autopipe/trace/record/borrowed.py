@@ -174,10 +174,10 @@ class Borrowed:
         if not tensor.is_meta:
             return self.mode.from_tensor(tensor, static_shapes=True)
         with self.mode:  # a model built without memory is followed as if it lay where the batch lies
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
 
     def _lent(self, value: Any, name: str) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -197,9 +197,9 @@ class Borrowed:
 
     def reassigned_buffers(self) -> Mapping[str, Tensor]:
         """Return first name -> new value of the buffers that the forward bound to another tensor."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, now in self.model.named_buffers(remove_duplicate=False):
             first = self.aliases.get(name, name)
             if first in self.fake and now is not self.fake[first]:
-                found.setdefault(first, now)
-        return found
+                tensors.setdefault(first, now)
+        return tensors

@@ -17,10 +17,10 @@ CONTAINERS = (list, dict, set, deque)
 def attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object, where it has a dictionary of them; its class is not asked."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found if isinstance(found, dict) else None
+    return attributes if isinstance(attributes, dict) else None
 
 
 def entries(container: Any) -> Iterator[tuple[Any, Any]]:

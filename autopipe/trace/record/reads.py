@@ -122,7 +122,7 @@ class FollowingShapeEnv(ShapeEnv):
             if self.fixed_at.keys() & set(symbols):
                 continue  # refused as a whole when the pass is over
             holds = (guard.expr.subs(dict.fromkeys(symbols, size)) for size in _SIZES)
-            if self.on_answer is not None and any(held is sympy.false for held in holds):  # sympy's false
+            if self.on_answer is not None and any(truth is sympy.false for truth in holds):  # sympy's false
                 self.on_answer(guard.expr, True)
         return answer
 

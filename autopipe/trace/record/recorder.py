@@ -305,8 +305,8 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         return value
 
     def _size(self, value: Any) -> Any:
-        found = self._size_node(value.node.expr)
-        return bool(found) if isinstance(value, torch.SymBool) and not isinstance(found, fx.Node) else found
+        node = self._size_node(value.node.expr)
+        return bool(node) if isinstance(value, torch.SymBool) and not isinstance(node, fx.Node) else node
 
     def _size_node(self, expression: Any) -> Any:
         try:

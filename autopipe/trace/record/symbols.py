@@ -47,7 +47,7 @@ class Symbols:
     source: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
     made_by: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
-    _made: dict[Any, Any] = field(default_factory=dict)
+    _expressions: dict[Any, Any] = field(default_factory=dict)
 
     def declare(self, node: fx.Node, value: Tensor) -> None:
         """Take the symbolic dimensions of an input; the first input that has a symbol is its source."""
@@ -59,22 +59,22 @@ class Symbols:
 
     def declare_made(self, node: fx.Node, value: Tensor) -> list[tuple[Any, int]]:
         """Take the sizes that a call made by itself (how many rows a mask selects): (symbol, dimension) of each."""
-        found: list[tuple[Any, int]] = []
+        factors: list[tuple[Any, int]] = []
         for dimension, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                 symbol = size.node.expr
-                if symbol not in self.source and symbol not in self.made_by and symbol not in self._made:
+                if symbol not in self.source and symbol not in self.made_by and symbol not in self._expressions:
                     self.made_by[symbol] = node, dimension
-                    found.append((symbol, dimension))
-        return found
+                    factors.append((symbol, dimension))
+        return factors
 
     def bind(self, expression: Any, node: fx.Node) -> None:
         """Say that ``node`` is the number that ``expression`` stands for."""
-        self._made.setdefault(expression, node)
+        self._expressions.setdefault(expression, node)
 
     def read_from(self, symbol: Any) -> fx.Node | None:
         """Return the call that read a number from a tensor, None for a symbol of another kind."""
-        node = self._made.get(symbol)
+        node = self._expressions.get(symbol)
         return node if isinstance(node, fx.Node) else None
 
     def simplified(self, expression: Any) -> Any:
@@ -91,9 +91,9 @@ class Symbols:
             return int(expression)
         if expression.is_number:
             return float(expression)
-        if expression not in self._made:
-            self._made[expression] = self._compute(expression, call)
-        return self._made[expression]
+        if expression not in self._expressions:
+            self._expressions[expression] = self._compute(expression, call)
+        return self._expressions[expression]
 
     def _compute(self, expression: Any, call: Callable[[str, Any, tuple[Any, ...]], fx.Node]) -> Any:
         if expression.is_Symbol:

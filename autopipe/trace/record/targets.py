@@ -63,15 +63,15 @@ def property_name(func: Any) -> str:
 
 
 def _is_tensor_method(func: Any, name: str) -> bool:
-    found = getattr(torch.Tensor, name, None)
+    method = getattr(torch.Tensor, name, None)
     owner = getattr(func, "__qualname__", "").split(".")[0]  # x ** 2 is a wrapper of TensorBase.pow
-    return found is func or (found is not None and owner in ("Tensor", "TensorBase"))
+    return method is func or (method is not None and owner in ("Tensor", "TensorBase"))
 
 
 @functools.cache
 def _public_names() -> dict[int, str]:
     """Return id of a function -> the public name it has in torch, for those that live in private modules."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     places = {
         "torch": torch,
         "torch.nn.functional": torch.nn.functional,
@@ -83,8 +83,8 @@ def _public_names() -> dict[int, str]:
         for name in sorted(vars(module)):
             value = getattr(module, name)
             if callable(value) and not isinstance(value, type) and not name.startswith("_"):
-                found.setdefault(id(value), f"{place}.{name}")
-    return found
+                names.setdefault(id(value), f"{place}.{name}")
+    return names
 
 
 def qualified_name(target: Any) -> str:

@@ -20,7 +20,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 SILENT = {"batch_norm", "instance_norm"}
 OF_ITSELF: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool, "is_nonzero": bool, "__int__": int, "__float__": float, "__index__": int,
-    "tolist": lambda found: found, "__format__": lambda found: found,
+    "tolist": lambda value: value, "__format__": lambda value: value,
 }  # fmt: skip
 ANSWERED = {*OF_ITSELF, "equal", "allclose", "__contains__"}
 REFUSED = {
@@ -59,12 +59,12 @@ class RandomCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
 
 def effective_autocast(regions: Iterable[tuple[str, torch.dtype, bool, bool]]) -> tuple[Any, ...]:
     """Return the regions that matter: the innermost of each device, unless it switches off what nothing switched on."""
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for region in regions:
         device, _, enabled, _ = region
-        if enabled or device in found:
-            found[device] = region
-    return tuple(region for region in found.values() if region[2])
+        if enabled or device in names:
+            names[device] = region
+    return tuple(region for region in names.values() if region[2])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -37,7 +37,7 @@ class Size:
         Raises: OtherWay when nothing so simple does.
         """
         (s, x), (t, y) = first, second
-        found: list[Size] = []
+        sizes: list[Size] = []
         for times, of in _forms(len(s)):
             a, b = _product(s, times), _product(t, times)
             if x % a or y % b:
@@ -49,10 +49,10 @@ class Size:
             offset = x // a - factor * u
             # through two points a square looks like a line far below zero
             if not rest and (not offset or (len(of) == 1 and offset > -u * v)):
-                found.append(cls(factor, offset, of, times))
-        if not found:
+                sizes.append(cls(factor, offset, of, times))
+        if not sizes:
             raise OtherWay(f": {x} at {_shape(s)} and {y} at {_shape(t)}")
-        return next((size for size in found if not size.offset), found[0])
+        return next((size for size in sizes if not size.offset), sizes[0])
 
     def __str__(self) -> str:
         inner = "*".join(f"s{index}" for index in self.of)

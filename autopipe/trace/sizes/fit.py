@@ -60,49 +60,49 @@ class Fit:
 
     def apply(self) -> None:
         """Write the sizes into the narrow graph."""
-        made: dict[Size, fx.Node] = {}
+        nodes: dict[Size, fx.Node] = {}
         for node, (args, kwargs) in self.arguments.items():
             if node.op not in ("placeholder", "get_attr"):
-                node.args = self._written(args, node, made)
-                node.kwargs = self._written(kwargs, node, made)
+                node.args = self._written(args, node, nodes)
+                node.kwargs = self._written(kwargs, node, nodes)
 
-    def _written(self, value: Any, user: fx.Node, made: dict[Size, fx.Node]) -> Any:
+    def _written(self, value: Any, user: fx.Node, nodes: dict[Size, fx.Node]) -> Any:
         if isinstance(value, Size):
-            return self._node(value, user, made)
+            return self._node(value, user, nodes)
         if isinstance(value, (list, tuple)):
-            items = [self._written(item, user, made) for item in value]
+            items = [self._written(item, user, nodes) for item in value]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict):
-            return {key: self._written(item, user, made) for key, item in value.items()}
+            return {key: self._written(item, user, nodes) for key, item in value.items()}
         if isinstance(value, slice):
-            return slice(*(self._written(item, user, made) for item in (value.start, value.stop, value.step)))
+            return slice(*(self._written(item, user, nodes) for item in (value.start, value.stop, value.step)))
         return value
 
-    def _node(self, size: Size, user: fx.Node, made: dict[Size, fx.Node]) -> fx.Node:
-        if size in made:
-            return made[size]
-        found = self._product(size.of, user, made)
+    def _node(self, size: Size, user: fx.Node, nodes: dict[Size, fx.Node]) -> fx.Node:
+        if size in nodes:
+            return nodes[size]
+        node = self._product(size.of, user, nodes)
         if size.factor != 1:
-            found = self._insert("call_function", operator.mul, (found, size.factor), user)
+            node = self._insert("call_function", operator.mul, (node, size.factor), user)
         if size.offset:
-            found = self._insert("call_function", operator.add, (found, size.offset), user)
+            node = self._insert("call_function", operator.add, (node, size.offset), user)
         if size.times:
-            outer = self._product(size.times, user, made)
-            found = self._insert("call_function", operator.mul, (outer, found), user)
-        made[size] = found
-        return found
+            outer = self._product(size.times, user, nodes)
+            node = self._insert("call_function", operator.mul, (outer, node), user)
+        nodes[size] = node
+        return node
 
-    def _product(self, which: tuple[int, ...], user: fx.Node, made: dict[Size, fx.Node]) -> fx.Node:
+    def _product(self, which: tuple[int, ...], user: fx.Node, nodes: dict[Size, fx.Node]) -> fx.Node:
         """Return the node of one size of the batch, or of several multiplied."""
         plain = Size(1, 0, which)
-        if plain not in made:
+        if plain not in nodes:
             if len(which) == 1:
                 source, dimension = self.narrow.places[which[0]]
-                made[plain] = self._insert("call_method", "size", (source, dimension), user)
+                nodes[plain] = self._insert("call_method", "size", (source, dimension), user)
             else:
-                first, second = (self._product((index,), user, made) for index in which)
-                made[plain] = self._insert("call_function", operator.mul, (first, second), user)
-        return made[plain]
+                first, second = (self._product((index,), user, nodes) for index in which)
+                nodes[plain] = self._insert("call_function", operator.mul, (first, second), user)
+        return nodes[plain]
 
     def _insert(self, kind: str, target: Any, args: tuple[Any, ...], user: fx.Node) -> fx.Node:
         with self.narrow.graph.inserting_before(user):

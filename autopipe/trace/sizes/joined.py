@@ -24,18 +24,18 @@ def join(graph: fx.Graph, batch: int) -> None:
         value: Any = whole.meta.get("val")
         with graph.inserting_before(node):
             if node.target is torch.stack:
-                made = graph.call_method("clone", (whole,))
+                clone = graph.call_method("clone", (whole,))
             elif isinstance(value, Tensor) and value.dim() > 1:
                 flat = graph.call_method("flatten", (whole, 0, 1))
                 flat.meta = {**node.meta, "val": value.flatten(0, 1)}
-                made = graph.call_method("clone", (flat,))  # what cat makes shares no memory
+                clone = graph.call_method("clone", (flat,))  # what cat makes shares no memory
             else:
                 continue
-        made.meta = dict(node.meta)
+        clone.meta = dict(node.meta)
         for other in graph.nodes:
             if "mutates" in other.meta:
-                other.meta["mutates"] = [made if entry is node else entry for entry in other.meta["mutates"]]
-        node.replace_all_uses_with(made)
+                other.meta["mutates"] = [clone if entry is node else entry for entry in other.meta["mutates"]]
+        node.replace_all_uses_with(clone)
         graph.erase_node(node)
 
 

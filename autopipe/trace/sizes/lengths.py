@@ -47,7 +47,7 @@ def found_lengths(
             wanted[others[0]] = None
         else:
             wanted.update({size: None for size in others if size not in taken})
-    found = []
+    lengths = []
     for size in wanted:
         if size < _SHORTEST or size == count:
             continue
@@ -57,8 +57,8 @@ def found_lengths(
             for dimension in range(leaf.dim())
             if leaf.shape[dimension] == size and dimension != dimensions.get(name)
         ]
-        found.append(Length(tuple(places), size))
-    return tuple(found) if len(found) <= _MOST else ()
+        lengths.append(Length(tuple(places), size))
+    return tuple(lengths) if len(lengths) <= _MOST else ()
 
 
 def sizes_of(model: nn.Module) -> set[int]:
@@ -91,8 +91,8 @@ def other_lengths(size: int, taken: set[int]) -> tuple[int, ...]:
         *(range(table, size, -1) for table in tables),
         (n for n in range(max(size // 2, 2), 1, -1) if n not in taken),
     ]
-    found = (next((n for n in way if _is_prime(abs(n - size)) and abs(n - size) > 2), 0) for way in ways)
-    return tuple(dict.fromkeys(n for n in found if n))
+    primes = (next((n for n in way if _is_prime(abs(n - size)) and abs(n - size) > 2), 0) for way in ways)
+    return tuple(dict.fromkeys(n for n in primes if n))
 
 
 def shorter(size: int) -> tuple[int, ...]:
@@ -102,11 +102,13 @@ def shorter(size: int) -> tuple[int, ...]:
 
 def cut(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], part: int) -> dict[str, Tensor]:
     """Return the tensors of a batch at the ``part``-th of the shorter lengths."""
-    found = dict(leaves)
+    shortened = dict(leaves)
     for length in lengths:
         for name, dimension in length.places:
-            found[name] = found[name].narrow(dimension, 0, shorter(length.size)[part])
-    return {name: laid_out(leaf, leaves[name]) if leaf is not leaves[name] else leaf for name, leaf in found.items()}
+            shortened[name] = shortened[name].narrow(dimension, 0, shorter(length.size)[part])
+    return {
+        name: laid_out(leaf, leaves[name]) if leaf is not leaves[name] else leaf for name, leaf in shortened.items()
+    }
 
 
 def _is_prime(number: int) -> bool:

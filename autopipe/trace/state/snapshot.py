@@ -305,9 +305,9 @@ def fingerprint(value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.generic) and not value.dtype.hasobject and value.size <= _LARGEST:
         return "==", (str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, tuple):  # torch.Size too
-        held = tuple(tuple.__iter__(value))
-        if all(type(entry) in _PLAIN for entry in held):
-            return "==", (type(value), repr(held))
+        values = tuple(tuple.__iter__(value))
+        if all(type(entry) in _PLAIN for entry in values):
+            return "==", (type(value), repr(values))
     return "is", value
 
 

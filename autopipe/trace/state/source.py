@@ -115,7 +115,7 @@ class Reader:
             values = self.objects(node.value, depth + 1)
             if node.attr == "__class__":
                 return [type(value) for value in values]
-            return [found for value in values for found in attribute(value, node.attr)][:MOST_OBJECTS]
+            return [attributes for value in values for attributes in attribute(value, node.attr)][:MOST_OBJECTS]
         if isinstance(node, ast.Subscript):
             return [f for v in self.objects(node.value, depth + 1) for f in item(v, node.slice)][:MOST_OBJECTS]
         if isinstance(node, ast.Call):
@@ -189,7 +189,7 @@ class Reader:
     def place_of(self, value: Any) -> str:
         """Return the first line that has an object in hand, "" where none is known to."""
         for node, _ in chains(self.tree) if self.tree is not None else ():
-            if any(found is value for link in links(node) for found in self.objects(link)):
+            if any(linked is value for link in links(node) for linked in self.objects(link)):
                 return self._where(node)
         return ""
 
@@ -255,9 +255,9 @@ class Reader:
             if read:
                 yield Access("read", frozenset(read), where, None, feeds)
 
-    def _fills(self, above: tuple[ast.AST, ...], found: dict[Key, Any]) -> bool:
+    def _fills(self, above: tuple[ast.AST, ...], states: dict[Key, Any]) -> bool:
         """Tell whether a write stands behind a question whether there is something yet: a cache, filled once."""
-        owners = {owner for owner, _ in found} | {id(value) for value in found.values()}
+        owners = {owner for owner, _ in states} | {id(value) for value in states.values()}
         for branch in above:
             if not isinstance(branch, ast.If) or not asks_for_nothing(branch.test):
                 continue

@@ -47,15 +47,15 @@ def unread_paths(workload: Workload, model: nn.Module, item: Item, module: fx.Gr
         return ()
     hooks = workload.functions() if hasattr(workload, "functions") else {}
     look = Look(workload, model, item, hooks)
-    found: list[str] = []
+    names: list[str] = []
     for places in groups.values():
         seen: list[str] = []
         changed = list(leaves)
         for place in places:
             changed[place] = _stand_in(type(leaves[place]), seen)
         if _runs(look, pytree.tree_unflatten(changed, structure), seen):
-            found.extend(named[place][0] for place in places)
-    return tuple(found)
+            names.extend(named[place][0] for place in places)
+    return tuple(names)
 
 
 def _container(path: str) -> str:
