@@ -156,7 +156,7 @@ def _trained(study: Study, contender: Contender, folder: Path) -> Outcome | None
     _, found, profile = captured(study, contender.seed, folder)
     cluster = Cluster((Level("host", STAGES, 1e10, 1e-6),), (ClusterDevice("cpu"),), "one host")
     m = contender.num_microbatches
-    options = PlanOptions(STAGES, study.batch_size, num_microbatches=m, schedule="gpipe")
+    options = PlanOptions(num_ranks=STAGES, batch_size=study.batch_size, num_microbatches=m, schedule="gpipe")
     plan = make_plan(profile, cluster, options)
     plan = replace(plan, schedule=contender.schedule, schedule_options=contender.options)
     if contender.schedule == "pipedream" and plan.ties and not contender.options:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autopipe.ir.schedule import Traffic
+from autopipe.ir.schedule import StageEdges
 from autopipe.schedules import REGISTRY, Costs, lower, make, simulate, validate
 from autopipe.schedules.kind import line
 
@@ -35,7 +35,7 @@ def main(p: int = 64, m: int = 512) -> None:
         if name == "custom":
             continue
         making, schedule = timed(lambda name=name: make(name, line(p, m)))  # type: ignore[misc]
-        lowering, lowered = timed(lambda schedule=schedule: lower(schedule, Traffic.chain(p)))  # type: ignore[misc]
+        lowering, lowered = timed(lambda schedule=schedule: lower(schedule, StageEdges.chain(p)))  # type: ignore[misc]
         running, timeline = timed(lambda lowered=lowered: simulate(lowered, Costs.uniform(p)))  # type: ignore[misc]
         checking, _ = timed(lambda lowered=lowered: validate(lowered), 1)  # type: ignore[misc]
         total = making + lowering + running

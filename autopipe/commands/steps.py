@@ -41,9 +41,9 @@ from autopipe.ir.profile import Profile
 from autopipe.planning.baselines import compared
 from autopipe.planning.baselines import explained as explain
 from autopipe.planning.clusters import priced
-from autopipe.planning.cost.peaks import misfit, with_peaks
+from autopipe.planning.cost.peaks import memory_shortfall, with_peaks
 from autopipe.planning.cost.predict import predict, schedule_of, timeline_of
-from autopipe.planning.reschedule import as_typed, reordered
+from autopipe.planning.reschedule import as_typed, with_schedule
 from autopipe.report.perfetto import chrome_trace
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
 from autopipe.schedules import render
@@ -172,7 +172,7 @@ def simulate(
         found = priced(store.stored_profile(), record.cluster)
         refuse_disagreement(made, found.graph)
         said = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
-        made, notes = reordered(made, request_of(said))
+        made, notes = with_schedule(made, request_of(said))
         order_of_work = schedule_of(made)
         timeline = timeline_of(made, found, record.cluster)
         # whoever has a timeline so large made has the time to count its bytes
@@ -193,7 +193,7 @@ def simulate(
             trace="" if trace is None else str(trace),
             overlaps=any(order_of_work.staleness),
             reordered="" if made.digest == record.plan_digest else as_typed(made, said.order.file),
-            misfit=misfit(made, record.cluster),
+            misfit=memory_shortfall(made, record.cluster),
         )
 
 

@@ -15,7 +15,7 @@ from autopipe.ir.gradients import chains, moving_ties, trained_ties
 from autopipe.ir.graph import Graph
 from autopipe.ir.loans import Loan, loans
 from autopipe.ir.plan import Plan, Tie
-from autopipe.ir.schedule import Request, Traffic
+from autopipe.ir.schedule import ScheduleSpec, StageEdges
 
 Edge = tuple[int, int]
 
@@ -26,7 +26,7 @@ def tied(parameter: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class MessagePlan:
     """For every edge (from stage, to stage) the values that one message holds, in order.
 
     ``forward``: boundary values. ``backward``: boundary values whose gradient it carries, then tied parameters.
@@ -40,7 +40,7 @@ class Routes:
     loans: tuple[Loan, ...] = ()
 
     @staticmethod
-    def of(plan: Plan, graph: Graph) -> Routes:
+    def of(plan: Plan, graph: Graph) -> MessagePlan:
         """Read the routes off a plan of this graph."""
         forward: dict[Edge, list[str]] = {}
         backward: dict[Edge, list[str]] = {}
@@ -59,7 +59,7 @@ class Routes:
         for tie in ties:
             if tie.exact:
                 chain(tied(tie.parameter), (tie.owner, *tie.copies))
-        return Routes(
+        return MessagePlan(
             {edge: tuple(values) for edge, values in sorted(forward.items())},
             {edge: tuple(values) for edge, values in sorted(backward.items())},
             ties,
@@ -68,12 +68,12 @@ class Routes:
         )
 
     @property
-    def traffic(self) -> Traffic:
+    def edges(self) -> StageEdges:
         """The edges alone, for lowering."""
-        return Traffic(tuple(self.forward), tuple(self.backward))
+        return StageEdges(tuple(self.forward), tuple(self.backward))
 
 
-def loss_channel(request: Request, rank: int) -> Channel:
+def loss_channel(request: ScheduleSpec, rank: int) -> Channel:
     """Return where a rank of the last stage sends its share of the losses."""
     return Channel(LOSS, request.num_stages - 1, 0, rank, 0)
 
@@ -83,13 +83,13 @@ def batch_channel(rank: int) -> Channel:
     return Channel(BATCH, 0, 0, 0, rank)
 
 
-def loan_channel(loan: Loan, request: Request, reader: int) -> Channel:
+def loan_channel(loan: Loan, request: ScheduleSpec, reader: int) -> Channel:
     """Return where the ``reader``-th replica of the reading stage gets a parameter from."""
     givers, takers = request.stage_ranks[loan.owner], request.stage_ranks[loan.reader]
     return Channel(LOAN, loan.owner, loan.reader, givers[reader % len(givers)], takers[reader])
 
 
-def channels(routes: Routes, request: Request) -> list[Channel]:
+def channels(routes: MessagePlan, request: ScheduleSpec) -> list[Channel]:
     """Return every channel that a run can use, sorted: the same list on every rank."""
     ranks = request.stage_ranks
     found = {

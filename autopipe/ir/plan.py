@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.artifact import digest
 from autopipe.ir.profile import WorkloadSpec
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.ir.tensor import TensorSpec
 
 
@@ -194,7 +194,7 @@ class Plan:
         """The ranks of each stage."""
         return tuple(stage.ranks for stage in self.stages)
 
-    def request(self, num_minibatches: int = 1) -> Request:
+    def request(self, num_minibatches: int = 1) -> ScheduleSpec:
         """Return what the plan's schedule is made for."""
         options = dict(self.schedule_options)
-        return Request(self.stage_ranks, self.num_microbatches, num_minibatches, 0, options, self.schedule_text)
+        return ScheduleSpec(self.stage_ranks, self.num_microbatches, num_minibatches, 0, options, self.schedule_text)

@@ -55,7 +55,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ScheduleSpec:
     """What a schedule is made for: a finite window of minibatches.
 
     ``stage_ranks[s]``: the ranks of stage s (several where it is replicated; a rank may run several stages).
@@ -94,7 +94,7 @@ class Schedule:
     """
 
     name: str
-    request: Request
+    request: ScheduleSpec
     rows: tuple[tuple[Instruction, ...], ...]
     staleness: tuple[int, ...]
     in_flight: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StageEdges:
     """Which stages exchange something for each microbatch: (from, to) pairs, for lowering.
 
     ``forward``: activations. ``backward``: gradients, and so from a later stage to an earlier one.
@@ -116,7 +116,7 @@ class Traffic:
     backward: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def chain(num_stages: int) -> Traffic:
+    def chain(num_stages: int) -> StageEdges:
         """Return the traffic of a plain chain of stages."""
         forward = tuple((s, s + 1) for s in range(num_stages - 1))
-        return Traffic(forward, tuple((b, a) for a, b in forward))
+        return StageEdges(forward, tuple((b, a) for a, b in forward))

@@ -29,10 +29,10 @@ from __future__ import annotations
 from autopipe.planning.api import make_best_plan, make_plan
 from autopipe.planning.cluster_file import parse_bandwidth, parse_bytes, parse_seconds, read_cluster, uniform_cluster
 from autopipe.planning.compare import Comparison, Contender, comparison
+from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.explain import Explanation, explain
 from autopipe.planning.options import NEEDS, PlanOptions, ScheduleNeeds
-from autopipe.planning.recut import recut
-from autopipe.planning.search.watch import Watch
+from autopipe.planning.search.progress import SearchProgress
 
 __all__ = [
     "NEEDS",
@@ -41,15 +41,15 @@ __all__ = [
     "Explanation",
     "PlanOptions",
     "ScheduleNeeds",
-    "Watch",
+    "SearchProgress",
     "comparison",
     "explain",
     "make_best_plan",
     "make_plan",
+    "map_cuts_to",
     "parse_bandwidth",
     "parse_bytes",
     "parse_seconds",
     "read_cluster",
-    "recut",
     "uniform_cluster",
 ]

@@ -16,8 +16,8 @@ from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import check_microbatches, check_stage_count, does_not_fit, microbatch_count
 from autopipe.planning.search.alternatives import Score, best_by_score
 from autopipe.planning.search.problem import Problem, check_cluster
+from autopipe.planning.search.progress import SearchProgress
 from autopipe.planning.search.straight import straight_cuts
-from autopipe.planning.search.watch import Watch
 
 MOST_MICROBATCH_SIZES = 8
 
@@ -28,7 +28,7 @@ def make_plan(
     options: PlanOptions,
     *,
     score: Score | None = None,
-    watch: Watch | None = None,
+    watch: SearchProgress | None = None,
 ) -> Plan:
     """Return the best plan for the options. ``score``: a better judge than the formula, such as a simulator;
     it decides among the best about 20.
@@ -37,7 +37,7 @@ def make_plan(
 
     Raises: PlanError when no plan can be right or none fits the memory; it names the numbers and what would.
     """
-    watch = watch or Watch()
+    watch = watch or SearchProgress()
     problems = make_problems(profile, cluster, options)
     watch.total = max(watch.total, watch.tried + len(problems))
     needs = options.schedule_needs
@@ -83,7 +83,7 @@ def make_best_plan(
     choices: Sequence[PlanOptions],
     *,
     score: Score | None = None,
-    watch: Watch | None = None,
+    watch: SearchProgress | None = None,
     least_gain: float = 1e-9,
 ) -> Plan:
     """Return the fastest plan over several options: schedules, stages a rank, more microbatches in flight, recompute.
@@ -93,7 +93,7 @@ def make_best_plan(
 
     Raises: PlanError of the first options when no plan can be made for any of them.
     """
-    watch = watch or Watch()
+    watch = watch or SearchProgress()
     best: Plan | None = None
     first: PlanError | None = None
     before = watch.tried

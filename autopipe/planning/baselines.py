@@ -9,7 +9,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import Comparison, Explanation, comparison, explain
-from autopipe.planning.cost.peaks import fitting
+from autopipe.planning.cost.peaks import search_within_memory
 from autopipe.planning.cost.predict import judge
 from autopipe.planning.space import Space, plain, replicated, takes_replicas
 
@@ -25,7 +25,7 @@ def compared(made: Plan, found: Profile, cluster: Cluster, space: Space, *, ever
     base = plain(first) if first.stage_ranks else first  # a grid is for its own ranks alone
 
     def fit(find: Callable[[Cluster], Plan]) -> Plan:
-        return fitting(found, cluster, find)
+        return search_within_memory(found, cluster, find)
 
     return comparison(
         found, cluster, base, score=score, straight=space.straight, free=rivals, made=made, every=every, fit=fit

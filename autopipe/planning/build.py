@@ -13,7 +13,7 @@ from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, bytes_by_rank
 from autopipe.planning.cost.memory import gib
 from autopipe.planning.cost.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
-from autopipe.planning.cost.recount import StageTerms, recount
+from autopipe.planning.cost.stage_bytes import StageTerms, recompute_stage_bytes
 from autopipe.planning.search.problem import Problem
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         for value, producer, consumers in cuts.boundaries(positions)
     )
     exchanged = sum(boundary.bytes * len(boundary.consumers) for boundary in boundaries)
-    counted = recount(
+    counted = recompute_stage_bytes(
         graph,
         cuts,
         problem.measurement,

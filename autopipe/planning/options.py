@@ -80,7 +80,7 @@ NEEDS: Mapping[str, ScheduleNeeds] = MappingProxyType(
 """What the schedules of the product need; a caller with a schedule of its own passes ``PlanOptions.needs``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """What to plan for.
 

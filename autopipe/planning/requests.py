@@ -40,7 +40,7 @@ _CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """The options of a plan; None is *not said*. ``cluster``, ``grid``: what cluster file and schedule file held.
 

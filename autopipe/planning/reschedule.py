@@ -13,7 +13,7 @@ from autopipe.planning.space import taking
 from autopipe.schedules import layout_of
 
 
-def reordered(made: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+def with_schedule(made: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan under the schedule that is asked for, and what a person should know of it.
 
     Raises: PlanError for an option that the schedule does not take, or where the stages of the plan cannot be dealt out

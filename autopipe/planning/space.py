@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Profile
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.planning import NEEDS, PlanOptions
 from autopipe.planning.requests import PlanRequest, flag_of
 from autopipe.schedules import REGISTRY, layout_of, make
@@ -147,7 +147,7 @@ def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptio
         raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
     taking(("custom",), request)
     stage_ranks, count = layout_of(request.grid)
-    make("custom", Request(stage_ranks, count, text=request.grid))
+    make("custom", ScheduleSpec(stage_ranks, count, text=request.grid))
     for stage, ranks in enumerate(stage_ranks):
         if len(ranks) > 1:
             raise PlanError(

@@ -9,9 +9,9 @@ from autopipe.ir.agreement import refuse_disagreement
 from autopipe.ir.channel import Channel
 from autopipe.ir.gradients import moving_ties
 from autopipe.ir.graph import Graph
-from autopipe.ir.messages import Routes, channels
+from autopipe.ir.messages import MessagePlan, channels
 from autopipe.ir.plan import Plan, Stage
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.schedules import make
 
 
@@ -21,8 +21,8 @@ class RunContext:
 
     plan: Plan
     graph: Graph
-    request: Request
-    routes: Routes
+    request: ScheduleSpec
+    routes: MessagePlan
     channels: tuple[Channel, ...]
     groups: tuple[tuple[int, ...], ...]
 
@@ -37,7 +37,7 @@ class RunContext:
         request = plan.request()
         refuse_stale_ties(plan, graph, request)
         refuse_replicated_state(plan, graph)
-        routes = Routes.of(plan, graph)
+        routes = MessagePlan.of(plan, graph)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
         return RunContext(plan, graph, request, routes, tuple(channels(routes, request)), groups)
 
@@ -56,7 +56,7 @@ class RunContext:
         return len(self.graph.outputs) > 1
 
 
-def refuse_stale_ties(plan: Plan, graph: Graph, request: Request) -> None:
+def refuse_stale_ties(plan: Plan, graph: Graph, request: ScheduleSpec) -> None:
     """Refuse a schedule under which the stages of a tied parameter that changes would read different versions of it.
 
     Raises: PlanError naming the parameter and the versions.

@@ -17,7 +17,7 @@ from autopipe.errors import InternalError, RunError
 from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
 from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import RECEIVES, Instruction, Request
+from autopipe.ir.schedule import RECEIVES, Instruction, ScheduleSpec
 from autopipe.ir.timeline import Span
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.events import Reporter
@@ -43,7 +43,7 @@ class Executor:
     """What one rank needs to follow its row. ``footprint``: keeps the books of memory, where it is measured."""
 
     plan: Plan
-    request: Request
+    request: ScheduleSpec
     runners: dict[int, StageRunner]
     stepper: Stepper
     transport: Transport

@@ -17,7 +17,7 @@ import torch
 from autopipe.draws import exclusive
 from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
-from autopipe.ir.schedule import Instruction, Traffic
+from autopipe.ir.schedule import Instruction, StageEdges
 from autopipe.ir.shares import Shares
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
@@ -180,7 +180,7 @@ class RankSession:
             validate(schedule)
             if not REGISTRY[schedule.name].synchronous:
                 self._rows.clear()  # windows do not repeat
-            self._rows[first, count] = lower(schedule, self.context.routes.traffic).rows[self.transport.rank]
+            self._rows[first, count] = lower(schedule, self.context.routes.edges).rows[self.transport.rank]
         return self._rows[first, count]
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
@@ -316,7 +316,7 @@ class RankSession:
         """Return the forwards of this rank, in the order of the run's schedule."""
         schedule = make(self.context.plan.schedule, self.context.request)
         forward = tuple(tuple(i for i in row if i.op == "F") for row in schedule.rows)
-        lowered = lower(replace(schedule, rows=forward), Traffic(self.context.routes.traffic.forward, ()))
+        lowered = lower(replace(schedule, rows=forward), StageEdges(self.context.routes.edges.forward, ()))
         return lowered.rows[self.transport.rank]
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, Request, Schedule
+from autopipe.ir.schedule import COMPUTE, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, check_request
 from autopipe.schedules.rows import flushed, stages_of
 from autopipe.schedules.validate import validate
@@ -27,7 +27,7 @@ _CELL = re.compile(r"(\d*)([FBIW])(\d+)")
 Cell = tuple[str, int, int]  # op, stage, microbatch
 
 
-def custom(request: Request) -> Schedule:
+def custom(request: ScheduleSpec) -> Schedule:
     """Return the schedule in ``request.text``. Raises: ScheduleError for what cannot be read, or breaks a rule."""
     check_request(KIND.name, request)
     lines = lines_of(request.text)
@@ -97,7 +97,7 @@ def _no_cell(cell: str, rank: int, index: int) -> ScheduleError:
     )
 
 
-def _parse(request: Request, rank: int, text: str) -> list[Cell]:
+def _parse(request: ScheduleSpec, rank: int, text: str) -> list[Cell]:
     stages = stages_of(request, rank)
     cells = []
     for index, (stage, op, microbatch) in enumerate(_cells(rank, text)):
@@ -107,7 +107,7 @@ def _parse(request: Request, rank: int, text: str) -> list[Cell]:
     return cells
 
 
-def _part(request: Request, rank: int, minibatch: int) -> int:
+def _part(request: ScheduleSpec, rank: int, minibatch: int) -> int:
     """Return whose row of the grid a rank runs: the replicas of a stage take turns when m is no multiple of them."""
     stages = stages_of(request, rank)
     shifted = [s for s in stages if minibatch * request.num_microbatches % len(request.stage_ranks[s])]
@@ -144,6 +144,6 @@ KIND = ScheduleKind(
     description="your own grid, validated first; exact",
     source="the user's own text",
     synchronous=True,
-    example=Request(((0,), (1,)), 3, text="F0,F1,F2,B0,B1,B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"),
+    example=ScheduleSpec(((0,), (1,)), 3, text="F0,F1,F2,B0,B1,B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"),
     several_stages=True,
 )

@@ -16,12 +16,12 @@ Source: arXiv:2211.05322, section 4 (depth 2).
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import DEPTH, ScheduleKind, line
 from autopipe.schedules.one_f_one_b import with_depth
 
 
-def eager_1f1b(request: Request) -> Schedule:
+def eager_1f1b(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError where a rank has two stages."""
     return with_depth(KIND.name, request, request.options.get("depth", 2))
 

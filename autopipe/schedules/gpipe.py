@@ -18,12 +18,12 @@ plain accumulation loop.
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, check_request, line
 from autopipe.schedules.rows import flushed, own_microbatches, stages_of
 
 
-def gpipe(request: Request) -> Schedule:
+def gpipe(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError for a request that cannot be met, such as no microbatches."""
     check_request(KIND.name, request)
 

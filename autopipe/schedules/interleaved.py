@@ -15,13 +15,13 @@ Source: Megatron-LM, arXiv:2104.04473, section 2.2.
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind
 from autopipe.schedules.looped import STAGES_PER_RANK, Loop
 from autopipe.schedules.rows import alternate, flushed
 
 
-def interleaved(request: Request) -> Schedule:
+def interleaved(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError where stages are not dealt out in turn, or rounds are unequal."""
     loop = Loop.of(KIND.name, request)
 
@@ -39,7 +39,7 @@ KIND = ScheduleKind(
     description="several stages on each rank: a smaller bubble for more transfers; exact",
     source="Megatron-LM, arXiv:2104.04473, section 2.2",
     synchronous=True,
-    example=Request(((0,), (1,), (0,), (1,)), 4),
+    example=ScheduleSpec(((0,), (1,), (0,), (1,)), 4),
     options=(STAGES_PER_RANK,),
     several_stages=True,
     replicas=False,

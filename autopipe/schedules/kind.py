@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from autopipe.errors import ScheduleError, unknown_choice
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class ScheduleKind:
     """
 
     name: str
-    make: Callable[[Request], Schedule]
+    make: Callable[[ScheduleSpec], Schedule]
     description: str
     source: str
     synchronous: bool
-    example: Request
+    example: ScheduleSpec
     options: tuple[Option, ...] = ()
     several_stages: bool = False
     replicas: bool = True
@@ -51,7 +51,7 @@ class ScheduleKind:
         """Return the options with their default values."""
         return {option.name: option.default for option in self.options}
 
-    def complete(self, request: Request) -> Request:
+    def complete(self, request: ScheduleSpec) -> ScheduleSpec:
         """Return the request with every option filled in. Raises: ScheduleError for an unknown one, or out of range."""
         known = {option.name: option for option in self.options}
         for name, value in request.options.items():
@@ -70,12 +70,12 @@ class ScheduleKind:
         return dataclasses.replace(request, options={**self.defaults(), **request.options})
 
 
-def line(num_stages: int, num_microbatches: int, num_minibatches: int = 1, **options: int) -> Request:
+def line(num_stages: int, num_microbatches: int, num_minibatches: int = 1, **options: int) -> ScheduleSpec:
     """Return the request of a plain pipeline: stage s on rank s."""
-    return Request(tuple((s,) for s in range(num_stages)), num_microbatches, num_minibatches, options=options)
+    return ScheduleSpec(tuple((s,) for s in range(num_stages)), num_microbatches, num_minibatches, options=options)
 
 
-def check_request(name: str, request: Request) -> None:
+def check_request(name: str, request: ScheduleSpec) -> None:
     """Refuse a request that no schedule could serve. Raises: ScheduleError with the numbers."""
     counts = {
         "microbatches": request.num_microbatches,
@@ -98,7 +98,7 @@ def check_request(name: str, request: Request) -> None:
         )
 
 
-def check_one_stage_a_rank(name: str, request: Request) -> None:
+def check_one_stage_a_rank(name: str, request: ScheduleSpec) -> None:
     """Refuse a layout in which a rank runs two stages. Raises: ScheduleError naming the rank."""
     check_request(name, request)
     stage_of: dict[int, int] = {}

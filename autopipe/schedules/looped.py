@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.schedules.kind import Option, check_request
 
 STAGES_PER_RANK = Option("stages_per_rank", 0, 0, 1024, "what the layout must have; 0: whatever it has")
@@ -30,7 +30,7 @@ class Loop:
     round_size: int
 
     @staticmethod
-    def of(name: str, request: Request) -> Loop:
+    def of(name: str, request: ScheduleSpec) -> Loop:
         """Read the loop off a request. Raises: ScheduleError for another layout or rounds of unequal size."""
         check_request(name, request)
         n, p, m = request.num_ranks, request.num_stages, request.num_microbatches

@@ -8,10 +8,10 @@ over.
 from __future__ import annotations
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Instruction, Schedule, Traffic
+from autopipe.ir.schedule import Instruction, Schedule, StageEdges
 
 
-def lower(schedule: Schedule, traffic: Traffic) -> Schedule:
+def lower(schedule: Schedule, traffic: StageEdges) -> Schedule:
     """Return the schedule with SF, RF, SB and RB. Raises: ScheduleError where it has them, or a stage is unknown."""
     if schedule.lowered:
         raise ScheduleError(f"{schedule.name} has its sends and receives already", remedy="lower it once")
@@ -41,7 +41,7 @@ def lower(schedule: Schedule, traffic: Traffic) -> Schedule:
 Ends = dict[str, list[list[int]]]
 
 
-def _ends(schedule: Schedule, traffic: Traffic) -> tuple[Ends, Ends]:
+def _ends(schedule: Schedule, traffic: StageEdges) -> tuple[Ends, Ends]:
     """Return by kind ("F", "B") and stage: whom it hears from, and whom it tells, each in the order of ``traffic``."""
     count = schedule.request.num_stages
     sources: Ends = {kind: [[] for _ in range(count)] for kind in "FB"}

@@ -14,17 +14,17 @@ Source: arXiv:2006.09503, section 3; with replicas 1F1B-RR of PipeDream, SOSP 20
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, check_one_stage_a_rank, line
 from autopipe.schedules.rows import alternate, flushed, own_microbatches, stages_of, warmups
 
 
-def one_f_one_b(request: Request) -> Schedule:
+def one_f_one_b(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError where a rank has two stages."""
     return with_depth(KIND.name, request, 1)
 
 
-def with_depth(name: str, request: Request, depth: int) -> Schedule:
+def with_depth(name: str, request: ScheduleSpec, depth: int) -> Schedule:
     """Return flushed 1F1B with a warm-up ``depth`` times as deep."""
     check_one_stage_a_rank(name, request)
     warmup = warmups(request, depth)

@@ -18,12 +18,12 @@ Source: PipeDream, SOSP 2019, sections 3.2 (1F1B-RR) and 3.3 (weight stashing, v
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import DEPTH, Option, ScheduleKind, check_one_stage_a_rank, line
 from autopipe.schedules.rows import unflushed, warmups
 
 
-def pipedream(request: Request) -> Schedule:
+def pipedream(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError where a rank has two stages."""
     check_one_stage_a_rank(KIND.name, request)
     warmup = warmups(request, request.options.get("depth", 1))

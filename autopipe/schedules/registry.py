@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autopipe.errors import ScheduleError, unknown_choice
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules import custom, eager_1f1b, gpipe, interleaved, one_f_one_b, pipedream, two_bw, zero_bubble
 from autopipe.schedules.kind import ScheduleKind
 
@@ -27,7 +27,7 @@ REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(
 )
 
 
-def make(name: str, request: Request) -> Schedule:
+def make(name: str, request: ScheduleSpec) -> Schedule:
     """Return the schedule of that name for a request.
 
     Raises: ScheduleError for an unknown name or option, and for a request that the schedule cannot serve.

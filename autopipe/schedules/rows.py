@@ -20,29 +20,29 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from autopipe.ir.schedule import Instruction, Request, Schedule
+from autopipe.ir.schedule import Instruction, Schedule, ScheduleSpec
 
 T = TypeVar("T")
 
 
-def own_microbatches(request: Request, stage: int, rank: int, minibatch: int) -> range:
+def own_microbatches(request: ScheduleSpec, stage: int, rank: int, minibatch: int) -> range:
     """Return the microbatches of a minibatch that a rank runs at a stage: round robin over its replicas."""
     ranks = request.stage_ranks[stage]
     first = (ranks.index(rank) - minibatch * request.num_microbatches) % len(ranks)
     return range(first, request.num_microbatches, len(ranks))
 
 
-def minibatches(request: Request) -> range:
+def minibatches(request: ScheduleSpec) -> range:
     """Return the minibatches of the window."""
     return range(request.first_minibatch, request.first_minibatch + request.num_minibatches)
 
 
-def stages_of(request: Request, rank: int) -> tuple[int, ...]:
+def stages_of(request: ScheduleSpec, rank: int) -> tuple[int, ...]:
     """Return the stages that a rank runs, ascending."""
     return tuple(stage for stage, ranks in enumerate(request.stage_ranks) if rank in ranks)
 
 
-def warmups(request: Request, depth: int = 1) -> tuple[int, ...]:
+def warmups(request: ScheduleSpec, depth: int = 1) -> tuple[int, ...]:
     """Return for every stage how many microbatches each of its replicas sends forward before its first backward."""
     result, ranks_from_here = [], 0
     for ranks in reversed(request.stage_ranks):
@@ -63,7 +63,7 @@ def alternate(forwards: Sequence[T], warmup: int, backwards: Sequence[T] | None 
     return order + [("B", item) for item in backwards[max(len(forwards) - warmup, 0) :]]
 
 
-def reduction(request: Request, stage: int, minibatch: int) -> list[Instruction]:
+def reduction(request: ScheduleSpec, stage: int, minibatch: int) -> list[Instruction]:
     """Return the start of the reduction, where the stage is replicated."""
     return [Instruction("R", stage, minibatch)] if len(request.stage_ranks[stage]) > 1 else []
 
@@ -75,7 +75,7 @@ def step(stage: int, minibatch: int) -> Instruction:
 
 def flushed(
     name: str,
-    request: Request,
+    request: ScheduleSpec,
     order: Callable[[int, int], Sequence[tuple[str, int, int]]],
     in_flight: Sequence[int],
 ) -> Schedule:
@@ -96,7 +96,7 @@ def flushed(
 
 
 def unflushed(
-    name: str, request: Request, warmup: Sequence[int], staleness: Sequence[int], in_flight: Sequence[int]
+    name: str, request: ScheduleSpec, warmup: Sequence[int], staleness: Sequence[int], in_flight: Sequence[int]
 ) -> Schedule:
     """Return the schedule in which 1F1B runs on through the ends of minibatches, one stage on a rank.
 
@@ -127,7 +127,7 @@ def unflushed(
 
 
 def _unflushed_row(
-    request: Request, stage: int, share: Sequence[tuple[int, int]], warmup: int, staleness: int, wait: str
+    request: ScheduleSpec, stage: int, share: Sequence[tuple[int, int]], warmup: int, staleness: int, wait: str
 ) -> tuple[Instruction, ...]:
     """Return one rank's row. ``wait``: how long a step may, "" not at all; see ``unflushed``."""
     row: list[Instruction] = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Instruction, Schedule, Traffic
+from autopipe.ir.schedule import Instruction, Schedule, StageEdges
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.schedules.costs import FREE, Costs
 from autopipe.schedules.grid import marked
@@ -33,7 +33,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if len(costs.stages) != schedule.request.num_stages:
         raise ScheduleError(f"costs of {len(costs.stages)} stages for {schedule.request.num_stages}")
     if not schedule.lowered:
-        schedule = lower(schedule, Traffic.chain(schedule.request.num_stages))
+        schedule = lower(schedule, StageEdges.chain(schedule.request.num_stages))
     return _Simulation(schedule, costs).run()
 
 

@@ -17,12 +17,12 @@ Source: arXiv:2006.09503, section 3.1 (which asks m >= p; the warm-up of stage 0
 from __future__ import annotations
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import DEPTH, ScheduleKind, check_one_stage_a_rank, line
 from autopipe.schedules.rows import unflushed, warmups
 
 
-def two_bw(request: Request) -> Schedule:
+def two_bw(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError where a rank has two stages, or m is below the warm-up of stage 0."""
     check_one_stage_a_rank(KIND.name, request)
     warmup = warmups(request, request.options.get("depth", 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import RECEIVES, SENDS, Instruction, Schedule, Traffic
+from autopipe.ir.schedule import RECEIVES, SENDS, Instruction, Schedule, StageEdges
 from autopipe.schedules.costs import Costs
 from autopipe.schedules.lower import lower
 from autopipe.schedules.rules import Place, Row, Work, broken
@@ -27,7 +27,7 @@ def validate(schedule: Schedule) -> None:
         Row(schedule, rank, found).check()
     _check_channels(schedule)
     simulate(
-        schedule if schedule.lowered else lower(schedule, Traffic.chain(request.num_stages)),
+        schedule if schedule.lowered else lower(schedule, StageEdges.chain(request.num_stages)),
         Costs.uniform(request.num_stages),
     )
 

@@ -19,13 +19,13 @@ torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, line
 from autopipe.schedules.looped import STAGES_PER_RANK, Loop
 from autopipe.schedules.rows import alternate, flushed
 
 
-def zero_bubble(request: Request) -> Schedule:
+def zero_bubble(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError where stages are not dealt out in turn, or rounds are unequal."""
     loop = Loop.of(KIND.name, request)
 

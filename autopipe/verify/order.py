@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopipe.ir.gradients import trained_ties
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.context import RunContext
 
 Key = tuple[str, int, int]
@@ -34,7 +34,7 @@ class SumOrder:
     ``written``: by replicated stage, the buffers that its forwards write: each replica has its own until the step.
     """
 
-    request: Request
+    request: ScheduleSpec
     homes: Mapping[str, tuple[int, ...]]
     written: Mapping[int, frozenset[str]]
 

@@ -66,7 +66,19 @@ def documents() -> dict[str, Any]:
     profile = profile_of(random_graph(rng, 9), rng, (2, 4))
     cluster = cluster_of(rng, 2)
     plan = make_plan(profile, cluster, PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, schedule="1f1b"))
-    request = PlanRequest(2, 8, "1f1b", 4, None, "auto", cluster, None, None, "never", None)
+    request = PlanRequest(
+        gpus=2,
+        batch_size=8,
+        schedule="1f1b",
+        num_microbatches=4,
+        microbatch_size=None,
+        recompute="auto",
+        cluster=cluster,
+        gpu_memory_bytes=None,
+        link=None,
+        replicas="never",
+        device_name=None,
+    )
     return {
         "profile": profile,
         "graph": profile.graph,

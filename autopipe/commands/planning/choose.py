@@ -18,9 +18,9 @@ from autopipe.ir.cluster import Cluster, Links
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import COUNTED, Profile
 from autopipe.ir.tensor import DTYPE_BYTES
-from autopipe.planning import PlanOptions, Watch, make_best_plan
+from autopipe.planning import PlanOptions, SearchProgress, make_best_plan
 from autopipe.planning.clusters import by_datasheet, cluster_of_figures, priced, this_machine
-from autopipe.planning.cost.peaks import fitting
+from autopipe.planning.cost.peaks import search_within_memory
 from autopipe.planning.cost.predict import judge, predict
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.space import Space, most_stages
@@ -115,13 +115,13 @@ def with_averages(found: Profile, request: PlanRequest) -> Profile:
 
 def search(
     found: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress
-) -> tuple[Plan, Watch]:
+) -> tuple[Plan, SearchProgress]:
     """Return the best plan by the simulator, and how the search went.
 
     Raises: PlanError where none can be made, or nothing says how long the model takes; ScheduleError where no schedule
     can run what was made.
     """
-    watch, found = Watch(later(progress)), priced(found, cluster)
+    watch, found = SearchProgress(later(progress)), priced(found, cluster)
     if found.device.kind == COUNTED:
         raise PlanError(
             f"the profile of {found.graph.name} holds no times: it was taken with --estimate",
@@ -132,7 +132,7 @@ def search(
     def find(room: Cluster) -> Plan:
         return make_best_plan(found, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
 
-    made = fitting(found, cluster, find, lambda: watch.stopped)
+    made = search_within_memory(found, cluster, find, lambda: watch.stopped)
     if not math.isfinite(made.predicted.step_seconds):
         predict(made, found, cluster)  # says which rule no schedule can keep
     return made, watch

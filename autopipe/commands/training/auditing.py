@@ -76,7 +76,7 @@ def interval(settings: TrainSettings, prepared: Prepared) -> int:
     return 0 if settings.steps is not None and every >= settings.steps else every
 
 
-def misfit(prepared: Prepared) -> str:
+def memory_shortfall(prepared: Prepared) -> str:
     """Say why the plain step does not fit beside the ranks, "" where it does. On GPUs each audit looks for itself."""
     if prepared.profile.device.kind != "cpu":
         return ""

@@ -24,7 +24,7 @@ from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
-from autopipe.planning.recut import homes, recut
+from autopipe.planning.cut_mapping import homes, map_cuts_to
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.trace import capture
 from autopipe.workload.batches.forms import form_of
@@ -140,7 +140,7 @@ def _first_misfit(prepared: Prepared, others: Sequence[_Other]) -> tuple[_Other,
     for entry in others:
         try:
             _refuse_lacking_modules(
-                prepared.graph, prepared.plan, entry.graph, recut(prepared.plan, prepared.graph, entry.graph)
+                prepared.graph, prepared.plan, entry.graph, map_cuts_to(prepared.plan, prepared.graph, entry.graph)
             )
         except PlanError as error:
             return entry, error

@@ -14,7 +14,7 @@ from autopipe.errors import AutopipeError, WorkerError, counted
 from autopipe.ir.plan import Plan
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.clusters import priced
-from autopipe.planning.cost.peaks import fitting
+from autopipe.planning.cost.peaks import search_within_memory
 
 _MARGIN = 0.95
 _GIB = 2**30
@@ -49,7 +49,7 @@ def _remedy(limit: int, prepared: Prepared) -> str:
     try:
         room = replace(prepared.cluster, devices=devices)
         profile = priced(prepared.profile, room)
-        found = fitting(profile, room, lambda least: make_plan(profile, least, options))
+        found = search_within_memory(profile, room, lambda least: make_plan(profile, least, options))
     except AutopipeError as error:
         return f"{error.remedy}; plan for it with {memory}"
     return f"{memory}: then {_difference(plan, found)}"

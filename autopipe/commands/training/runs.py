@@ -94,7 +94,7 @@ def train(
                     events("note", {"text": note})
             if note := prove_restorable(prepared.workload, _trained(prepared)):
                 events("note", {"text": note})
-            if auditing.interval(settings, prepared) and (misfit := auditing.misfit(prepared)):
+            if auditing.interval(settings, prepared) and (misfit := auditing.memory_shortfall(prepared)):
                 events("note", {"text": misfit})
                 settings = replace(settings, audit_every=0)
             if settings.init_from is not None and not settings.resume:

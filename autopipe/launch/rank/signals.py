@@ -30,7 +30,7 @@ class StopRequest:
         return self._signal
 
     def ask(self, source: str) -> None:
-        """Request a stop; of several requests, the first counts."""
+        """ScheduleSpec a stop; of several requests, the first counts."""
         self._signal = self.signal_name or source
 
     @contextlib.contextmanager

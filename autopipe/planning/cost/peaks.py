@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
-from autopipe.ir.messages import Routes
+from autopipe.ir.messages import MessagePlan
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
 from autopipe.planning.cost.memory import gib
 from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes, schedule_of
-from autopipe.planning.cost.recount import recount
+from autopipe.planning.cost.stage_bytes import recompute_stage_bytes
 from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
 from autopipe.units import in_bytes
 
@@ -41,16 +41,16 @@ def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONC
         if size * window > most:
             return plan
         schedule = schedule_of(plan, window)
-    routes = Routes.of(plan, profile.graph)
+    routes = MessagePlan.of(plan, profile.graph)
     sent = message_bytes(plan, profile, routes)
     messages = MessageBytes({e: sent[e] for e in routes.forward}, {e: sent[e] for e in routes.backward})
     sizes = _sizes(plan, profile, _halved(schedule, routes))
-    peaks = stage_peaks(lower(schedule, routes.traffic), sizes, messages)
+    peaks = stage_peaks(lower(schedule, routes.edges), sizes, messages)
     stages = (dataclasses.replace(s, peak_bytes=peak) for s, peak in zip(plan.stages, peaks, strict=True))
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
-def _halved(schedule: Schedule, routes: Routes) -> set[int]:
+def _halved(schedule: Schedule, routes: MessagePlan) -> set[int]:
     """Return the stages whose backward has a first half: those that send a gradient back have one."""
     return {i.stage for row in schedule.rows for i in row if i.op == "I"} & {source for source, _ in routes.backward}
 
@@ -58,7 +58,7 @@ def _halved(schedule: Schedule, routes: Routes) -> set[int]:
 def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
     graph, cuts, measurement = profile.graph, Cuts(profile.graph), profile.at(plan.microbatch_size)
     edges = (*(stage.start for stage in plan.stages), len(graph.nodes))
-    every = recount(
+    every = recompute_stage_bytes(
         graph,
         cuts,
         measurement,
@@ -83,7 +83,7 @@ def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
     return sizes
 
 
-def fitting(
+def search_within_memory(
     profile: Profile, cluster: Cluster, find: Callable[[Cluster], Plan], stopped: Callable[[], bool] = lambda: False
 ) -> Plan:
     """Return the first plan whose peaks, counted, fit the cluster's memory; each search has less room than the last.
@@ -129,7 +129,7 @@ def worst(over: Mapping[int, int], cluster: Cluster) -> int:
     return max(over, key=lambda rank: over[rank] / cluster.memory_of(rank))
 
 
-def misfit(plan: Plan, cluster: Cluster) -> str:
+def memory_shortfall(plan: Plan, cluster: Cluster) -> str:
     """Return in words which ranks would run out of memory, "" where all stages fit."""
     over = over_limit(plan, cluster)
     if not over:

@@ -13,7 +13,7 @@ from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.gradients import num_buckets
-from autopipe.ir.messages import Edge, Routes, tied
+from autopipe.ir.messages import Edge, MessagePlan, tied
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
@@ -21,7 +21,7 @@ from autopipe.ir.timeline import Timeline
 from autopipe.planning import PlanOptions
 from autopipe.planning.api import candidate_counts
 from autopipe.planning.refusals import microbatch_count
-from autopipe.planning.search.alternatives import MOST_SCORED, Judge, Score
+from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Score
 from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
 
 WINDOW = 8
@@ -64,7 +64,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
 
 
 def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:
-    routes = Routes.of(plan, profile.graph)
+    routes = MessagePlan.of(plan, profile.graph)
     amounts = message_bytes(plan, profile, routes)
     edges: dict[Edge, EdgeCosts] = {}
     host = cluster.host
@@ -80,7 +80,7 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
     return edges
 
 
-def message_bytes(plan: Plan, profile: Profile, routes: Routes) -> dict[Edge, int]:
+def message_bytes(plan: Plan, profile: Profile, routes: MessagePlan) -> dict[Edge, int]:
     """Return the bytes that a microbatch sends over each edge; activations go to later stages, gradients back."""
     num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
     num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
@@ -90,7 +90,7 @@ def message_bytes(plan: Plan, profile: Profile, routes: Routes) -> dict[Edge, in
 
 def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches: int = 1) -> Timeline:
     """Return the simulated timeline of some minibatches."""
-    lowered = lower(schedule_of(plan, num_minibatches), Routes.of(plan, profile.graph).traffic)
+    lowered = lower(schedule_of(plan, num_minibatches), MessagePlan.of(plan, profile.graph).edges)
     return simulate(lowered, costs_of(plan, profile, cluster))
 
 
@@ -103,12 +103,12 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
         short, long = (timeline_of(plan, profile, cluster, count) for count in (WINDOW, 2 * WINDOW))
         seconds = (long.seconds - short.seconds) / WINDOW
         busy = sum(long.busy_seconds(rank) - short.busy_seconds(rank) for rank in range(plan.num_ranks)) / WINDOW
-        bubble = 1 - busy / (seconds * plan.num_ranks) if seconds else 0.0
+        bubble = max(0.0, 1 - busy / (seconds * plan.num_ranks)) if seconds else 0.0
     bottleneck = max(stage.seconds / stage.replicas for stage in plan.stages)
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
 
 
-def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> Judge:
+def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> RankedScore:
     """Return the judge of a search: the simulator, asked about the fewer plans the larger they are.
 
     Where they are too large to be simulated at all it is the planner's formula, for all of them: figures of the one
@@ -117,8 +117,8 @@ def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) ->
     stages = len(Cuts(profile.graph).legal) + 1
     largest = max(1, *(_largest(profile, options, stages) for options in choices))
     if largest > MOST_SIMULATED_ONCE:
-        return Judge(lambda plan: plan.predicted, 1)
-    return Judge(scored(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
+        return RankedScore(lambda plan: plan.predicted, 1)
+    return RankedScore(scored(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
 
 
 def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:

@@ -20,7 +20,7 @@ MOST_SCORED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class RankedScore:
     """A score that takes its time: of a search it is asked about the ``most`` plans that are best by the formula.
 
     Where these are fewer than about 20 no runners-up are looked for either: they take a search each.
@@ -64,7 +64,7 @@ def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | N
 
 def most_scored(score: Score) -> int:
     """Return of how many plans a score is asked."""
-    return score.most if isinstance(score, Judge) else MOST_SCORED
+    return score.most if isinstance(score, RankedScore) else MOST_SCORED
 
 
 def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:

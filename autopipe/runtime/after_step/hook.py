@@ -14,7 +14,7 @@ from autopipe.errors import RunError
 from autopipe.ir.graph import Graph
 from autopipe.ir.loans import Loan
 from autopipe.ir.messages import loan_channel
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.transport.base import Transport
 from autopipe.workload import Workload
 
@@ -28,7 +28,7 @@ class AfterStep:
         self,
         workload: Workload,
         graph: Graph,
-        request: Request,
+        request: ScheduleSpec,
         transport: Transport,
         owned: Parameters,
         loans: tuple[Loan, ...],

@@ -14,7 +14,7 @@ import torch
 from autopipe.errors import RunError
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph, Input
-from autopipe.ir.messages import Routes, tied
+from autopipe.ir.messages import MessagePlan, tied
 from autopipe.ir.plan import Plan
 from autopipe.ir.tensor import TensorSpec
 from autopipe.stage import Stage
@@ -30,7 +30,7 @@ class Recording:
     name: str
     plan: Plan
     graph: Graph
-    routes: Routes
+    routes: MessagePlan
     specs: Mapping[str, TensorSpec]
     divisor: Stage | None = None
 
@@ -39,7 +39,7 @@ class Recording:
         """Read it off a plan for this graph."""
         specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
         specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
-        return Recording(name, plan, graph, Routes.of(plan, graph), specs, divisor)
+        return Recording(name, plan, graph, MessagePlan.of(plan, graph), specs, divisor)
 
     @property
     def carries_gradient(self) -> frozenset[str]:

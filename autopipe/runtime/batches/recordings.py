@@ -24,7 +24,7 @@ from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.shares import Shares
-from autopipe.planning import recut
+from autopipe.planning import map_cuts_to
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.runtime.batches.recording import Recording, refuse_other_kinds
 from autopipe.runtime.context import RunContext
@@ -48,7 +48,7 @@ def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -
     Raises: PlanError where it cannot be cut so.
     """
     captured = with_own_constants(captured, folder.name)
-    cut = recut(plan, graph, captured.graph)
+    cut = map_cuts_to(plan, graph, captured.graph)
     generate(captured, cut, folder)
     artifact.save(captured.graph, folder / "graph.json")
     artifact.save(cut, folder / "plan.json")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopipe.errors import RunError
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.step.agreement import Agreement
 from autopipe.runtime.step.clipping import clip_factor
@@ -30,7 +30,7 @@ class GradientFinisher:
     """One rank's part in it."""
 
     rank: int
-    request: Request
+    request: ScheduleSpec
     loss: LossCollector
     agreement: Agreement
     reporter: Reporter

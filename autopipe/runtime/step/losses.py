@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from autopipe.ir.messages import loss_channel
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.step.finite import all_finite
@@ -19,7 +19,7 @@ class LossCollector:
 
     def __init__(
         self,
-        request: Request,
+        request: ScheduleSpec,
         runners: Mapping[int, StageRunner],
         transport: Transport,
         reporter: Reporter,

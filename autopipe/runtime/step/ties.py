@@ -13,7 +13,7 @@ from torch import nn
 
 from autopipe.ir.channel import TIE_GRADIENT, TIE_VALUE, Channel
 from autopipe.ir.plan import Tie
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
 from autopipe.runtime.transport.base import Transport
@@ -36,7 +36,7 @@ class TieExchange:
         self,
         ties: Sequence[Tie],
         moving: frozenset[str],
-        request: Request,
+        request: ScheduleSpec,
         runners: Mapping[int, StageRunner],
         transport: Transport,
         reporter: Reporter,

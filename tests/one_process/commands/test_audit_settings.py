@@ -66,9 +66,9 @@ def test_a_short_run_has_none_and_checkpoints_are_audited() -> None:
 
 
 def test_audits_are_left_out_where_the_plain_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert auditing.misfit(prepared(0.1)) == ""
+    assert auditing.memory_shortfall(prepared(0.1)) == ""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**16}))
-    assert "audits are left out: beside the ranks" in auditing.misfit(prepared(0.1))
+    assert "audits are left out: beside the ranks" in auditing.memory_shortfall(prepared(0.1))
 
 
 class Ended:

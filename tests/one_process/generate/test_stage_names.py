@@ -10,7 +10,7 @@ from support.pipelines import captured, plan_for
 
 from autopipe.errors import WorkerError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
-from autopipe.planning.recut import recut
+from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.report.results import CheckReport, ParameterError, StagePeak, TrainResult
 from autopipe.report.tables import check, live, peaks, stage_table
 
@@ -33,7 +33,7 @@ def test_the_stages_of_a_transformer_are_its_blocks() -> None:
     assert last.label == f"stage 1 ({last.modules})"
     graph = captured("gpt").profile.graph
     emptied = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, modules="") for s in plan.stages))
-    assert [stage.modules for stage in recut(emptied, graph, graph).stages] == [first.modules, last.modules]
+    assert [stage.modules for stage in map_cuts_to(emptied, graph, graph).stages] == [first.modules, last.modules]
     assert emptied.stages[0].name == f"{first.first} .. {first.last}" and emptied.digest == plan.digest
 
 

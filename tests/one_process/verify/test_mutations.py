@@ -17,7 +17,7 @@ from support.pipelines import captured
 from support.schedule_cases import Case, compared
 
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import Request, Schedule
+from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.runtime import assembly, session
 from autopipe.runtime.batches.recordings import Recordings
 from autopipe.runtime.executor import Microbatch
@@ -113,7 +113,7 @@ def vertical_sync_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages but the first, which has no newer version yet, read one version newer."""
     original = session.make
 
-    def make(name: str, request: Request) -> Schedule:
+    def make(name: str, request: ScheduleSpec) -> Schedule:
         right = original(name, request)
         if name != "pipedream":
             return right

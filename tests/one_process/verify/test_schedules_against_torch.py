@@ -6,13 +6,13 @@ import types
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from autopipe.ir.schedule import COMPUTE, Request, Schedule
+from autopipe.ir.schedule import COMPUTE, Schedule, ScheduleSpec
 from autopipe.schedules import REGISTRY, make
 from autopipe.schedules.kind import line
 
 
-def loop(n: int, v: int, m: int) -> Request:
-    return Request(tuple((s % n,) for s in range(n * v)), m)
+def loop(n: int, v: int, m: int) -> ScheduleSpec:
+    return ScheduleSpec(tuple((s % n,) for s in range(n * v)), m)
 
 
 def compute(schedule: Schedule) -> dict[int, list[str]]:

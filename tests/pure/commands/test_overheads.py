@@ -51,7 +51,9 @@ def even_profile(num_layers=8, seconds=1e-3, *, skips=False):
 def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
     """Return a run of two ranks as the simulator has it, its computations ``factor`` times as long as profiled."""
     profile = even_profile(seconds=seconds, skips=skips)
-    made = make_plan(profile, cluster(HostCosts()), PlanOptions(2, 16, schedule=schedule, num_microbatches=4))
+    made = make_plan(
+        profile, cluster(HostCosts()), PlanOptions(num_ranks=2, batch_size=16, schedule=schedule, num_microbatches=4)
+    )
     ran = replace(host, pace=factor * host.pace, compute_seconds=factor * host.compute_seconds)
     once = timeline_of(made, profile, cluster(ran))
     taken = predict(made, profile, cluster(ran)).step_seconds
@@ -149,7 +151,9 @@ def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
     host = HostCosts(send_seconds=1e-3, send_seconds_per_byte=1e-8, receive_seconds=2e-3, value_seconds=3e-4)
     for skips, values in ((False, 1), (True, 2)):
         profile = even_profile(skips=skips)
-        made = make_plan(profile, cluster(host), PlanOptions(2, 16, schedule="1f1b", num_microbatches=4))
+        made = make_plan(
+            profile, cluster(host), PlanOptions(num_ranks=2, batch_size=16, schedule="1f1b", num_microbatches=4)
+        )
         edge = costs_of(made, profile, cluster(host)).edges[0, 1]
         assert edge.send_seconds == pytest.approx(1e-3 + (values - 1) * 3e-4 + values * 4 * 4000 * 1e-8)
         assert edge.receive_seconds == pytest.approx(2e-3 + (values - 1) * 3e-4)
@@ -157,7 +161,9 @@ def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
 
 def test_the_pace_of_ranks_lengthens_what_was_profiled_and_nothing_else():
     profile = even_profile()
-    made = make_plan(profile, cluster(HostCosts()), PlanOptions(2, 16, schedule="1f1b", num_microbatches=4))
+    made = make_plan(
+        profile, cluster(HostCosts()), PlanOptions(num_ranks=2, batch_size=16, schedule="1f1b", num_microbatches=4)
+    )
     alone, slower = (costs_of(made, profile, cluster(replace(HOST, pace=pace))) for pace in (1.0, 1.5))
     for stage, a, b in zip(made.stages, alone.stages, slower.stages, strict=True):
         assert b.forward_seconds == pytest.approx(a.forward_seconds + stage.forward_seconds / 2)

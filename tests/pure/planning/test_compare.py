@@ -12,7 +12,7 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.planning import PlanOptions, comparison, explain, make_plan
 from autopipe.planning.api import make_problems, solve_problem
-from autopipe.planning.search.alternatives import Judge, data_parallel_plan, runners_up
+from autopipe.planning.search.alternatives import RankedScore, data_parallel_plan, runners_up
 
 
 def by_name(result):
@@ -20,7 +20,9 @@ def by_name(result):
 
 
 def test_the_four_contenders_are_what_they_are_called():
-    result = comparison(chain(8, weight=2**20), machine(4, 100), PlanOptions(4, 32, 16))
+    result = comparison(
+        chain(8, weight=2**20), machine(4, 100), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16)
+    )
     found = by_name(result)
     assert list(found) == ["single device", "data parallel", "best straight pipeline", "best plan"]
     assert [len(c.plan.stages) for c in result.contenders][:3] == [1, 1, 4]
@@ -33,7 +35,11 @@ def test_the_four_contenders_are_what_they_are_called():
 
 
 def test_a_pipeline_that_does_not_pay_is_called_so():
-    profile, cluster, options = chain(8, weight=2**10, output=2**26), machine(4, 100), PlanOptions(4, 32, 16)
+    profile, cluster, options = (
+        chain(8, weight=2**10, output=2**26),
+        machine(4, 100),
+        PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16),
+    )
     result = comparison(profile, cluster, options)
     assert result.verdict.startswith("A pipeline does not pay here: data parallel is the fastest, 16.67 samples/s.")
     assert "--replicas" not in result.verdict
@@ -45,7 +51,9 @@ def test_a_pipeline_that_does_not_pay_is_called_so():
 
 
 def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
-    result = comparison(chain(8), machine(4, 9), PlanOptions(4, 16, 16, recompute="never"))
+    result = comparison(
+        chain(8), machine(4, 9), PlanOptions(num_ranks=4, batch_size=16, num_microbatches=16, recompute="never")
+    )
     found = by_name(result)
     assert found["single device"].reason.startswith("stage 0 needs")
     assert found["data parallel"].reason.startswith("the whole model needs")
@@ -54,19 +62,23 @@ def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
 
 def test_a_pipeline_that_pays_is_compared_with_the_best_single_stage():
     slow = dataclasses.replace(machine(4, 100), levels=(dataclasses.replace(machine(4).levels[0], bandwidth=1e8),))
-    result = comparison(chain(8, output=2**10), slow, PlanOptions(4, 32, 16))
+    result = comparison(chain(8, output=2**10), slow, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16))
     assert "times as fast as" in result.verdict
 
 
 def test_a_schedule_without_replicas_is_compared_without_them():
-    result = comparison(chain(8), machine(4, 100), PlanOptions(4, 32, 16, schedule="zero-bubble"))
+    result = comparison(
+        chain(8), machine(4, 100), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule="zero-bubble")
+    )
     found = by_name(result)
     assert found["data parallel"].reason == "schedule 'zero-bubble' runs no replicated stages"
     assert found["best plan"].plan == found["best straight pipeline"].plan
 
 
 def test_when_nothing_fits_the_verdict_says_so():
-    assert comparison(chain(4), machine(2, 0.1), PlanOptions(2, 4, 4)).verdict.startswith("Nothing fits: stage")
+    assert comparison(
+        chain(4), machine(2, 0.1), PlanOptions(num_ranks=2, batch_size=4, num_microbatches=4)
+    ).verdict.startswith("Nothing fits: stage")
 
 
 @pytest.mark.parametrize("straight", [True, False])
@@ -77,7 +89,7 @@ def test_the_runner_up_is_the_best_plan_with_other_cuts(straight):
         profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
         if len(Cuts(graph).legal) < 3:
             continue
-        options = PlanOptions(2, 16, 4, straight=True)
+        options = PlanOptions(num_ranks=2, batch_size=16, num_microbatches=4, straight=True)
         plan = make_plan(profile, cluster, options)
         (problem,) = make_problems(profile, cluster, options)
         others = runners_up(problem, plan, solve_problem)
@@ -102,7 +114,11 @@ class Only(Cuts):
 
 
 def test_the_explanation_names_cuts_limit_bound_and_runner_up():
-    profile, cluster, options = chain(8, output=2**20), machine(4, 100), PlanOptions(4, 32, 16)
+    profile, cluster, options = (
+        chain(8, output=2**20),
+        machine(4, 100),
+        PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16),
+    )
     plan = make_plan(profile, cluster, options)
     found = explain(plan, profile, cluster, options)
     assert [cut.node for cut in found.cuts] == [stage.first for stage in plan.stages[1:]]
@@ -123,10 +139,12 @@ def test_the_explanation_names_cuts_limit_bound_and_runner_up():
 
 
 def test_memory_and_links_are_named_where_they_limit():
-    tight = explain_of(chain(8), machine(4, 7), PlanOptions(4, 32, 16))
+    tight = explain_of(chain(8), machine(4, 7), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16))
     assert tight.limit.startswith("memory: without its limit a step would be")
     narrow = dataclasses.replace(machine(4, 100), levels=(dataclasses.replace(machine(4).levels[0], bandwidth=1e8),))
-    assert explain_of(chain(8), narrow, PlanOptions(4, 32, 16)).limit.startswith("links: of the slowest stage's")
+    assert explain_of(chain(8), narrow, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16)).limit.startswith(
+        "links: of the slowest stage's"
+    )
 
 
 def explain_of(profile, cluster, options):
@@ -141,8 +159,10 @@ def test_a_simulator_chooses_among_the_runners_up_too():
         seen.append(plan.digest)
         return dataclasses.replace(plan.predicted, step_seconds=1.0 / plan.stages[1].start)
 
-    plan = make_plan(profile, cluster, PlanOptions(2, 32, 16), score=prefer_late_cuts)
-    formula = make_plan(profile, cluster, PlanOptions(2, 32, 16))
+    plan = make_plan(
+        profile, cluster, PlanOptions(num_ranks=2, batch_size=32, num_microbatches=16), score=prefer_late_cuts
+    )
+    formula = make_plan(profile, cluster, PlanOptions(num_ranks=2, batch_size=32, num_microbatches=16))
     assert len(seen) == len(set(seen)) == 2
     assert {plan.digest, formula.digest} <= set(seen)
     assert plan.stages[1].start >= formula.stages[1].start
@@ -157,23 +177,30 @@ def dear_messages(plan):
 
 def test_the_whole_model_on_each_rank_competes_whatever_the_formula_says_of_it():
     profile, cluster = chain(8, weight=2**30), machine(4, 100)
-    free = PlanOptions(4, 32, 16, straight=False)
+    free = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, straight=False)
     assert len(make_plan(profile, cluster, free).stages) > 1
-    plan = make_plan(profile, cluster, free, score=Judge(dear_messages, 1))
+    plan = make_plan(profile, cluster, free, score=RankedScore(dear_messages, 1))
     assert (len(plan.stages), plan.num_ranks) == (1, 4)
 
 
 @pytest.mark.parametrize("weight", [2**20, 2**28, 2**30])
-@pytest.mark.parametrize("score", [None, dear_messages, Judge(dear_messages, 1)])
+@pytest.mark.parametrize("score", [None, dear_messages, RankedScore(dear_messages, 1)])
 def test_no_row_of_the_table_is_faster_than_the_best_plan(weight, score):
-    result = comparison(chain(8, weight=weight), machine(4, 100), PlanOptions(4, 32, 16), score=score)
+    result = comparison(
+        chain(8, weight=weight),
+        machine(4, 100),
+        PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16),
+        score=score,
+    )
     rates = [contender.plan.predicted.samples_per_second for contender in result.contenders]
     assert rates[-1] == max(rates)
     assert result.alone is result.contenders[0].plan
 
 
 def test_data_parallelism_has_no_more_ranks_than_microbatches():
-    (problem,) = make_problems(chain(8), machine(16, 100), PlanOptions(16, 8, 4, straight=False))
+    (problem,) = make_problems(
+        chain(8), machine(16, 100), PlanOptions(num_ranks=16, batch_size=8, num_microbatches=4, straight=False)
+    )
     plan = data_parallel_plan(problem)
     assert plan.num_ranks == 4
     assert plan.notes[0].startswith("12 of 16 ranks stay unused")

@@ -30,7 +30,7 @@ def machine(*devices):
 @pytest.mark.parametrize("replicas", [True, False])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
 def test_a_device_so_many_times_as_fast_takes_so_much_less(replicas, schedule):
-    options = PlanOptions(4, 32, 16, schedule=schedule, straight=not replicas)
+    options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule=schedule, straight=not replicas)
     plans = {}
     for speed in (1.0, 5000.0):
         cluster = machine(ClusterDevice("device", 0, speed))
@@ -42,7 +42,7 @@ def test_a_device_so_many_times_as_fast_takes_so_much_less(replicas, schedule):
 
 
 def test_every_row_of_the_comparison_is_scaled():
-    options = PlanOptions(4, 32, 16)
+    options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16)
     rows = [by_name(comparison(profile(), machine(ClusterDevice("d", 0, speed)), options)) for speed in (1.0, 5000.0)]
     for name, slow in rows[0].items():
         fast = rows[1][name].plan
@@ -50,7 +50,7 @@ def test_every_row_of_the_comparison_is_scaled():
 
 
 def test_the_optimizer_runs_at_the_speed_of_memory_where_it_is_known():
-    options = PlanOptions(4, 32, 16)
+    options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16)
     steps = {}
     for compute, memory in itertools.product((1.0, 10.0), (1.0, 10.0)):
         cluster = machine(ClusterDevice("device", 0, compute, memory))

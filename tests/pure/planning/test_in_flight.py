@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Request
+from autopipe.ir.schedule import ScheduleSpec
 from autopipe.planning.cost.memory import in_flight_of_interleaved
 from autopipe.schedules import make
 
@@ -30,7 +30,7 @@ def test_interleaved_stages_hold_what_the_formula_says(num_ranks, stages_per_ran
     for num_microbatches in range(1, 25):
         layout = tuple((stage % num_ranks,) for stage in range(num_ranks * stages_per_rank))
         try:
-            found = most_in_flight(make("interleaved", Request(layout, num_microbatches)))
+            found = most_in_flight(make("interleaved", ScheduleSpec(layout, num_microbatches)))
         except ScheduleError:  # rounds of unequal size
             continue
         taken += 1

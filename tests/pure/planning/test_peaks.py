@@ -9,9 +9,9 @@ from pure.commands.test_overheads import even_profile
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
-from autopipe.ir.schedule import Request, Traffic
+from autopipe.ir.schedule import ScheduleSpec, StageEdges
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.cost.peaks import fitting, with_peaks
+from autopipe.planning.cost.peaks import search_within_memory, with_peaks
 from autopipe.schedules import REGISTRY, MessageBytes, StageBytes, lower, make, peak_bytes, stage_peaks, to_csv
 from autopipe.schedules.kind import line
 
@@ -19,7 +19,7 @@ MESSAGES = MessageBytes({(0, 1): 10}, {(1, 0): 4})
 
 
 def rows(name, request, messages):
-    return lower(make(name, request), Traffic(tuple(messages.forward), tuple(messages.backward)))
+    return lower(make(name, request), StageEdges(tuple(messages.forward), tuple(messages.backward)))
 
 
 def test_messages_are_held_from_when_they_are_posted():
@@ -42,7 +42,7 @@ def test_gradients_of_weights_are_there_from_the_first_backward_to_the_step():
 
 
 def test_what_stages_of_one_rank_hand_each_other_stays_the_makers():
-    request = Request(((0,), (1,), (0,)), 1)
+    request = ScheduleSpec(((0,), (1,), (0,)), 1)
     messages = MessageBytes({(0, 2): 10}, {(2, 0): 4})
     sizes = [StageBytes(0, 0, 50), StageBytes(0, 0, 1), StageBytes(0, 0, 60)]
     # stage 2 reads what stage 0 holds; the gradient that it makes is there until stage 0's backward is over
@@ -84,7 +84,7 @@ def cluster_with(memory):
     return Cluster((Level("host", 2, 1e9, 1e-4),), (ClusterDevice("cpu", memory),), "test")
 
 
-PROFILE, OPTIONS = even_profile(skips=True), PlanOptions(2, 16, num_microbatches=4)
+PROFILE, OPTIONS = even_profile(skips=True), PlanOptions(num_ranks=2, batch_size=16, num_microbatches=4)
 
 
 def find(room):
@@ -96,18 +96,18 @@ def most(plan):
 
 
 def test_a_plan_fits_with_its_messages():
-    free = fitting(PROFILE, cluster_with(0), find)
+    free = search_within_memory(PROFILE, cluster_with(0), find)
     assert free == with_peaks(find(cluster_with(0)), PROFILE)
     assert most(free) > most(find(cluster_with(0)))  # the formula knows no messages
-    assert fitting(PROFILE, cluster_with(most(free)), find) == free
+    assert search_within_memory(PROFILE, cluster_with(most(free)), find) == free
 
 
 def test_what_fits_fits_with_more_room_too():
-    free = most(fitting(PROFILE, cluster_with(0), find))
+    free = most(search_within_memory(PROFILE, cluster_with(0), find))
     fits = []
     for memory in range(free + 2, free // 4, -free // 150):
         try:
-            plan = fitting(PROFILE, cluster_with(memory), find)
+            plan = search_within_memory(PROFILE, cluster_with(memory), find)
         except PlanError as refused:
             assert "fit" in str(refused) or "memory" in str(refused)
             fits.append(False)
@@ -126,26 +126,29 @@ def test_only_ranks_that_are_over_get_less_room():
         return find(room)
 
     devices = ClusterDevice("small", 150_000), ClusterDevice("large", 10_000_000)
-    plan = fitting(PROFILE, dataclasses.replace(cluster_with(0), devices=devices), noting)
+    plan = search_within_memory(PROFILE, dataclasses.replace(cluster_with(0), devices=devices), noting)
     assert plan.stages[0].peak_bytes <= 150_000
     assert len(rooms) > 1 and rooms[-1][0] < 150_000
     assert {large for _, large in rooms} == {10_000_000}
 
 
 def test_an_interrupted_search_is_not_repeated():
-    free, searches = most(fitting(PROFILE, cluster_with(0), find)), []
+    free, searches = most(search_within_memory(PROFILE, cluster_with(0), find)), []
 
     def noting(room):
         searches.append(room)
         return find(room)
 
     with pytest.raises(PlanError, match=r"no plan fits: the best one found needs .* more than there is"):
-        fitting(PROFILE, cluster_with(free - 1), noting, lambda: True)
+        search_within_memory(PROFILE, cluster_with(free - 1), noting, lambda: True)
     assert len(searches) == 1
 
 
 def test_deep_pipelines_without_a_flush_are_followed_until_they_are_full():
-    profile, options = even_profile(num_layers=16), PlanOptions(12, 4, schedule="pipedream", num_microbatches=1)
+    profile, options = (
+        even_profile(num_layers=16),
+        PlanOptions(num_ranks=12, batch_size=4, schedule="pipedream", num_microbatches=1),
+    )
     wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 12, 1e9, 1e-4),))
     formula = make_plan(profile, wide, options)
     counted = with_peaks(formula, profile)
@@ -157,7 +160,7 @@ def test_deep_pipelines_without_a_flush_are_followed_until_they_are_full():
 def test_halves_of_a_backward_are_known_by_the_rows():
     profile = even_profile(num_layers=8)
     wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 4, 1e9, 1e-4),))
-    made = make_plan(profile, wide, PlanOptions(4, 32, schedule="zero-bubble", num_microbatches=8))
+    made = make_plan(profile, wide, PlanOptions(num_ranks=4, batch_size=32, schedule="zero-bubble", num_microbatches=8))
     as_grid = dataclasses.replace(made, schedule="custom", schedule_text=to_csv(make("zero-bubble", made.request(1))))
     peaks = [[stage.peak_bytes for stage in with_peaks(plan, profile).stages] for plan in (made, as_grid)]
     assert peaks[0] == peaks[1]

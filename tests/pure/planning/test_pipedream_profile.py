@@ -28,7 +28,7 @@ def test_layers_become_nodes_with_their_seconds_and_bytes():
 @pytest.mark.parametrize("name", ["vgg16", "gnmt", "resnet50"])
 def test_a_published_profile_is_planned_with_every_parameter_in_a_stage(name, straight):
     profile = profile_from_pipedream(Path(GOLDEN) / f"{name}.txt", samples=64)
-    options = PlanOptions(4, 1024, 16, straight=straight, schedule="1f1b")
+    options = PlanOptions(num_ranks=4, batch_size=1024, num_microbatches=16, straight=straight, schedule="1f1b")
     plan = make_plan(profile, uniform_cluster(4, memory="64GiB", link="10GB/s"), options)
     assert {n for stage in plan.stages for n in stage.parameters} == set(profile.graph.parameters)
     single = sum(c.forward_seconds + c.backward_seconds for c in profile.at(64).costs.values())

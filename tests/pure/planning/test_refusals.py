@@ -63,50 +63,59 @@ def refusal(profile, cluster, options):
 
 
 def test_more_stages_than_cuts_are_refused():
-    error = refusal(chain(4), machine(5), PlanOptions(5, 8))
+    error = refusal(chain(4), machine(5), PlanOptions(num_ranks=5, batch_size=8))
     assert error.what == "5 stages asked for, but the model has 3 legal cuts: 4 stages at most"
     assert error.where == "graph of chain.py"
     assert error.remedy == "use 4 ranks or fewer (stages_per_rank counts too)"
 
 
 def test_more_ranks_than_the_cluster_has_are_refused():
-    error = refusal(chain(4), machine(2), PlanOptions(3, 8))
+    error = refusal(chain(4), machine(2), PlanOptions(num_ranks=3, batch_size=8))
     assert error.what == "3 ranks asked for, but the cluster has 2: 2 (host)"
     assert error.remedy == "ask for 2 or describe a larger cluster"
 
 
 def test_a_batch_smaller_than_its_microbatches_is_refused():
-    error = refusal(chain(), machine(2), PlanOptions(2, 3, 4))
+    error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=3, num_microbatches=4))
     assert error.what == "a batch of 3 samples cannot be cut into 4 microbatches: each needs at least one"
     assert error.remedy == "use --batch-size 4 or larger, or --num-microbatches 3 or fewer"
 
 
 def test_a_microbatch_larger_than_the_batch_is_refused():
-    error = refusal(chain(), machine(2), PlanOptions(2, 3, microbatch_size=4))
+    error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=3, microbatch_size=4))
     assert error.what == "a microbatch of 4 samples is larger than the batch of 3"
 
 
 def test_counts_that_contradict_each_other_are_refused():
-    error = refusal(chain(), machine(2), PlanOptions(2, 16, 3, microbatch_size=4))
+    error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=16, num_microbatches=3, microbatch_size=4))
     assert error.what == "3 microbatches of 4 samples do not make a batch of 16"
     assert error.remedy == "leave one of the three out (4 microbatches of 4 do)"
 
 
 def test_fewer_microbatches_than_the_schedule_needs_are_refused():
     needs = ScheduleNeeds("strict", min_microbatches=lambda p: 2 * p)
-    error = refusal(chain(), machine(2), PlanOptions(2, 16, 3, schedule="strict", needs=needs))
+    error = refusal(
+        chain(), machine(2), PlanOptions(num_ranks=2, batch_size=16, num_microbatches=3, schedule="strict", needs=needs)
+    )
     assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and 3 are planned"
     assert error.remedy == "use 4 microbatches (a batch of 4 samples or more), fewer ranks, or another schedule"
-    error = refusal(chain(), machine(2), PlanOptions(2, 3, schedule="strict", needs=needs))
+    error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=3, schedule="strict", needs=needs))
     assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and a batch of 3 gives 3"
 
 
 @pytest.mark.parametrize("schedule", sorted(NEEDS))
 def test_the_least_count_of_every_schedule_is_accepted_and_one_less_is_not(schedule):
     least = max(1, NEEDS[schedule].least_microbatches(4))
-    assert make_plan(chain(), machine(4), PlanOptions(4, 8, least, schedule=schedule)).num_microbatches == least
+    assert (
+        make_plan(
+            chain(), machine(4), PlanOptions(num_ranks=4, batch_size=8, num_microbatches=least, schedule=schedule)
+        ).num_microbatches
+        == least
+    )
     if least > 1:
-        refusal(chain(), machine(4), PlanOptions(4, 8, least - 1, schedule=schedule))
+        refusal(
+            chain(), machine(4), PlanOptions(num_ranks=4, batch_size=8, num_microbatches=least - 1, schedule=schedule)
+        )
 
 
 def test_a_parameter_in_no_stage_is_refused():
@@ -128,7 +137,11 @@ def test_an_unused_parameter_goes_with_its_module_and_the_plan_says_so(caplog):
         parameters={"layer1.spare": spec, "elsewhere.bias": spec, **profile.graph.parameters},
         buffers={"layer0.table": spec},
     )
-    plan = make_plan(dataclasses.replace(profile, graph=graph), machine(4), PlanOptions(4, 8, 4))
+    plan = make_plan(
+        dataclasses.replace(profile, graph=graph),
+        machine(4),
+        PlanOptions(num_ranks=4, batch_size=8, num_microbatches=4),
+    )
     assert plan.stages[1].parameters == ("layer1.spare", "layer1.weight")
     assert plan.stages[3].parameters == ("elsewhere.bias", "layer3.weight")
     assert [stage.buffers for stage in plan.stages] == [("layer0.table",), (), (), ()]
@@ -142,7 +155,9 @@ def test_an_unused_parameter_goes_with_its_module_and_the_plan_says_so(caplog):
 def test_memory_is_refused_with_the_stage_and_its_bytes():
     # layers 1 to 3: weight, gradient and Adam's two, 3 x 4 x 0.25 GiB; one in flight: 3 layers and 2 samples of 1 GiB,
     # and 2/16 GiB received. One layer more and one less is worse: 10 GiB on stage 0, for its two in flight.
-    error = refusal(chain(), machine(2, 9), PlanOptions(2, 8, 4, recompute="never"))
+    error = refusal(
+        chain(), machine(2, 9), PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, recompute="never")
+    )
     assert error.what == "stage 1 needs 9.12 GiB and 9 GiB are available, in the plan that exceeds memory least"
     assert error.where == "stage 1 of 2 (layer1 .. layer3) on V100, 4 microbatches of 2, schedule 1f1b"
 
@@ -150,9 +165,19 @@ def test_memory_is_refused_with_the_stage_and_its_bytes():
 @pytest.mark.parametrize(
     ("memory", "options", "remedy", "cure"),
     [
-        (9, PlanOptions(2, 8, 4, recompute="never"), "recompute the activations", {"recompute": "auto"}),
-        (5.5, PlanOptions(2, 8, 4), "use --microbatch-size 1", {"num_microbatches": 8}),
-        (3.7, PlanOptions(2, 8, 8), "use 4 ranks", {"num_ranks": 4}),
+        (
+            9,
+            PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, recompute="never"),
+            "recompute the activations",
+            {"recompute": "auto"},
+        ),
+        (
+            5.5,
+            PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4),
+            "use --microbatch-size 1",
+            {"num_microbatches": 8},
+        ),
+        (3.7, PlanOptions(num_ranks=2, batch_size=8, num_microbatches=8), "use 4 ranks", {"num_ranks": 4}),
     ],
 )
 def test_the_remedy_for_memory_is_one_that_works(memory, options, remedy, cure):
@@ -162,14 +187,14 @@ def test_the_remedy_for_memory_is_one_that_works(memory, options, remedy, cure):
 
 
 def test_when_no_change_fits_the_device_that_would_is_named():
-    error = refusal(chain(), machine(4, 0.5), PlanOptions(4, 4, 4))
+    error = refusal(chain(), machine(4, 0.5), PlanOptions(num_ranks=4, batch_size=4, num_microbatches=4))
     assert error.remedy.startswith("no smaller change was found that fits: use devices with 2.25 GiB")
-    make_plan(chain(), machine(4, 2.25), PlanOptions(4, 4, 4))
+    make_plan(chain(), machine(4, 2.25), PlanOptions(num_ranks=4, batch_size=4, num_microbatches=4))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
-    free = PlanOptions(ranks, 16, 16, straight=False, recompute="never")
+    free = PlanOptions(num_ranks=ranks, batch_size=16, num_microbatches=16, straight=False, recompute="never")
     error = refusal(chain(), machine(ranks, 0.5), free)
     told = float(error.remedy.split("use devices with ")[1].split(" GiB")[0])
     make_plan(chain(), machine(ranks, told), free)

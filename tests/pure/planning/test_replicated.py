@@ -30,9 +30,9 @@ def random_case(seed):
     cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.3)
     name = rng.choice(SCHEDULES)
     options = PlanOptions(
-        ranks,
-        4 * m,
-        m,
+        num_ranks=ranks,
+        batch_size=4 * m,
+        num_microbatches=m,
         schedule=name,
         needs=dataclasses.replace(NEEDS[name], replicas=True),
         recompute=rng.choice(("auto", "auto", "never", "always")),

@@ -14,11 +14,11 @@ from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Level
 from autopipe.ir.plan import Plan
-from autopipe.planning import NEEDS, PlanOptions, Watch, make_best_plan, make_plan
+from autopipe.planning import NEEDS, PlanOptions, SearchProgress, make_best_plan, make_plan
 from autopipe.planning.baselines import compared, explained
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
-from autopipe.planning.reschedule import reordered
+from autopipe.planning.reschedule import with_schedule
 from autopipe.planning.space import MANY_RANKS, Space, schedules, takes_replicas
 from autopipe.schedules import REGISTRY
 
@@ -150,11 +150,11 @@ def test_another_schedule_forgets_what_the_one_before_was_told():
     ],
 )
 def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
-    made = make_plan(FOUND, FAST, PlanOptions(4, 32, 1))
-    other, (said,) = reordered(made, request_)
+    made = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=1))
+    other, (said,) = with_schedule(made, request_)
     assert other.num_ranks == ranks and note in said
     assert math.isfinite(predict.predict(other, FOUND, FAST).step_seconds)
-    assert reordered(made, PlanRequest()) == (made, ())
+    assert with_schedule(made, PlanRequest()) == (made, ())
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
 )
 def test_a_plan_that_cannot_be_dealt_out_so_is_refused(request_, what):
     with pytest.raises(PlanError, match=what):
-        reordered(make_plan(FOUND, FAST, PlanOptions(4, 32, 1)), request_)
+        with_schedule(make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=1)), request_)
 
 
 def test_many_ranks_are_searched_in_powers_of_two():
@@ -182,28 +182,30 @@ def test_a_plan_that_no_schedule_can_run_takes_for_ever(monkeypatch):
 
     monkeypatch.setattr(predict, "predict", refused)
     monkeypatch.setattr(choose, "predict", refused)
-    plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8), score=predict.scored(FOUND, FAST))
+    plan = make_plan(
+        FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8), score=predict.scored(FOUND, FAST)
+    )
     assert (plan.predicted.step_seconds, plan.predicted.samples_per_second) == (math.inf, 0.0)
     with pytest.raises(ScheduleError, match="rule 3 is broken"):
-        search(FOUND, FAST, (PlanOptions(4, 32, 8),), silent)
+        search(FOUND, FAST, (PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8),), silent)
 
 
 def test_a_huge_plan_keeps_the_planners_figures():
-    plan = make_plan(FOUND, FAST, PlanOptions(4, 32, 8))
+    plan = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8))
     most = predict.MOST_SIMULATED_ONCE
     huge = dataclasses.replace(plan, num_microbatches=most, batch_size=most, microbatch_size=1)
     assert predict.scored(FOUND, FAST)(huge) is huge.predicted
 
 
 def test_of_large_plans_fewer_are_simulated_and_of_huge_ones_none(monkeypatch):
-    options = PlanOptions(4, 32, 8)
+    options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8)
     assert predict.judge(FOUND, FAST, [options]).most == 20
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
     assert predict.judge(FOUND, FAST, [options]).most == 10
     made, _ = search(FOUND, FAST, (options,), silent)
     assert made.predicted == predict.predict(made, FOUND, FAST)
     monkeypatch.setattr(predict, "MOST_SIMULATED_ONCE", 16)
-    judge = predict.judge(FOUND, FAST, [options, PlanOptions(2, 4)])
+    judge = predict.judge(FOUND, FAST, [options, PlanOptions(num_ranks=2, batch_size=4)])
     assert judge.most == 1
     assert judge(made) is made.predicted
 
@@ -228,7 +230,7 @@ def test_progress_is_silent_for_a_second():
 
 def interrupted_at(count):
     """A watcher who presses Ctrl-C when the search of this number begins."""
-    watch = Watch()
+    watch = SearchProgress()
 
     def report(what, fraction):
         assert 0 <= fraction <= 1
@@ -240,7 +242,7 @@ def interrupted_at(count):
 
 
 def test_ctrl_c_keeps_the_best_plan_so_far():
-    options = PlanOptions(4, 64)
+    options = PlanOptions(num_ranks=4, batch_size=64)
     watch = interrupted_at(2)
     plan = make_plan(FOUND, FAST, options, watch=watch)  # 8, 16, 32, 64 microbatches: more are better here
     assert watch.stopped
@@ -249,11 +251,14 @@ def test_ctrl_c_keeps_the_best_plan_so_far():
 
 def test_ctrl_c_before_anything_was_found_is_passed_on():
     with pytest.raises(KeyboardInterrupt):
-        make_plan(FOUND, FAST, PlanOptions(4, 64), watch=interrupted_at(0))
+        make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=64), watch=interrupted_at(0))
 
 
 def test_ctrl_c_between_two_schedules_keeps_the_first_ones_plan():
-    choices = [PlanOptions(4, 32, 8, schedule=name) for name in ("1f1b", "gpipe", "eager-1f1b")]
+    choices = [
+        PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8, schedule=name)
+        for name in ("1f1b", "gpipe", "eager-1f1b")
+    ]
     watch = interrupted_at(1)
     assert make_best_plan(FOUND, FAST, choices, watch=watch).schedule == "1f1b"
     assert (watch.stopped, watch.tried, watch.total) == (True, 1, 3)

@@ -26,7 +26,13 @@ def random_case(seed):
     recompute = rng.choice(("auto", "never", "always"))
     memory = rng.choice((0, 0, rng.randrange(2000, 40000)))
     cluster = cluster_of(rng, ranks, memory, mixed=rng.random() < 0.4)
-    options = PlanOptions(ranks, 4 * m, m, schedule=rng.choice(("gpipe", "1f1b")), recompute=recompute)
+    options = PlanOptions(
+        num_ranks=ranks,
+        batch_size=4 * m,
+        num_microbatches=m,
+        schedule=rng.choice(("gpipe", "1f1b")),
+        recompute=recompute,
+    )
     return profile, cluster, options
 
 
@@ -100,8 +106,10 @@ def test_a_free_choice_of_microbatches_takes_the_best_of_the_fixed_ones():
     rng = random.Random(5)
     graph = random_graph(rng, 12)
     profile, cluster = profile_of(graph, rng, (1, 2, 4, 8)), cluster_of(rng, 2)
-    free = make_plan(profile, cluster, PlanOptions(2, 16))
-    fixed = [make_plan(profile, cluster, PlanOptions(2, 16, m)) for m in (2, 4, 8, 16)]
+    free = make_plan(profile, cluster, PlanOptions(num_ranks=2, batch_size=16))
+    fixed = [
+        make_plan(profile, cluster, PlanOptions(num_ranks=2, batch_size=16, num_microbatches=m)) for m in (2, 4, 8, 16)
+    ]
     assert free.predicted.step_seconds == min(plan.predicted.step_seconds for plan in fixed)
 
 
@@ -109,13 +117,17 @@ def test_the_best_of_several_options_leaves_out_what_cannot_be_planned():
     rng = random.Random(5)
     graph = random_graph(rng, 12)
     profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
-    fine = [PlanOptions(2, 4 * m, m, schedule=name) for m in (4, 8) for name in ("1f1b", "2bw")]
-    impossible = PlanOptions(2, 4, 8)
+    fine = [
+        PlanOptions(num_ranks=2, batch_size=4 * m, num_microbatches=m, schedule=name)
+        for m in (4, 8)
+        for name in ("1f1b", "2bw")
+    ]
+    impossible = PlanOptions(num_ranks=2, batch_size=4, num_microbatches=8)
     plan = make_best_plan(profile, cluster, [impossible, *fine])
     rates = [make_plan(profile, cluster, options).predicted.samples_per_second for options in fine]
     assert plan.predicted.samples_per_second == max(rates)
     with pytest.raises(PlanError, match="a batch of 4 samples cannot be cut into 8 microbatches"):
-        make_best_plan(profile, cluster, [impossible, PlanOptions(99, 99)])
+        make_best_plan(profile, cluster, [impossible, PlanOptions(num_ranks=99, batch_size=99)])
     with pytest.raises(PlanError, match="nothing to choose from"):
         make_best_plan(profile, cluster, [])
 
@@ -128,7 +140,7 @@ def test_a_score_replaces_the_formula():
     def score(plan):
         return dataclasses.replace(plan.predicted, step_seconds=abs(plan.num_microbatches - 4) + 1.0)
 
-    assert make_plan(profile, cluster, PlanOptions(2, 16), score=score).num_microbatches == 4
+    assert make_plan(profile, cluster, PlanOptions(num_ranks=2, batch_size=16), score=score).num_microbatches == 4
 
 
 def test_the_flush_prediction_is_the_published_formula():
@@ -136,7 +148,11 @@ def test_the_flush_prediction_is_the_published_formula():
     plan = make_plan(
         profile, cluster, dataclasses.replace(options, num_microbatches=8, batch_size=32, recompute="never")
     )
-    lone = make_plan(profile, cluster_of(random.Random(1), 1), PlanOptions(1, 32, 8, recompute="never"))
+    lone = make_plan(
+        profile,
+        cluster_of(random.Random(1), 1),
+        PlanOptions(num_ranks=1, batch_size=32, num_microbatches=8, recompute="never"),
+    )
     cost = sum(c.forward_seconds + c.backward_seconds for c in profile.at(4).costs.values())
     needed = [n for n in profile.graph.nodes if n.input_only and n not in Cuts(profile.graph).stage_nodes(0, 999)]
     cost -= sum(profile.at(4).costs[n.name].forward_seconds for n in needed)

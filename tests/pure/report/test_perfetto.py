@@ -2,7 +2,7 @@
 
 import json
 
-from autopipe.ir.schedule import Traffic
+from autopipe.ir.schedule import StageEdges
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.report.perfetto import chrome_trace
 from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
@@ -11,7 +11,7 @@ from autopipe.schedules.kind import line
 
 def measured() -> Timeline:
     """One microbatch over two ranks, with times that start at 100 s."""
-    rows = lower(make("gpipe", line(2, 1)), Traffic.chain(2)).rows
+    rows = lower(make("gpipe", line(2, 1)), StageEdges.chain(2)).rows
     spans = []
     for rank, (row, start) in enumerate(zip(rows, (100.0, 100.5), strict=True)):
         spans += [Span(rank, i, start + index, start + index + 0.5) for index, i in enumerate(row)]

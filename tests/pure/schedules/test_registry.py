@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, Request, Schedule, Traffic
+from autopipe.ir.schedule import COMPUTE, Schedule, ScheduleSpec, StageEdges
 from autopipe.schedules import REGISTRY, Costs, lower, make, simulate, to_csv, validate
 from autopipe.schedules.kind import ScheduleKind, line
 
 SINGLE = [name for name, kind in REGISTRY.items() if name != "custom"]
 
 
-def dealt(n: int, v: int, m: int, minibatches: int = 1) -> Request:
-    return Request(tuple((s % n,) for s in range(n * v)), m, minibatches)
+def dealt(n: int, v: int, m: int, minibatches: int = 1) -> ScheduleSpec:
+    return ScheduleSpec(tuple((s % n,) for s in range(n * v)), m, minibatches)
 
 
 def replicated(*counts: int) -> tuple[tuple[int, ...], ...]:
@@ -25,7 +25,7 @@ def replicated(*counts: int) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[ScheduleKind, Request, Traffic]:
+def cases(draw: st.DrawFn) -> tuple[ScheduleKind, ScheduleSpec, StageEdges]:
     """A schedule, a request that suits it, and traffic with skips."""
     kind = REGISTRY[draw(st.sampled_from(sorted(REGISTRY)))]
     m, window, first = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
@@ -41,15 +41,15 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleKind, Request, Traffic]:
     options = {o.name: draw(st.integers(o.minimum, min(o.maximum, 3))) for o in kind.options if o.maximum < 1000}
     if kind.name == "2bw":
         m += options["depth"] * sum(len(ranks) for ranks in layout)
-    request = Request(layout, m, window, first, options)
+    request = ScheduleSpec(layout, m, window, first, options)
     if kind.name == "custom":
         several = len(set(layout)) < len(layout)
-        base = make("interleaved" if several else "1f1b", Request(layout, m))
+        base = make("interleaved" if several else "1f1b", ScheduleSpec(layout, m))
         request = replace(request, text=to_csv(base))
     p = len(layout)
     skips = draw(st.sets(st.tuples(st.integers(0, p - 1), st.integers(0, p - 1)), max_size=4))
     forward = sorted({(s, s + 1) for s in range(p - 1)} | {(a, b) for a, b in skips if a < b})
-    return kind, request, Traffic(tuple(forward), tuple((b, a) for a, b in forward))
+    return kind, request, StageEdges(tuple(forward), tuple((b, a) for a, b in forward))
 
 
 @given(cases())
@@ -106,13 +106,13 @@ def test_replicas_of_any_counts_run_through(name, counts):
     for m in (1, 3, 4, 9):
         if name == "2bw" and m < sum(counts):
             continue
-        schedule = make(name, Request(replicated(*counts), m, 4, first_minibatch=1))
+        schedule = make(name, ScheduleSpec(replicated(*counts), m, 4, first_minibatch=1))
         validate(schedule)
-        validate(lower(schedule, Traffic.chain(len(counts))))
+        validate(lower(schedule, StageEdges.chain(len(counts))))
 
 
 def test_one_stage_with_replicas_is_data_parallelism():
-    schedule = make("1f1b", Request(replicated(2), 3))
+    schedule = make("1f1b", ScheduleSpec(replicated(2), 3))
     texts = [" ".join(str(i) for i in row) for row in schedule.rows]
     assert texts == ["0F0@0 0B0@0 0F2@0 0B2@0 0R 0S@0", "0F1@0 0B1@0 0R 0S@0"]
 
@@ -174,7 +174,7 @@ def test_staleness_is_the_warm_up_in_minibatches_rounded_up():
     assert make("pipedream", line(4, 1, vertical_sync=1)).staleness == (3, 3, 3, 3)
     assert make("pipedream", line(4, 1, depth=2)).staleness == (6, 4, 2, 0)
     # 3-1: one microbatch ahead on each of three replicas
-    assert make("pipedream", Request(replicated(3, 1), 2)).staleness == (2, 0)
+    assert make("pipedream", ScheduleSpec(replicated(3, 1), 2)).staleness == (2, 0)
     assert make("2bw", line(4, 3)).staleness == (1, 1, 1, 1)
 
 
@@ -232,7 +232,9 @@ def test_stages_may_meet_at_every_step_to_agree_on_something(case):
 @pytest.mark.parametrize(("name", "counts", "m"), [("2bw", (4, 3, 1, 3, 1), 9), ("pipedream", (2, 3, 1, 4, 1), 9)])
 def test_a_step_that_comes_late_holds_no_one_up(name, counts, m):
     """Stage 1 holds its step back behind a forward here, unless it looks at what stage 0 has sent ahead."""
-    schedule = lower(make(name, Request(replicated(*counts), max(m, sum(counts)), 5)), Traffic.chain(len(counts)))
+    schedule = lower(
+        make(name, ScheduleSpec(replicated(*counts), max(m, sum(counts)), 5)), StageEdges.chain(len(counts))
+    )
     assert finishes_when_every_step_is_a_meeting_of_all_ranks(schedule)
 
 
@@ -242,7 +244,7 @@ def texts(schedule: Schedule, rank: int) -> list[str]:
 
 def test_2bw_steps_as_late_as_it_may_where_a_reduction_can_overlap_with_the_next_minibatch():
     """W(1) is first needed by minibatch 2, and the gradients of minibatch 1 are added up only behind that step."""
-    schedule = make("2bw", Request(replicated(2, 1), 4, 3))
+    schedule = make("2bw", ScheduleSpec(replicated(2, 1), 4, 3))
     row = texts(schedule, 0)
     assert row[row.index("0R") : row.index("0S@0") + 2] == ["0R", "0F1:2@0", "0B1:0@0", "0S@0", "0F2:0@1"]
     row = texts(schedule, 2)  # the last stage has a backward of minibatch 1 left there: its gradients start in it
@@ -255,7 +257,7 @@ def test_without_replicas_2bw_steps_at_once():
 
 
 def test_where_stages_are_stale_by_different_steps_only_replicas_wait_and_a_forward_long():
-    schedule = make("pipedream", Request(replicated(2, 1), 4, 3))
+    schedule = make("pipedream", ScheduleSpec(replicated(2, 1), 4, 3))
     assert schedule.staleness == (1, 0)
     row = texts(schedule, 0)
     assert row[row.index("0R") :][:4] == ["0R", "0F1:2@0", "0S@0", "0B1:0@0"]
@@ -290,15 +292,15 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones_and_the_nearest():
         ("pipedream", line(2, 2, vertical_sync=2), "vertical_sync is 2; it runs from 0 to 1"),
         ("1f1b", dealt(2, 2, 4), "1f1b runs one stage on a rank; rank 0 has stages 0 and 2"),
         ("interleaved", dealt(2, 2, 5), "rounds of equal size: 5 on 2 ranks are 2 rounds"),
-        ("interleaved", Request(((0,), (0,), (1,), (1,)), 4), "deals 4 stages out to 2 ranks in turn"),
-        ("interleaved", Request(replicated(2, 1), 4), "deals 2 stages out to 3 ranks in turn"),
+        ("interleaved", ScheduleSpec(((0,), (0,), (1,), (1,)), 4), "deals 4 stages out to 2 ranks in turn"),
+        ("interleaved", ScheduleSpec(replicated(2, 1), 4), "deals 2 stages out to 3 ranks in turn"),
         ("interleaved", replace(dealt(2, 2, 4), options={"stages_per_rank": 3}), "4 stages on 2 ranks are 2 a rank"),
         ("gpipe", line(2, 0), "gpipe is asked for 0 microbatches"),
         ("gpipe", line(2, 2, 0), "gpipe is asked for 0 minibatches"),
-        ("gpipe", Request(((0,), (1,)), 2, first_minibatch=-1), "the first minibatch is -1"),
-        ("gpipe", Request(((0,), (2,)), 2), "rank 1 has nothing to do"),
-        ("gpipe", Request(((0,), ()), 2), "every stage needs ranks of its own"),
-        ("gpipe", Request(((0, 0),), 2), "every stage needs ranks of its own"),
+        ("gpipe", ScheduleSpec(((0,), (1,)), 2, first_minibatch=-1), "the first minibatch is -1"),
+        ("gpipe", ScheduleSpec(((0,), (2,)), 2), "rank 1 has nothing to do"),
+        ("gpipe", ScheduleSpec(((0,), ()), 2), "every stage needs ranks of its own"),
+        ("gpipe", ScheduleSpec(((0, 0),), 2), "every stage needs ranks of its own"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused_with_the_numbers(name, request_, what):
@@ -309,14 +311,14 @@ def test_a_request_that_cannot_be_met_is_refused_with_the_numbers(name, request_
 
 def test_a_custom_schedule_is_run_as_it_is_written():
     text = "# two ranks\n0F0, 0F1,, 0B0, 0B1\n1F0,1B0,1F1,1B1 # the last one\n\n"
-    schedule = make("custom", Request(((0,), (1,)), 2, 2, text=text))
+    schedule = make("custom", ScheduleSpec(((0,), (1,)), 2, 2, text=text))
     assert [str(i) for i in schedule.rows[1]][:5] == ["1F0@0", "1B0@0", "1F1@0", "1B1@0", "1S@0"]
     assert to_csv(schedule) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 def test_the_replicas_of_a_custom_schedule_take_turns_when_they_do_not_divide_the_microbatches():
-    base = make("1f1b", Request(replicated(2, 1), 3, 3))
-    assert make("custom", Request(replicated(2, 1), 3, 3, text=to_csv(base))).rows == base.rows
+    base = make("1f1b", ScheduleSpec(replicated(2, 1), 3, 3))
+    assert make("custom", ScheduleSpec(replicated(2, 1), 3, 3, text=to_csv(base))).rows == base.rows
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_the_replicas_of_a_custom_schedule_take_turns_when_they_do_not_divide_th
 )
 def test_a_custom_schedule_that_is_wrong_is_refused_before_anything_runs(stage_ranks, text, what):
     with pytest.raises(ScheduleError) as caught:
-        make("custom", Request(stage_ranks, 1, 2, text=text))
+        make("custom", ScheduleSpec(stage_ranks, 1, 2, text=text))
     assert what in str(caught.value)
 
 

@@ -6,21 +6,21 @@ from dataclasses import replace
 import pytest
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Instruction, Request, Schedule, Traffic
+from autopipe.ir.schedule import Instruction, Schedule, ScheduleSpec, StageEdges
 from autopipe.schedules import lower, make, validate
 from autopipe.schedules.kind import line
 from autopipe.schedules.rules import RULES
 
 FLUSH = make("1f1b", line(2, 3))  # 0F0 0F1 0B0 0F2 0B1 0B2 0S | 1F0 1B0 1F1 1B1 1F2 1B2 1S
 TWICE = make("gpipe", line(2, 2, 2))
-LOWERED = lower(FLUSH, Traffic.chain(2))
-REPLICAS = make("1f1b", Request(((0, 1), (2,)), 4))
+LOWERED = lower(FLUSH, StageEdges.chain(2))
+REPLICAS = make("1f1b", ScheduleSpec(((0, 1), (2,)), 4))
 HALVES = make("zero-bubble", line(2, 3))
-LOOPED = make("interleaved", Request(((0,), (1,), (0,), (1,)), 2))
+LOOPED = make("interleaved", ScheduleSpec(((0,), (1,), (0,), (1,)), 2))
 STALE = make("2bw", line(2, 2, 3))
 LONG = make("2bw", line(2, 2, 4))
 # ... 1R 1F1:0 1B1:0 1F1:1 ... 1F1:3 1S 1B1:3 1R1 1F2:0
-OVERLAPPED = make("2bw", Request(((0, 1), (2,)), 4, 3))
+OVERLAPPED = make("2bw", ScheduleSpec(((0, 1), (2,)), 4, 3))
 
 
 def rows(schedule: Schedule, rank: int, change: Callable[[list[Instruction]], None]) -> Schedule:
@@ -65,7 +65,7 @@ def backwards_out_of_order() -> Schedule:
 
 
 def sends_out_of_order() -> Schedule:
-    schedule = lower(make("gpipe", line(2, 2)), Traffic.chain(2))
+    schedule = lower(make("gpipe", line(2, 2)), StageEdges.chain(2))
     schedule = moved(schedule, 0, "0SF0>1", "0B0@0")
     return moved(schedule, 0, "0SF0>1", "0RB0<1")
 

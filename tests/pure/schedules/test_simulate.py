@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Request, Traffic
+from autopipe.ir.schedule import ScheduleSpec, StageEdges
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.schedules import (
     Costs,
@@ -27,7 +27,7 @@ def spans(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
 
 
 def test_lowering_puts_receives_before_and_sends_behind_and_skips_go_straight_to_their_consumer():
-    traffic = Traffic(((0, 1), (0, 2), (1, 2)), ((1, 0), (2, 1)))
+    traffic = StageEdges(((0, 1), (0, 2), (1, 2)), ((1, 0), (2, 1)))
     lowered = lower(make("gpipe", line(3, 1)), traffic)
     assert [" ".join(str(i) for i in row) for row in lowered.rows] == [
         "0F0@0 0SF0>1 0SF0>2 0RB0<1 0B0@0 0S@0",
@@ -37,29 +37,29 @@ def test_lowering_puts_receives_before_and_sends_behind_and_skips_go_straight_to
 
 
 def test_the_input_half_sends_the_gradient():
-    lowered = lower(make("zero-bubble", line(2, 1)), Traffic.chain(2))
+    lowered = lower(make("zero-bubble", line(2, 1)), StageEdges.chain(2))
     row = " ".join(str(i) for i in lowered.rows[1])
     assert row == "1RF0<0 1F0@0 1I0@0 1SB0>0 1W0@0 1S@0"
 
 
 def test_stages_that_meet_on_one_rank_exchange_no_message():
-    lowered = lower(make("gpipe", Request(((0,), (0,), (1,)), 1)), Traffic.chain(3))
+    lowered = lower(make("gpipe", ScheduleSpec(((0,), (0,), (1,)), 1)), StageEdges.chain(3))
     assert [str(i) for i in lowered.rows[0]][:4] == ["0F0@0", "1F0@0", "1SF0>2", "1RB0<2"]
 
 
 def test_a_replica_sends_to_the_replica_that_runs_the_microbatch():
-    lowered = lower(make("1f1b", Request(((0,), (1, 2)), 2)), Traffic.chain(2))
+    lowered = lower(make("1f1b", ScheduleSpec(((0,), (1, 2)), 2)), StageEdges.chain(2))
     assert [str(i) for row in lowered.rows[1:] for i in row if i.op == "RF"] == ["1RF0<0", "1RF1<0"]
 
 
 def test_lowering_twice_or_along_an_edge_that_does_not_exist_is_refused():
-    lowered = lower(make("gpipe", line(2, 1)), Traffic.chain(2))
+    lowered = lower(make("gpipe", line(2, 1)), StageEdges.chain(2))
     with pytest.raises(ScheduleError, match="has its sends and receives already"):
-        lower(lowered, Traffic.chain(2))
+        lower(lowered, StageEdges.chain(2))
     with pytest.raises(ScheduleError, match="activations from stage 1 to stage 0 of 2"):
-        lower(make("gpipe", line(2, 1)), Traffic(((1, 0),), ()))
+        lower(make("gpipe", line(2, 1)), StageEdges(((1, 0),), ()))
     with pytest.raises(ScheduleError, match="gradients from stage 2 to stage 1 of 2"):
-        lower(make("gpipe", line(2, 1)), Traffic((), ((2, 1),)))
+        lower(make("gpipe", line(2, 1)), StageEdges((), ((2, 1),)))
 
 
 def test_a_message_takes_its_time_on_the_link_and_then_the_latency():
@@ -79,8 +79,8 @@ def test_messages_queue_for_a_link():
 
 
 def test_two_edges_between_the_same_ranks_share_their_link_and_the_way_back_does_not():
-    request = Request(((0,), (1,), (0,), (1,)), 1)
-    traffic = Traffic(((0, 1), (0, 3), (1, 2), (2, 3)), ())
+    request = ScheduleSpec(((0,), (1,), (0,), (1,)), 1)
+    traffic = StageEdges(((0, 1), (0, 3), (1, 2), (2, 3)), ())
     costs = Costs((StageCosts(1, 0),) * 4, {(0, 1): EdgeCosts(2), (0, 3): EdgeCosts(10), (2, 3): EdgeCosts(1)})
     found = {name: end for name, _, end in spans(simulate(lower(make("gpipe", request), traffic), costs), 1)}
     assert found["1RF0<0"] == 3  # sent at 1
@@ -99,13 +99,13 @@ def test_handing_over_and_taking_out_a_message_cost_the_rank_itself():
 
 def test_a_reduction_waits_for_the_last_replica_and_the_step_follows():
     costs = Costs((StageCosts(1, 2, step_seconds=0.5, reduce_seconds=4),))
-    timeline = simulate(make("1f1b", Request(((0, 1),), 3)), costs)
+    timeline = simulate(make("1f1b", ScheduleSpec(((0, 1),), 3)), costs)
     assert spans(timeline, 0)[-2:] == [("0R", 6, 10), ("0S@0", 10, 10.5)]
     assert spans(timeline, 1)[-2:] == [("0R", 3, 10), ("0S@0", 10, 10.5)]
 
 
 def test_buckets_of_a_reduction_start_while_the_last_backward_runs():
-    schedule = make("1f1b", Request(((0, 1),), 2))
+    schedule = make("1f1b", ScheduleSpec(((0, 1),), 2))
     for buckets, reduce, end in ((1, 4, 9), (4, 4, 6), (4, 0.8, 5.2), (4, 2, 5.5)):
         # F to 1, B to 5: a quarter of B is done at 2, 3, 4, 5
         costs = Costs((StageCosts(1, 4, reduce_seconds=reduce, reduce_buckets=buckets),))
@@ -113,7 +113,7 @@ def test_buckets_of_a_reduction_start_while_the_last_backward_runs():
 
 
 def test_a_reduction_under_2bw_hides_behind_the_next_minibatch():
-    request = Request(((0, 1), (2,)), 8, 9)
+    request = ScheduleSpec(((0, 1), (2,)), 8, 9)
 
     def seconds(name, reduce):
         costs = Costs((StageCosts(1, 1, reduce_seconds=reduce), StageCosts(0.4, 0.4)))
@@ -158,7 +158,7 @@ def test_peak_bytes_count_versions_and_microbatches_in_flight():
 
 
 def test_the_grid_names_stage_minibatch_and_version_where_they_differ():
-    assert render(make("interleaved", Request(((0,), (1,), (0,), (1,)), 1))) == (
+    assert render(make("interleaved", ScheduleSpec(((0,), (1,), (0,), (1,)), 1))) == (
         "rank 0 | 0F0       2F0            2B0       0B0+\nrank 1 |      1F0       3F0  3B0       1B0+"
     )
     assert render(make("gpipe", line(1, 1, 2))) == "rank 0 | F0    B0+   F1:0  B1:0+"

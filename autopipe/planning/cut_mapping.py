@@ -25,7 +25,7 @@ _REMEDY = "pad the batches to one shape, or plan with fewer stages"
 _NEAREST = 48  # legal cuts that are tried for each of the plan's
 
 
-def recut(plan: Plan, graph: Graph, other: Graph) -> Plan:
+def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
     """Return the plan's stages cut out of ``other``. ``graph``: what the plan was made for.
 
     Raises: PlanError where no cuts give every stage no more than it has.

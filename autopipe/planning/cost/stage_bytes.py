@@ -52,7 +52,7 @@ class StageTerms:
         )
 
 
-def recount(
+def recompute_stage_bytes(
     graph: Graph,
     cuts: Cuts,
     measurement: Measurement,

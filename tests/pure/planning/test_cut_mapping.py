@@ -14,9 +14,9 @@ from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
 from autopipe.ir.profile import WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
-from autopipe.planning import recut
+from autopipe.planning import map_cuts_to
 from autopipe.planning.cost.ownership import state_of_stages, unused_state
-from autopipe.planning.recut import homes
+from autopipe.planning.cut_mapping import homes
 
 SPEC = TensorSpec(("s0", 4), "float32", requires_grad=True)
 
@@ -58,7 +58,7 @@ def starts(plan: Plan) -> list[int]:
 def test_the_same_calls_are_cut_at_the_same_places() -> None:
     graph = graph_of(["lin.w", "act", "lin.v", "loss"])
     other = replace(graph, name="other")
-    found = recut(plan_of(graph, 2), graph, other)
+    found = map_cuts_to(plan_of(graph, 2), graph, other)
     assert starts(found) == [0, 2]
     assert found.graph_digest == other.digest
     assert found.stages[0].parameters == ("w",)
@@ -67,7 +67,7 @@ def test_the_same_calls_are_cut_at_the_same_places() -> None:
 def test_a_loop_that_turns_more_often_moves_the_cut_with_the_parameters() -> None:
     graph = graph_of(["lin.w", "pool", "lin.v", "pool", "head.u", "loss"])
     other = graph_of(["lin.w", "pool", "pool", "pool", "lin.v", "pool", "pool", "head.u", "loss"])
-    found = recut(plan_of(graph, 2, 4), graph, other)
+    found = map_cuts_to(plan_of(graph, 2, 4), graph, other)
     assert [other.nodes[start].target for start in starts(found)] == ["lin", "lin", "head"]
     assert [boundary.value for boundary in found.boundaries] == ["pool_3", "pool_6"]
 
@@ -76,7 +76,7 @@ def test_a_stage_never_gets_state_that_it_does_not_hold() -> None:
     graph = graph_of(["lin.w", "lin.v", "loss"])
     other = graph_of(["lin.w", "lin.v", "lin.w", "loss"])
     with pytest.raises(PlanError, match="cannot be cut so that every stage needs only what it holds"):
-        recut(plan_of(graph, 1), graph, other)
+        map_cuts_to(plan_of(graph, 1), graph, other)
 
 
 def test_values_go_only_where_the_plan_has_values_going() -> None:
@@ -84,7 +84,7 @@ def test_values_go_only_where_the_plan_has_values_going() -> None:
     skipping = replace(graph.nodes[3], inputs=("head_2", "lin_0"))
     other = replace(graph, nodes=(*graph.nodes[:3], skipping))
     with pytest.raises(PlanError, match="sends values between stages that the plan does not connect"):
-        recut(plan_of(graph, 1, 2), graph, other)
+        map_cuts_to(plan_of(graph, 1, 2), graph, other)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_state_that_only_another_recording_reads_goes_where_that_one_needs_it(
     assert ["u" in parameters for parameters in held] == [owner == 0, owner == 1]
     plan = plan_of(kept, 2)
     stages = tuple(replace(stage, parameters=held[stage.index]) for stage in plan.stages)
-    found = recut(replace(plan, stages=stages), kept, other)
+    found = map_cuts_to(replace(plan, stages=stages), kept, other)
     first = next(index for index, node in enumerate(other.nodes) if "u" in node.parameters)
     assert (first < starts(found)[1]) == (owner == 0)
 

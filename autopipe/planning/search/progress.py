@@ -1,4 +1,4 @@
-"""``Watch``: who follows a search that may take long, and how Ctrl-C ends it with the best that was found."""
+"""``SearchProgress``: who follows a search that may take long, and how Ctrl-C ends it with the best that was found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _unseen(what: str, fraction: float) -> None:
 
 
 @dataclass(slots=True)
-class Watch:
+class SearchProgress:
     """One search, watched. ``report``: (what is tried, the part that is done: 0 to 1).
 
     ``stopped``: an interrupt came after something had been found, which is then the answer. ``tried`` of ``total``
