@@ -1,4 +1,4 @@
-"""``RunContext``: what plan and graph say about a run, the same on every rank; and a minibatch cut for it."""
+"""``RunContext``: what follows from plan and graph for a run. It is the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from autopipe.schedules import make
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What plan and graph say about a run, the same on every rank."""
+    """Plan, graph, and what follows from the two."""
 
     plan: Plan
     graph: Graph
     request: ScheduleSpec
+    # which values go from stage to stage
     routes: MessagePlan
+    # every channel of the run, in one order on all ranks
     channels: tuple[Channel, ...]
+    # the ranks of each replicated stage
     groups: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(plan: Plan, graph: Graph) -> RunContext:
-        """Read it off the two.
+        """Derive the context.
 
-        Raises: ArtifactError where they do not belong together; PlanError as ``refuse_stale_ties`` and
+        Raises: ArtifactError if the two do not belong together; PlanError as ``refuse_stale_ties`` and
         ``refuse_replicated_state`` do.
         """
         refuse_disagreement(plan, graph)
@@ -52,31 +55,31 @@ class RunContext:
 
     @property
     def weighted(self) -> bool:
-        """Whether the user's loss brings its own weight."""
+        """Whether the user's loss returns its own weight."""
         return len(self.graph.outputs) > 1
 
 
 def refuse_stale_ties(plan: Plan, graph: Graph, request: ScheduleSpec) -> None:
-    """Refuse a schedule under which the stages of a tied parameter that changes would read different versions of it.
+    """Refuse a schedule under which the stages of a tied, trained parameter read different versions of it.
 
     Raises: PlanError naming the parameter and the versions.
     """
     staleness = make(plan.schedule, request).staleness
     for tie in moving_ties(graph, plan):
         stages = (tie.owner, *tie.copies)
-        found = {stage: staleness[stage] for stage in stages}
-        if len(set(found.values())) > 1:
-            versions = ", ".join(f"stage {stage} reads version t - {delta}" for stage, delta in found.items())
+        deltas = {stage: staleness[stage] for stage in stages}
+        if len(set(deltas.values())) > 1:
+            versions = ", ".join(f"stage {stage} reads version t - {delta}" for stage, delta in deltas.items())
             raise PlanError(
                 f"{plan.schedule} cannot keep {tie.parameter} tied: in minibatch t {versions}",
-                remedy="choose 1f1b or 2bw, or pipedream --vertical-sync: there all stages read one version",
+                remedy="choose 1f1b or 2bw, or pipedream --vertical-sync: with these, all stages read one version",
             )
 
 
 def refuse_replicated_state(plan: Plan, graph: Graph) -> None:
-    """Refuse replicas of a stage that hands state from one microbatch to the next in a buffer.
+    """Refuse replicas of a stage that passes state from one microbatch to the next in a buffer.
 
-    A replica sees only its own microbatches, so its queue, counter or power iteration would be another one.
+    A replica sees only its own microbatches, so its queue, counter or power iteration would differ.
 
     Raises: PlanError naming the buffer and the stage.
     """

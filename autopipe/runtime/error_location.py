@@ -1,4 +1,4 @@
-"""Where a rank failed, for people: the line of the stage file, and the line of the user's that it stands for."""
+"""The location of an error in a rank: the line of the stage file, and the line of the user's code it came from."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from autopipe.workload.target.targets import is_installed
 
 
 def error_location(error: BaseException, graph: Graph | None) -> str:
-    """Return ``file:line: text`` of the last line that is neither torch's nor ours, and the user's where it differs.
+    """Return ``file:line: text`` of the last line outside of installed packages, and the user's line if it differs.
 
-    ``graph``: of the run; it knows which of the user's lines a stage's was written from.
+    ``graph``, of the run, maps the lines of stage files to those of the user.
     """
     line = _line(error)
     origin = users_place(error, graph) if graph is not None else ""

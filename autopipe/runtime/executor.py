@@ -1,7 +1,7 @@
-"""The loop over instructions: one method per operation, and nothing that knows a schedule by name.
+"""``Executor``: runs the instructions of one rank in order, with one method per operation.
 
-A rank gets its row of a lowered schedule and does what it says, in order. Receives are posted a little ahead of their
-turn, so that a transfer runs while the rank computes.
+The rank gets its row of a lowered schedule; nothing here knows a schedule by name. Receives are posted ahead of their
+turn, so that the transfer overlaps with computation.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ from autopipe.schedules import post_points
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Part of a minibatch: its tensors by name, its share of the loss, the sizes of its symbols, what it follows."""
+    """A part of a minibatch, ready to run."""
 
+    # the tensors of the batch, by name
     leaves: Mapping[str, torch.Tensor]
+    # the share of the minibatch loss
     factor: float
+    # the sizes of the symbols of the graph
     sizes: Mapping[str, int]
+    # the capture that the microbatch follows
     recording: Recording
 
 
 @dataclass(slots=True)
 class Executor:
-    """What one rank needs to follow its row. ``footprint``: keeps the books of memory, where it is measured."""
+    """Runs the rows of one rank."""
 
     plan: Plan
     request: ScheduleSpec
@@ -49,9 +53,12 @@ class Executor:
     transport: Transport
     reporter: Reporter
     record: bool = False
+    # attributes allocations to stages; None unless memory is measured
     footprint: Footprint | None = None
+    # recorded if ``record`` is set
     spans: list[Span] = field(default_factory=list)
     current: Instruction | None = None
+    # the tensors of a message, from arrival or production until they are read or sent
     _mail: dict[tuple[str, Edge, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     _posted: dict[Instruction, list[Pending]] = field(default_factory=dict)
     _minibatches: Mapping[int, Sequence[Microbatch]] = field(default_factory=dict)
@@ -66,16 +73,16 @@ class Executor:
         offset: int = 0,
         training: bool = True,
     ) -> None:
-        """Follow a row. ``minibatches``: the microbatches of each minibatch that the row names.
+        """Run a row. ``minibatches``: the microbatches of each minibatch in the row.
 
-        ``offset``: added to every minibatch number, so that the row of one flushed minibatch serves them all.
-        A minibatch with fewer microbatches than the schedule has room for (a ragged last batch) leaves the rest out:
-        every rank skips the same instructions.
+        ``offset`` is added to every minibatch number, so that the row of one flushed minibatch serves them all. If a
+        minibatch has fewer microbatches than the schedule (a ragged last batch), every rank skips the same
+        instructions.
         """
         self._minibatches, self._training = minibatches, training
         row = [i if not offset else _shifted(i, offset) for i in row]
         row = [i for i in row if i.microbatch < len(minibatches[i.minibatch])]
-        # behind these a minibatch's gradients are complete on this rank
+        # after these, the gradients of a minibatch are complete on this rank
         self._last_backwards = frozenset({(i.stage, i.minibatch): i for i in row if i.op == "B"}.values())
         handlers: dict[str, Callable[[Instruction], None]] = {
             "F": self._forward, "B": self._backward, "SF": self._send, "SB": self._send,
@@ -86,7 +93,7 @@ class Executor:
         with contextlib.nullcontext() if self.footprint is None else self.footprint.owners:
             for index, instruction in enumerate(row):
                 for posted in ahead.get(index, ()):
-                    with self._booked(posted):
+                    with self._measured(posted):
                         self._post(posted)
                 self.current = instruction
                 self.reporter.at(str(instruction), waiting=instruction.op in RECEIVES)
@@ -94,14 +101,14 @@ class Executor:
                 if handler is None:
                     raise InternalError(f"the runtime does not implement {instruction.op!r} ({instruction})")
                 start = time.perf_counter()
-                with self._booked(instruction):
+                with self._measured(instruction):
                     handler(instruction)
                 if self.record:
                     self.spans.append(Span(self.transport.rank, instruction, start, time.perf_counter()))
         self.current = None
 
-    def _booked(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
-        """Return what an instruction runs in, so that its memory is its stage's."""
+    def _measured(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which an instruction runs, which attributes its memory to its stage."""
         if self.footprint is None:
             return contextlib.nullcontext()
         leaves = self._microbatch(instruction).leaves if instruction.op == "F" else {}
@@ -112,7 +119,7 @@ class Executor:
         return self.request.rank_of(stage, instruction.minibatch, instruction.microbatch)
 
     def _edges(self, kind: str, instruction: Instruction) -> Mapping[Edge, tuple[str, ...]]:
-        """Return what crosses for a microbatch: by edge, the values of one message."""
+        """Return the values of each message of a microbatch, by edge."""
         routes = self._microbatch(instruction).recording.routes
         return routes.forward if kind == ACTIVATION else routes.backward
 
@@ -142,11 +149,11 @@ class Executor:
         )
 
     def _deliver(self, kind: str, instruction: Instruction, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put what an instruction made where it is read: kept for a send, or straight for a stage on this rank."""
+        """Keep the outputs of an instruction for a send, or for a stage on this rank."""
         for edge, values in self._edges(kind, instruction).items():
             if edge[0] == instruction.stage:
                 key = kind, edge, instruction.minibatch, instruction.microbatch
-                # a tensor object of its own for each reader: each collects a gradient of its own
+                # each reader gets its own tensor object, because each collects its own gradient
                 self._mail[key] = {value: tensors[value].detach() for value in values}
 
     def _send(self, instruction: Instruction) -> None:
@@ -154,14 +161,14 @@ class Executor:
         edge = (instruction.stage, instruction.peer)
         channel = Channel(kind, *edge, self.transport.rank, self._peer_rank(instruction, instruction.peer))
         microbatch = self._microbatch(instruction)
-        # an edge of the plan over which this microbatch sends nothing
+        # empty if this microbatch sends nothing over the edge
         tensors = self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch), {})
         for value, tensor in tensors.items():
             spec = microbatch.recording.specs[value]
             expected = spec.concrete(microbatch.sizes)
             if tuple(tensor.shape) != expected or tensor.dtype != getattr(torch, spec.dtype):
                 raise RunError(
-                    f"{value} should be {spec.dtype}{list(expected)} here, and is {tensor.dtype}{list(tensor.shape)}",
+                    f"{value} must be {spec.dtype}{list(expected)} here, and is {tensor.dtype}{list(tensor.shape)}",
                     where=f"stage {instruction.stage}, before it is sent to stage {instruction.peer}",
                     remedy="the shape depends on more than the shapes of the batch: let it follow from them alone, or "
                     "train in one stage (--gpus 1)",
@@ -169,12 +176,12 @@ class Executor:
             self.transport.send(channel, tensor)
 
     def _take(self, kind: str, instruction: Instruction) -> dict[str, torch.Tensor]:
-        """Return what the other stages made for this one, in the order in which autograd would have added it up."""
-        found: dict[str, torch.Tensor] = {}
+        """Return the tensors from other stages, in the order in which autograd would have added them."""
+        tensors: dict[str, torch.Tensor] = {}
         for edge in self._edges(kind, instruction):
             if edge[1] == instruction.stage:
-                found.update(self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch)))
-        return found
+                tensors.update(self._mail.pop((kind, edge, instruction.minibatch, instruction.microbatch)))
+        return tensors
 
     def _forward(self, instruction: Instruction) -> None:
         runner = self.runners[instruction.stage]
@@ -216,7 +223,7 @@ class Executor:
 
 
 def _shifted(instruction: Instruction, offset: int) -> Instruction:
-    """Return the same instruction so many minibatches later: every flush sees one version more."""
+    """Return the same instruction ``offset`` minibatches later. Each flush adds one weight version."""
     i = instruction
     version = i.weight_version + offset if i.weight_version >= 0 else -1
     return Instruction(i.op, i.stage, i.minibatch + offset, i.microbatch, version, i.peer)

@@ -1,14 +1,14 @@
-"""``Job``: everything a rank is told. A run directory holds it with the plan, the graph and the stage files.
+"""``Job``: the settings of a run that every rank needs, and ``RunDirectory``, the paths of a run.
 
 ::
 
     RUN/
-      job.json plan.json graph.json      what is run
-      stages/stage_0.py ...              what each rank imports
+      job.json plan.json graph.json      the description of the run
+      stages/stage_0.py ...              the code that each rank imports
       metrics.jsonl                      one line an optimizer step
-      logs/rank_0.log ...                what each rank wrote to its own output
-      checkpoints/step-00000100/ latest  see runtime.checkpoint.checkpoint
-      timeline.json                      the last recorded minibatch, if it was asked for
+      logs/rank_0.log ...                the output of each rank
+      checkpoints/step-00000100/ latest  see runtime.checkpoint.directory
+      timeline.json                      the last recorded minibatch, if one was recorded
 """
 
 from __future__ import annotations
@@ -29,48 +29,57 @@ REPLAYS = ("some", "all")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``steps`` 0: as many as ``epochs`` epochs hold. ``start_step``: the checkpoint to go on from, -1 for none.
+    """The settings of a run."""
 
-    ``clip_grad_norm`` 0: no clipping. ``checkpoint_every`` 0: only at the end, and not even there without ``save``.
-    ``evaluate_every`` 0: never while training. ``evaluation_note``: why the stages cannot evaluate, "" where they can.
-    ``audit_every`` 0: no minibatch is audited; see ``runtime.audit``.
-    ``deferred_batch_norm``: see ``runtime.step.deferred``. ``excluded_devices``: GPUs that no rank uses.
-    ``max_shapes``: for how many further shapes of the batch code may be made; ``allow_data_dependent``: how.
-    ``on_nonfinite``: one of ``NONFINITE``, what a loss that is not finite leads to. ``init_from``: weights to start
-    from, "" for the model's own; ``trust``: they may be in a format that can run code. ``measure_memory``: see
-    ``runtime.footprint``. ``data_reader``: one of ``DATA_READERS``, every rank for itself or rank 0 for all.
-    ``same_data``: on going on from a checkpoint, the data must be what was read before it. ``replay``: one of
-    ``REPLAYS``, how much of earlier epochs is read again then: what ``runtime.batches.source`` has time for, or all.
-    ``ema``: decay of the averaged weights, 0 for none.
-    ``learning_rate``: in place of that of the checkpoint that the run goes on from.
-    """
-
+    # 0: as many as ``epochs`` epochs hold
     steps: int
     epochs: int
+    # 0: the data decides
     batch_size: int
     device: str = "cpu"
+    # CPU threads of each rank
     threads: int = 1
+    # 0: no clipping
     clip_grad_norm: float = 0.0
+    # 0: only at the end, if ``save`` is set
     checkpoint_every: int = 0
+    # 0: no evaluation while training
     evaluate_every: int = 0
+    # 0: no audits; see ``runtime.audit``
     audit_every: int = 0
+    # how many of the newest checkpoints are kept; 0: all
     keep_checkpoints: int = 3
+    # the step of the checkpoint to resume from; -1: start from the beginning
     start_step: int = -1
     record_timeline: bool = False
     save: bool = True
+    # why the stages cannot evaluate; "" if they can
     evaluation_note: str = ""
+    # see ``runtime.step.deferred``
     deferred_batch_norm: bool = False
+    # GPUs that no rank uses
     excluded_devices: tuple[int, ...] = ()
+    # one of ``NONFINITE``: the policy for a loss that is not finite
     on_nonfinite: str = "stop"
+    # weights to start from; "": those of the model as it is built
     init_from: str = ""
+    # ``init_from`` may be in a format that can run code
     trust: bool = False
+    # for how many further shapes of the batch stage code may be generated
     max_shapes: int = 16
+    # their capture may take decisions that depend on the data
     allow_data_dependent: bool = False
+    # see ``runtime.footprint``
     measure_memory: bool = False
+    # one of ``DATA_READERS``: each rank reads, or rank 0 reads for all
     data_reader: str = "each"
+    # a resumed run must read the same data as before
     same_data: bool = True
+    # one of ``REPLAYS``: how much of earlier epochs a resumed run reads again; see ``runtime.batches.source``
     replay: str = "some"
+    # replaces that of the checkpoint on resume
     learning_rate: float | None = None
+    # decay of the averaged weights; 0: no averages
     ema: float = 0.0
 
     def __post_init__(self) -> None:
@@ -80,9 +89,9 @@ class Job:
             or self.threads < 1
             or self.start_step < -1
         ):
-            raise ValueError("a job's numbers are not negative, and it has a thread at least")
+            raise ValueError("the numbers of a job must not be negative, and threads must be at least 1")
         if not 0 <= self.ema < 1:
-            raise ValueError(f"a decay of {self.ema} is not in [0, 1)")
+            raise ValueError(f"ema must be in [0, 1) (got {self.ema})")
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"unknown device {self.device!r}; known: cpu, cuda")
         if self.on_nonfinite not in NONFINITE:
@@ -95,27 +104,27 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of a run."""
+    """The paths of a run, and its description."""
 
     path: Path
 
     @property
     def stages(self) -> Path:
-        """Where the stage files lie."""
+        """The directory of the stage files."""
         return self.path / "stages"
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints lie."""
+        """The directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """One JSON line an optimizer step."""
+        """The metrics: one JSON line per optimizer step."""
         return self.path / "metrics.jsonl"
 
     def log(self, rank: int) -> Path:
-        """Return where a rank's own output goes."""
+        """Return the file for the output of a rank."""
         return self.path / "logs" / f"rank_{rank}.log"
 
     @property
@@ -123,7 +132,7 @@ class RunDirectory:
         return f"autopipe train TARGET --resume --run-dir {shlex.quote(str(self.path))}"
 
     def job(self) -> Job:
-        """Read what the ranks are told."""
+        """Read the settings of the run."""
         return artifact.load(Job, self.path / "job.json", renew=self._renew)
 
     def plan(self) -> Plan:
@@ -135,11 +144,11 @@ class RunDirectory:
         return artifact.load(Graph, self.path / "graph.json", renew=self._renew)
 
     def write_job(self, job: Job) -> None:
-        """Write what the ranks are told."""
+        """Write the settings of the run."""
         artifact.save(job, self.path / "job.json")
 
     def write(self, job: Job, plan: Plan, graph: Graph) -> None:
-        """Write the three of them."""
+        """Write settings, plan and graph."""
         self.write_job(job)
         artifact.save(plan, self.path / "plan.json")
         artifact.save(graph, self.path / "graph.json")

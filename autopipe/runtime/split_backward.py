@@ -1,12 +1,12 @@
 """A backward in two halves: first the gradient that an earlier stage waits for, later the gradients of the weights.
 
-The first half walks the *activation chain*, from the stage's outputs to what it received. Where a weight joins the
-chain (the *frontier*: the backward of a matrix product, a convolution, a norm) it notes the gradient that arrives
-there. The second half gives each frontier node that gradient again and asks for its weights alone; nothing of the chain
-is run twice.
+The first half walks the *activation chain*, from the outputs of the stage to the values that it received. At each
+*frontier* node, where a weight joins the chain (the backward of a matrix product, a convolution, a norm), it records
+the gradient that arrives. The second half passes that gradient to the node again and computes the gradients of its
+weights alone. No part of the chain runs twice.
 
-A weight that joins the chain in several places is left to the first half: asked for at one place, autograd would also
-walk on to the other places and count them twice, and the sum would not have plain autograd's order.
+A weight that joins the chain at several nodes is computed in the first half. From one of these nodes, autograd would
+also walk to the others and count them twice, and the sum would not have the order of plain autograd.
 
 Source: zero bubble pipeline parallelism, arXiv:2401.10241, section 2 (B and W passes).
 """
@@ -24,22 +24,25 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass(slots=True)
 class _Frontier:
-    """A node of the chain that weights join: the weights by name, and the gradients that arrived at it."""
+    """A node of the chain that weights join."""
 
     node: Node
+    # the names of the weights
     weights: list[str] = field(default_factory=list)
+    # the gradients that arrived at the node
     arrived: tuple[torch.Tensor | None, ...] = ()
 
 
 @dataclass(slots=True)
 class PendingWeights:
-    """What the second half needs. ``everything``: roots and gradients where the first half had nothing to do."""
+    """The input of the second half."""
 
     frontiers: list[_Frontier]
+    # roots and gradients of the complete backward, if the first half had nothing to do
     everything: tuple[list[torch.Tensor], list[torch.Tensor | None]] | None = None
 
     def finish(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Run the second half: add to each weight's ``grad``."""
+        """Run the second half: add to the ``grad`` of each weight."""
         if self.everything is not None:
             torch.autograd.backward(*self.everything)
             return
@@ -49,8 +52,8 @@ class PendingWeights:
                 continue
             weights = [parameters[name] for name in frontier.weights]
             grads = [g for g in frontier.arrived if g is not None]
-            found = torch.autograd.grad(edges, weights, grads, allow_unused=True)
-            for weight, gradient in zip(weights, found, strict=True):
+            gradients = torch.autograd.grad(edges, weights, grads, allow_unused=True)
+            for weight, gradient in zip(weights, gradients, strict=True):
                 if gradient is None:
                     continue
                 if weight.grad is None:
@@ -67,10 +70,10 @@ def backward_inputs(
     parameters: Mapping[str, nn.Parameter],
     now: Sequence[str] = (),
 ) -> PendingWeights:
-    """Run the first half: fill ``grad`` of what was received, and of the weights that cannot wait.
+    """Run the first half: compute the gradients of the received values, and of the weights that cannot wait.
 
-    ``roots``/``gradients``: as for ``torch.autograd.backward``. ``now``: weights whose gradient an earlier stage waits
-    for as well. A stage that received nothing has no first half.
+    ``roots`` and ``gradients`` are those of ``torch.autograd.backward``. ``now`` names weights whose gradient an
+    earlier stage waits for too. A stage that received nothing has no first half.
     """
     if not received:
         return PendingWeights([], (list(roots), list(gradients)))
@@ -101,7 +104,7 @@ def _noting(frontier: _Frontier) -> Any:
 def _walk(
     starts: Sequence[Node], leaves: set[Node], names: Mapping[Node, str]
 ) -> tuple[set[Node], dict[Node, tuple[str, ...]]]:
-    """Return the nodes from which something received is reached, and the weights below every other node."""
+    """Return the nodes from which a received value is reached, and the weights below every node."""
     on_chain: set[Node] = set()
     below: dict[Node, tuple[str, ...]] = {}
     done: set[Node] = set()
@@ -118,17 +121,17 @@ def _walk(
         children = [child for child, _ in node.next_functions if child is not None]
         if node in leaves or any(child in on_chain for child in children):
             on_chain.add(node)
-        found = [names[node]] if node in names else []
+        weights = [names[node]] if node in names else []
         for child in children:
-            found.extend(below.get(child, ()))
-        below[node] = tuple(dict.fromkeys(found))
+            weights.extend(below.get(child, ()))
+        below[node] = tuple(dict.fromkeys(weights))
     return on_chain, below
 
 
 def _frontiers(
     starts: Sequence[Node], on_chain: set[Node], below: Mapping[Node, tuple[str, ...]], now: Sequence[str]
 ) -> tuple[list[_Frontier], list[str]]:
-    """Return the frontier, and the weights that are left to the first half."""
+    """Return the frontier, and the weights that the first half computes."""
     joins: dict[str, list[Node]] = {}
     early: dict[str, None] = dict.fromkeys(now)
     for start in starts:
@@ -141,10 +144,10 @@ def _frontiers(
             if child is not None and child not in on_chain:
                 for name in below[child]:
                     joins.setdefault(name, []).append(node)
-    found: dict[Node, _Frontier] = {}
+    frontiers: dict[Node, _Frontier] = {}
     for name, nodes in joins.items():
         if len(set(nodes)) > 1 or name in early:
             early[name] = None
             continue
-        found.setdefault(nodes[0], _Frontier(nodes[0])).weights.append(name)
-    return list(found.values()), list(early)
+        frontiers.setdefault(nodes[0], _Frontier(nodes[0])).weights.append(name)
+    return list(frontiers.values()), list(early)

@@ -1,11 +1,11 @@
-"""Weight versions of one stage: the parameters as they were after so many optimizer steps.
+"""Weight versions of one stage: the parameters as they were after a given number of optimizer steps.
 
-Between a forward and its backward, autograd holds the very ``Parameter`` that a product, a convolution or a layer norm
-read. Copying into it, and also ``p.data = other``, then gives silently wrong gradients (a test shows it). So every
-version is a set of ``Parameter`` objects of its own, and the stage's modules are handed the objects of the version that
-an instruction names. The optimizer steps *masters*, which no forward ever sees, on new memory each time.
+Between a forward and its backward, autograd holds the ``Parameter`` object that a product, a convolution or a layer
+norm read. Copying into it, or setting ``p.data``, silently gives wrong gradients. So every version has
+its own ``Parameter`` objects, and the modules of the stage get the objects of the version that an instruction names.
+The optimizer steps *masters*, which no forward reads, in new memory each time.
 
-With staleness 0 there is one version, the modules hold the masters, and steps are in place.
+With staleness 0 there is one version: the modules hold the masters, and steps are in place.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from autopipe.errors import InternalError
 
 
 class WeightVersions:
-    """``staleness`` d keeps up to d + 1 versions. ``names``: other name -> the model's first name of a parameter.
-    ``changing``: frozen parameters that change all the same, and so have versions.
+    """The versions of one stage.
 
-    ``masters``: first name -> the parameter that the optimizer steps. ``in_use``: what the modules hold now.
+    Args:
+        module: the stage.
+        staleness: d keeps up to d + 1 versions.
+        names: other name -> first name of a parameter with several names.
+        changing: frozen parameters that something else than the optimizer changes; they have versions too.
+
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class WeightVersions:
         changing: frozenset[str] = frozenset(),
     ) -> None:
         self.staleness, self._changing = staleness, changing
+        # first name -> the parameter that the optimizer steps
         self.masters: dict[str, nn.Parameter] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         first = names or {}
@@ -44,6 +49,7 @@ class WeightVersions:
                 name = first.get(full, full)
                 self.masters.setdefault(name, parameter)
                 self._places.setdefault(name, []).append((owner, key))
+        # first name -> the parameter that the modules hold now
         self.in_use: dict[str, nn.Parameter] = dict(self.masters)
         self.newest = 0
         self._used = -1
@@ -57,18 +63,18 @@ class WeightVersions:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The versions held, oldest first."""
+        """The stored versions, oldest first."""
         return tuple(sorted(self._leaves))
 
     def start_at(self, version: int) -> None:
-        """Say that the masters' values have already seen ``version`` steps; older versions are forgotten."""
+        """Declare the current values to be ``version``, and drop all other versions."""
         self.newest, self._leaves = version, {}
-        self._used = -1  # the modules hold leaves that are forgotten, under this number too
+        self._used = -1  # the modules hold dropped leaves, which may have the same number
         self._add(version, {name: parameter.data for name, parameter in self._moving().items()})
         self.use(version)
 
     def add_old(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over an older version, from a checkpoint."""
+        """Add an older version, from a checkpoint."""
         self._add(version, tensors)
 
     def _add(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -83,9 +89,9 @@ class WeightVersions:
         return {name: parameter.data for name, parameter in self._leaves[version].items()}
 
     def use(self, version: int) -> None:
-        """Hand the modules a version. Raises: InternalError if it is not held."""
+        """Hand the modules a version. Raises: InternalError if it is not stored."""
         if version not in self._leaves:
-            raise InternalError(f"weight version {version} is not held; held: {list(self.versions)}")
+            raise InternalError(f"weight version {version} is not stored; stored: {list(self.versions)}")
         if version == self._used:
             return
         self._used = version
@@ -97,10 +103,10 @@ class WeightVersions:
                     setattr(owner, key, leaf)
 
     def take_gradients(self, minibatch: int) -> None:
-        """Give the masters the gradients of a minibatch, and let go of the versions that no later one asks for.
+        """Move the gradients of a minibatch to the masters, and drop the versions that no later minibatch reads.
 
-        From here on those of the next minibatch do not mix with them. A second call before ``end_step`` does nothing:
-        whoever needs the gradients first makes it.
+        After this, gradients of the next minibatch do not mix with them. A second call before ``end_step`` does
+        nothing.
         """
         if self.staleness == 0 or self._taken:
             return
@@ -109,13 +115,12 @@ class WeightVersions:
         for name, master in self._moving().items():
             master.grad, leaves[name].grad = leaves[name].grad, None
         del leaves
-        # before the new version takes memory
-        self.use(self.newest)
+        self.use(self.newest)  # frees the old version before the new one takes memory
         for version in [v for v in self._leaves if v < minibatch + 1 - self.staleness]:
             del self._leaves[version]
 
     def begin_step(self, minibatch: int) -> None:
-        """Give the masters the gradients of a minibatch, and memory of their own to be stepped on.
+        """Move the gradients of a minibatch to the masters, and give these new memory to be stepped in.
 
         A second call before ``end_step`` does nothing.
         """
@@ -127,7 +132,7 @@ class WeightVersions:
             master.data = master.data.clone()
 
     def end_step(self) -> None:
-        """Name what the masters hold now the next version."""
+        """Make the values of the masters the next version."""
         self.newest += 1
         if self.staleness == 0:
             self._leaves = {self.newest: self._leaves.popitem()[1]}

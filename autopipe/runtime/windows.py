@@ -1,6 +1,6 @@
-"""Which minibatches are run together: one at a time, or several where the pipeline is to stay full between them.
+"""``Windows``: groups of minibatches that run together, one each, or several if the pipeline stays full between them.
 
-Where the pipeline drains, a run can be saved, evaluated and stopped. The place does not change the result: the formula
+A run can be saved, evaluated and stopped where the pipeline drains. The place does not change the result: the formula
 of docs/semantics.md decides which weight version a minibatch uses, also after a drain.
 """
 
@@ -16,37 +16,38 @@ from autopipe.runtime.events import Reporter
 from autopipe.runtime.job import Job
 from autopipe.schedules import REGISTRY
 
-# an asynchronous schedule keeps its pipeline full for this many minibatches, fewer where they take long, then drains
+# an asynchronous schedule drains after this many minibatches, earlier if they take longer than SECONDS
 MOST, LEAST, SECONDS = 32, 4, 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Minibatches from step ``first`` on, one at least."""
+    """One or more minibatches, from step ``first`` on."""
 
     first: int
     minibatches: list[Minibatch]
 
     @property
     def place(self) -> Place:
-        """Where the data goes on after them."""
+        """Where the data continues after them."""
         return self.minibatches[-1].place
 
 
 @dataclass(slots=True)
 class Windows:
-    """The minibatches of a job, the same on every rank. ``stopped``: the run was asked to stop, and did."""
+    """The windows of a job, the same on every rank."""
 
     job: Job
     plan: Plan
     reader: Reader
     reporter: Reporter
+    # the run has stopped on request
     stopped: bool = False
 
     def walk(self, step: int, place: Place) -> Iterator[Window]:
-        """Yield windows from ``step`` and ``place`` on until the job is done, or is to stop.
+        """Yield windows from ``step`` and ``place`` on until the job is done or stops on request.
 
-        Raises: RunError where the data ends before the steps do, or is not what was read before ``place``.
+        Raises: RunError if the data ends before the steps do, or differs from what was read before ``place``.
         """
         begun = False
         while not self._done(step, place):
@@ -68,7 +69,7 @@ class Windows:
     def _length(self, step: int) -> int:
         length = 1 if REGISTRY[self.plan.schedule].synchronous else self._full()
         if self.job.audit_every and step and step % self.job.audit_every == 0:
-            return 1  # an audit compares the state on both sides of one minibatch
+            return 1  # an audit compares the state before and after one minibatch
         for every in (self.job.checkpoint_every, self.job.evaluate_every, self.job.audit_every):
             if every:
                 length = min(length, every - step % every)

@@ -1,6 +1,6 @@
-"""torch's distributed checkpoints, as one process reads and writes them.
+"""Distributed checkpoints of torch, read and written by one process.
 
-Their ``.metadata`` is a pickle, so reading one runs whatever was put into it: only what the user trusts comes here.
+Their ``.metadata`` is a pickle: reading it runs any code in it. Read only what the user trusts.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from autopipe.errors import ArtifactError
 
 
 class Stored:
-    """The tensors of a distributed checkpoint. It must be trusted."""
+    """The tensors of a trusted distributed checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            found: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+            metadata: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
         except Exception as error:
             raise ArtifactError(f".metadata cannot be read: {type(error).__name__}: {error}", where=str(path)) from None
-        self._dtypes = {name: entry.properties.dtype for name, entry in found.items() if hasattr(entry, "size")}
-        self.shapes = {name: tuple(found[name].size) for name in self._dtypes}
+        self._dtypes = {name: entry.properties.dtype for name, entry in metadata.items() if hasattr(entry, "size")}
+        self.shapes = {name: tuple(metadata[name].size) for name in self._dtypes}
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return some of them, reading only them. Raises: ArtifactError."""
-        found = {name: torch.empty(self.shapes[name], dtype=self._dtypes[name]) for name in names}
+        tensors = {name: torch.empty(self.shapes[name], dtype=self._dtypes[name]) for name in names}
         try:
             with _alone():
-                load(found, checkpoint_id=self._path, no_dist=True)
+                load(tensors, checkpoint_id=self._path, no_dist=True)
         except Exception as error:
             raise ArtifactError(f"the checkpoint is damaged: {error}", where=str(self._path)) from None
-        return found
+        return tensors
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a distributed checkpoint of one process into a folder that is not there yet."""
+    """Write a distributed checkpoint of one process into a folder that does not exist."""
     with _alone():
         save(dict(tensors), checkpoint_id=path, no_dist=True)
 
 
 def _alone() -> warnings.catch_warnings[None]:
-    """Keep torch from warning that there is one process only: it is meant."""
+    """Suppress the warning of torch that there is only one process, which is intended."""
     return warnings.catch_warnings(action="ignore")

@@ -1,8 +1,8 @@
-"""``Snapshot``: copies of tensors in one buffer, laid out as a safetensors file holds them, and written as they lie.
+"""``Snapshot``: copies of tensors in one buffer with the layout of a safetensors file.
 
-A checkpoint is copied while training stands still and written while it goes on, so the copy should be short and the
-writing should take nothing else: the buffer is kept from one checkpoint to the next, and the file's SHA-256 is computed
-from memory beside the writing, not by reading the file again.
+Training stops while a checkpoint is copied, and continues while it is written. So the copy must be short and the
+writing cheap: the buffer is reused for the next checkpoint, and the SHA-256 of the file is computed from memory while
+the file is written.
 
 The file: 8 bytes, the length of the header; the header, JSON with dtype, shape and offsets of each tensor; the data.
 Source: the format section of the safetensors README.
@@ -28,33 +28,31 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class Snapshot:
-    """``pinned``: the buffer is host memory that a GPU copies into without the CPU's help.
-
-    ``names``: of the tensors that were copied. A sparse one is in the file as its parts: see ``autopipe.sparse``.
-    """
+    """A reusable buffer of copies. ``pinned``: in page-locked memory, into which a GPU copies asynchronously."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._header = b""
         self._num_bytes = 0
+        # of the copied tensors; a sparse one is stored as its parts, see ``autopipe.sparse``
         self.names: tuple[str, ...] = ()
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Snapshot:
         """Return a snapshot of some tensors. Raises: ArtifactError as ``take`` does."""
-        found = Snapshot()
-        found.take(tensors)
-        return found
+        snapshot = Snapshot()
+        snapshot.take(tensors)
+        return snapshot
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors as they are now, in the order of their dimensions, over what was copied before.
+        """Copy the tensors, each in the order of its dimensions, and overwrite the previous copy.
 
-        Raises: ArtifactError for a dtype that the format does not know.
+        Raises: ArtifactError for a dtype that the format does not support.
         """
         self.names = tuple(sorted(tensors))
         tensors = sparse.encoded(tensors)
-        # the largest elements first: then every offset is a multiple of its element
+        # the largest elements first, so that every offset is a multiple of the element size
         names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         header: dict[str, object] = {}
         begin = 0
@@ -70,7 +68,7 @@ class Snapshot:
             }
             begin = end
         if begin > self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go first
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = torch.empty(begin, dtype=torch.uint8, pin_memory=self._pinned)
         self._fill([tensors[name] for name in names])
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -90,7 +88,7 @@ class Snapshot:
             torch.cuda.synchronize()
 
     def write(self, path: Path) -> tuple[str, int]:
-        """Write the file, down to the disk, and return its SHA-256 and its size in bytes. Raises: OSError."""
+        """Write and flush the file, and return its SHA-256 and its size in bytes. Raises: OSError."""
         data = self._buffer[: self._num_bytes].numpy().data
         digest = hashlib.sha256(self._header)
         hashing = threading.Thread(target=digest.update, args=(data,), name="sha256")

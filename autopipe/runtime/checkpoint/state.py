@@ -1,8 +1,8 @@
-"""What a rank's stages put into a checkpoint and take out of it, under the model's own names.
+"""The state of a stage in a checkpoint, under the model's own names.
 
-Keys of tensors: ``model.<name>`` a parameter or buffer, ``average.<name>`` an averaged weight, ``version.<v>.<name>``
-an older weight version that a later minibatch will ask for, and ``optimizer...`` and ``scheduler...`` what
-``runtime.training_state`` names.
+Keys of tensors: ``model.<name>`` is a parameter or buffer, ``average.<name>`` an averaged weight,
+``version.<v>.<name>`` an older weight version that a later minibatch reads. ``optimizer...`` and ``scheduler...`` are
+named by ``runtime.training_state``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from autopipe.runtime.weights import WeightVersions
 
 
 def buffers(runner: StageRunner) -> dict[str, torch.Tensor]:
-    """Return the buffers of a stage, non-persistent ones too: a forward may have changed them."""
+    """Return the buffers of a stage, including non-persistent ones, which a forward may have changed."""
     constants = runner.stage.constants
     return {name: buffer for name, buffer in runner.stage.named_buffers() if name not in constants}
 
 
 def options_of(plan: Plan, job: Job) -> TrainingOptions:
-    """Return the options that decide what is trained, for the manifest."""
+    """Return the options that decide the training results, for the manifest."""
     spec = plan.workload
     return TrainingOptions(
         spec.optimizer,
@@ -48,7 +48,7 @@ def options_of(plan: Plan, job: Job) -> TrainingOptions:
 
 
 def collect(runner: StageRunner, owned: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the weights and buffers of a stage that a checkpoint holds. ``owned``: what this stage steps."""
+    """Return the weights and buffers that a checkpoint holds of a stage. ``owned``: the parameters that it steps."""
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in owned.items()}
     tensors.update({f"model.{name}": buffer for name, buffer in buffers(runner).items()})
     versions = runner.versions
@@ -61,9 +61,9 @@ def collect(runner: StageRunner, owned: Mapping[str, nn.Parameter]) -> dict[str,
 
 
 def bits(tensor: torch.Tensor) -> int:
-    """Return a sum of a tensor's bit patterns: one pass, and another one for all but contrived differences."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(whole).sum(dtype=torch.int64))
+    """Return a checksum of a tensor: the sum of its bit patterns, which any accidental difference changes."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))
 
 
 def restore(
@@ -74,12 +74,12 @@ def restore(
     scheduler: LRScheduler | None,
     learning_rate: float | None = None,
 ) -> None:
-    """Bring a stage to the state of a checkpoint, which any plan may have saved.
+    """Restore a stage from a checkpoint, which any plan may have saved.
 
-    ``learning_rate``: given with ``--resume``, in place of the one in the checkpoint.
+    ``learning_rate`` replaces the one in the checkpoint (``--resume`` with ``--lr``).
 
-    Raises: ArtifactError where the checkpoint lacks a tensor of this stage; RunError where the optimizer's state has
-    no place in what the hooks build now.
+    Raises: ArtifactError if the checkpoint lacks a tensor of this stage; RunError if the state does not fit the
+    optimizer and scheduler that the hooks build now.
     """
     restore_weights(checkpoint, runner)
     restore_versions(checkpoint, runner.versions, checkpoint.manifest.step)
@@ -90,9 +90,9 @@ def restore(
 
 
 def restore_weights(checkpoint: Checkpoint, runner: StageRunner, *, averaged: bool = False) -> None:
-    """Bring the parameters and buffers of a stage to a checkpoint's. Raises: ArtifactError where it lacks one.
+    """Restore the parameters and buffers of a stage. Raises: ArtifactError if the checkpoint lacks one.
 
-    ``averaged``: to the averages of the parameters that have one.
+    ``averaged``: use the average of each parameter that has one.
     """
     present = {**runner.versions.masters, **buffers(runner)}
     with_average = {name for name in present if averaged and f"{PREFIX}{name}" in checkpoint.names}
@@ -104,20 +104,20 @@ def restore_weights(checkpoint: Checkpoint, runner: StageRunner, *, averaged: bo
 
 
 def _laid_out_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` on the device and with the strides of ``like``: kernels round by the order in memory."""
+    """Return ``value`` with the device and strides of ``like``: rounding depends on the order in memory."""
     if sparse.is_sparse(value) or sparse.is_sparse(like):
-        return value.to(like.device)  # no strides; one that is stored otherwise than the model's is refused by torch
+        return value.to(like.device)  # it has no strides; torch refuses another sparse layout than the model's
     return torch.empty_like(like, requires_grad=False).copy_(value)
 
 
 def restore_versions(checkpoint: Checkpoint, versions: WeightVersions, step: int) -> None:
-    """Take over the masters' version and the older ones that later minibatches will ask for."""
+    """Restore the older weight versions that later minibatches read. The masters hold version ``step``."""
     versions.start_at(step)
     moving = versions.tensors(step)
     for back in range(1, versions.staleness + 1):
         version = step - back
         if version < 0:
             break
-        # a stage without parameters holds its versions too: instructions name them
+        # a stage without parameters has versions too, because instructions name them
         read = checkpoint.read([f"version.{version}.{name}" for name in moving])
         versions.add_old(version, {n: _laid_out_like(moving[n], read[f"version.{version}.{n}"]) for n in moving})

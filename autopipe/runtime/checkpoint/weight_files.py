@@ -1,4 +1,4 @@
-"""Weights from elsewhere: what a training can start from, read tensor by tensor.
+"""Weight files that training can start from, read tensor by tensor.
 
 ====================================  ==================================================================
 path                                  read as
@@ -7,7 +7,7 @@ path                                  read as
 folder with an index, or one file     Hugging Face: ``model.safetensors.index.json`` names the files
 ``x.pt``, ``x.pth``, ``x.bin``        a ``state_dict`` by ``torch.save``, tensors only, mapped
 folder with ``manifest.json``         a checkpoint of a run
-folder with ``.metadata``             torch's distributed checkpoint; reading it runs code: trusted only
+folder with ``.metadata``             a distributed checkpoint of torch; reading it can run code: only if trusted
 ====================================  ==================================================================
 """
 
@@ -36,24 +36,24 @@ class Weights(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each; no tensor is read for it."""
+        """The shape of each tensor, without reading the tensor."""
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return some of them, each with memory of its own, reading only them."""
+        """Return copies of the named tensors, reading only them."""
 
 
 class _Safetensors:
-    """One file or several. ``files``: tensor name -> file."""
+    """One or more safetensors files. ``files``: tensor name -> file."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in dict.fromkeys(files.values()):
             with _opened(path) as file:
-                held = set(file.keys())
+                present = set(file.keys())
                 for name in (name for name, place in files.items() if place == path):
-                    if name not in held:
-                        raise ArtifactError(f"{path.name} lacks {name!r}, which the index promises", where=str(path))
+                    if name not in present:
+                        raise ArtifactError(f"{path.name} lacks {name!r}, which the index lists", where=str(path))
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     @staticmethod
@@ -68,19 +68,22 @@ class _Safetensors:
             files = {str(name): str(file) for name, file in named}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ArtifactError(
-                f"{index.name} is no index: {type(error).__name__}: {error}", where=str(index)
+                f"{index.name} is not a valid index: {type(error).__name__}: {error}", where=str(index)
             ) from None
         for file in files.values():
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ArtifactError(f"{index.name} names {file!r}, which is no file beside it", where=str(index))
+                raise ArtifactError(
+                    f"{index.name} names {file!r}, which is not a .safetensors file in the same folder",
+                    where=str(index),
+                )
         return _Safetensors({name: index.parent / file for name, file in files.items()})
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for path in dict.fromkeys(self._files[name] for name in names):
             with _opened(path) as file:
-                found.update({n: file.get_tensor(n).clone() for n in names if self._files[n] == path})
-        return found
+                tensors.update({n: file.get_tensor(n).clone() for n in names if self._files[n] == path})
+        return tensors
 
 
 @contextlib.contextmanager
@@ -93,18 +96,18 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 class _StateDict:
-    """A file by ``torch.save``. It is mapped, not read: memory is taken by what ``read`` copies."""
+    """A file by ``torch.save``. It is memory-mapped: only the tensors that ``read`` copies take memory."""
 
     def __init__(self, path: Path) -> None:
-        found = _load(path)
-        while isinstance(found, Mapping) and not any(isinstance(value, torch.Tensor) for value in found.values()):
-            inner = [found[key] for key in _WRAPPERS if isinstance(found.get(key), Mapping)]
+        content = _load(path)
+        while isinstance(content, Mapping) and not any(isinstance(value, torch.Tensor) for value in content.values()):
+            inner = [content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
             if not inner:
                 break
-            found = inner[0]
-        if not isinstance(found, Mapping) or not any(isinstance(value, torch.Tensor) for value in found.values()):
-            raise ArtifactError(f"{path.name} holds no state_dict: no tensors under names", where=str(path))
-        self._tensors = {str(n): value for n, value in found.items() if isinstance(value, torch.Tensor)}
+            content = inner[0]
+        if not isinstance(content, Mapping) or not any(isinstance(value, torch.Tensor) for value in content.values()):
+            raise ArtifactError(f"{path.name} holds no state_dict: it has no named tensors", where=str(path))
+        self._tensors = {str(n): value for n, value in content.items() if isinstance(value, torch.Tensor)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -112,7 +115,7 @@ class _StateDict:
 
 
 def _load(path: Path) -> Any:
-    """Raises: ArtifactError where the file is none of torch's, or holds more than tensors."""
+    """Load a file of torch. Raises: ArtifactError if torch cannot read it, or it holds more than tensors."""
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -123,19 +126,19 @@ def _load(path: Path) -> Any:
         raise ArtifactError(
             f"{path.name} cannot be read as tensors only: {first}",
             where=str(path),
-            remedy="write it as safetensors where it was made; what a file could run is never run here",
+            remedy="convert it to safetensors where it was written; code in a file is never run here",
         ) from None
 
 
 class _OfCheckpoint:
-    """The weights of a checkpoint of ours."""
+    """The weights of a checkpoint of a run."""
 
     _PREFIX = "model."
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = Checkpoint(directory)
-        held = self._checkpoint.shapes()
-        self.shapes = {n.removeprefix(self._PREFIX): s for n, s in held.items() if n.startswith(self._PREFIX)}
+        shapes = self._checkpoint.shapes()
+        self.shapes = {n.removeprefix(self._PREFIX): s for n, s in shapes.items() if n.startswith(self._PREFIX)}
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         read = self._checkpoint.read([self._PREFIX + name for name in names])
@@ -143,9 +146,9 @@ class _OfCheckpoint:
 
 
 def open_weights(path: Path, *, trust: bool = False) -> Weights:
-    """Return what a path holds. ``trust``: a format that can run code may be read.
+    """Open the weights at a path. ``trust``: a format that can run code may be read.
 
-    Raises: RunError where nothing is there, or it is not trusted; ArtifactError for a damaged file.
+    Raises: RunError if the path holds no weights, or is not trusted; ArtifactError for a damaged file.
     """
     if path.is_dir():
         return _open_folder(path, trust)
@@ -165,7 +168,7 @@ def _open_folder(path: Path, trust: bool) -> Weights:
     if (path / ".metadata").is_file():
         if not trust:
             raise RunError(
-                f"{path} is a distributed checkpoint of torch: reading it can run code that somebody put into it",
+                f"{path} is a distributed checkpoint of torch: reading it can run code that is stored in it",
                 remedy="--trust, if you know who wrote it",
             )
         return dcp.Stored(path)
@@ -176,10 +179,10 @@ def _open_folder(path: Path, trust: bool) -> Weights:
 
 
 class Matched:
-    """Weights under the names of a model. ``names``: the model's name -> the file's, of every tensor that is there.
+    """Weights under the names of a model. ``names``: name in the model -> name in the file.
 
-    The file's names may all stand behind one more prefix, or one fewer, than the model's. ``own``: the names of
-    parameters that a file need not hold, those of the loss: a file without them leaves them as they are built.
+    The names in the file may all have one prefix more, or one fewer, than those of the model. ``own`` names parameters
+    that the file may lack, those of the loss: without them in the file, they stay as they are built.
     """
 
     def __init__(self, weights: Weights, graph: Graph, where: str, own: Collection[str] = ()) -> None:
@@ -201,40 +204,40 @@ class Matched:
                 remedy=f"the names there are such as {next(iter(self._weights.shapes), 'none')!r}",
             )
         for name, spec in {**graph.parameters, **graph.buffers}.items():
-            if name in self.names and (found := self._weights.shapes[self.names[name]]) != spec.concrete({}):
+            if name in self.names and (shape := self._weights.shapes[self.names[name]]) != spec.concrete({}):
                 raise RunError(
-                    f"{name} is {list(found)} in the weights and {list(spec.concrete({}))} in the model",
+                    f"{name} is {list(shape)} in the weights and {list(spec.concrete({}))} in the model",
                     where=self._where,
-                    remedy="give the model the arguments it was made with (--arg), or other weights",
+                    remedy="give the model the arguments it was trained with (--arg), or other weights",
                 )
 
     @property
     def unused(self) -> list[str]:
-        """The names in the file that the model does not ask for."""
+        """The names in the file that the model does not use."""
         used = set(self.names.values())
         return [name for name in self._weights.shapes if name not in used]
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Return those of the named tensors that are there, by the model's names, reading only them."""
-        there = [name for name in names if name in self.names]
-        read = self._weights.read(list(dict.fromkeys(self.names[name] for name in there)))
-        return {name: read[self.names[name]] for name in there}
+        """Return those of the named tensors that the file holds, by the model's names, reading only them."""
+        present = [name for name in names if name in self.names]
+        read = self._weights.read(list(dict.fromkeys(self.names[name] for name in present)))
+        return {name: read[self.names[name]] for name in present}
 
 
-def _best_match(wanted: Mapping[str, Sequence[str]], needed: Sequence[str], held: Collection[str]) -> dict[str, str]:
-    """Return the match, by an added or removed prefix, that finds most of what is needed; the plain one in a tie."""
+def _best_match(wanted: Mapping[str, Sequence[str]], needed: Sequence[str], present: Collection[str]) -> dict[str, str]:
+    """Return the match, by an added or removed prefix, with most of the needed names; in a tie, without a prefix."""
     prefixes = {""}
     for name in needed[:1]:
-        prefixes |= {other.removesuffix(name) for other in held if other.endswith(f".{name}")}
+        prefixes |= {other.removesuffix(name) for other in present if other.endswith(f".{name}")}
     removable = {""} | {name.partition(".")[0] + "." for name in needed[:1] if "." in name}
     best: dict[str, str] = {}
     for added, removed in sorted((added, removed) for added in prefixes for removed in removable):
-        found = {}
+        matches = {}
         for name, options in wanted.items():
             places = [added + option.removeprefix(removed) for option in options if option.startswith(removed)]
-            place = next((place for place in places if place in held), None)
+            place = next((place for place in places if place in present), None)
             if place is not None:
-                found[name] = place
-        if sum(name in found for name in needed) > sum(name in best for name in needed) or not best:
-            best = found
+                matches[name] = place
+        if sum(name in matches for name in needed) > sum(name in best for name in needed) or not best:
+            best = matches
     return best

@@ -1,4 +1,4 @@
-"""The norm of all gradients over all stages, and what every gradient is multiplied with."""
+"""The factor that clips the norm of all gradients over all stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def clip_factor(
     dtype: torch.dtype,
     agree: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the factor, from the norm over all stages; tied parameters count once.
+    """Return the factor, from the norm over all stages. Tied parameters count once.
 
-    The same arithmetic as torch.nn.utils.clip_grad_norm_, in the same order of parameters. ``owned``: those whose norms
-    this rank brings. ``agree``: adds a vector up over all ranks.
+    The arithmetic is that of torch.nn.utils.clip_grad_norm_, in the same order of parameters. ``owned`` are the
+    parameters whose norms this rank contributes. ``agree`` sums a vector over all ranks.
     """
     index = {name: position for position, name in enumerate(trainable)}
-    # a row of norms, and one that says which parameters have a gradient: torch leaves the others out of its sum
+    # row 0: the norms; row 1: which parameters have a gradient, because torch leaves the others out of its sum
     norms = torch.zeros(2, len(index), dtype=torch.float64)
     for parameters in owned:
         for name, parameter in parameters.items():

@@ -1,7 +1,7 @@
-"""Deferred BatchNorm: running statistics are updated once a minibatch, from the whole minibatch.
+"""Deferred BatchNorm: running statistics are updated once per minibatch, from all of its microbatches.
 
-Each microbatch is still normalised by itself; only what evaluation will use is gathered over all of them, so that it
-does not depend on into how many microbatches a minibatch is cut.
+Each microbatch is still normalised on its own. Only the statistics for evaluation are gathered over the minibatch, so
+that they do not depend on the number of microbatches.
 
 Source: torchgpipe, arXiv:2004.09910, section 3.2 ("deferred batch normalization").
 """
@@ -18,34 +18,37 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one layer since the last step: [channels] sum and sum of squares, and how many values a channel had."""
+    """The sums of one layer since the last step."""
 
     module: _BatchNorm
+    # [2, channels]: sum and sum of squares
     totals: torch.Tensor
+    # how many values a channel had
     count: torch.Tensor
 
 
 @dataclass(slots=True)
 class DeferredStatistics:
-    """Gathers the statistics of every BatchNorm of a module. ``paused``: a recomputed forward is not counted again."""
+    """Gathers the statistics of every BatchNorm of a module."""
 
+    # set while a forward is recomputed, which must not count again
     paused: bool = False
     _layers: list[_Sums] = field(default_factory=list)
 
     @staticmethod
     def of(module: nn.Module) -> DeferredStatistics:
-        """Take over from every BatchNorm that keeps running statistics: they no longer update themselves."""
-        found = DeferredStatistics()
+        """Replace the update of every BatchNorm that keeps running statistics."""
+        statistics = DeferredStatistics()
         for layer in module.modules():
             if not isinstance(layer, _BatchNorm) or layer.running_mean is None or not layer.track_running_stats:
                 continue
-            # in training torch updates nothing without this, and in evaluation it reads the statistics all the same
+            # without this, torch updates nothing in training, and still reads the statistics in evaluation
             layer.track_running_stats = False
             zero = torch.zeros_like(layer.running_mean, dtype=torch.float64)
             sums = _Sums(layer, torch.stack([zero, zero]), torch.zeros((), dtype=torch.float64))
-            found._layers.append(sums)
-            layer.register_forward_pre_hook(found._gather(sums))
-        return found
+            statistics._layers.append(sums)
+            layer.register_forward_pre_hook(statistics._gather(sums))
+        return statistics
 
     def _gather(self, sums: _Sums) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -61,17 +64,17 @@ class DeferredStatistics:
         return hook
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what replicas add up, in place: all of it, layer by layer."""
+        """Return the tensors that replicas sum in place, layer by layer."""
         return [tensor for sums in self._layers for tensor in (sums.totals, sums.count)]
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics from the minibatch that has ended, as one forward over all of it would."""
+        """Update the running statistics as one forward over the complete minibatch would."""
         for sums in self._layers:
             layer, count = sums.module, float(sums.count)
             if count == 0 or layer.running_mean is None or layer.running_var is None:
                 continue
-            if not bool(sums.totals.isfinite().all()):  # a step that is not finite has no statistics
+            if not bool(sums.totals.isfinite().all()):  # a step that is not finite is left out
                 sums.totals, sums.count = torch.zeros_like(sums.totals), torch.zeros_like(sums.count)
                 continue
             mean = sums.totals[0] / count
@@ -87,10 +90,10 @@ class DeferredStatistics:
 
 
 class ReplicaStatistics:
-    """The sums of one stage's layers where each of its replicas gathers its own: added up before ``commit``.
+    """The sums of one stage's layers, one set per replica. They are added before ``commit``.
 
-    ``written``: the buffers of the stage by first name, which say which layers of ``module`` are its own; ``first``:
-    other name -> first name.
+    ``written`` names the buffers of the stage by first name; the layers of ``module`` that hold them belong to it.
+    ``first``: other name -> first name.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class ReplicaStatistics:
         self._used = -1
 
     def use(self, replica: int) -> None:
-        """Let the layers gather into a replica's sums."""
+        """Let the layers gather into the sums of a replica."""
         self._keep()
         self._used = replica
         for sums, (totals, count) in zip(self._layers, self._each[replica], strict=True):
@@ -124,7 +127,7 @@ class ReplicaStatistics:
             self._each[self._used] = [(sums.totals, sums.count) for sums in self._layers]
 
     def average(self) -> None:
-        """Add up what the replicas have gathered, in the order of the ranks."""
+        """Add the sums of the replicas, in the order of the ranks."""
         self._keep()
         for index, sums in enumerate(self._layers):
             sums.totals, sums.count = self._each[0][index]

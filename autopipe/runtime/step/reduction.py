@@ -1,6 +1,6 @@
-"""What the replicas of a stage bring together: the sum of their gradients, and the mean of their running statistics.
+"""The exchange between the replicas of a stage: the sum of their gradients, and the mean of their running statistics.
 
-Gradients go in buckets that start while the last backward of a minibatch still runs.
+Gradients are summed in buckets, which start while the last backward of a minibatch still runs.
 
 ::
 
@@ -10,12 +10,12 @@ Gradients go in buckets that start while the last backward of a minibatch still 
     bucket 2 (the rest)                                                          |-- sum ---|
 
 Parameters fill buckets in the reverse order of their use in the forward, which is about the order in which backward
-finishes with them. A bucket starts when all its gradients are there and the bucket before it has started: so every
-replica starts the same sums in the same order, whatever it has computed. Which bucket a number is in, and where, never
-changes, and with it the order in which the replicas' numbers are added: a run comes out the same every time.
+finishes with them. A bucket starts when all its gradients have arrived and the previous bucket has started, so every
+replica starts the same sums in the same order. The place of a number in the buckets never changes, and so neither does
+the order in which the numbers of the replicas are added: a run is reproducible.
 
-A replica may have no gradient for a parameter (it had no microbatch, or the parameter was not used): it adds zeros.
-Each bucket therefore ends with a number a parameter, how many replicas have one; where none has, ``grad`` stays None.
+A replica without a gradient for a parameter (it had no microbatch, or did not use the parameter) adds zeros. Each
+bucket therefore ends with one number per parameter: how many replicas have a gradient. If it is 0, ``grad`` stays None.
 
 Source: PyTorch DDP, arXiv:2006.15704, section 3.2 (bucketing, and the order).
 """
@@ -32,29 +32,31 @@ from torch import nn
 from autopipe.ir.gradients import BUCKET_BYTES
 from autopipe.runtime.transport.base import Pending, Transport
 
-# kernels take another path at other alignments, and round otherwise
+# kernels may take another path, and round differently, at other alignments
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """``places``: where each parameter's numbers begin. ``size``: numbers, the counts of replicas at the end included.
-
-    ``missing``: parameters whose gradient the running backward has not made yet. ``absent``: those that have none here.
-    """
+    """Gradients that are summed in one message."""
 
     names: list[str] = field(default_factory=list)
+    # the offset of each parameter
     places: dict[str, int] = field(default_factory=dict)
+    # in elements, with the counts of replicas at the end
     size: int = 0
+    # parameters whose gradient the running backward has not computed yet
     missing: set[str] = field(default_factory=set)
+    # parameters without a gradient on this rank
     absent: set[str] = field(default_factory=set)
     pending: Pending | None = None
 
 
 class GradientSum:
-    """Adds up one stage's gradients over its replicas. ``order``: names in the order in which the forward uses them.
+    """Sums the gradients of one stage over its replicas.
 
-    ``parameters``: what is trained, by name, as its own stage steps it; the shapes decide the buckets.
+    ``parameters`` are the trained masters, by name; their shapes decide the buckets. ``order`` lists names in the order
+    in which the forward uses them.
     """
 
     def __init__(
@@ -75,15 +77,15 @@ class GradientSum:
 
     @property
     def busy(self) -> bool:
-        """Whether a sum has been started that nobody has waited for."""
+        """Whether a sum has started and not been waited for."""
         return self._next > 0
 
     @contextlib.contextmanager
     def watching(self, leaves: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Start each bucket as its gradients come, in the backward that runs in here: the last of its minibatch.
+        """Start each bucket when its gradients arrive in the backward of the body, the last of its minibatch.
 
-        ``leaves``: what that backward accumulates into, by name. What it leaves without a gradient keeps its bucket,
-        and those behind it, for ``start``.
+        ``leaves`` are the parameters that the backward accumulates into, by name. If one gets no gradient, its bucket
+        and the following ones wait for ``start``.
         """
         hooks = []
         for bucket in self.buckets:
@@ -106,7 +108,7 @@ class GradientSum:
         return note
 
     def start(self, leaves: Mapping[str, nn.Parameter]) -> None:
-        """Start every bucket that has not been: all gradients of the minibatch are there, or will not come."""
+        """Start the remaining buckets: every gradient of the minibatch has arrived, or never will."""
         while self._next < len(self.buckets):
             self._start_next(leaves)
 
@@ -119,18 +121,18 @@ class GradientSum:
             leaf = leaves[name]
             if leaf.grad is not None:
                 flat[place : place + leaf.numel()].view_as(leaf).copy_(leaf.grad)
-                leaf.grad = None  # its numbers are in the bucket: not twice in memory
+                leaf.grad = None  # free it: its numbers are in the bucket
         flat[-len(bucket.names) :] = torch.tensor([float(name not in bucket.absent) for name in bucket.names])
         bucket.pending = self.transport.start_all_reduce(self.group, flat)
         self._next += 1
 
     def finish(self) -> None:
-        """Wait for all buckets and give every parameter its sum."""
+        """Wait for all buckets and set the ``grad`` of every parameter to its sum."""
         for bucket in self.buckets:
             if bucket.pending is None:
                 continue
             flat, bucket.pending = bucket.pending.wait(), None
-            # what is here is somewhere: a device need not be waited for to hear of it
+            # no synchronization with the device if this rank has all gradients
             counts = flat[-len(bucket.names) :].tolist() if bucket.absent else [1.0] * len(bucket.names)
             for name, count in zip(bucket.names, counts, strict=True):
                 parameter, place = self.parameters[name], bucket.places[name]
@@ -140,7 +142,7 @@ class GradientSum:
 
 
 def _filled(parameters: Mapping[str, nn.Parameter], names: Sequence[str], bucket_bytes: int) -> list[_Bucket]:
-    """Return the buckets: of one kind of number each, and no larger than asked for unless one parameter is."""
+    """Return buckets of one dtype and device each, no larger than ``bucket_bytes`` unless one parameter is."""
     buckets: list[_Bucket] = []
     open_: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
     for name in names:
@@ -161,10 +163,10 @@ def _filled(parameters: Mapping[str, nn.Parameter], names: Sequence[str], bucket
 
 
 class BufferMean:
-    """Gives all replicas of a stage the mean of what its forwards write: running statistics, not what counts batches.
+    """Gives all replicas of a stage the mean of the running statistics that its forwards write, without batch counters.
 
-    ``written``: the names of buffers that a node of the stage writes; any other is the same everywhere already.
-    ``first``: other name -> first name of a buffer with several.
+    ``written`` names the buffers that a node of the stage writes; all others are equal already. ``first``: other name
+    -> first name of a buffer with several names.
     """
 
     def __init__(
@@ -182,18 +184,18 @@ class BufferMean:
 
     @torch.no_grad()
     def average(self, transport: Transport) -> None:
-        """Take the mean, in other tensors: without a flush, autograd has saved these for microbatches in flight."""
+        """Replace the buffers by their mean. New tensors: autograd may have saved the old ones for later backwards."""
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
         for name, ((module, key), *_) in self._places.items():
             buffer = module._buffers[key]
             if buffer is not None:
                 kinds.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
-        for held in kinds.values():
-            flat = torch.cat([buffer.reshape(-1) for _, buffer in held])
+        for buffers in kinds.values():
+            flat = torch.cat([buffer.reshape(-1) for _, buffer in buffers])
             transport.all_reduce(self.group, flat)
             flat.div_(len(self.group))
             offset = 0
-            for name, buffer in held:
+            for name, buffer in buffers:
                 own = flat[offset : offset + buffer.numel()].view_as(buffer).clone()
                 offset += buffer.numel()
                 for module, key in self._places[name]:

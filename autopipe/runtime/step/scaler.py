@@ -1,4 +1,4 @@
-"""Loss scaling for float16: one scale, the same on every rank, because all ranks agree on what was found."""
+"""Loss scaling for float16. The scale is the same on every rank, because all ranks agree on overflows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class LossScaler:
     """The rule of ``torch.amp.GradScaler``, with its defaults.
 
-    A step in which any gradient of any stage is not finite is left out by all stages, and the scale is halved; after
-    ``interval`` steps in a row that were not, it is doubled.
+    If any gradient of any stage is not finite, all stages skip the step and the scale is halved. After ``interval``
+    finite steps in a row it is doubled.
     """
 
     scale: float = 65536.0
@@ -21,12 +21,12 @@ class LossScaler:
 
     @property
     def inverse(self) -> float:
-        """What gradients are multiplied with. The scale is a power of two, so this is exact."""
+        """The factor for gradients. The scale is a power of two, so it is exact."""
         return 1.0 / self.scale
 
-    def update(self, found_inf: bool) -> None:
-        """Take in whether the step was left out."""
-        if found_inf:
+    def update(self, overflow: bool) -> None:
+        """Update the scale after a step. ``overflow``: the step was skipped."""
+        if overflow:
             self.scale *= self.backoff
             self.good_steps = 0
             return

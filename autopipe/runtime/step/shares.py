@@ -1,4 +1,4 @@
-"""The shares of a minibatch's parts, by the divisor that was written beside the stage files."""
+"""The shares of the parts of a minibatch in its loss, by the divisor that is stored with the stage files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shares_of(
     parts: Sequence[Mapping[str, torch.Tensor]],
     samples: Sequence[int],
 ) -> Shares:
-    """Return the shares of a minibatch's parts. ``samples``: in each part. The batch lies on the CPU."""
+    """Return the shares of the parts of a minibatch on the CPU. ``samples``: how many each part holds."""
     if divisor is None:
         return Shares.of_samples(samples)
     penalty = bool(divisor.PENALTY)
@@ -26,9 +26,9 @@ def shares_of(
 def shares_of_parts(
     divisors: Sequence[Stage | None], parts: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
 ) -> Shares:
-    """Return the shares of parts that have other tensors than the whole minibatch, each by the divisor of its own code.
+    """Return the shares of parts whose tensors differ from those of the minibatch, each by the divisor of its own code.
 
-    What the loss divides by in the minibatch is then the sum over the parts.
+    The divisor of the minibatch is the sum over the parts.
     """
     known = [divisor for divisor in divisors if divisor is not None]
     if len(known) < len(divisors):
@@ -41,7 +41,7 @@ def shares_of_parts(
 
 
 def _values(divisor: Stage, leaves: Mapping[str, torch.Tensor]) -> list[float]:
-    """Return what each term of the loss divides by."""
+    """Return the divisor of each term of the loss."""
     with torch.no_grad():
         values = divisor(*(leaves[name] for name in divisor.INPUTS))
     numbers = [value.item() if isinstance(value, torch.Tensor) else value for value in values]

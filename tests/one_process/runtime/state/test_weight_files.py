@@ -253,7 +253,7 @@ def test_an_index_cannot_point_elsewhere(name: str, made: Pipeline, other: nn.Mo
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / INDEX).write_text(json.dumps({"weight_map": {"words.weight": name}}))
-    assert f"names {name!r}, which is no file beside it" in refused(made, folder)[0]
+    assert f"names {name!r}, which is not a .safetensors file in the same folder" in refused(made, folder)[0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"])
