@@ -1,0 +1,38 @@
+"""The pages: their links lead somewhere, and their lines keep the width of the code."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITTEN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*WRITTEN, *(ROOT / "benchmarks").rglob("*.md")])
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+WIDTH = 120
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as hosts of repositories form them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_keeps_the_width_of_the_code(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith(("|", "!["))] == []
