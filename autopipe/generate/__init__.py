@@ -1,4 +1,4 @@
-"""A captured model and a plan to one readable Python file a stage. What is written is what runs."""
+"""Write one readable Python file per stage from a captured model and a plan. The ranks run these files."""
 
 from autopipe.generate.loader import load_constants, load_divisor, load_stage
 from autopipe.generate.parts import inputs_of_stages

@@ -1,4 +1,4 @@
-"""The statements of one stage -> the lines of its ``forward``: a comment per module, regions and draws as blocks."""
+"""Write the statements of a stage as the lines of its ``forward``: a comment per module, a block per region."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopipe.generate.expression import AUGMENTED, CONDITIONAL, Expression, Writer
-from autopipe.generate.layout import Doc, Group, flat, harmless, wrapped
+from autopipe.generate.formatting import Doc, Group, flat, harmless, wrapped
 from autopipe.generate.names import Variables
 from autopipe.generate.statements import Statement, ir, is_size, scope_of
 
 
 class Body:
-    """Writes the statements of one stage. ``lines`` is the result."""
+    """Writes the statements of one stage."""
 
     def __init__(self, writer: Writer, variables: Variables, numbered: Sequence[Statement]) -> None:
         self.writer, self.variables, self.statements = writer, variables, numbered
-        self.lines: list[str] = []
-        self._scope: object = None
-        self._region: tuple[str, ...] = ()
+        self.lines: list[str] = []  # the result
+        self._scope: object = None  # the module of the last statement
+        self._region: tuple[str, ...] = ()  # the context managers around the last statement
 
     def write(self, indent: int) -> list[str]:
-        """Return the lines."""
+        """Write the statements, indented by ``indent`` spaces, and return the lines."""
         for number, statement in enumerate(self.statements):
             self._open(statement, indent)
             depth = indent + (4 if self._region else 0)
@@ -43,7 +43,7 @@ class Body:
     # --- blocks and comments ------------------------------------------------------------------------------------------
 
     def _open(self, statement: Statement, indent: int) -> None:
-        """Write the comment of a module and the head of a region where one begins."""
+        """Write the comment of a module, and the ``with`` line of a region, if one begins here."""
         region = self._regions(statement.node)
         scope = self._scope if is_size(statement.node) else scope_of(statement.node)
         comment = _comment(statement) if scope != self._scope else ""
@@ -58,16 +58,16 @@ class Body:
         self._scope, self._region = scope, region
 
     def _regions(self, node: fx.Node) -> tuple[str, ...]:
-        found = [] if node.meta.get("grad", True) else ["torch.no_grad()"]
+        contexts = [] if node.meta.get("grad", True) else ["torch.no_grad()"]
         for device, dtype, enabled, cache in node.meta.get("autocast", ()):
             kind = f'"{device}"'
             if device == self.writer.device:
                 kind = f"{self.writer.imports.name('autopipe.stage', 'device_of')}(self).type"
             more = ("" if enabled else ", enabled=False") + ("" if cache else ", cache_enabled=False")
-            found.append(f"torch.autocast({kind}, dtype={dtype}{more})")
-        if found:
+            contexts.append(f"torch.autocast({kind}, dtype={dtype}{more})")
+        if contexts:
             self.writer.imports.module("torch")
-        return tuple(found)
+        return tuple(contexts)
 
     # --- statements ---------------------------------------------------------------------------------------------------
 
@@ -75,9 +75,9 @@ class Body:
         node, writer = statement.node, self.writer
         for inner in statement.inner:
             writer.names[inner.name] = writer.call(inner)
-        whole = writer.statement(node)
-        if whole is not None:
-            return whole
+        assignment = writer.statement(node)
+        if assignment is not None:
+            return assignment
         if statement.targets is not None:
             value = writer.call(node)
             return (*self._unpacking(statement.targets, (), statement, number), " = ", *value.doc)
@@ -97,7 +97,7 @@ class Body:
         return (f"{variable} = ", *value.doc)
 
     def _changed(self, node: fx.Node) -> tuple[str, Doc] | None:
-        """Return the variable that a call changes in place and hands back, and the statement, or None."""
+        """Return the variable that a call changes in place and returns, and the statement; None if it changes none."""
         first = node.args[0] if node.args else None
         if not isinstance(first, fx.Node) or first.name not in ir(node).mutates:
             return None
@@ -134,5 +134,5 @@ def _comment(statement: Statement) -> str:
     source = ir(node).source
     place = "/".join(source.split("/")[-2:]) if source else ""
     head = f"{path} ({kind})" if path else kind
-    said = "  ".join(part for part in (head, place) if part)
-    return f"# {harmless(said)}" if said else ""
+    text = "  ".join(part for part in (head, place) if part)
+    return f"# {harmless(text)}" if text else ""

@@ -1,4 +1,4 @@
-"""What the loss divides by -> divisor.py beside the stage files, where it is not the number of samples."""
+"""Write ``divisor.py`` next to the stage files: the divisor of the loss, if it is not the number of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import autopipe
 from autopipe.generate.body import Body
 from autopipe.generate.expression import Expression, Writer
-from autopipe.generate.layout import Doc, Group, harmless, wrapped
+from autopipe.generate.formatting import Doc, Group, harmless, wrapped
 from autopipe.generate.loader import DIVISOR_CONSTANTS, DIVISOR_FILE
 from autopipe.generate.names import Variables, base_names
 from autopipe.generate.parts import CapturedDivisor
@@ -21,7 +21,7 @@ from autopipe.ir.plan import Plan
 
 
 def write_divisor(divisor: CapturedDivisor | None, plan: Plan, directory: Path) -> None:
-    """Write ``divisor.py`` and its constants; where there is no divisor, remove an earlier plan's."""
+    """Write ``divisor.py`` and its constants. Without a divisor, remove the files of an earlier plan."""
     constants = directory / DIVISOR_CONSTANTS
     if divisor is None:
         (directory / DIVISOR_FILE).unlink(missing_ok=True)
@@ -39,7 +39,7 @@ def write_divisor(divisor: CapturedDivisor | None, plan: Plan, directory: Path) 
 def divisor_text(divisor: CapturedDivisor, plan: Plan) -> str:
     """Return the text of the file."""
     first = Imports()
-    _forward(divisor, first, set())  # once to learn what is imported: no variable may have such a name
+    _forward(divisor, first, set())  # a first pass collects the imports: no variable may have the same name
     imports = Imports()
     forward = _forward(divisor, imports, first.taken)
     imports.name("autopipe.stage", "Stage")
@@ -73,7 +73,7 @@ def _inputs(divisor: CapturedDivisor) -> list[str]:
 
 
 def _forward(divisor: CapturedDivisor, imports: Imports, reserved: set[str]) -> list[str]:
-    """Return the lines of the method. ``imports`` is filled."""
+    """Return the lines of the method, and add to ``imports``."""
     recorded = {node.name: node for node in divisor.module.graph.nodes}
     leaving = [name for name in divisor.outputs if name]
     grouped = statements([recorded[node.name] for node in divisor.graph.nodes], leaving)

@@ -1,7 +1,7 @@
-"""One call of the graph -> one Python expression, as a person would write it.
+"""Write one call of the graph as a Python expression, as a programmer would.
 
-Operators are written infix, subscripts as subscripts, and arguments that have their default value are left out. Where
-the arguments in evaluation mode differ, both are written: ``p if self.training else 0.0``.
+Operators are written infix and subscripts as subscripts. Arguments with their default value are left out. Where the
+arguments in evaluation mode differ, both are written: ``p if self.training else 0.0``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopipe.errors import TraceError
-from autopipe.generate.layout import Doc, Group
+from autopipe.generate.formatting import Doc, Group
 from autopipe.generate.targets import Imports, callable_text
 from autopipe.stage import Stage
 
@@ -44,30 +44,27 @@ _IN_STAGE = frozenset(dir(Stage()))
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A piece of source and how tightly it binds."""
+    """A part of the source, with its operator precedence."""
 
     doc: Doc
-    binding: int = ATOM
+    binding: int = ATOM  # the higher, the more tightly it binds
 
     def within(self, binding: int) -> Doc:
-        """Return the pieces, in parentheses where the place binds more tightly."""
+        """Return the expression, in parentheses if its context binds more tightly."""
         return self.doc if self.binding >= binding else (Group("(", (self.doc,), ")", comma=False),)
 
 
 class Writer:
-    """Writes the expressions of one stage. ``names``: value -> its expression so far; ``constants``: their names.
-
-    ``device``: the type of the device that the model was captured on; a literal of it stands for the stage's device.
-    """
+    """Writes the expressions of one stage."""
 
     def __init__(
         self, imports: Imports, constants: Mapping[str, Any], evaluation: Mapping[str, Any], device: str
     ) -> None:
         self.imports = imports
-        self.constants = constants
-        self.evaluation = evaluation
-        self.device = device
-        self.names: dict[str, Expression] = {}
+        self.constants = constants  # by name
+        self.evaluation = evaluation  # by node, its arguments in evaluation mode
+        self.device = device  # type of the device of the capture; a literal of it means the stage's device
+        self.names: dict[str, Expression] = {}  # value -> the expression that reads it
 
     def call(self, node: fx.Node) -> Expression:
         """Return the expression of a node's call."""
@@ -89,7 +86,7 @@ class Writer:
         return self._called((callable_text(target, self.imports),), args, kwargs)
 
     def statement(self, node: fx.Node) -> Doc | None:
-        """Return the statement of a call that is one (``x[i] = y``), None where it is an expression."""
+        """Return the statement of a call such as ``x[i] = y``; None if the call is an expression."""
         if node.op != "call_function" or node.target not in (operator.setitem, operator.delitem):
             return None
         args, _ = self._arguments(node)
@@ -98,9 +95,9 @@ class Writer:
 
     @staticmethod
     def _infix(sign: str, binding: int, left: Expression, right: Expression) -> Expression:
-        if binding == POWER:  # binds to the right, and more tightly than a minus on its left
+        if binding == POWER:  # right-associative, and binds more tightly than a minus on its left
             doc = (*left.within(POWER + 1), f" {sign} ", *right.within(UNARY))
-        elif binding == COMPARISON:  # two in a row would be a chain
+        elif binding == COMPARISON:  # without parentheses, two would form a chained comparison
             doc = (*left.within(binding + 1), f" {sign} ", *right.within(binding + 1))
         else:
             doc = (*left.within(binding), f" {sign} ", *right.within(binding + 1))
@@ -119,7 +116,7 @@ class Writer:
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def _arguments(self, node: fx.Node) -> tuple[list[Expression], dict[str, Expression]]:
-        """Return the arguments, those of evaluation mode beside them, without what is the default anyway."""
+        """Return the arguments, with those of evaluation mode where they differ, without the defaults."""
         args, kwargs = self.evaluation.get(node.name, (node.args, node.kwargs))
         to = node.target == "to"
         positional = [
@@ -153,9 +150,9 @@ class Writer:
         return Expression((*ours, " if self.training else ", *theirs), CONDITIONAL)
 
     def value(self, value: Any, *, device: bool = False) -> Expression:
-        """Return an argument. ``device``: whether a text here names a device.
+        """Return an argument. ``device``: whether a string names a device here.
 
-        Raises: TraceError for a value that has no source form.
+        Raises: TraceError for a value that cannot be written as Python source.
         """
         if isinstance(value, fx.Node):
             return self._node(value)
@@ -198,7 +195,7 @@ class Writer:
             return Expression((callable_text(value, self.imports),))
         raise TraceError(
             f"an argument of type {type(value).__name__} has no form in Python source: {str(value)[:60]}",
-            remedy="pass plain numbers, texts, dtypes or tensors to torch's functions",
+            remedy="pass plain numbers, strings, dtypes or tensors to torch's functions",
         )
 
     @staticmethod
@@ -223,19 +220,19 @@ class Writer:
 
     def _index(self, index: Any) -> tuple[Doc, ...]:
         items = index if isinstance(index, tuple) and index else (index,)
-        found = []
+        docs = []
         for item in items:
             if isinstance(item, slice):
                 parts = (item.start, item.stop) if item.step is None else (item.start, item.stop, item.step)
                 doc: Doc = ()
                 for number, part in enumerate(parts):
                     doc += (*((":",) if number else ()), *(() if part is None else self.value(part).within(SUM)))
-                found.append(doc)
+                docs.append(doc)
             else:
-                found.append(self.value(item).doc)
+                docs.append(self.value(item).doc)
         if isinstance(index, tuple) and len(index) == 1:
-            found[0] = (*found[0], ",")
-        return tuple(found)
+            docs[0] = (*docs[0], ",")
+        return tuple(docs)
 
 
 def _sequence(kind: type, items: list[Expression]) -> Expression:
@@ -259,7 +256,7 @@ def _same(left: Any, right: Any) -> bool:
 
 @functools.cache
 def _defaults(target: Callable[..., Any]) -> dict[str, Any]:
-    """Return the default values that a Python function declares; built-in ones declare none."""
+    """Return the default values that a Python function declares; {} for a built-in function."""
     if not inspect.isfunction(target):
         return {}
     parameters = inspect.signature(target, follow_wrapped=False).parameters.values()
@@ -267,13 +264,13 @@ def _defaults(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, double ones where that needs no escape."""
+    """Return a string literal, in double quotes unless that needs an escape."""
     plain = repr(text)
     return f'"{plain[1:-1]}"' if plain[0] == "'" and '"' not in text else plain
 
 
 def path_text(path: str) -> Doc:
-    """Return how a stage reaches a path: ``h.1.attn`` -> ``self.h[1].attn``."""
+    """Return the expression for a path in a stage: ``h.1.attn`` -> ``self.h[1].attn``."""
     text = "self"
     for name in path.split("."):
         if name.isdigit() and str(int(name)) == name:

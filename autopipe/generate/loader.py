@@ -1,4 +1,4 @@
-"""Stage files to classes. A file of another model or plan is refused, and none is ever served from a cache."""
+"""Load stage files as classes. A file of another model or plan is rejected; no file comes from a bytecode cache."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _RENEW = "autopipe generate"
 
 
 def stage_file(index: int) -> str:
-    """Return the name of a stage's file."""
+    """Return the file name of a stage."""
     return f"stage_{index}.py"
 
 
 def load_stage(directory: Path, index: int, *, graph_digest: str, plan_digest: str) -> type[Stage]:
-    """Run a stage's file and return its class. The user's model file must have been loaded.
+    """Run the file of a stage and return its class. The user's model file must be loaded already.
 
-    Raises: ArtifactError for a missing, stale or broken file, naming the command that writes it anew.
+    Raises: ArtifactError for a missing, stale or broken file, with the command that writes it again.
     """
     return _load(directory / stage_file(index), f"stage {index}", graph_digest, plan_digest)
 
 
 def load_divisor(directory: Path, text: str, *, graph_digest: str, plan_digest: str) -> Stage | None:
-    """Return what computes the loss's divisors from a batch; None where ``text``, the graph's word for it, is empty.
+    """Return the stage that computes the divisors of the loss; None if the description ``text`` is empty.
 
     Raises: ArtifactError as ``load_stage`` does.
     """
@@ -53,16 +53,16 @@ def _load(path: Path, what: str, graph_digest: str, plan_digest: str) -> type[St
         raise ArtifactError(f"there is no file for {what}", where=str(path), remedy=_RENEW) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"the file of {what} cannot be read: {error}", where=str(path), remedy=_RENEW) from None
-    found = dict(_DIGEST.findall(text))
+    digests = dict(_DIGEST.findall(text))
     for kind, expected in (("MODEL", graph_digest), ("PLAN", plan_digest)):
-        if found.get(kind) != expected:
+        if digests.get(kind) != expected:
             raise ArtifactError(
-                f"the file of {what} was written for {kind.lower()} {found.get(kind, 'unknown')}; "
+                f"the file of {what} was written for {kind.lower()} {digests.get(kind, 'unknown')}; "
                 f"this is {kind.lower()} {expected}",
                 where=str(path),
                 remedy=_RENEW,
             )
-    # compiled from the text just read: an import could serve the bytecode of an earlier file of the same second
+    # compiled from this text: an import could load the bytecode of an earlier file of the same second
     module = types.ModuleType(f"autopipe_{path.stem}")
     module.__file__ = str(path)
     linecache.checkcache(str(path))
@@ -79,7 +79,7 @@ def _load(path: Path, what: str, graph_digest: str, plan_digest: str) -> type[St
 
 
 def load_constants(directory: Path, name: str = CONSTANTS_FILE) -> dict[str, torch.Tensor]:
-    """Return the tensors that the model made once and keeps nowhere; none where it has none.
+    """Return the tensors that the forward reads and that are neither parameters nor buffers; {} if there are none.
 
     Raises: ArtifactError for a damaged file.
     """

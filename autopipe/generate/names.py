@@ -1,6 +1,6 @@
-"""Names of variables: the user's own, used again as soon as nobody needs the old value, as people do.
+"""Names of variables: the user's own, reused as soon as the old value is not needed any more.
 
-``x = self.ln(x)`` stays that. A number is added only where two values of one name are needed at the same time.
+``x = self.ln(x)`` stays as it is. A number is added only if two values of one name are needed at the same time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _RESERVED = {*keyword.kwlist, "self", "slice", "float", "complex", "guards", "_"
 
 
 def base_names(graph: fx.Graph) -> dict[str, str]:
-    """Return value -> its name without the number that made it unique in the graph."""
+    """Return, by value, its name without the number that makes it unique in the graph."""
     names = {node.name for node in graph.nodes}
-    found: dict[str, str] = {}
+    bases: dict[str, str] = {}
     for node in graph.nodes:
-        found[node.name] = _without_number(node, names, found)
-    return found
+        bases[node.name] = _without_number(node, names, bases)
+    return bases
 
 
-def _without_number(node: fx.Node, names: set[str], found: dict[str, str]) -> str:
+def _without_number(node: fx.Node, names: set[str], bases: dict[str, str]) -> str:
     holder = node.args[0] if node.args else None
     if node.target is operator.getitem and isinstance(holder, fx.Node) and node.name.startswith(f"{holder.name}_"):
-        return found[holder.name] + node.name.removeprefix(holder.name)
+        return bases[holder.name] + node.name.removeprefix(holder.name)
     match = re.fullmatch(r"(.+)_\d+", node.name)
     name = match.group(1) if match and match.group(1) in names else node.name
     if node.op == "call_method" and node.target == "size" and name == "size":
@@ -38,7 +38,7 @@ def _without_number(node: fx.Node, names: set[str], found: dict[str, str]) -> st
 
 
 def unpacked(source: tuple[str, int]) -> ast.Tuple | None:
-    """Return the names on the left of ``a, (b, c) = ...`` where the user's line is such an assignment."""
+    """Return the targets of the user's line if it is an assignment like ``a, (b, c) = ...``; else None."""
     line = linecache.getline(*source).strip()
     left, _, right = line.partition(" = ")
     if not right or "," not in left:
@@ -57,23 +57,21 @@ def _plain(target: ast.expr) -> bool:
 
 
 class Variables:
-    """Gives out variable names while the statements of a stage are written one after another.
+    """Assigns variable names while the statements of a stage are written one after another."""
 
-    ``last_use``: value -> number of the last statement that reads it. ``reserved``: names that are taken for the file.
-    """
-
-    def __init__(self, bases: Mapping[str, str], last_use: Mapping[str, int], reserved: Iterable[str]) -> None:
+    def __init__(self, bases: Mapping[str, str], last_use: Mapping[str, float], reserved: Iterable[str]) -> None:
+        """``last_use``: value -> number of the last statement that reads it. ``reserved``: names that are in use."""
         self._bases = bases
         self._last_use = last_use
         self._reserved = _RESERVED | set(reserved)
-        self._until: dict[str, int] = {}  # variable -> number of the last statement that reads it
+        self._until: dict[str, float] = {}  # variable -> number of the last statement that reads it
 
     def is_read(self, value: str) -> bool:
-        """Tell whether any statement reads a value."""
+        """Return whether any statement reads a value."""
         return value in self._last_use
 
     def name(self, value: str, statement: int, base: str = "") -> str:
-        """Return the variable for a value that ``statement`` makes; what that statement reads last is free again."""
+        """Return the variable for the value of a statement; variables that the statement reads last are free again."""
         base = base or self._bases.get(value, value)
         while base in self._reserved:
             base += "_"
@@ -84,5 +82,5 @@ class Variables:
         return name
 
     def share(self, variable: str, value: str) -> None:
-        """Let a variable stand for another value too: the same tensor, changed in place."""
+        """Use a variable for another value too: the same tensor, changed in place."""
         self._until[variable] = max(self._until.get(variable, -1), self._last_use.get(value, -1))

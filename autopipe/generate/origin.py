@@ -1,7 +1,7 @@
-"""A line of a stage file -> the line of the user's own that it was written from.
+"""Map a line of a stage file to the user's line that it was generated from.
 
-A stage that fails names a file that its user never wrote. The comments above its statements say which module they
-belong to, the calls are in the order of the graph, and the graph knows the user's line of every call.
+The traceback of a failed stage names a file that the user never wrote. The comments in that file name the module of
+each statement, its calls are in the order of the graph, and the graph has the user's line of every call.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a stage file. ``name``: the function, method, operator, or path of the module in the model."""
+    """One call of a stage file."""
 
     line: int
     end_line: int
     column: int
-    name: str
+    name: str  # of the function, method or operator, or the path of the module in the model
     is_module: bool
 
 
 def users_place(error: BaseException, graph: Graph) -> str:
-    """Return the module and the user's ``file:line`` of what failed in a stage file, "" where neither is known."""
+    """Return the module and the user's ``file:line`` of a failure in a stage file; "" if both are unknown."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if re.fullmatch(r"stage_\d+\.py", path.name) and frame.lineno is not None and path.is_file():
@@ -43,7 +43,7 @@ def users_place(error: BaseException, graph: Graph) -> str:
 
 
 def origin(text: str, line: int, column: int | None, graph: Graph) -> str:
-    """Return ``h.3.attn (Attention), model.py:57`` for a place in a stage's text; ``column`` None: anywhere in it."""
+    """Return ``h.3.attn (Attention), model.py:57`` for a position in a stage file; ``column`` None: any call there."""
     scope, kind, place = _scope(text, line)
     try:
         calls = list(_calls(ast.parse(text)))
@@ -51,15 +51,15 @@ def origin(text: str, line: int, column: int | None, graph: Graph) -> str:
         calls = []
     here = [call for call in calls if call.line <= line <= call.end_line]
     exact = [call for call in here if call.line == line and call.column == column]
-    found = next((node for call in (*exact, *here) if (node := _node(call, calls, text, scope, graph))), None)
-    if found is not None and found.place:
-        place = found.place
+    node = next((node for call in (*exact, *here) if (node := _node(call, calls, text, scope, graph))), None)
+    if node is not None and node.place:
+        place = node.place
     module = f"{scope} ({kind})" if scope else kind
     return ", ".join(part for part in (module, place) if part)
 
 
 def _scope(text: str, line: int) -> tuple[str, str, str]:
-    """Return the path and class of the module that a line belongs to, and the place that its comment names."""
+    """Return the path and class of the module of a line, and the user's line in its comment."""
     for above in reversed(text.splitlines()[: line - 1]):
         match = _SCOPE.fullmatch(above)
         if match is not None:
@@ -68,7 +68,7 @@ def _scope(text: str, line: int) -> tuple[str, str, str]:
 
 
 def _calls(tree: ast.Module) -> Iterator[_Call]:
-    """Give every call, in the order in which Python makes them."""
+    """Yield every call in the order of evaluation."""
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):
@@ -92,7 +92,7 @@ def _identifier(node: ast.expr) -> str:
 
 
 def _module_path(node: ast.expr) -> str:
-    """Return ``h.3.attn`` for ``self.h[3].attn``, "" for what does not begin at ``self``."""
+    """Return ``h.3.attn`` for ``self.h[3].attn``; "" for an expression that does not begin with ``self``."""
     parts: list[str] = []
     while True:
         if isinstance(node, ast.Attribute):
@@ -107,7 +107,7 @@ def _module_path(node: ast.expr) -> str:
 
 
 def _node(call: _Call, calls: list[_Call], text: str, scope: str, graph: Graph) -> Node | None:
-    """Return the node of a call: by its path where it is a module's, else by its place among those of its name."""
+    """Return the node of a call: by path for a module, else by its position among the calls of the same name."""
     if call.is_module:
         return next((n for n in graph.nodes if n.kind == "call_module" and n.target == call.name), None)
     same = [n for n in graph.nodes if n.module_path == scope and n.target.rpartition(".")[2].strip("_") == call.name]

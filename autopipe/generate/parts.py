@@ -1,4 +1,4 @@
-"""What one stage consists of: the calls it runs, what comes in and goes out, and the state that it adopts."""
+"""``Part``: the contents of one stage: its calls, the values that it receives and sends, and the state it adopts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopipe.ir.plan import Boundary, Plan
 
 
 class Captured(Protocol):
-    """What is needed of a ``Capture``; see ``autopipe.trace``."""
+    """The part of a ``Capture`` that is generated; see ``autopipe.trace``."""
 
     @property
     def graph(self) -> Graph:
@@ -22,27 +22,27 @@ class Captured(Protocol):
 
     @property
     def module(self) -> fx.GraphModule:
-        """The same calls as ``torch.fx`` has them."""
+        """The calls as ``torch.fx`` nodes."""
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Tensors that are neither parameter nor buffer."""
+        """Tensors that the forward reads and that are neither parameters nor buffers."""
 
     @property
     def evaluation(self) -> Mapping[str, tuple[tuple[object, ...], dict[str, object]]]:
-        """Arguments in evaluation mode, where they differ."""
+        """By node, its arguments in evaluation mode where they differ."""
 
     @property
     def evaluation_note(self) -> str:
-        """Why evaluation cannot use this graph, or ""."""
+        """The reason why evaluation cannot use this graph, or ""."""
 
     @property
     def divisor(self) -> CapturedDivisor | None:
-        """What the loss divides by, None where it is the number of samples."""
+        """The divisor of the loss; None if it is the number of samples."""
 
 
 class CapturedDivisor(Protocol):
-    """What is needed of a divisor; see ``autopipe.trace.loss.divisor``."""
+    """The part of a divisor that is generated; see ``autopipe.trace.loss.divisor``."""
 
     @property
     def graph(self) -> Graph:
@@ -50,7 +50,7 @@ class CapturedDivisor(Protocol):
 
     @property
     def module(self) -> fx.GraphModule:
-        """The same calls as ``torch.fx`` has them."""
+        """The calls as ``torch.fx`` nodes."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class CapturedDivisor(Protocol):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Tensors that it reads beside the batch."""
+        """Tensors that it reads in addition to the batch."""
 
     @property
     def penalty(self) -> bool:
@@ -71,43 +71,40 @@ class CapturedDivisor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stage. Names of values are those of the graph; paths are those of the model.
-
-    ``spare``: modules of the stage that nothing calls here, and that the code for batches of another form may call.
-    """
+    """One stage. Values have their names in the graph; modules and tensors have their paths in the model."""
 
     index: int
     nodes: tuple[Node, ...]
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # tensors of the batch
     receives: tuple[Boundary, ...]
     sends: tuple[Boundary, ...]
-    returns: tuple[str, ...]
-    modules: tuple[str, ...]
-    spare: tuple[str, ...]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
+    returns: tuple[str, ...]  # the outputs of the graph, in the last stage
+    modules: tuple[str, ...]  # adopted as they are
+    spare: tuple[str, ...]  # modules that only the code for batches of another form may call
+    parameters: tuple[str, ...]  # adopted one by one: in no adopted module
+    buffers: tuple[str, ...]  # likewise
     constants: tuple[str, ...]
     num_parameters: int
-    num_elements: int
+    num_elements: int  # of all parameters
 
 
 def divide(graph: Graph, plan: Plan) -> list[Part]:
-    """Return the stages of a plan. Together they hold every parameter and buffer of the model, under every name."""
+    """Return the stages of a plan. Together they have every parameter and buffer of the model, under every name."""
     cuts = Cuts(graph)
     last = len(plan.stages) - 1
     nodes = [
         cuts.stage_nodes(stage.start, stage.stop, graph.outputs if stage.index == last else ()) for stage in plan.stages
     ]
-    buffers = [dict.fromkeys(b for n in found for b in (*n.buffers, *n.buffers_written)) for found in nodes]
+    buffers = [dict.fromkeys(b for n in stage for b in (*n.buffers, *n.buffers_written)) for stage in nodes]
     homes = {name: stage.index for stage in plan.stages for name in stage.buffers}
     for name in graph.buffers:
-        if not any(name in held for held in buffers):
+        if not any(name in own for own in buffers):
             buffers[homes[name] if name in homes else _nearest(name, nodes)][name] = None
     return [_part(graph, plan, index, nodes[index], tuple(buffers[index])) for index in range(last + 1)]
 
 
 def inputs_of_stages(graph: Graph, plan: Plan) -> list[tuple[str, ...]]:
-    """Return, by stage, the names of the tensors of a batch that it reads: ``INPUTS`` of its stage file."""
+    """Return, for each stage, the tensors of a batch that it reads: ``INPUTS`` of its stage file."""
     return [part.inputs for part in divide(graph, plan)]
 
 
@@ -115,12 +112,12 @@ def _part(graph: Graph, plan: Plan, index: int, nodes: tuple[Node, ...], buffers
     returns = graph.outputs if index == len(plan.stages) - 1 else ()
     read = {value for node in nodes for value in node.inputs} | set(returns)
     called = dict.fromkeys(node.target for node in nodes if node.kind == "call_module")
-    modules = _beside(tuple(called), list(called))
-    held = dict.fromkeys((*plan.stages[index].parameters, *(p for node in nodes for p in node.parameters)))
-    spare = _unused_modules(graph, {*held, *buffers}, called)
-    whole = (*modules, *spare)
+    modules = _outside(tuple(called), list(called))
+    parameters = dict.fromkeys((*plan.stages[index].parameters, *(p for node in nodes for p in node.parameters)))
+    spare = _unused_modules(graph, {*parameters, *buffers}, called)
+    adopted = (*modules, *spare)
     elements = 0
-    for name in held:
+    for name in parameters:
         count = 1
         for size in graph.parameters[name].shape:
             count *= int(size)
@@ -134,43 +131,43 @@ def _part(graph: Graph, plan: Plan, index: int, nodes: tuple[Node, ...], buffers
         returns=returns,
         modules=modules,
         spare=spare,
-        parameters=_beside(whole, _all_names(graph, held, graph.parameters)),
-        buffers=_beside(whole, _all_names(graph, dict.fromkeys(buffers), graph.buffers)),
+        parameters=_outside(adopted, _all_names(graph, parameters, graph.parameters)),
+        buffers=_outside(adopted, _all_names(graph, dict.fromkeys(buffers), graph.buffers)),
         constants=tuple(dict.fromkeys(name for node in nodes for name in node.constants)),
-        num_parameters=len(held),
+        num_parameters=len(parameters),
         num_elements=elements,
     )
 
 
-def _unused_modules(graph: Graph, held: Collection[str], called: Collection[str]) -> tuple[str, ...]:
-    """Return the outermost modules that no node of the graph reads anything of, and all of whose state is held here."""
+def _unused_modules(graph: Graph, own: Collection[str], called: Collection[str]) -> tuple[str, ...]:
+    """Return the outermost modules whose state belongs to this stage alone and is read by no node of the graph."""
     state = (*graph.parameters, *graph.buffers, *graph.aliases)
     read = {name for node in graph.nodes for name in (*node.parameters, *node.buffers, *node.buffers_written)}
-    kept = {name for name in state if graph.aliases.get(name, name) in held}
+    kept = {name for name in state if graph.aliases.get(name, name) in own}
     unused = {name for name in kept if graph.aliases.get(name, name) not in read}
-    found: list[str] = []
+    paths: list[str] = []
     for path in sorted({name.rpartition(".")[0] for name in unused} - {""}):
         inside = {name for name in state if name.startswith(f"{path}.")}
-        nested = path.startswith(tuple(f"{outer}." for outer in (*found, *called)))
+        nested = path.startswith(tuple(f"{outer}." for outer in (*paths, *called)))
         if inside <= unused and not nested and not any(f"{call}.".startswith(f"{path}.") for call in called):
-            found.append(path)
-    return tuple(found)
+            paths.append(path)
+    return tuple(paths)
 
 
-def _all_names(graph: Graph, held: Mapping[str, None], order: Mapping[str, object]) -> list[str]:
-    """Return every name of what a stage holds, in the order of the model."""
-    found = [name for name in order if name in held]
-    return found + [other for other, first in graph.aliases.items() if first in held]
+def _all_names(graph: Graph, own: Mapping[str, None], order: Mapping[str, object]) -> list[str]:
+    """Return every name of the tensors of a stage, in the order of the model, aliases last."""
+    names = [name for name in order if name in own]
+    return names + [other for other, first in graph.aliases.items() if first in own]
 
 
-def _beside(modules: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
-    """Return the names that no adopted module brings along."""
+def _outside(modules: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
+    """Return the names that lie in none of the modules."""
     inside = tuple(f"{path}." for path in modules)
     return tuple(name for name in names if not name.startswith(inside))
 
 
 def _nearest(name: str, nodes: list[tuple[Node, ...]]) -> int:
-    """Return the stage that runs most of the way to a buffer that nobody reads."""
+    """Return the stage for a buffer that no node reads: the one whose modules share the longest path with it."""
     path = name.split(".")
 
     def shared(other: str) -> int:
@@ -181,5 +178,5 @@ def _nearest(name: str, nodes: list[tuple[Node, ...]]) -> int:
             count += 1
         return count
 
-    best = [max((shared(node.module_path) for node in found), default=0) for found in nodes]
+    best = [max((shared(node.module_path) for node in stage), default=0) for stage in nodes]
     return best.index(max(best))

@@ -1,7 +1,8 @@
-"""One stage -> the text of its file: what it is, what it adopts, its ``forward`` with the shapes at its borders."""
+"""Write the file of one stage: its docstring, the state it adopts, and its ``forward`` with shapes at the borders."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ import autopipe
 from autopipe.errors import counted
 from autopipe.generate.body import Body
 from autopipe.generate.expression import Expression, Writer, quoted
-from autopipe.generate.layout import Doc, Group, harmless, wrapped
+from autopipe.generate.formatting import Doc, Group, harmless, wrapped
 from autopipe.generate.names import Variables, base_names
 from autopipe.generate.parts import Captured, Part
 from autopipe.generate.statements import Statement, statements
@@ -20,21 +21,19 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.tensor import TensorSpec
 
-_ALWAYS = 1 << 60  # the number of a statement that is behind all others
-
 
 def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
-    """Return the text of a stage's file."""
+    """Return the text of the file of a stage."""
     graph = capture.graph
     first = Imports()
-    _forward(capture, part, first, set())  # once to learn what is imported: no variable may have such a name
+    _forward(capture, part, first, set())  # a first pass collects the imports: no variable may have the same name
     imports = Imports()
     forward = _forward(capture, part, imports, first.taken)
     imports.name("autopipe.stage", "Stage")
     lines = [
         f'"""Stage {part.index} of {len(plan.stages)} of {harmless(f"{graph.name}: {_extent(part)}")}.',
         "",
-        f"Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it anew.",
+        f"Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it again.",
         *_evaluation(capture),
         '"""',
         "",
@@ -63,7 +62,7 @@ def stage_text(capture: Captured, plan: Plan, part: Part) -> str:
 
 
 def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]) -> list[str]:
-    """Return the lines of the method. ``imports`` is filled."""
+    """Return the lines of the method, and add to ``imports``."""
     graph = capture.graph
     recorded = {node.name: node for node in capture.module.graph.nodes}
     leaving = [*(boundary.value for boundary in part.sends), *part.returns]
@@ -86,36 +85,36 @@ def _forward(capture: Captured, part: Part, imports: Imports, reserved: set[str]
     return lines + wrapped(("return ", Group("(", returned, ")", comma=len(results) > 1)), 8)
 
 
-def last_use(grouped: Sequence[Statement], leaving: Sequence[str]) -> dict[str, int]:
-    """Return value -> number of the last statement that reads it."""
-    last = {}
+def last_use(grouped: Sequence[Statement], leaving: Sequence[str]) -> dict[str, float]:
+    """Return, by value, the number of the last statement that reads it; infinity for a value that leaves the stage."""
+    last: dict[str, float] = {}
     for number, statement in enumerate(grouped):
         for node in (*statement.inner, statement.node):
             for source in node.all_input_nodes:
                 last[source.name] = number
-    return {**last, **dict.fromkeys(leaving, _ALWAYS)}
+    return {**last, **dict.fromkeys(leaving, math.inf)}
 
 
 def _borders(
     graph: Graph, part: Part, writer: Writer, recorded: dict[str, fx.Node], *, leave: bool = False
 ) -> list[str]:
-    """Say with shapes what comes in, or what goes out, under the names of the variables."""
+    """Describe the values that come in, or with ``leave`` those that go out, with their variables and shapes."""
     specs = {entry.name: entry.spec for entry in graph.inputs}
     rows: list[tuple[str, TensorSpec | None, str]] = []
     if leave:
         rows += [(b.value, b.spec, f"to {_stages(b.consumers)}") for b in part.sends]
-        roles = ("the loss", "what the loss weighs")
+        roles = ("the loss", "its weight in the minibatch")
         results = {node.name: node.spec for node in graph.nodes} | specs
         rows += [(value, results.get(value), role) for value, role in zip(part.returns, roles, strict=False)]
     else:
         rows += [(name, specs[name], "of the batch") for name in part.inputs]
         rows += [(b.value, b.spec, f"from stage {b.producer}") for b in part.receives]
-    found = []
+    lines = []
     for value, spec, role in rows:
         name = str(writer.value(recorded[value]).doc[0])
         known = f" ({value})" if name != value else ""
-        found.append(f"{name}{known}: {shape_text(graph, spec)}, {role}" if spec else f"{name}{known}: {role}")
-    return found
+        lines.append(f"{name}{known}: {shape_text(graph, spec)}, {role}" if spec else f"{name}{known}: {role}")
+    return lines
 
 
 def _stages(numbers: Sequence[int]) -> str:
@@ -125,7 +124,7 @@ def _stages(numbers: Sequence[int]) -> str:
 
 
 def shape_text(graph: Graph, spec: TensorSpec) -> str:
-    """Return dtype and shape, the sizes that may vary under names for people."""
+    """Return dtype and shape, with readable names for the sizes that may vary."""
     text = str(spec)
     for symbol, name in zip(graph.symbols, ("batch", "length", "length_2"), strict=False):
         text = re.sub(rf"\b{symbol.name}\b", name, text)
@@ -133,7 +132,7 @@ def shape_text(graph: Graph, spec: TensorSpec) -> str:
 
 
 def names_of(key: str, values: Sequence[str]) -> list[str]:
-    """Return the lines of a class attribute that is a tuple of texts; none where it is empty."""
+    """Return the lines of a class attribute that is a tuple of strings; no lines if it is empty."""
     if not values:
         return []
     items: tuple[Doc, ...] = tuple((quoted(value),) for value in values)
@@ -143,7 +142,7 @@ def names_of(key: str, values: Sequence[str]) -> list[str]:
 
 
 def _extent(part: Part) -> str:
-    """Say from where to where a stage goes: modules, or the values of the model's own forward; and the loss."""
+    """Return the first and last module of a stage (or values, without modules), and whether it has the loss."""
     own = [node for node in part.nodes if not node.input_only] or list(part.nodes)
     names = [node.module_path for node in own if node.module_path] or [node.name for node in own]
     if part.returns and not any(node.module_path for node in own):
@@ -161,4 +160,4 @@ def _holds(part: Part) -> str:
 def _evaluation(capture: Captured) -> list[str]:
     if not capture.evaluation_note:
         return []
-    return [f"It stands for the model in training mode only: {harmless(capture.evaluation_note)}."]
+    return [f"It is valid in training mode only: {harmless(capture.evaluation_note)}."]

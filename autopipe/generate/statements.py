@@ -1,8 +1,8 @@
-"""The calls of one stage -> statements: which calls stand on one line.
+"""Group the calls of one stage into statements.
 
-What the user wrote on one line is put on one line again where that changes nothing: the calls follow one another, each
-result is read once, by the next, and Python evaluates them in the order in which they were recorded (autograd adds up
-gradients in that order). ``a, b = ...`` becomes one assignment again too.
+Calls of one line of the user's code become one line again if that changes nothing: they follow one another, each result
+is read once, by the next call, and Python evaluates them in the recorded order (autograd accumulates gradients in that
+order). An unpacking ``a, b = ...`` becomes one assignment again.
 """
 
 from __future__ import annotations
@@ -17,37 +17,35 @@ from torch import fx
 from autopipe.generate.names import unpacked
 from autopipe.ir.graph import Node
 
-_LONGEST = 96  # characters of an expression that is made of several calls
+_LONGEST = 96  # characters of an expression of several calls
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 
 
 @dataclass
 class Statement:
-    """One line to be: the call ``node``, the calls written inside it, and the parts that its result is taken into.
+    """One line of the stage file."""
 
-    ``parts``: by their places in the user's ``targets``: (1, 0) is the first of the second.
-    """
-
-    node: fx.Node
-    inner: list[fx.Node] = field(default_factory=list)
+    node: fx.Node  # the outermost call
+    inner: list[fx.Node] = field(default_factory=list)  # the calls written inside it, in the order of evaluation
+    #: The calls that unpack the result, by position in ``targets``: (1, 0) is the first element of the second.
     parts: dict[tuple[object, ...], fx.Node] = field(default_factory=dict)
-    targets: ast.Tuple | None = None
+    targets: ast.Tuple | None = None  # the user's names on the left of an unpacking
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """Every call that it stands for."""
+        """All calls of the line."""
         return [*self.inner, self.node, *self.parts.values()]
 
 
 def ir(node: fx.Node) -> Node:
-    """Return what the graph says of a call."""
-    found: Node = node.meta["node"]
-    return found
+    """Return the node of the graph for a call."""
+    about: Node = node.meta["node"]
+    return about
 
 
 def statements(nodes: Sequence[fx.Node], kept: Iterable[str]) -> list[Statement]:
-    """Group calls into statements. ``kept``: values that must have a variable, since other stages read them."""
-    # sizes of the batch come first: they depend on no call, and stand where everything can read them
+    """Group calls into statements. ``kept``: values that need a variable because other stages read them."""
+    # sizes of the batch come first: they depend on no call, and every later call can read them
     ordered = [*filter(is_size, nodes), *(node for node in nodes if not is_size(node))]
     return _Grouping(ordered, kept).statements()
 
@@ -57,8 +55,8 @@ class _Grouping:
         self.nodes, self.kept = nodes, set(kept)
         inside = set(nodes)
         self.readers = {node: [user for user in node.users if user in inside] for node in nodes}
-        self.found: list[Statement] = []
-        self.unpacked: set[fx.Node] = set()
+        self.result: list[Statement] = []
+        self.unpacked: set[fx.Node] = set()  # calls that are part of an unpacking
 
     def statements(self) -> list[Statement]:
         for position, node in enumerate(self.nodes):
@@ -68,11 +66,11 @@ class _Grouping:
             statement.parts, statement.targets = self._parts(position)
             self.unpacked.update(statement.parts.values())
             self._take_in(statement)
-            self.found.append(statement)
-        return self.found
+            self.result.append(statement)
+        return self.result
 
     def _is_written_in_place(self, node: fx.Node) -> bool:
-        """Tell whether a call is written where it is read: ``batch * 4``, and ``state[0]`` where it is read once."""
+        """Return whether a call is written where its result is read: ``batch * 4``, or a ``state[0]`` read once."""
         if is_arithmetic(node):
             return True
         if not is_part(node) or node in self.unpacked or node.name in self.kept:
@@ -81,23 +79,23 @@ class _Grouping:
         return len(readers) == 1 and _count(readers[0], node) == 1
 
     def _take_in(self, statement: Statement) -> None:
-        """Move the statements just before into this one, as far as they are its arguments, the last one first."""
+        """Move the preceding statements into this one, the last one first, as far as they are its arguments."""
         length, more = _length(statement.node), True
         for operand in reversed(_operands(statement.node)):
             if self._is_written_in_place(operand):
                 statement.inner = [*self._chain(operand), *statement.inner]
                 continue
-            if not more or not self.found or self.found[-1].node is not operand:
-                continue  # a variable: when it is read makes no difference
-            before = self.found[-1]
+            if not more or not self.result or self.result[-1].node is not operand:
+                continue  # a variable: the time of the read does not matter
+            before = self.result[-1]
             length += sum(_length(entry) for entry in before.nodes)
             more = before.targets is None and length <= _LONGEST and self._may_move(operand, statement.node)
             if more:
                 statement.inner = [*before.nodes, *statement.inner]
-                self.found.pop()
+                self.result.pop()
 
     def _chain(self, part: fx.Node) -> list[fx.Node]:
-        """Return a call behind those of its arguments that are written in place too."""
+        """Return a call after those of its arguments that are written in place too."""
         inner = filter(self._is_written_in_place, _operands(part))
         return [*(node for holder in inner for node in self._chain(holder)), part]
 
@@ -108,14 +106,14 @@ class _Grouping:
         if about.num_random or _is_setitem(node) or (about.mutates and node.op != "call_module"):
             return False
         if _container(node) and _container(node) == _container(into):
-            return False  # one layer of a list a line
+            return False  # one layer of a list per line
         same = all(node.meta.get(key) == into.meta.get(key) for key in ("source", "frame", "grad", "autocast"))
         return same and scope_of(node) == scope_of(into)
 
     def _parts(self, position: int) -> tuple[dict[tuple[object, ...], fx.Node], ast.Tuple | None]:
-        """Return the parts that the calls behind ``position`` take out of its result, and the names of the user's line.
+        """Return the calls after ``position`` that unpack its result, and the targets of the user's line.
 
-        None where the line is no such assignment, or assigns something else that the same line has computed.
+        The targets are None if the line is not an unpacking, or unpacks another value that the line computes.
         """
         producer = self.nodes[position]
         if "val" in producer.meta or "source" not in producer.meta or is_part(producer):
@@ -129,7 +127,7 @@ class _Grouping:
             holder = node.args[0]
             if not is_part(node) or not isinstance(holder, fx.Node) or holder not in paths:
                 break
-            if paths[holder] not in names:  # what has a name is not taken apart here
+            if paths[holder] not in names:  # a value with a name of its own is not unpacked further here
                 paths[node] = (*paths[holder], node.args[1])
         parts = {path: node for node, path in paths.items() if path in names}
         for node, path in paths.items():
@@ -141,7 +139,7 @@ class _Grouping:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Tell whether a call takes one value out of the tuple that another returned."""
+    """Return whether a call takes one value out of the tuple that another call returned."""
     holder = node.args[0] if node.target is operator.getitem else None
     return isinstance(holder, fx.Node) and "val" not in holder.meta
 
@@ -151,7 +149,7 @@ def _count(node: fx.Node, operand: fx.Node) -> int:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """Return the calls whose results Python evaluates for this one, in that order, as often as they are read."""
+    """Return the calls whose results a call reads, in the order of evaluation, once per read."""
     args = node.args
     if _is_setitem(node):
         args = (node.args[2], node.args[0], node.args[1])
@@ -161,7 +159,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Tell whether a call reads a size of the batch."""
+    """Return whether a call reads a size of the batch."""
     source = node.args[0] if node.args else None
     return (
         node.op == "call_method"
@@ -172,7 +170,7 @@ def is_size(node: fx.Node) -> bool:
 
 
 def is_arithmetic(node: fx.Node) -> bool:
-    """Tell whether a call multiplies sizes of the batch, or adds to them: a number, which may be written anywhere."""
+    """Return whether a call is arithmetic on sizes of the batch: a number, which can be written anywhere."""
     if node.op != "call_function" or node.target not in (operator.mul, operator.add, operator.sub) or node.kwargs:
         return False
     return all(isinstance(a, int) or (isinstance(a, fx.Node) and (is_size(a) or is_arithmetic(a))) for a in node.args)
@@ -183,7 +181,7 @@ def _length(node: fx.Node) -> int:
 
 
 def _container(node: fx.Node) -> str:
-    """Return the path of the list of layers that a module is in, or ""."""
+    """Return the path of the list of layers that contains a module, or ""."""
     path, _, name = str(node.target).rpartition(".")
     return path if node.op == "call_module" and name.isdigit() else ""
 
@@ -210,7 +208,7 @@ def _leaves(target: ast.expr, path: tuple[int, ...] = ()) -> Iterator[tuple[tupl
 
 
 def scope_of(node: fx.Node) -> tuple[str, str, int]:
-    """Return path, class and number of the call of the user's module in whose forward a call is written."""
+    """Return the path, class and call number of the user's module whose forward contains a call."""
     while is_part(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     stack = list(node.meta.get("stack", ()))

@@ -1,4 +1,4 @@
-"""Callables and constants that live in modules -> the text that reaches them, and the imports which that needs."""
+"""Write a callable or a constant of a module as source text, and collect the imports that it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from autopipe.errors import TraceError
 
-# public places to look a function up, nearest to what people write first
+# public modules in which a function is looked up, the most usual first
 _PLACES = {
     "F": "torch.nn.functional",
     "torch": "torch",
@@ -30,33 +30,33 @@ _PLACES = {
 
 @functools.cache
 def _public() -> dict[int, tuple[str, str]]:
-    """Return id of a function -> (place, name); of several names the one that the function calls itself."""
-    found: dict[int, tuple[str, str]] = {}
+    """Return, by id of a function, (place, name). Of several names, its ``__name__`` wins."""
+    public: dict[int, tuple[str, str]] = {}
     for place, module in _PLACES.items():
         for name, value in sorted(vars(importlib.import_module(module)).items()):
             if name.startswith("_") or not callable(value):
                 continue
-            known = found.get(id(value))
+            known = public.get(id(value))
             itself = getattr(value, "__name__", "") == name
             if known is None or (known[0] == place and itself):
-                found[id(value)] = place, name
-    return found
+                public[id(value)] = place, name
+    return public
 
 
 @dataclass
 class Imports:
-    """The imports of one file. ``lines`` in the order of formatters: standard library, packages, our own."""
+    """The imports of one file."""
 
     modules: set[str] = field(default_factory=set)  # "math", "torch"
     names: dict[str, tuple[str, str]] = field(default_factory=dict)  # name here -> (module, name there)
 
     def module(self, name: str) -> str:
-        """Use a module by its own name."""
+        """Import a module under its own name."""
         self.modules.add(name)
         return name
 
     def name(self, module: str, name: str) -> str:
-        """Use a name of a module; return what it is called here."""
+        """Import a name from a module; return its name in this file."""
         here, number = name, 2
         while self.names.get(here, (module, name)) != (module, name):
             here, number = f"{name}{number}", number + 1
@@ -69,7 +69,7 @@ class Imports:
         return {module.partition(".")[0] for module in self.modules} | set(self.names)
 
     def lines(self) -> list[str]:
-        """Return the import lines."""
+        """Return the import lines in groups: standard library, packages, autopipe."""
         groups: tuple[list[str], list[str], list[str]] = ([], [], [])
         for module in sorted(self.modules):
             if module != "F":
@@ -81,11 +81,11 @@ class Imports:
             by_module.setdefault(module, []).append(name if here == name else f"{name} as {here}")
         for module, names in sorted(by_module.items()):
             groups[_group(module)].append(f"from {module} import {', '.join(names)}")
-        result: list[str] = []
+        lines: list[str] = []
         for group in groups:
             if group:
-                result += [*([""] if result else []), *group]
-        return result
+                lines += [*([""] if lines else []), *group]
+        return lines
 
 
 def _group(module: str) -> int:
@@ -96,9 +96,9 @@ def _group(module: str) -> int:
 
 
 def callable_text(target: Callable[..., Any], imports: Imports) -> str:
-    """Return the text of a function or class.
+    """Return the source text of a function or class.
 
-    Raises: TraceError where no import reaches it.
+    Raises: TraceError if no import reaches it.
     """
     known = _public().get(id(target))
     if known is not None:

@@ -1,4 +1,4 @@
-"""Capture and plan to stage files: what each stage reads, receives, adopts and sends; its text; the constants."""
+"""Write the stage files, the constants and the divisor of a captured model and a plan."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
-    """Write ``stage_0.py``, ``stage_1.py``, ..., the constants and the divisor; remove what an earlier plan left.
+    """Write ``stage_0.py``, ``stage_1.py``, ..., the constants and the divisor; remove the files of an earlier plan.
 
-    Raises: ArtifactError where plan and capture are of different models, or the plan is damaged; TraceError for a value
-    without source text.
+    Raises: ArtifactError if plan and capture are of different models, or the plan is damaged; TraceError for a value
+    that cannot be written as source text.
     """
     if plan.graph_digest != capture.graph.digest:
         raise ArtifactError(
@@ -42,7 +42,7 @@ def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
     for old in sorted(directory.glob("stage_*.py")):
         if old not in paths:
             old.unlink()
-            _LOG.info("removed %s, which this plan has no use for", old)
+            _LOG.info("removed %s, which this plan does not use", old)
     _write_constants(capture, parts, directory)
     write_divisor(capture.divisor, plan, directory)
     return paths
@@ -55,6 +55,6 @@ def _write_constants(capture: Captured, parts: Iterable[Part], directory: Path) 
         path.unlink(missing_ok=True)
         return
     temporary = path.with_suffix(".tmp")
-    held = sparse.encoded({name: capture.constants[name].detach().cpu() for name in used})
-    save_file({name: tensor.contiguous().clone() for name, tensor in held.items()}, temporary)
+    tensors = sparse.encoded({name: capture.constants[name].detach().cpu() for name in used})
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, temporary)
     temporary.replace(path)

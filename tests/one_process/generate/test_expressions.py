@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopipe.errors import TraceError
 from autopipe.generate.expression import Writer, path_text
-from autopipe.generate.layout import Group, flat, wrapped
+from autopipe.generate.formatting import Group, flat, wrapped
 from autopipe.generate.targets import Imports
 
 

@@ -77,7 +77,7 @@ def test_a_stage_file_reads_like_the_users_source(tmp_path):
     expected = textwrap.dedent(f'''\
         """Stage 0 of 2 of toy.py:Model: blocks.0.qk to blocks.0.
 
-        Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it anew.
+        Written by autopipe {autopipe.__version__}; this is what the ranks run. `autopipe generate` writes it again.
         """
 
         import torch

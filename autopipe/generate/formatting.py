@@ -1,4 +1,4 @@
-"""Expressions as nested pieces -> lines of at most 120 characters, wrapped at their brackets as formatters do."""
+"""Format nested expressions as lines of at most 120 characters, wrapped at their brackets as formatters do."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Items between brackets. ``comma``: whether a wrapped group ends with one (not in a subscript)."""
+    """Items between brackets."""
 
     opening: str
     items: tuple[Doc, ...]
     closing: str
-    comma: bool = True
+    comma: bool = True  # whether a wrapped group ends with a comma (not in a subscript)
 
 
 Piece = str | Group
@@ -23,7 +23,7 @@ Doc = tuple[Piece, ...]
 
 
 def flat(doc: Sequence[Piece]) -> str:
-    """Return the text on one line."""
+    """Return the source on one line."""
     parts = []
     for piece in doc:
         if isinstance(piece, str):
@@ -34,10 +34,10 @@ def flat(doc: Sequence[Piece]) -> str:
 
 
 def wrapped(doc: Doc, indent: int) -> list[str]:
-    """Return the lines of a statement, as formatters lay it out.
+    """Return the lines of a statement.
 
-    A chain of calls that fits on a line of its own is put in parentheses; else the widest bracket is opened, and
-    whatever is still too long inside it.
+    A chain of calls that fits on a line of its own is put in parentheses. Otherwise the widest bracket is broken, and
+    items in it that are still too long are wrapped in turn.
     """
     space = " " * indent
     groups = [index for index, piece in enumerate(doc) if isinstance(piece, Group) and piece.items]
@@ -80,5 +80,5 @@ def _filled(texts: Sequence[str], indent: int) -> list[str]:
 
 
 def harmless(text: str) -> str:
-    """Return a text as it may stand in a comment or a docstring: a file may be called whatever its user likes."""
+    """Return a text that is safe in a comment or a docstring, because it may contain any file name."""
     return "".join(sign if sign.isprintable() and sign not in '"\\' else "?" for sign in text)
