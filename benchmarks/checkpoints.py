@@ -1,9 +1,9 @@
-"""What checkpoints cost: a large one against the plain write rate of the disk, and one at every step of a training.
+"""The cost of checkpoints: the write rate of a large one, and the step time with a checkpoint at every step.
 
-Writing: a gigabyte, by the code that a rank's writing thread runs (hashing included), against a loop that writes as
-many bytes and calls fsync, in turns. The copy that training waits for is timed by itself: the first, into new memory,
-and a later one, over it. Training: two ranks of ``sample_models/gpt.py`` without checkpoints and with one at every
-step, in turns; of each run the first step is left out. Medians are quoted. Writes benchmarks/results/checkpoints.md.
+Writing: one gigabyte, written by the code of a rank's writing thread (with hashing), alternates with a loop that writes
+as many bytes and calls fsync. The copy that training waits for is timed separately: the first into new memory, later
+ones over it. Training: two ranks of ``sample_models/gpt.py`` without checkpoints and with one at every step, in turns,
+without the first step of each run. Reports medians. Writes benchmarks/results/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def plain_write(path: Path, data: memoryview) -> None:
-    """Write bytes as any program would, down to the disk."""
+    """Write bytes to the disk with plain calls of the operating system."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     written = 0
     while written < len(data):
@@ -46,13 +46,13 @@ def plain_write(path: Path, data: memoryview) -> None:
 
 
 def writing(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of the copy (first, later), of the checkpoint's file, and of the plain write, round by round."""
+    """Return the seconds of the copy (first, later), of the checkpoint file, and of the plain write, by round."""
     tensors = {f"w{i}": torch.randn(size // 4 // 64) for i in range(64)}
     snapshot = Snapshot()
-    found: dict[str, list[float]] = {"first copy": [seconds_of(lambda: snapshot.take(tensors))]}
+    seconds: dict[str, list[float]] = {"first copy": [seconds_of(lambda: snapshot.take(tensors))]}
     data = torch.cat(list(tensors.values())).numpy().view("uint8").data
     for index in range(rounds):
-        found.setdefault("copy", []).append(seconds_of(lambda: snapshot.take(tensors)))
+        seconds.setdefault("copy", []).append(seconds_of(lambda: snapshot.take(tensors)))
         for name in ("plain", "ours") if index % 2 else ("ours", "plain"):
             place = unfinished(folder, index, "plan")
             if name == "ours":
@@ -60,14 +60,14 @@ def writing(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
             else:
                 took = seconds_of(lambda: plain_write(folder / "plain", data))
                 (folder / "plain").unlink()
-            found.setdefault(name, []).append(took)
+            seconds.setdefault(name, []).append(took)
         for path in place.iterdir():
             path.unlink()
-    return found
+    return seconds
 
 
 def step_seconds(folder: Path, every: int, steps: int, batch_size: int) -> float:
-    """Return the seconds of a step of a training with a checkpoint every so many steps."""
+    """Return the seconds per step of a training with a checkpoint after each ``every`` steps (0: none)."""
     times: list[float] = []
     profile = ProfileSettings(ModelSettings(str(ROOT / "sample_models" / "gpt.py")), work_dir=folder, device="cpu")
     plan = PlanSettings(profile, gpus=2, replicas="never", batch_size=batch_size, schedule="1f1b", num_microbatches=8)
@@ -77,41 +77,42 @@ def step_seconds(folder: Path, every: int, steps: int, batch_size: int) -> float
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the measurements, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--folder", type=Path, default=None, help="Where to write; [default: the temporary folder]")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write [default: the temporary folder]")
     options = parser.parse_args()
     size, rounds = int(options.gigabytes * 1e9) // 256 * 256, options.rounds
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = writing(Path(folder), size, rounds)
-        ours, plain = statistics.median(found["ours"]), statistics.median(found["plain"])
-        ratio = statistics.median(p / o for o, p in zip(found["ours"], found["plain"], strict=True))
+        seconds = writing(Path(folder), size, rounds)
+        ours, plain = statistics.median(seconds["ours"]), statistics.median(seconds["plain"])
+        ratio = statistics.median(p / o for o, p in zip(seconds["ours"], seconds["plain"], strict=True))
         without, every = [], []
         for index in range(rounds):
             for steps_apart in (0, 1) if index % 2 else (1, 0):
                 took = step_seconds(Path(folder), steps_apart, options.steps, options.batch_size)
                 (every if steps_apart else without).append(took)
-            print(f"round {index}: a step takes {without[-1]:.3f} s, {every[-1]:.3f} s with a checkpoint each")
+            print(f"round {index}: a step takes {without[-1]:.3f} s, {every[-1]:.3f} s with a checkpoint")
     slower = statistics.median(e / w for w, e in zip(without, every, strict=True)) - 1
     machine = f"{platform.processor() or platform.machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
     lines = [
         "# Checkpoints",
         "",
-        f"Medians of {rounds} rounds in turns; ratios are medians of the rounds' ratios. {machine} at the end.",
+        f"Medians of {rounds} alternating rounds; ratios are medians of the ratios of the rounds. "
+        f"{machine} at the end.",
         "",
         f"| writing {size / 1e9:.2f} GB | seconds | GB/s |",
         "|---|---|---|",
         f"| plain write and fsync | {plain:.2f} | {size / plain / 1e9:.2f} |",
         f"| a stage's file, hashed, and fsync | {ours:.2f} | {size / ours / 1e9:.2f} |",
         "",
-        f"The checkpoint is written at {ratio:.0%} of the plain rate. Training waits for the copy alone:",
-        f"{found['first copy'][0]:.2f} s the first time, {statistics.median(found['copy']):.2f} s later.",
+        f"The checkpoint is written at {ratio:.0%} of the plain rate. Training waits only for the copy:",
+        f"{seconds['first copy'][0]:.2f} s the first time, {statistics.median(seconds['copy']):.2f} s later.",
         "",
-        "| `gpt.py`, 2 ranks, 1f1b | seconds a step |",
+        "| `gpt.py`, 2 ranks, 1f1b | seconds per step |",
         "|---|---|",
         f"| no checkpoint | {statistics.median(without):.3f} |",
         f"| one at every step | {statistics.median(every):.3f} |",

@@ -1,9 +1,9 @@
-"""Do stale gradients cost anything? Two models under 1f1b, 2bw and pipedream, for the same number of samples.
+"""The cost of stale gradients: two models under 1f1b, 2bw and pipedream, for the same number of samples.
 
-Ranks are threads, one thread each; nothing here depends on how fast anything is, so the numbers are the same on any
-machine with the same rounding. Results are kept in benchmarks/results/convergence.json, so that ``--only gpt.py`` does
-a part anew; docs/convergence.md and docs/convergence.svg are written from all of them. ``--recipe own``: with the
-model files' own constant learning rates.
+Ranks are threads. No result depends on speed, so the numbers are the same on any machine with the same rounding.
+Results are stored in benchmarks/results/convergence.json, so that ``--only gpt.py`` can repeat a part;
+docs/convergence.md and docs/convergence.svg are written from all of them. ``--recipe own`` uses the constant learning
+rates of the model files.
 """
 
 from __future__ import annotations
@@ -43,29 +43,26 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Study:
-    """One model. ``margin``: by how much its evaluation loss may be above that of 1f1b, in nats.
-
-    ``learning_rate``: at its highest. ``own``: the model file's own, constant one in its place.
-    """
+    """One model and its recipe."""
 
     name: str
     arguments: dict[str, str]
     batch_size: int
     steps: int
-    margin: float
-    learning_rate: float
-    own: bool = False
+    margin: float  # by which the evaluation loss may exceed that of 1f1b, in nats
+    learning_rate: float  # the peak
+    own: bool = False  # use the constant learning rate of the model file instead
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train it. ``seed``: of the initial weights, the order of the data and the dropout masks."""
+    """One way to train a model."""
 
     label: str
     schedule: str
     num_microbatches: int = 4
-    options: dict[str, int] = field(default_factory=dict)
-    seed: int = 0
+    options: dict[str, int] = field(default_factory=dict)  # of the schedule
+    seed: int = 0  # of the initial weights, the order of the data and the dropout masks
 
 
 STUDIES = (
@@ -74,7 +71,7 @@ STUDIES = (
 )
 OWN = {"gpt.py": (16, 300), "resnet.py": (32, 376)}  # minibatch and steps with the file's own learning rate
 WARMUP = 0.1
-# warm-up from nothing in a tenth of the steps, then half a cosine down to nothing
+# linear warm-up from 0 in a tenth of the steps, then cosine decay to 0
 RECIPE = """
 import math
 
@@ -97,7 +94,7 @@ STALE = (
     Contender("2bw", "2bw"),
     Contender("pipedream", "pipedream"),
     Contender("pipedream, m = 2", "pipedream", 2),
-    # for this number of stages and microbatches, the same arithmetic as 2bw: every stage one step stale
+    # for this number of stages and microbatches the arithmetic of 2bw: a staleness of one step in every stage
     Contender("pipedream, vertical sync", "pipedream", 4, {"vertical_sync": 1}),
     Contender("pipedream, m = 2, vertical sync", "pipedream", 2, {"vertical_sync": 1}),
 )
@@ -105,18 +102,18 @@ STALE = (
 
 @dataclass
 class Outcome:
-    """``losses``: of every minibatch. ``evaluation``: at the end. ``staleness``: of each stage."""
+    """The result of one training."""
 
     label: str
     num_microbatches: int
-    staleness: tuple[int, ...]
-    losses: list[float]
-    last_tenth: float
-    evaluation: float
+    staleness: tuple[int, ...]  # by stage
+    losses: list[float]  # by minibatch
+    last_tenth: float  # mean loss of the last tenth of the minibatches
+    evaluation: float  # evaluation loss at the end
 
 
-class Ear(Silent):
-    """Keeps the losses that rank 0 reports."""
+class LossRecorder(Silent):
+    """Records the losses that rank 0 reports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +121,7 @@ class Ear(Silent):
         self.evaluation = float("nan")
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Keep a step's loss, and an evaluation's."""
+        """Record the loss of a step or of an evaluation."""
         if kind == "step":
             self.losses.append(fields["loss"])
         elif kind == "evaluation":
@@ -132,7 +129,7 @@ class Ear(Silent):
 
 
 def captured(study: Study, seed: int, folder: Path) -> tuple[Workload, Capture, Profile]:
-    """Capture a model; every node is taken to cost the same, so that the cuts are those of any machine."""
+    """Capture a model with equal costs for all nodes, so that the cuts do not depend on the machine."""
     target = ROOT / "sample_models" / study.name
     options = LoadOptions(str(target), arguments=study.arguments, seed=seed)
     if not study.own:
@@ -140,20 +137,20 @@ def captured(study: Study, seed: int, folder: Path) -> tuple[Workload, Capture, 
         recipe.write_text(RECIPE.format(steps=study.steps, warmup=max(int(study.steps * WARMUP), 1)))
         options = replace(options, hooks={"scheduler": f"{recipe}:scheduler"}, lr=study.learning_rate)
     workload = load_workload(options)
-    found = capture(workload)
-    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in found.graph.nodes}
-    profile = Profile(workload.spec, found.graph, Device("cpu", "uniform", 0), (Measurement(1, costs),))
-    return workload, found, profile
+    model = capture(workload)
+    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in model.graph.nodes}
+    profile = Profile(workload.spec, model.graph, Device("cpu", "uniform", 0), (Measurement(1, costs),))
+    return workload, model, profile
 
 
 def trained(study: Study, contender: Contender) -> Outcome | None:
-    """Train and evaluate; None where the schedule refuses the model, whose tied weights would be of two versions."""
+    """Train and evaluate; None if the schedule rejects the model because its tied weights would have two versions."""
     with tempfile.TemporaryDirectory() as folder:
         return _trained(study, contender, Path(folder))
 
 
 def _trained(study: Study, contender: Contender, folder: Path) -> Outcome | None:
-    _, found, profile = captured(study, contender.seed, folder)
+    _, model, profile = captured(study, contender.seed, folder)
     cluster = Cluster((Level("host", STAGES, 1e10, 1e-6),), (ClusterDevice("cpu"),), "one host")
     m = contender.num_microbatches
     options = PlanOptions(num_ranks=STAGES, batch_size=study.batch_size, num_microbatches=m, schedule="gpipe")
@@ -161,27 +158,27 @@ def _trained(study: Study, contender: Contender, folder: Path) -> Outcome | None
     plan = replace(plan, schedule=contender.schedule, schedule_options=contender.options)
     if contender.schedule == "pipedream" and plan.ties and not contender.options:
         return None
-    context = RunContext.of(plan, found.graph)
+    context = RunContext.of(plan, model.graph)
     job = Job(steps=study.steps, epochs=0, batch_size=study.batch_size, save=False)
-    ear = Ear()
+    recorder = LossRecorder()
 
     def body(session: RankSession) -> None:
         session.train()
         session.evaluate(64, study.steps)
 
     run = RunDirectory(folder / "run")
-    run.write(job, plan, found.graph)
-    generate(found, plan, run.stages)
-    reporters = [ear, *(Silent() for _ in range(STAGES - 1))]
+    run.write(job, plan, model.graph)
+    generate(model, plan, run.stages)
+    reporters = [recorder, *(Silent() for _ in range(STAGES - 1))]
     sessions = run_in_threads(run, job, context, body, reporters=reporters)
     staleness = tuple(r.versions.staleness for s in sessions for r in s.executor.runners.values())
-    last = statistics.fmean(ear.losses[-max(len(ear.losses) // 10, 1) :])
-    losses = [round(loss, 4) for loss in ear.losses]
-    return Outcome(contender.label, m, staleness, losses, last, ear.evaluation)
+    last = statistics.fmean(recorder.losses[-max(len(recorder.losses) // 10, 1) :])
+    losses = [round(loss, 4) for loss in recorder.losses]
+    return Outcome(contender.label, m, staleness, losses, last, recorder.evaluation)
 
 
 def table(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the lines of a study's table."""
+    """Return the table of a study, as lines."""
     base = outcomes[0]
     rate = "the file's own, constant" if study.own else f"{study.learning_rate:g} at its peak"
     model = "".join(f", {name} {value}" for name, value in study.arguments.items())
@@ -247,18 +244,18 @@ they read one.
 
 
 def with_own_rate(study: Study) -> Study:
-    """Return the study with the model file's own learning rate."""
+    """Return the study with the learning rate of the model file."""
     batch_size, steps = OWN[study.name]
     return replace(study, own=True, batch_size=batch_size, steps=steps)
 
 
 def key(study: Study) -> str:
-    """Return the name of a study's entry in the results."""
+    """Return the key of a study in the results."""
     return f"{study.name} {'own' if study.own else 'warm'}"
 
 
 def page(results: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the page and the picture of everything that has been measured."""
+    """Return the page and the figure of all results so far."""
     lines, panels = [], []
     for base in STUDIES:
         lines += [f"## {base.name}", ""]
@@ -275,7 +272,7 @@ def page(results: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Train, print, write."""
+    """Train, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=[study.name for study in STUDIES])
     parser.add_argument("--recipe", choices=("warm", "own"), default="warm", help="of the learning rate")

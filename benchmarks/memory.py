@@ -1,8 +1,8 @@
-"""Planned against measured peak bytes of each stage, for every schedule: two CPU ranks, ``train --measure-memory``.
+"""Planned and measured peak memory of each stage, for every schedule: two CPU ranks, ``train --measure-memory``.
 
-Weights with their versions, gradients, optimizer state, saved activations and workspace, as the plan counts them,
-against the most that was alive in the stage's instructions. Nothing here is a time, so a busy machine does no harm.
-Writes benchmarks/results/memory.md.
+Compares the plan's sum of weights with their versions, gradients, optimizer state, saved activations and workspace with
+the peak of live bytes during the instructions of the stage. No result is a time, so other load on the machine does not
+matter. Writes benchmarks/results/memory.md.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The stages of one model under one schedule, or why there are none."""
+    """One model under one schedule."""
 
     model: str
     schedule: str
     peaks: tuple[StagePeak, ...] = ()
-    refusal: str = ""
+    refusal: str = ""  # the error, if planning failed
 
 
 def measured(target: Path, schedule: str, folder: Path, options: argparse.Namespace) -> Case:
-    """Train three steps; the profile in the folder is made once."""
+    """Train three steps, with the profile in the folder if it has one."""
     size = -(-options.batch_size // options.num_microbatches)
     profile = ProfileSettings(ModelSettings(str(target)), folder, "cpu", (1, size), 1, verify=False)
     plan = PlanSettings(
@@ -58,7 +58,7 @@ def measured(target: Path, schedule: str, folder: Path, options: argparse.Namesp
 
 
 def error(peak: StagePeak) -> float:
-    """Return how far the plan is off, as a part of what was measured."""
+    """Return the relative error of the plan."""
     return peak.planned_bytes / peak.bytes - 1
 
 
@@ -94,7 +94,7 @@ def table(cases: list[Case], options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the measurements, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=["gpt", "resnet", "unet"], help="names of sample models")
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))

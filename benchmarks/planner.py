@@ -1,4 +1,4 @@
-"""The planner against PipeDream's optimizer, brute force and the clock. What ``make bench-planner`` runs.
+"""Compare the planner with PipeDream's optimizer and with brute force, and time the search (``make bench-planner``).
 
 Usage: ``python benchmarks/planner.py [--golden FOLDER] [--json FILE]``. ``AUTOPIPE_NO_NUMBA=1`` runs without numba.
 """
@@ -40,7 +40,7 @@ def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[float, Any]:
 
 
 def golden(folder: Path) -> dict[str, Any]:
-    """Plan every case of PipeDream's table, print it beside PipeDream's own result, and return the summary."""
+    """Plan every case of PipeDream's table, print it next to PipeDream's result, and return the summary."""
     with (folder / "golden.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -58,18 +58,18 @@ def golden(folder: Path) -> dict[str, Any]:
     ratios, worse, lower, slowest = [], 0, 0, 0.0
     print(f"{'case':28} {'cost s':>11} {'/ PipeDream':>11} {'/ prototype':>11} {'ms':>8} {'times faster':>12}  plan")
     for row in rows:
-        seconds, found = timed(lambda row=row: plan(row))
+        seconds, layer_plan = timed(lambda row=row: plan(row))
         theirs, before = float(row["pipedream_predicted_s"] or "nan"), float(row["prototype_cost_s"] or "nan")
         faster = float(row["optimizer_cpu_s"] or "nan") / seconds
         slowest = max(slowest, seconds)
-        worse += found.cost_seconds > min(x for x in (theirs, before, 1e9) if x == x) * (1 + 1e-8) + 5e-10
-        lower += found.cost_seconds < theirs * 0.999
+        worse += layer_plan.cost_seconds > min(x for x in (theirs, before, 1e9) if x == x) * (1 + 1e-8) + 5e-10
+        lower += layer_plan.cost_seconds < theirs * 0.999
         if faster == faster:
             ratios.append(faster)
         print(
-            f"{row['case']:28} {found.cost_seconds:11.7f} {found.cost_seconds / theirs:11.4f} "
-            f"{found.cost_seconds / before:11.4f} {seconds * 1e3:8.2f} {faster:12.0f}  "
-            f"{found.configuration} ({found.space})"
+            f"{row['case']:28} {layer_plan.cost_seconds:11.7f} {layer_plan.cost_seconds / theirs:11.4f} "
+            f"{layer_plan.cost_seconds / before:11.4f} {seconds * 1e3:8.2f} {faster:12.0f}  "
+            f"{layer_plan.configuration} ({layer_plan.space})"
         )
     summary = {
         "cases": len(rows),
@@ -85,21 +85,21 @@ def golden(folder: Path) -> dict[str, Any]:
 
 
 def brute_force(cases: int) -> dict[str, int]:
-    """Compare random small cases with brute force; return the mismatches."""
+    """Compare random small cases with brute force, and return the numbers of mismatches."""
     from tests.pure.planning import test_replicated as replicated_cases
     from tests.pure.planning import test_straight as straight_cases
 
     wrong = {"straight": 0, "replicated": 0}
     for seed in range(cases):
-        found, expected, _ = replicated_cases.check(seed)
-        wrong["replicated"] += not (found == expected or abs(found - expected) <= 1e-8 * expected)
+        cost, expected, _ = replicated_cases.check(seed)
+        wrong["replicated"] += not (cost == expected or abs(cost - expected) <= 1e-8 * expected)
         wrong["straight"] += not straight_cases.agrees(seed)
     print(f"brute force, {cases} cases of each kind, mismatches: {wrong}\n")
     return wrong
 
 
 def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> bottleneck.Arrays:
-    """Return a chain of heavy-tailed layers on equal devices with 80 GB, links of 25 GB/s, recompute allowed."""
+    """Return a chain of heavy-tailed layers on equal 80 GB devices with 25 GB/s links; recomputation is allowed."""
     rng = np.random.default_rng(0)
     forward = rng.lognormal(-6.5, 0.7, count)
     backward = 2 * forward * rng.uniform(0.8, 1.2, count)
@@ -130,7 +130,7 @@ def layers(count: int, ranks: int, microbatches: int, *, flush: bool) -> bottlen
 
 
 def scale() -> dict[str, float]:
-    """Time the search alone, from tables to stages."""
+    """Time the search from tables to stages."""
     small = layers(12, 4, 8, flush=True)
     bottleneck.flush(small), bottleneck.asynchronous(layers(12, 4, 8, flush=False))  # compile
     results = {}
@@ -171,18 +171,18 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run everything and print it."""
+    """Run all comparisons, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--golden", type=Path, default=ROOT.parent / "shared" / "golden" / "pipedream")
+    parser.add_argument("--golden", type=Path, help="folder with golden.csv and PipeDream's profiles")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(f"numba: {'yes' if HAVE_NUMBA else 'no'}\n")
     results: dict[str, Any] = {"numba": HAVE_NUMBA}
-    if (arguments.golden / "golden.csv").exists():
+    if arguments.golden is not None:
         results["golden"] = golden(arguments.golden)
     else:
-        print(f"no golden table at {arguments.golden}; left out\n")
+        print("without --golden: the comparison with PipeDream is left out\n")
     results["brute_force"] = brute_force(arguments.cases)
     results["scale"] = scale()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)

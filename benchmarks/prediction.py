@@ -1,10 +1,10 @@
-"""Predicted against measured step time: two CPU ranks, one thread each, every sample model, gpipe and 1f1b.
+"""Predicted and measured step time: two CPU ranks with one thread each, every sample model, gpipe and 1f1b.
 
-In each round the links are measured, and each model is profiled, as a user would, and trained under each schedule for
-some seconds; the prediction is the plan's own, made before anything runs, and the first two steps are left out. The
-rounds go around the models, so that a slow minute of the machine falls on one round of each. Quoted are the medians of
-the rounds: a core shared with another machine's work changes its pace by up to a half, every few seconds. How even the
-machine was, by one fixed convolution, is written above the table, which goes to benchmarks/results/prediction.md.
+Each round measures the links, profiles each model as a user would, and trains it under each schedule for some seconds,
+without the first two steps. The prediction is that of the plan, computed before the training. A round covers all
+models, so that a slow minute of the machine affects one round of each. Reports medians over the rounds, because a core
+that is shared with another virtual machine changes its speed by up to a half every few seconds. The variation of one
+fixed convolution is written above the table in benchmarks/results/prediction.md.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ LEAST_STEPS, MOST_STEPS = 8, 200
 
 @dataclass(slots=True)
 class Case:
-    """One model under one schedule: seconds a step of each round."""
+    """One model under one schedule."""
 
     model: str
     schedule: str
-    predicted: list[float] = field(default_factory=list)
-    measured: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)  # seconds per step, by round
+    measured: list[float] = field(default_factory=list)  # seconds per step, by round
     failure: str = ""
 
     @property
     def medians(self) -> tuple[float, float]:
-        """Return what was predicted and what was measured."""
+        """The median prediction and the median measurement."""
         return statistics.median(self.predicted), statistics.median(self.measured)
 
     @property
     def error(self) -> float:
-        """Return how far the prediction is off, as a part of what was measured."""
+        """The relative error of the prediction."""
         predicted, measured = self.medians
         return predicted / measured - 1
 
 
-class Pace:
-    """How long a fixed convolution takes on each core, time and again. Microseconds."""
+class CoreSpeed:
+    """Repeated times of a fixed convolution on each core."""
 
     def __init__(self) -> None:
-        self.taken: list[float] = []
+        self.microseconds: list[float] = []
         self._layer, self._images = torch.nn.Conv2d(16, 16, 3, padding=1), torch.randn(8, 16, 16, 16)
 
-    def take(self, seconds: float = 0.2) -> None:
-        """Measure each core."""
+    def measure(self, seconds: float = 0.2) -> None:
+        """Time the convolution on each core."""
         cores = os.sched_getaffinity(0)
         for core in cores:
             os.sched_setaffinity(0, {core})
@@ -74,12 +74,12 @@ class Pace:
             while time.perf_counter() - begin < seconds:
                 self._layer(self._images)
                 calls += 1
-            self.taken.append((time.perf_counter() - begin) / calls * 1e6)
+            self.microseconds.append((time.perf_counter() - begin) / calls * 1e6)
         os.sched_setaffinity(0, cores)
 
 
 def train(settings: PlanSettings, num_steps: int) -> tuple[float, float]:
-    """Train, and return the seconds a step, as predicted and in the median."""
+    """Train, and return the predicted and the median seconds per step."""
     ends: list[float] = []
     predicted: list[float] = []
 
@@ -96,7 +96,7 @@ def train(settings: PlanSettings, num_steps: int) -> tuple[float, float]:
 def one_round(
     folder: Path, targets: list[Path], cases: dict[tuple[str, str], Case], options: argparse.Namespace
 ) -> None:
-    """Measure the links, then profile each model and run it under both schedules."""
+    """Measure the links, then profile each model and train it under both schedules."""
     links.measure(folder, "cpu")
     size = -(-options.batch_size // options.num_microbatches)
     for target in targets:
@@ -126,17 +126,18 @@ def one_round(
             print(f"{target.stem}: {failed}", flush=True)
 
 
-def table(cases: list[Case], options: argparse.Namespace, pace: Pace, rounds: int) -> str:
+def table(cases: list[Case], options: argparse.Namespace, speed: CoreSpeed, rounds: int) -> str:
     """Return the result as Markdown."""
-    low, middle, high = statistics.quantiles(pace.taken, n=4)
+    low, middle, high = statistics.quantiles(speed.microseconds, n=4)
     lines = [
         "# Predicted against measured step time",
         "",
         f"Two ranks of one thread, minibatch {options.batch_size}, {options.num_microbatches} microbatches; "
-        f"{rounds} rounds, each with links and profiles of its own and about {options.seconds:g} s of training a case.",
+        f"{rounds} rounds, each with new links and profiles, and about {options.seconds:g} s of training per case.",
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, CPU.",
         f"One fixed convolution took {middle:.0f} us in the median, {low:.0f} to {high:.0f} us between the quartiles, "
-        f"{min(pace.taken):.0f} to {max(pace.taken):.0f} us in all: so uneven is the machine itself.",
+        f"{min(speed.microseconds):.0f} to {max(speed.microseconds):.0f} us in all: "
+        "the variation of the machine itself.",
         "",
         "| model | schedule | predicted s | measured s | error |",
         "|---|---|---|---|---|",
@@ -156,26 +157,26 @@ def table(cases: list[Case], options: argparse.Namespace, pace: Pace, rounds: in
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the measurements, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=[], help="names of sample models; all without")
+    parser.add_argument("--models", nargs="*", default=[], help="names of sample models [default: all]")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--num-microbatches", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of training a round and case")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of training per round and case")
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     targets = sorted((ROOT / "sample_models").glob("*.py"))
     chosen = [target for target in targets if not options.models or target.stem in options.models]
     cases = {(target.stem, schedule): Case(target.stem, schedule) for target in chosen for schedule in SCHEDULES}
-    pace = Pace()
+    speed = CoreSpeed()
     torch.set_num_threads(1)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     for number in range(options.rounds):
-        pace.take()
+        speed.measure()
         with tempfile.TemporaryDirectory() as folder:
             one_round(Path(folder), chosen, cases, options)
-        text = table(list(cases.values()), options, pace, number + 1)
-        RESULTS.write_text(text, encoding="utf-8")  # after each round: it may be stopped
+        text = table(list(cases.values()), options, speed, number + 1)
+        RESULTS.write_text(text, encoding="utf-8")  # after each round, because a user may stop the benchmark
     print(text)
 
 

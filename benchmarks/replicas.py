@@ -1,11 +1,11 @@
-"""What a reduction adds behind the last backward: one flat sum at its end, or buckets that start within it.
+"""The cost of a gradient reduction: one flat sum after the last backward, or buckets that start during it.
 
-Two replicas as processes over gloo, one thread each, on a stack of linear layers. Both ways take turns, round by round,
-in the same two processes. Medians are quoted of the last backward of a minibatch, and of what comes behind it until the
-sums are there. Writes benchmarks/results/replicas.md.
+Two replicas are processes over gloo with one thread each, on a stack of linear layers. Both methods alternate, round by
+round, in the same two processes. Reports medians of the last backward of a minibatch, and of the time after it until
+the sums are complete. Writes benchmarks/results/replicas.md.
 
-Gloo adds up in threads of its own, which on a CPU take turns with the backward for the same cores: what overlaps here
-is the waiting, not the work. A device with a copy engine has more to gain.
+Gloo reduces in threads of its own, which share the cores with the backward on a CPU: only the waiting overlaps, not the
+work. A device with a copy engine gains more.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from autopipe.runtime.step.reduction import GradientSum
 from autopipe.runtime.transport.distributed import ProcessTransport, start_process_group
 
 RESULTS = Path(__file__).resolve().parent / "results" / "replicas.md"
-WAYS = ("none, the backward alone", "one flat sum behind it", "buckets within it")
+METHODS = ("none, only the backward", "one flat sum after it", "buckets during it")
 
 
 Times = dict[str, list[tuple[float, float]]]
 
 
 def rounds(rank: int, store: str, width: int, layers: int, batch: int, count: int) -> Times:
-    """Measure on one rank: seconds of the backward and of what follows it, for each way, a round each in turn."""
+    """Measure on one rank: seconds of the backward and of the time after it, for each method, in alternating rounds."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     start_process_group(dist.FileStore(store, 2), rank, 2, use_nccl=False, timeout_seconds=120)  # type: ignore[attr-defined]
@@ -51,29 +51,29 @@ def rounds(rank: int, store: str, width: int, layers: int, batch: int, count: in
     flat = GradientSum(parameters, list(parameters), (0, 1), transport, bucket_bytes=2**62)
     buckets = GradientSum(parameters, list(parameters), (0, 1), transport)
     x = torch.randn(batch, width)
-    found: Times = {way: [] for way in WAYS}
-    for index in range(count * len(WAYS)):
-        way = WAYS[index % len(WAYS)]
+    times: Times = {method: [] for method in METHODS}
+    for index in range(count * len(METHODS)):
+        method = METHODS[index % len(METHODS)]
         loss = model(x).square().mean()
         transport.barrier()
         start = time.perf_counter()
-        with buckets.watching(parameters) if way == WAYS[2] else contextlib.nullcontext():
+        with buckets.watching(parameters) if method == METHODS[2] else contextlib.nullcontext():
             loss.backward()
         middle = time.perf_counter()
-        if way != WAYS[0]:
-            reduction = buckets if way == WAYS[2] else flat
+        if method != METHODS[0]:
+            reduction = buckets if method == METHODS[2] else flat
             reduction.start(parameters)
             reduction.finish()
-        if index >= len(WAYS):  # the first round of each warms up
-            found[way].append((middle - start, time.perf_counter() - middle))
+        if index >= len(METHODS):  # the first round of each is the warm-up
+            times[method].append((middle - start, time.perf_counter() - middle))
         for parameter in parameters.values():
             parameter.grad = None
     transport.close()
-    return found
+    return times
 
 
 def measured(arguments: Sequence[str]) -> Times:
-    """Start two ranks and return, round by round, the seconds of the one that took longer in all."""
+    """Start two ranks, and return the times of the slower one in each round."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         command = [sys.executable, __file__, "--store", store, *arguments]
@@ -83,11 +83,11 @@ def measured(arguments: Sequence[str]) -> Times:
         finally:
             for process in ranks:
                 process.kill()
-    return {way: [max(pair, key=sum) for pair in zip(*(a[way] for a in answers), strict=True)] for way in WAYS}
+    return {name: [max(pair, key=sum) for pair in zip(*(a[name] for a in answers), strict=True)] for name in METHODS}
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the measurements, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)
@@ -101,23 +101,23 @@ def main() -> None:
         print(json.dumps(rounds(options.rank, options.store, *figures)))
         return
     names = "width", "layers", "batch", "rounds"
-    found = measured([text for name in names for text in (f"--{name}", str(getattr(options, name)))])
+    times = measured([text for name in names for text in (f"--{name}", str(getattr(options, name)))])
     megabytes = options.layers * (options.width + 1) * options.width * 4 / 1e6
     lines = [
-        "# Adding up the gradients of two replicas",
+        "# Reducing the gradients of two replicas",
         "",
         f"{options.layers} linear layers of width {options.width} ({megabytes:.0f} MB of gradients), {options.batch}",
-        "samples a microbatch, gloo, one thread a rank; medians of",
+        "samples per microbatch, gloo, one thread per rank; medians of",
         f"{options.rounds - 1} interleaved rounds, buckets of {BUCKET_BYTES / 2**20:.0f} MiB.",
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, CPU.",
         "",
-        "| the sum | last backward, s | behind it, s | both, s | both, quartiles |",
+        "| reduction | last backward, s | after it, s | both, s | both, quartiles |",
         "|---|---|---|---|---|",
     ]
-    for way in WAYS:
-        backward, behind = (statistics.median(times) for times in zip(*found[way], strict=True))
-        low, middle, high = statistics.quantiles([sum(pair) for pair in found[way]], n=4)
-        lines.append(f"| {way} | {backward:.3f} | {behind:.3f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+    for method in METHODS:
+        backward, after = (statistics.median(seconds) for seconds in zip(*times[method], strict=True))
+        low, middle, high = statistics.quantiles([sum(pair) for pair in times[method]], n=4)
+        lines.append(f"| {method} | {backward:.3f} | {after:.3f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
     print("\n".join(lines))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text("\n".join([*lines, ""]), encoding="utf-8")

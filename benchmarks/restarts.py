@@ -1,8 +1,8 @@
-"""From kill -9 of a rank to the first step of the next attempt: ``sample_models/gpt.py``, ``--max-restarts 1``.
+"""The time from kill -9 of a rank to the first step of the next attempt.
 
-The rank is killed as soon as a checkpoint beyond the first is there; the moment of a step is that of its line in
-metrics.jsonl. A step's own time, which the new attempt's first one takes as well, is quoted beside. Medians. Writes
-benchmarks/results/restarts.md.
+Trains ``sample_models/gpt.py`` with ``--max-restarts 1``. The rank is killed as soon as there is a second checkpoint.
+The time of a step is that of its line in metrics.jsonl. The result includes one ordinary step, whose duration is
+reported too. Reports medians. Writes benchmarks/results/restarts.md.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ MOST_SECONDS = 300.0
 
 
 def lines(path: Path) -> list[dict[str, float]]:
-    """Return what the metrics say so far."""
+    """Return the complete lines of the metrics."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def went_on(path: Path) -> bool:
-    """Say whether the second attempt has done a step."""
-    found = lines(path)
-    again = next((index for index, line in enumerate(found) if "restart" in line), len(found))
-    return any("loss" in line for line in found[again:])
+def resumed(path: Path) -> bool:
+    """Return whether the second attempt has completed a step."""
+    metrics = lines(path)
+    restart = next((index for index, line in enumerate(metrics) if "restart" in line), len(metrics))
+    return any("loss" in line for line in metrics[restart:])
 
 
 def rank_of(pid: int, run: Path) -> psutil.Process | None:
-    """Return the last rank, known by its log."""
+    """Return the process of rank 1, identified by its log file."""
     for process in psutil.Process(pid).children(recursive=True):
         if any(file.path == str(run / "logs" / "rank_1.log") for file in process.open_files()):
             return process
@@ -51,7 +51,7 @@ def rank_of(pid: int, run: Path) -> psutil.Process | None:
 
 
 def once(folder: Path, number: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Return the seconds from the kill to the next step, and those of an ordinary step."""
+    """Return the seconds from the kill to the next step, and the seconds of an ordinary step."""
     run = folder / f"run-{number}"
     words = [AUTOPIPE, "train", str(ROOT / "sample_models" / "gpt.py"), "--gpus", "2", "--device", "cpu"]
     words += ["--replicas", "never"]
@@ -69,12 +69,12 @@ def once(folder: Path, number: int, options: argparse.Namespace) -> tuple[float,
         moments = [line["seconds"] for line in lines(metrics)]
         rank = rank_of(process.pid, run)
         if rank is None:
-            raise SystemExit("no rank was found by its log")
+            raise SystemExit("no process has the log of rank 1 open")
         begin = time.perf_counter()
         rank.kill()
-        while not went_on(metrics):
+        while not resumed(metrics):
             if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"the training ended with {process.poll()} and did not go on")
+                raise SystemExit(f"the training ended with {process.poll()} and did not resume")
             time.sleep(0.005)
         seconds = time.perf_counter() - begin
     finally:
@@ -83,15 +83,15 @@ def once(folder: Path, number: int, options: argparse.Namespace) -> tuple[float,
     return seconds, statistics.median(b - a for a, b in itertools.pairwise(moments))
 
 
-def table(found: list[tuple[float, float]], options: argparse.Namespace) -> str:
+def table(times: list[tuple[float, float]], options: argparse.Namespace) -> str:
     """Return the result as Markdown."""
-    restart, step = (statistics.median(column) for column in zip(*found, strict=True))
-    each = ", ".join(f"{seconds:.2f}" for seconds, _ in found)
+    restart, step = (statistics.median(column) for column in zip(*times, strict=True))
+    each = ", ".join(f"{seconds:.2f}" for seconds, _ in times)
     return "\n".join(
         [
             "# From kill -9 to the next step",
             "",
-            f"`gpt.py`, 2 ranks, 1f1b, minibatch {options.batch_size}, {len(found)} times. "
+            f"`gpt.py`, 2 ranks, 1f1b, minibatch {options.batch_size}, {len(times)} times. "
             f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, CPU.",
             "",
             f"Median {restart:.2f} s ({each}), of which an ordinary step takes {step:.2f} s.",
@@ -101,18 +101,18 @@ def table(found: list[tuple[float, float]], options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the measurements, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="before the kill")
     parser.add_argument("--batch-size", type=int, default=16)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = []
+        times = []
         for number in range(options.rounds):
-            found.append(once(Path(folder), number, options))
-            print(f"kill to first step {found[-1][0]:.2f} s, a step {found[-1][1]:.3f} s", flush=True)
-    text = table(found, options)
+            times.append(once(Path(folder), number, options))
+            print(f"kill to first step {times[-1][0]:.2f} s, a step {times[-1][1]:.3f} s", flush=True)
+    text = table(times, options)
     RESULTS.write_text(text, encoding="utf-8")
     print(text)
 

@@ -1,4 +1,4 @@
-"""How long it takes to make, lower, simulate and validate every schedule. Usage: ``python benchmarks/schedules.py``."""
+"""Time the construction, lowering, simulation and validation of every schedule (``python benchmarks/schedules.py``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def timed(call: Callable[[], T], repeats: int = 3) -> tuple[float, T]:
 
 
 def main(p: int = 64, m: int = 512) -> None:
-    """Print a line a schedule, for p stages and m microbatches."""
+    """Print one line per schedule, for p stages and m microbatches."""
     print(f"{p} stages x {m} microbatches, CPU seconds")
     print(f"{'schedule':12} {'make':>7} {'lower':>7} {'simulate':>8} {'total':>7} {'validate':>8} {'bubble':>7}")
     for name in REGISTRY:

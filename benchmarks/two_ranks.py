@@ -1,8 +1,8 @@
-"""Two ranks against one process, interleaved: how much faster, and how near to what the schedule allows.
+"""The speedup of two ranks over one process, compared with the bound of the schedule.
 
-The peer is the plain loop on the unmodified model with one thread; the two ranks have one thread each. At m
-microbatches a flush leaves each of two ranks idle for one microbatch of m + 1, so the bound is 2m / (m + 1). Rounds
-alternate between the two, and medians are quoted. Writes benchmarks/results/two_ranks.md.
+The baseline is the plain loop on the unmodified model with one thread; the two ranks have one thread each. With m
+microbatches, a flush leaves each of two ranks idle for one of m + 1 microbatches, so the bound is 2m / (m + 1). Rounds
+alternate between the two. Reports medians. Writes benchmarks/results/two_ranks.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "two_ranks.md"
 
 
 def plain_rate(target: str, batch_size: int, num_microbatches: int, steps: int) -> float:
-    """Return samples per second of the plain loop, the first step left out."""
+    """Return the samples per second of the plain loop, without the first step."""
     workload = load_workload(LoadOptions(target))
     items = list(itertools.islice(workload.items(batch_size), steps))
     times: list[float] = []
@@ -42,7 +42,7 @@ def plain_rate(target: str, batch_size: int, num_microbatches: int, steps: int) 
 
 
 def piped_rate(target: str, batch_size: int, num_microbatches: int, steps: int, work_dir: Path) -> float:
-    """Return samples per second of two ranks, the first step left out."""
+    """Return the samples per second of two ranks, without the first step."""
     seconds: list[float] = []
     profile = ProfileSettings(ModelSettings(target), work_dir=work_dir, device="cpu")
     plan = PlanSettings(
@@ -54,7 +54,7 @@ def piped_rate(target: str, batch_size: int, num_microbatches: int, steps: int, 
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the measurements, print the results and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default=str(ROOT / "sample_models" / "gpt.py"))
     parser.add_argument("--batch-size", type=int, default=64)
@@ -76,7 +76,7 @@ def main() -> None:
     lines = [
         "# Two ranks against one process",
         "",
-        f"`{Path(options.target).name}`, minibatch {size}, {m} microbatches, 1f1b, one thread a rank; medians of",
+        f"`{Path(options.target).name}`, minibatch {size}, {m} microbatches, 1f1b, one thread per rank; medians of",
         f"{options.rounds} interleaved rounds of {options.steps} steps. {machine}.",
         "",
         "| one process, samples/s | two ranks, samples/s | ratio | bound 2m/(m+1) | of the bound |",

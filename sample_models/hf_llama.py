@@ -1,5 +1,5 @@
 # fmt: off
-"""A Llama from a transformers config, on the standard library's own text. A whole model file, in nine lines."""
+"""A Llama from a transformers config, trained on source text of the standard library: a model file of nine lines."""
 import pathlib, torch, transformers  # noqa: E401, I001
 def build_model(layers=4, width=128):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, hidden_size=width, use_cache=False,

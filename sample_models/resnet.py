@@ -1,4 +1,4 @@
-"""A small ResNet with BatchNorm that reads handwritten digits (scikit-learn's, 8 x 8 pixels)."""
+"""A small ResNet with BatchNorm that classifies handwritten digits (scikit-learn's, 8 x 8 pixels)."""
 
 import functools
 

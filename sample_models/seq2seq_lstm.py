@@ -1,4 +1,4 @@
-"""An encoder and a decoder of LSTMs learn to write words of the standard library's source text backwards."""
+"""An LSTM encoder and decoder that learn to reverse words from the source text of the standard library."""
 
 import functools
 import re
@@ -43,7 +43,7 @@ class Seq2Seq(nn.Module):
         self.decoder = Decoder(width, layers)
 
     def forward(self, word, written):
-        """``written``: what the decoder has written so far, one letter behind the target (teacher forcing)."""
+        """``written``: the target shifted by one letter, as input of the decoder (teacher forcing)."""
         return self.decoder(written, self.encoder(word))
 
 
@@ -52,7 +52,7 @@ def build_model(width=96, layers=2):
 
 
 def loss(output, target):
-    """The mean over letters, and how many letters that are."""
+    """Return the mean over letters, and their number as its weight."""
     letters = (target != PAD).sum()
     total = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=PAD, reduction="sum")
     return total / letters, letters
@@ -60,11 +60,11 @@ def loss(output, target):
 
 @functools.cache
 def words():
-    """Every word of 3 to 10 letters in the files a*.py to d*.py of the standard library, in alphabetical order."""
+    """Return all words of 3 to 10 letters in the files a*.py to d*.py of the standard library, and their reversals."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = " ".join(path.read_text("utf-8", "replace") for path in sorted(folder.glob("[a-d]*.py")))
-    found = sorted(set(re.findall(rf"\b[a-z]{{3,{LENGTH}}}\b", text.lower())))
-    rows = [[ord(letter) - 96 for letter in word] for word in found]
+    unique = sorted(set(re.findall(rf"\b[a-z]{{3,{LENGTH}}}\b", text.lower())))
+    rows = [[ord(letter) - 96 for letter in word] for word in unique]
     return (
         torch.tensor([row + [PAD] * (LENGTH - len(row)) for row in rows]),
         torch.tensor([row[::-1] + [PAD] * (LENGTH - len(row)) for row in rows]),

@@ -1,4 +1,4 @@
-"""A U-Net, whose long skips join both ends of the model: it takes the noise off handwritten digits."""
+"""A U-Net that removes noise from handwritten digits. Its skip connections join both ends of the model."""
 
 import functools
 
@@ -50,7 +50,7 @@ loss = nn.BCEWithLogitsLoss
 
 @functools.cache
 def pairs():
-    """Digits as 16 x 16 pixels: with noise, and the strokes to be found."""
+    """Return digits of 16 x 16 pixels with noise, and masks of their strokes."""
     images = torch.tensor(load_digits().data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     images = F.interpolate(images, scale_factor=2, mode="bilinear", align_corners=False)
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))

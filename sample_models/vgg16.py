@@ -1,4 +1,4 @@
-"""VGG16: the thirteen convolutions and three linear layers of the paper, fewer channels, on digits of 32 x 32 pixels.
+"""VGG16: the 13 convolutions and 3 linear layers of the paper with fewer channels, on digits of 32 x 32 pixels.
 
 ``--arg width=1.0`` gives the paper's channels.
 """

@@ -1,1 +1,1 @@
-"""Models of public repositories, their code unmodified, through ``autopipe check``."""
+"""Check unmodified models of public repositories with ``autopipe check``."""

@@ -59,7 +59,7 @@ class Row:
     label: str
     end: str  # one of ENDS
     seconds: float
-    error: float = 0.0  # the largest relative difference, where it is equal and not exact
+    error: float = 0.0  # the largest relative difference, if it is equal but not exact
     message: str = ""  # why it was refused
 
 
@@ -75,7 +75,7 @@ def catalogue() -> list[Model]:
 
 
 def row_of(model: Model, stdout: str, seconds: float) -> Row:
-    """Judge the document that the command printed."""
+    """Return the row for the JSON document that the command printed."""
     try:
         document = json.loads(stdout)
     except ValueError:
@@ -148,11 +148,11 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    """Check what is asked for; 1 where a model is wrong or the command crashed."""
+    """Check the requested models; return 1 if a model is wrong or the command crashed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repositories", type=Path, help="folder of checked-out repositories")
-    parser.add_argument("names", nargs="*", help="such as vision/cait or vision; all models where none is given")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("names", nargs="*", help="such as vision/cait or vision [default: all models]")
+    parser.add_argument("--jobs", type=int, default=1, help="checks at the same time")
     parser.add_argument("--limit", type=float, default=240, help="seconds for each model")
     parser.add_argument("--output", type=Path, help="page to write; for all models benchmarks/results/third_party.md")
     arguments = parser.parse_args()

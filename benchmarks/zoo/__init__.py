@@ -1,1 +1,1 @@
-"""The zoo: every kind of model that people have, each from its unmodified source to exact training in three stages."""
+"""The zoo: many kinds of models, each taken from its unmodified source to exact training in three stages."""

@@ -1,7 +1,7 @@
-"""``make zoo``: every model in a process of its own, with a time limit; writes benchmarks/results/zoo.md.
+"""``make zoo``: test every model in a process of its own, with a time limit; writes benchmarks/results/zoo.md.
 
-A model goes from its source through capture, a plan of three stages and stage files to two training steps in those
-stages, at two batch sizes and two seeds, dropout on, beside the model itself.
+Each model is captured, planned in three stages and generated; then two training steps in those stages are compared with
+the model itself, at two batch sizes and two seeds, with dropout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPRESENTATIVE = (
 
 
 class Server:
-    """A process that has imported everything and forks one of its own for each model (``benchmarks.zoo.one``)."""
+    """A process that imports everything once and forks a process for each model (``benchmarks.zoo.one``)."""
 
     def __init__(self, *options: str) -> None:
         self._command = [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", "--serve", *options]
@@ -40,13 +40,13 @@ class Server:
         )
 
     def run(self, name: str, limit_seconds: int) -> dict[str, Any]:
-        """Try one model and return what became of it."""
+        """Test one model and return its row."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{limit_seconds} {name}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        return dict(json.loads(line)) if line else {"name": name, "result": "failed", "reason": "nothing runs it"}
+        return dict(json.loads(line)) if line else {"name": name, "result": "failed", "reason": "its process has ended"}
 
     def close(self) -> None:
         """End the process."""
@@ -54,14 +54,14 @@ class Server:
 
 
 def keep(rows: list[dict[str, Any]]) -> None:
-    """Write the results, those of earlier runs for the models that this one has not tried."""
+    """Write the results, with those of earlier runs for the models that this run did not test."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / "zoo.json"
     known = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
     known.update({row["name"]: row for row in rows})
     sets = {which: [known[name] for name in listed(which) if name in known] for which in SETS}
-    found = [row for rows in sets.values() for row in rows]
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    results = [row for rows in sets.values() for row in rows]
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_table(sets, RESULTS / "zoo.md")
 
 
@@ -69,19 +69,19 @@ def keep(rows: list[dict[str, Any]]) -> None:
 def listed(which: str) -> list[str]:
     """Return the models of a set."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo.one", "--list", which]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    return [name for name in found if name]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in output.split("\n") if name]
 
 
 def main() -> int:
-    """Run what is asked for; 1 if a model is silently wrong or failed, or one of the dozen is not exact."""
+    """Test the requested models; return 1 if a model is wrong or failed, or a representative one is not exact."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="such as transformers/gpt2 or timm; all of them where none is given")
-    parser.add_argument("--representative", action="store_true", help="a dozen of every kind")
+    parser.add_argument("names", nargs="*", help="such as transformers/gpt2 or timm [default: all]")
+    parser.add_argument("--representative", action="store_true", help="a dozen models of all kinds")
     parser.add_argument("--limit", type=int, default=300, help="seconds for one model")
-    parser.add_argument("--jobs", type=int, default=1, help="models at the same time; figures are quiet with one")
+    parser.add_argument("--jobs", type=int, default=1, help="models at the same time; times are accurate with one")
     parser.add_argument("--set", choices=[*SETS, "all"], default="all", help="the first models, or more of them")
-    parser.add_argument("--no-export", action="store_true", help="leave out what torch.export takes")
+    parser.add_argument("--no-export", action="store_true", help="do not time torch.export")
     options = parser.parse_args()
     names = [name for which in SETS if options.set in (which, "all") for name in listed(which)]
     if options.representative:
@@ -95,7 +95,7 @@ def main() -> int:
     for server in started:
         servers.put(server)
 
-    def tried(name: str) -> dict[str, Any]:
+    def tested(name: str) -> dict[str, Any]:
         server = servers.get()
         try:
             return server.run(name, options.limit)
@@ -103,7 +103,7 @@ def main() -> int:
             servers.put(server)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(tried, names):
+        for row in pool.map(tested, names):
             rows.append(row)
             seconds, reason = row.get("capture_seconds", 0), row.get("reason", "")[:100]
             print(f"{row['name']:42} {row['result']:12} {seconds:6.1f} s  {reason}", flush=True)

@@ -1,4 +1,4 @@
-"""38 further models of the transformers library: chosen by name before any of them was tried."""
+"""38 further models of the transformers library, chosen by name before any of them was tested."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ IMAGE_TOKEN = 98
 
 
 def bytes_of_text(n: int, generator: torch.Generator) -> Batch:
-    """Characters, and one class a text."""
-    found = text(n, generator)
-    return {**found, "labels": torch.randint(0, 2, (n,), generator=generator)}
+    """Characters, and one class per text."""
+    return {**text(n, generator), "labels": torch.randint(0, 2, (n,), generator=generator)}
 
 
 def boxes(n: int, generator: torch.Generator) -> Batch:
-    """Words with the boxes that they stand in, and a class a word."""
+    """Words with their bounding boxes, and a class per word."""
     corners = torch.randint(0, 30, (n, 16, 2), generator=generator)
     sizes = torch.randint(1, 30, (n, 16, 2), generator=generator)
     labels = torch.randint(0, 2, (n, 16), generator=generator)
@@ -40,7 +39,7 @@ def boxes(n: int, generator: torch.Generator) -> Batch:
 
 
 def pictures(n: int, generator: torch.Generator) -> Batch:
-    """Pictures alone."""
+    """Pictures without labels."""
     return {"pixel_values": torch.randn(n, 3, 32, 32, generator=generator)}
 
 
@@ -51,27 +50,27 @@ def segments(n: int, generator: torch.Generator) -> Batch:
 
 def speech(n: int, generator: torch.Generator) -> Batch:
     """Spectrograms, time first, and letters."""
-    found = spectra(n, generator)
-    return {**found, "input_features": found["input_features"].transpose(1, 2).contiguous()}
+    batch = spectra(n, generator)
+    return {**batch, "input_features": batch["input_features"].transpose(1, 2).contiguous()}
 
 
 def captions(n: int, generator: torch.Generator) -> Batch:
-    """Pictures and what they show."""
+    """Pictures and their captions."""
     return {**pictures(n, generator), **text(n, generator)}
 
 
 def conversations(n: int, generator: torch.Generator) -> Batch:
-    """Text in which one picture stands, as so many tokens as it has patches."""
-    found = captions(n, generator)
-    found["input_ids"] = torch.randint(3, IMAGE_TOKEN, (n, 24), generator=generator)
-    found["input_ids"][:, 2:18] = IMAGE_TOKEN
+    """Text that contains one picture, as one token per patch."""
+    batch = captions(n, generator)
+    batch["input_ids"] = torch.randint(3, IMAGE_TOKEN, (n, 24), generator=generator)
+    batch["input_ids"][:, 2:18] = IMAGE_TOKEN
     mask = torch.ones(n, 24, dtype=torch.long)
     mask[::2, 21:] = 0
-    return {**found, "labels": found["input_ids"], "attention_mask": mask}
+    return {**batch, "labels": batch["input_ids"], "attention_mask": mask}
 
 
 def questions(n: int, generator: torch.Generator) -> Batch:
-    """Pictures, questions, and how right each answer is."""
+    """Pictures, questions, and a score for each answer."""
     return {**captions(n, generator), "labels": torch.rand(n, 5, generator=generator)}
 
 
@@ -81,7 +80,7 @@ def series(n: int, generator: torch.Generator) -> Batch:
     return {"past_values": values[:, :32], "future_values": values[:, 32:]}
 
 
-# name -> (class of the model, class of the configuration, what is set, batch)
+# name -> (class of the model, class of the configuration, options, batch)
 MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "biogpt": ("BioGptForCausalLM", "BioGptConfig", TEXT, text),
     "xglm": (

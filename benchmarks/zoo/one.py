@@ -1,7 +1,7 @@
-"""One model of the zoo: prints one line of JSON.
+"""Test one model of the zoo, and print one line of JSON.
 
-``NAME``: in this process. ``--serve``: models as they are asked for (``seconds name``, a line each), every one in a
-process that is forked for it, so that what all of them import is imported once.
+``NAME``: test it in this process. ``--serve``: read requests (``seconds name``, one per line) and test each model in a
+forked process, so that common imports run once.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from autopipe.trace import Capture, capture
 from benchmarks.zoo import more_transformers, own_models, transformers_models, vision_models
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))  # the oracle, and models written to be hard
+sys.path.insert(0, str(ROOT / "tests"))  # the oracle, and difficult models
 
 from support import chain, trace_cases  # noqa: E402
 
 NUM_STAGES = 3
 RUNS = ((4, (0, 0, 0)), (6, (1, 1, 0)))  # batch size, (seed, minibatch, microbatch)
 TOLERANCE = 1e-6
-ENOUGH_SECONDS = 3.0  # of measuring one model
+ENOUGH_SECONDS = 3.0  # for the measurement of one model
 LIBRARIES = "transformers.modeling_utils", "transformers.generation", "timm", "torchvision"
 IMPORTED = ("torch._dynamo", "torch.export", *LIBRARIES)
 
 
 def names(which: str) -> list[str]:
-    """Return the models of a set, as family/model: the ``first``, or ``more``, which nothing was adapted to."""
+    """Return the models of a set, as family/model: ``first``, or ``more``, to which nothing was adapted."""
     families: dict[str, Iterable[str]] = {
         "transformers": transformers_models.MODELS,
         "timm": vision_models.TIMM,
@@ -77,10 +77,10 @@ def workload_of(name: str) -> Any:
     return getattr(vision_models, f"{family}_workload")(model)
 
 
-def plan(found: Capture, spec: Any) -> Plan:
-    """Plan three stages, fewer where there are not so many cuts; every node costs the same."""
-    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in found.graph.nodes}
-    profile = Profile(spec, found.graph, Device("cpu", "test", 0), (Measurement(1, costs),))
+def make_test_plan(captured: Capture, spec: Any) -> Plan:
+    """Plan three stages, or fewer without enough cuts. Every node costs the same."""
+    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in captured.graph.nodes}
+    profile = Profile(spec, captured.graph, Device("cpu", "test", 0), (Measurement(1, costs),))
     for count in range(NUM_STAGES, 0, -1):
         cluster = Cluster((Level("host", count, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
         try:
@@ -92,7 +92,7 @@ def plan(found: Capture, spec: Any) -> Plan:
 
 
 class Step(nn.Module):
-    """Model and loss in one, as ``torch.export`` wants them."""
+    """Model and loss in one module, for ``torch.export``."""
 
     def __init__(self, workload: Any) -> None:
         super().__init__()
@@ -104,56 +104,56 @@ class Step(nn.Module):
 
 
 def export(workload: Any) -> Callable[[], object]:
-    """Return what exports the model, which is built."""
+    """Build the model, and return a function that exports it."""
     step, item = Step(workload), workload.example_item(5)
     return lambda: torch.export.export(step, (item,), strict=False)
 
 
 def medians(actions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median seconds of processor of each, taken in turns; at most five turns.
+    """Return the median CPU seconds of each action, in at most five alternating rounds.
 
-    The clock of the process, not that on the wall: each works on one thread, and others may work beside it.
+    CPU time of the process, because other processes may share the machine.
     """
-    taken: dict[str, list[float]] = {name: [] for name in actions}
+    times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(5):
         for name, action in actions.items():
             torch._dynamo.reset()
             gc.collect()
             started = time.process_time()
             action()
-            taken[name].append(time.process_time() - started)
-        if sum(map(sum, taken.values())) > ENOUGH_SECONDS:
+            times[name].append(time.process_time() - started)
+        if sum(map(sum, times.values())) > ENOUGH_SECONDS:
             break
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def compare(workload: Any, found: Capture, made: Plan, folder: Path) -> tuple[str, str]:
-    """Run the stages beside the model and return exact, equal or wrong, and what differs."""
+def compare(workload: Any, captured: Capture, plan: Plan, folder: Path) -> tuple[str, str]:
+    """Compare the stages with the model; return exact, equal or wrong, and the first difference."""
     worst = 0.0
-    said = ""
+    first = ""
     for batch_size, where in RUNS:
-        for difference in chain.differences(workload, found, made, folder, batch_size, where, detailed=True):
-            said = said or f"{difference[0]} (batch {batch_size}): {difference[1]:.1e}"
+        for difference in chain.differences(workload, captured, plan, folder, batch_size, where, detailed=True):
+            first = first or f"{difference[0]} (batch {batch_size}): {difference[1]:.1e}"
             worst = max(worst, difference[1])
-    if not said:
+    if not first:
         return "exact", ""
-    return ("equal" if worst <= TOLERANCE else "wrong"), said
+    return ("equal" if worst <= TOLERANCE else "wrong"), first
 
 
-def main(name: str, *, beside_export: bool = True) -> dict[str, Any]:
-    """Return the row of a model. ``beside_export``: with the seconds that ``torch.export`` takes."""
+def main(name: str, *, time_export: bool = True) -> dict[str, Any]:
+    """Return the row of a model. ``time_export``: with the seconds of ``torch.export``."""
     torch.set_num_threads(1)
     vision_models.importable()
     row: dict[str, Any] = {"name": name}
     workload = workload_of(name)
-    workload.loss(workload.build_model(), workload.example_item(2))  # imports and caches are nobody's time
+    workload.loss(workload.build_model(), workload.example_item(2))  # imports and caches are not part of the time
     try:
         row.update(attempt(workload, data_dependent=False))
         data_dependent = row["result"] == "refused"
         if data_dependent:
             second = attempt(workload, data_dependent=True)
             row.update(second if second["result"] != "refused" else {})
-        if beside_export and row["result"] != "refused":
+        if time_export and row["result"] != "refused":
             row.update(seconds(workload, data_dependent=data_dependent))
     except Exception as error:
         traceback.print_exc()
@@ -162,53 +162,53 @@ def main(name: str, *, beside_export: bool = True) -> dict[str, Any]:
 
 
 def seconds(workload: Any, *, data_dependent: bool) -> dict[str, Any]:
-    """Return what the capture takes, without building and without verifying, and what ``torch.export`` takes."""
-    found: dict[str, Any] = {}
+    """Return the seconds of a capture, without build and verification, and those of ``torch.export``."""
+    fields: dict[str, Any] = {}
     model = workload.build_model()
-    how = functools.partial(capture, workload, model=model, verify=False, allow_data_dependent=data_dependent)
-    actions: dict[str, Callable[[], object]] = {"capture_seconds": how}
+    run_capture = functools.partial(capture, workload, model=model, verify=False, allow_data_dependent=data_dependent)
+    actions: dict[str, Callable[[], object]] = {"capture_seconds": run_capture}
     try:
         actions["export_seconds"] = export(workload)
         actions["export_seconds"]()
     except Exception as error:
         del actions["export_seconds"]
-        found["export_error"] = type(error).__name__
-    return {**found, **medians(actions), "clock": "processor"}
+        fields["export_error"] = type(error).__name__
+    return {**fields, **medians(actions), "clock": "processor"}
 
 
 def attempt(workload: Any, *, data_dependent: bool) -> dict[str, Any]:
-    """Take a model through every step; as ``--allow-data-dependent`` does where that is asked for."""
+    """Test a model from capture to comparison. ``data_dependent``: as with ``--allow-data-dependent``."""
     row: dict[str, Any] = {}
     try:
-        found = capture(workload, allow_data_dependent=data_dependent)
-        row.update(method=found.method, nodes=len(found.graph.nodes))
-        made = plan(found, workload.spec)
-        row["stages"] = len(made.stages)
+        captured = capture(workload, allow_data_dependent=data_dependent)
+        row.update(method=captured.method, nodes=len(captured.graph.nodes))
+        plan = make_test_plan(captured, workload.spec)
+        row["stages"] = len(plan.stages)
         with tempfile.TemporaryDirectory() as folder:
-            row["result"], row["reason"] = compare(workload, found, made, Path(folder))
+            row["result"], row["reason"] = compare(workload, captured, plan, Path(folder))
     except AutopipeError as error:
         row["result"] = "refused"
-        said = f"{error.what} ({error.where})" if error.where else error.what
-        row["reason"] = re.sub(r"/\S*/site-packages/", "", said)
+        reason = f"{error.what} ({error.where})" if error.where else error.what
+        row["reason"] = re.sub(r"/\S*/site-packages/", "", reason)
     return row
 
 
-def serve(*, beside_export: bool) -> None:
-    """Try the models that standard input asks for, each in a process of its own with a time limit."""
+def serve(*, time_export: bool) -> None:
+    """Test the models that stdin requests, each in a process of its own with a time limit."""
     vision_models.importable()
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # what is imported is nobody's garbage
+    gc.freeze()  # imported objects are never garbage
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what models print is no answer
+    os.dup2(2, 1)  # the output of models must not mix with the answers
     for line in sys.stdin:
         limit_seconds, _, name = line.strip().partition(" ")
         child = os.fork()
         if not child:
             signal.alarm(int(limit_seconds))  # ends the process
             try:
-                print(json.dumps(main(name, beside_export=beside_export)), file=answers, flush=True)
+                print(json.dumps(main(name, time_export=time_export)), file=answers, flush=True)
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -226,6 +226,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "--list":
         print("\n".join(names(sys.argv[2])))
     elif sys.argv[1] == "--serve":
-        serve(beside_export=timed)
+        serve(time_export=timed)
     else:
-        print(json.dumps(main(sys.argv[1], beside_export=timed)))
+        print(json.dumps(main(sys.argv[1], time_export=timed)))

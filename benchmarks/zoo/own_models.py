@@ -1,4 +1,4 @@
-"""Models written to be hard for a tracer, beside those that the tests have (``tests/support/trace_cases.py``)."""
+"""Models that are difficult to trace, in addition to those of the tests (``tests/support/trace_cases.py``)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Siamese(nn.Module):
 
 
 class Quantised(nn.Module):
-    """The nearest codeword with a straight-through gradient; the codebook is a buffer that moves without one."""
+    """The nearest codeword with a straight-through gradient; the codebook is a buffer without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,18 +69,18 @@ class Quantised(nn.Module):
         h = self.into(x).transpose(1, 2)
         flat = h.reshape(-1, 4)
         nearest = torch.cdist(flat, self.codes).argmin(-1)
-        found = self.codes[nearest].view_as(h)
+        quantised = self.codes[nearest].view_as(h)
         if self.training:
             with torch.no_grad():
                 chosen = F.one_hot(nearest, 6).to(flat.dtype)
                 self.counts.lerp_(chosen.sum(0), 0.1)
                 self.codes.lerp_(chosen.t() @ flat / self.counts.clamp(min=1)[:, None], 0.05)
-        through = h + (found - h).detach()
-        return F.mse_loss(self.out(through.transpose(1, 2)), x) + 0.25 * F.mse_loss(h, found.detach())
+        through = h + (quantised - h).detach()
+        return F.mse_loss(self.out(through.transpose(1, 2)), x) + 0.25 * F.mse_loss(h, quantised.detach())
 
 
 class Hyper(nn.Module):
-    """Weights that another network makes, one set a sample, taken out of one vector by position."""
+    """Weights that another network computes, one set per sample, sliced from one vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class Hyper(nn.Module):
         self.make = nn.Linear(8, sum(math.prod(size) for size in self.sizes.values()))
 
     def weights(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-        made, start = self.make(x.mean(-1)), 0
+        vector, start = self.make(x.mean(-1)), 0
         for name, (rows, columns) in self.sizes.items():
             stop = start + rows * columns
-            yield name, made[:, start:stop].unflatten(1, (rows, columns))
+            yield name, vector[:, start:stop].unflatten(1, (rows, columns))
             start = stop
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Hyper(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Every way to draw a number: in place, by distribution, by position, of the shape of something else."""
+    """Many ways to draw random numbers: in place, by distribution, by position, by the shape of another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Noisy(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A weight as its frozen self and a product of two small ones."""
+    """A frozen weight plus the product of two small ones."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class LowRank(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Low-rank parametrizations of frozen layers, a head that is the embedding transposed, autocast inside autocast."""
+    """Low-rank parametrizations of frozen layers, a head tied to the embedding, and nested autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Adapted(nn.Module):
 
 
 class State(NamedTuple):
-    """What a step hands to the next."""
+    """The state that a step passes to the next."""
 
     hidden: Tensor
     memory: Tensor

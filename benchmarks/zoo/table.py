@@ -1,4 +1,4 @@
-"""Results of the zoo -> a table in Markdown."""
+"""Write the results of the zoo as a Markdown table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return how many models came to what."""
+    """Return the number of models for each result."""
     counts = collections.Counter(row["result"] for row in rows)
     ratios = [row["capture_seconds"] / row["export_seconds"] for row in rows if row.get("export_seconds")]
     ratio = f"; median capture {statistics.median(ratios):.2f} of torch.export's time" if ratios else ""
@@ -23,23 +23,23 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 TITLES = {
-    "first": "The models that the tracer was made with",
-    "more": "Further models, chosen by name before any was tried",
+    "first": "Models used to develop the tracer",
+    "more": "Further models, chosen by name before any was tested",
 }
 HEAD = """# The zoo
 
-Each model: captured, planned into three stages, generated, and run in stages beside the model itself, at two
-batch sizes and two seeds, dropout on. *exact*: loss, every gradient and every buffer are equal bit for bit.
-*equal*: within 1e-6 relative. *refused*: nothing is trained, and the message names the line.
-Seconds are processor time of the capture without its verification, beside that of `torch.export(strict=False)` of the
-same model in the same process: medians of up to five turns each."""
+Each model is captured, planned in three stages, generated, and compared in stages with the model itself, at two batch
+sizes and two seeds, with dropout. *exact*: loss, every gradient and every buffer are equal bit for bit. *equal*: within
+a relative error of 1e-6. *refused*: nothing is trained, and the message names the line.
+Seconds are CPU time of the capture without its verification, and of `torch.export(strict=False)` of the same model in
+the same process: medians of up to five alternating rounds."""
 
 
-EARLIER = "Ratios with a star are of an earlier run, by the clock on the wall."
+EARLIER = "Ratios with a star are of an earlier run, in wall-clock time."
 
 
 def write_table(sets: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Write a table for each set, its summary above it."""
+    """Write a table for each set, under its summary."""
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread."
     earlier = [row for rows in sets.values() for row in rows if _is_earlier(row)]
     lines = [HEAD, *([EARLIER] if earlier else []), machine]
@@ -54,7 +54,7 @@ def _is_earlier(row: Row) -> bool:
 
 def _table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| model | result | captured how | nodes | stages | capture s | export s | ratio | reason |",
+        "| model | result | capture method | nodes | stages | capture s | export s | ratio | reason |",
         "|---|---|---|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows:

@@ -1,4 +1,4 @@
-"""44 models of the transformers library, from configurations of a few thousand numbers, dropout as they have it."""
+"""44 models of the transformers library, with a few thousand parameters each and their own dropout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AUDIO = {
 
 
 def text(n: int, generator: torch.Generator) -> Batch:
-    """Token ids, padded from the thirteenth on for every other sample."""
+    """Token ids; every other sample is padded from the 14th token on."""
     ids = torch.randint(3, 99, (n, 16), generator=generator)
     mask = torch.ones(n, 16, dtype=torch.long)
     mask[::2, 13:] = 0
@@ -67,10 +67,10 @@ def images(n: int, generator: torch.Generator) -> Batch:
 
 
 def pairs(n: int, generator: torch.Generator) -> Batch:
-    """Pictures and texts that belong together."""
-    found = {"input_ids": torch.randint(3, 99, (n, 16), generator=generator)}
-    found["pixel_values"] = torch.randn(n, 3, 32, 32, generator=generator)
-    return {**found, "return_loss": True}
+    """Pictures and matching texts."""
+    batch = {"input_ids": torch.randint(3, 99, (n, 16), generator=generator)}
+    batch["pixel_values"] = torch.randn(n, 3, 32, 32, generator=generator)
+    return {**batch, "return_loss": True}
 
 
 def sounds(n: int, generator: torch.Generator) -> Batch:
@@ -89,7 +89,7 @@ def spectra(n: int, generator: torch.Generator) -> Batch:
     }
 
 
-# name -> (class of the model, class of the configuration, what is set, batch)
+# name -> (class of the model, class of the configuration, options, batch)
 MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT, text),
     "gpt_neo": (

@@ -1,7 +1,7 @@
-"""Models of timm and torchvision, for small pictures where the model allows them, dropout on.
+"""Models of timm and torchvision, on small pictures if the model allows them, with dropout.
 
 ``TIMM`` and ``TORCHVISION`` are the first set; ``MORE_TIMM`` and ``MORE_TORCHVISION`` were chosen by name before any of
-them was tried.
+them was tested.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.workload import Batch, ZooWorkload
 
-# name -> (size of the pictures, what is set besides)
+# name -> (size of the pictures, options of the model)
 TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "resnet18": (64, {}),
     "resnet50": (64, {"drop_path_rate": 0.1}),
@@ -111,7 +111,7 @@ def torchvision_workload(name: str) -> ZooWorkload:
 
 
 def importable() -> None:
-    """Let a torchvision built for CUDA be imported beside a torch that is not: its operators have no kernels."""
+    """Make a torchvision that was built for CUDA importable with a CPU build of torch, which lacks its operators."""
     for schema in (
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
         "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

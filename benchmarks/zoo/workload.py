@@ -1,4 +1,4 @@
-"""What the zoo gives to autopipe in place of a user's file: a model, batches, and how the two meet."""
+"""``ZooWorkload``: the zoo's replacement of a user's file: a model, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Batch = dict[str, Any]
 
 @dataclass
 class ZooWorkload:
-    """A model that is called with the batch as keywords. ``loss``: (output, batch) -> loss; None: the output has it."""
+    """A model that is called with the batch as keyword arguments."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Batch]
-    loss_of: Callable[[Any, Batch], Tensor] | None = None
-    inputs: tuple[str, ...] = ()
+    loss_of: Callable[[Any, Batch], Tensor] | None = None  # of (output, batch); None if the output has the loss
+    inputs: tuple[str, ...] = ()  # with ``loss_of``: the entries of the batch that the model is called with
     spec: WorkloadSpec = field(
         default_factory=lambda: WorkloadSpec("benchmarks/zoo", arguments={}, hooks={}, inputs=(), seed=0)
     )
@@ -32,12 +32,12 @@ class ZooWorkload:
     assumes_samples_first: bool = False
 
     def build_model(self) -> nn.Module:
-        """Return the model as a plain script would make it."""
+        """Return the model as a plain script would build it."""
         torch.manual_seed(self.spec.seed)
         return self.build().train()
 
     def example_item(self, batch_size: int) -> Batch:
-        """Return a batch, always the same one for a size."""
+        """Return a batch, the same one for each size."""
         return self.batch(batch_size, torch.Generator().manual_seed(100 + batch_size))
 
     def leaves(self, item: Batch) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class ZooWorkload:
         return {**item, **leaves}
 
     def num_samples(self, item: Batch) -> int:
-        """Return how many samples it holds."""
+        """Return the number of samples of a batch."""
         return next(tensor.shape[0] for tensor in self.leaves(item).values())
 
     def batch_dims(self, item: Batch) -> dict[str, int]:
@@ -80,5 +80,5 @@ class ZooWorkload:
             return (output if isinstance(output, Tensor) else output.loss), None
 
     def run_opaque(self, modules: Sequence[str]) -> None:
-        """Run modules as they are from now on, by name."""
+        """Set the modules that run as opaque modules, by name."""
         self.spec = dataclasses.replace(self.spec, opaque_modules=tuple(modules))

@@ -1,4 +1,4 @@
-"""Where the repositories are checked out, and how a script's classes are taken out of it."""
+"""Find the checked-out repositories, and load the classes of a script without running it."""
 
 import ast
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def repository(folder):
-    """Let imports come from a folder of the repositories in AUTOPIPE_THIRD_PARTY."""
+    """Add a folder of the repositories in AUTOPIPE_THIRD_PARTY to the import path."""
     path = str(Path(os.environ["AUTOPIPE_THIRD_PARTY"]) / folder)
     if path not in sys.path:
         sys.path.insert(0, path)
 
 
 def definitions(script, name, **constants):
-    """Return a module of a script's imports, classes and functions as they are, without what it runs when imported.
+    """Return a module with the imports, classes and functions of a script, without its other statements.
 
     `constants` stand for the options that the script would have parsed.
     """

@@ -1,4 +1,4 @@
-"""Models of x-transformers: their code unmodified, each small enough for a test."""
+"""Models of x-transformers: unmodified code, each small enough for a test."""
 
 import torch
 import torch.nn.functional as F

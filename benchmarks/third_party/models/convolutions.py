@@ -1,4 +1,4 @@
-"""Models of ConvNeXt, pytorch-cifar: their code unmodified, each small enough for a test."""
+"""Models of ConvNeXt and pytorch-cifar: unmodified code, each small enough for a test."""
 
 import torch
 from _repositories import repository

@@ -1,4 +1,4 @@
-"""Models of denoising-diffusion-pytorch, diffusers: their code unmodified, each small enough for a test."""
+"""Models of denoising-diffusion-pytorch and diffusers: unmodified code, each small enough for a test."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Models of dlrm, examples: their code unmodified, each small enough for a test."""
+"""Models of dlrm and pytorch/examples: unmodified code, each small enough for a test."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Language models and their relatives of seven repositories: their code unmodified, small enough for a test."""
+"""Language models and related models of seven repositories: unmodified code, small enough for a test."""
 
 import torch
 import torch.nn.functional as F

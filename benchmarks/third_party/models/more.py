@@ -1,4 +1,4 @@
-"""Further models of the other repositories, their code unmodified, small enough for a test."""
+"""Further models of the other repositories: unmodified code, small enough for a test."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Models of Pytorch-UNet, detr, segmentation_models.pytorch: their code unmodified, each small enough for a test."""
+"""Models of Pytorch-UNet, detr and segmentation_models.pytorch: unmodified code, each small enough for a test."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Classifiers of images of vit-pytorch: their code unmodified, each small enough for a test."""
+"""Image classifiers of vit-pytorch: unmodified code, each small enough for a test."""
 
 import torch
 import torch.nn.functional as F

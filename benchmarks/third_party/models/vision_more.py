@@ -1,4 +1,4 @@
-"""Further models of vit-pytorch, tried after the first ones: their code unmodified, each small enough for a test."""
+"""Further models of vit-pytorch, added later: unmodified code, each small enough for a test."""
 
 import torch
 import torch.nn.functional as F

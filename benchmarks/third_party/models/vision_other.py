@@ -1,4 +1,4 @@
-"""Models of vit-pytorch for videos, sequences, lists and training without labels: their code unmodified."""
+"""Models of vit-pytorch for videos, sequences, lists and training without labels: unmodified code."""
 
 import torch
 from _repositories import repository
