@@ -1,16 +1,16 @@
-"""Randomness that does not depend on the layout.
+"""Random numbers that do not depend on how the model is partitioned.
 
-Every random operation draws from a seed made of (run seed, minibatch, microbatch, position), where *position* is its
-ordinal among the random ATen operations of one forward of the whole, unsplit model. So a dropout has the same mask at
-1, 2 or 16 stages, under every schedule, with and without recompute, and after a restart.
+Every random operation uses a seed derived from (run seed, minibatch, microbatch, position), where *position* is its
+ordinal among the random ATen operations of one forward of the complete model. A dropout therefore has the same mask
+with 1, 2 or 16 stages, under every schedule, with and without recomputation, and after a restart.
 
-``Draws`` gives a whole forward its seeds (the plain loop uses it around the unmodified model); ``at`` gives them to one
-call of a generated stage.
+``Draws`` seeds a complete forward (the plain loop uses it around the unmodified model); ``at`` seeds one call of a
+generated stage.
 
-A module that runs as it is (``trace.opaque``) may draw another number of times at each call. Its call takes one
-position of the whole model, whatever it draws, and everything inside draws from seeds made of that position: torch's
-operations by their ordinal inside the module, Python's ``random`` and ``numpy.random`` from a seed that is set when the
-module is entered. ``opaque_calls`` does this in the plain loop, ``inside`` in a stage.
+An opaque module (``trace.opaque``) may draw a different number of times in each call. Its call takes one position of
+the complete model, and everything inside derives its seeds from that position: torch's operations by their ordinal
+inside the module, Python's ``random`` and ``numpy.random`` from a seed that is set on entry. ``opaque_calls`` does this
+in the plain loop, ``inside`` in a stage.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# ranks may be threads of one process, which share the global generator: a seed and its draw must stay together
+# ranks that are threads of one process share the global generator: setting a seed and drawing must be atomic
 _GENERATOR = threading.RLock()
 _MASK = (1 << 64) - 1
 
 
 def exclusive() -> contextlib.AbstractContextManager[bool]:
-    """Return the lock of the global generator: hold it around anything else that draws from it, such as a build."""
+    """Return the lock of the global generator. Hold it around any other code that draws from it, such as a build."""
     return _GENERATOR
 
 
@@ -42,7 +42,7 @@ def seed_of(seed: int, minibatch: int, microbatch: int, position: int) -> int:
     """Return the seed of one random operation, in 0 .. 2**63 - 1.
 
     Source: the finalizer of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"),
-    applied after each part is added, so that neighbouring microbatches and positions have unrelated seeds.
+    applied after each part is added, so that adjacent microbatches and positions have unrelated seeds.
     """
     state = 0
     for part in (seed, minibatch, microbatch, position):
@@ -54,7 +54,7 @@ def seed_of(seed: int, minibatch: int, microbatch: int, position: int) -> int:
 
 
 def is_random(func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
-    """Tell whether an ATen call draws random numbers. Fused attention carries the tag even where it drops nothing."""
+    """Return whether an ATen call draws random numbers. Fused attention has the tag even with a dropout rate of 0."""
     tagged, rates = _random_arguments(func)
     for index, name, default in rates:
         value = args[index] if index < len(args) else (kwargs or {}).get(name, default)
@@ -64,7 +64,7 @@ def is_random(func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | No
 
 @functools.cache
 def _random_arguments(func: Any) -> tuple[bool, list[tuple[int, str, Any]]]:
-    """Return whether an operator may draw, and its arguments that say how much it drops: (index, name, default)."""
+    """Return whether an operator may draw, and its dropout rates: (index, name, default) of the arguments."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False, []
     arguments = enumerate(func._schema.arguments)
@@ -76,21 +76,21 @@ def _reseed(value: int, generator: torch.Generator | None = None) -> None:
         generator.manual_seed(value)
         return
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """While active, the k-th random ATen operation draws from ``seed_of(seed, minibatch, microbatch, first + k)``."""
 
     def __init__(self, seed: int, minibatch: int, microbatch: int, first: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # nor has its __init__
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.where = seed, minibatch, microbatch
         self.position = first
         self.paused = False
 
     def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]  # nor have these two
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         _ACTIVE.draws = (*_active(), self)
         return self
 
@@ -112,9 +112,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_s
 
 @contextlib.contextmanager
 def at(where: tuple[int, int, int], position: int, count: int = 1) -> Iterator[None]:
-    """Give the seeds to one call that makes ``count`` draws, the first at ``position``.
+    """Seed one call that draws ``count`` times, the first time at ``position``.
 
-    ``where``: (run seed, minibatch, microbatch). A single draw costs one reseeding and no dispatch mode.
+    ``where``: (run seed, minibatch, microbatch). A single draw costs one seeding and no dispatch mode.
     """
     if count != 1:
         with Draws(*where, first=position):
@@ -127,9 +127,9 @@ def at(where: tuple[int, int, int], position: int, count: int = 1) -> Iterator[N
 
 @contextlib.contextmanager
 def flat_checkpoints() -> Iterator[None]:
-    """Run what user-level ``checkpoint()`` wraps once and keep everything, as the captured graph does.
+    """Run functions under the user's ``torch.utils.checkpoint`` once and keep all values, as the captured graph does.
 
-    The recomputation would draw other random numbers than the forward, since each draw is seeded by its position.
+    A recomputation would draw other random numbers than the forward, because its draws have later positions.
     """
     module: Any = torch.utils.checkpoint
     function: Any = module.CheckpointFunction
@@ -150,23 +150,23 @@ def flat_checkpoints() -> Iterator[None]:
             function.apply = apply
 
 
-# --- modules that run as they are -------------------------------------------------------------------------------------
+# --- opaque modules ---------------------------------------------------------------------------------------------------
 
 _ACTIVE = threading.local()
 
 
 def _active() -> tuple[Draws, ...]:
-    """Return the ``Draws`` that this thread is in, the innermost last."""
+    """Return the active ``Draws`` of this thread, the innermost last."""
     draws: tuple[Draws, ...] = getattr(_ACTIVE, "draws", ())
     return draws
 
 
 @contextlib.contextmanager
 def inside(where: tuple[int, int, int], position: int) -> Iterator[None]:
-    """Give one call of a module that runs as it is its random numbers: torch's, Python's and numpy's.
+    """Seed the generators of torch, Python and numpy for one call of an opaque module.
 
-    ``where``: (run seed, minibatch, microbatch). Python's and numpy's generators are put back behind the call, so that
-    the order in which a data hook shuffles does not depend on the model.
+    ``where``: (run seed, minibatch, microbatch). Python's and numpy's generators are restored after the call, so that
+    the shuffling of a data hook does not depend on the model.
     """
     seed = seed_of(*where, position)
     with _GENERATOR:  # Python's and numpy's generators belong to the whole process
@@ -182,7 +182,7 @@ def inside(where: tuple[int, int, int], position: int) -> Iterator[None]:
 
 
 class _Entered:
-    """The hooks around one plain forward: every outermost call of a module that runs as it is happens ``inside``."""
+    """The hooks of a plain forward that run every outermost call of an opaque module ``inside``."""
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
@@ -190,7 +190,7 @@ class _Entered:
         self._stack = contextlib.ExitStack()
 
     def enter(self, *_: Any) -> None:
-        """Take the next position for the module, unless it is called by another one that runs as it is."""
+        """Take the next position for the module, unless another opaque module calls it."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -199,7 +199,7 @@ class _Entered:
         self._stack.enter_context(inside(self.draws.where, position))
 
     def leave(self, *_: Any) -> None:
-        """Go back to the positions of the whole model."""
+        """Return to the positions of the complete model."""
         self._depth -= 1
         if not self._depth:
             self._stack.close()
@@ -207,7 +207,7 @@ class _Entered:
 
 @contextlib.contextmanager
 def _suspended(draws: Draws) -> Iterator[None]:
-    """Let a ``Draws`` pass everything on: another one, inside of it, gives the seeds."""
+    """Disable a ``Draws`` within the block, where another one sets the seeds."""
     draws.paused = True
     try:
         yield
@@ -217,9 +217,9 @@ def _suspended(draws: Draws) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opaque_calls(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-    """Give the modules at ``paths`` the random numbers of their places, in a forward of the whole model.
+    """Seed the opaque modules at ``paths`` by their positions, in a forward of the complete model.
 
-    Nothing is done where the model runs outside of ``Draws``: then its random numbers are not compared with a stage's.
+    Does nothing outside of ``Draws``, because such random numbers are not compared with those of a stage.
     """
     active = _active()
     modules = [model.get_submodule(path) for path in paths] if active else []

@@ -56,28 +56,25 @@ class AutopipeError(Exception):
 
 
 class ModelFileError(AutopipeError):
-    """The model file cannot be imported, or lacks something that was looked for."""
+    """The model file cannot be imported, or lacks a definition."""
 
 
 class TraceError(AutopipeError):
-    """The model cannot be followed; ``where`` is the user's own ``file:line``.
+    """The model cannot be captured; ``where`` is the user's ``file:line``."""
 
-    ``within``: paths of the modules whose forward was running, outermost first; () where that is not known.
-    """
-
-    within: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()  # paths of the modules whose forward was running, outermost first; () if unknown
 
 
 class ProfileError(AutopipeError):
-    """The model cannot be measured here."""
+    """The model cannot be measured on this device."""
 
 
 class PlanError(AutopipeError):
-    """No plan fits, or the plan asked for cannot be right."""
+    """No plan fits, or the requested plan is invalid."""
 
 
 class ScheduleError(AutopipeError):
-    """A rule of schedules is broken. ``rule`` is its name, ``grid`` the schedule with the cell marked."""
+    """A schedule violates a rule. ``rule`` is its name, ``grid`` the schedule with the cell marked."""
 
     def __init__(self, what: str, *, rule: str = "", grid: str = "", where: str = "", remedy: str = "") -> None:
         super().__init__(what, where=where, remedy=remedy)
@@ -92,19 +89,19 @@ class ScheduleError(AutopipeError):
 
 
 class ArtifactError(AutopipeError):
-    """A file that an earlier step wrote is damaged, or of another model."""
+    """A file that an earlier step wrote is damaged, or belongs to another model."""
 
 
 class VersionError(ArtifactError):
-    """A file that another version of autopipe wrote: nothing is wrong with it, and it is made anew where it can be."""
+    """An intact file of another version of autopipe. It is rebuilt if possible."""
 
 
 class RunError(AutopipeError):
-    """A run cannot start or go on: its directory, its data or its checkpoint is the cause."""
+    """A run cannot start or continue because of its directory, its data or its checkpoint."""
 
 
 class AuditError(RunError):
-    """A step of a run is not the step of plain training from the same state. ``step``: of the minibatch, from 0."""
+    """A step of a run differs from plain training from the same state. ``step``: number of the minibatch, from 0."""
 
     def __init__(self, what: str, *, step: int = 0, where: str = "", remedy: str = "") -> None:
         super().__init__(what, where=where, remedy=remedy)
@@ -112,7 +109,7 @@ class AuditError(RunError):
 
 
 class WorkerError(AutopipeError):
-    """A rank failed. The earliest failure leads; what it caused elsewhere is folded away.
+    """A rank failed. The message is that of the earliest failure, without those that it caused on other ranks.
 
     ``modules``: of the model that the stage runs. ``out_of_memory``: if memory ran out, the bytes that were
     ``predicted``, ``used``, ``requested`` and ``available``.
@@ -159,7 +156,7 @@ class InternalError(AutopipeError):
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:
-    """Whether an error is that of a full disk or quota: by its number, else by the room that is left in ``folder``."""
+    """Return whether an error means a full disk or quota: by its number, else by the free space of ``folder``."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     if "No space left on device" in str(error):
@@ -172,7 +169,7 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
 
 
 def unknown_choice(kind: str, given: str, known: Iterable[str]) -> str:
-    """Return the sentence for an unknown choice: the known ones, and the nearest."""
+    """Return the message for an unknown choice, with the known ones and the nearest."""
     names = sorted(known)
     nearest = difflib.get_close_matches(given, names, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
@@ -187,6 +184,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def with_article(name: str) -> str:
-    """Return the name of a type behind its article: ``an int``, ``a Tensor``, ``an LBFGS``."""
+    """Return the name of a type with its article: ``an int``, ``a Tensor``, ``an LBFGS``."""
     spelled = name[:2].isupper() and name[0] in "FHLMNRSX"  # read letter by letter
     return f"{'an' if spelled or name[:1].lower() in tuple('aeio') else 'a'} {name}"

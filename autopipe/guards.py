@@ -1,8 +1,8 @@
-"""What a captured model took for granted, checked at every step.
+"""Check the assumptions of a capture at every step.
 
-With ``--allow-data-dependent`` a model's ``if`` on its data is kept the way that one batch went. The graph then holds a
-call of ``expect`` at that place, so that a batch which would have gone the other way stops the run, and never trains
-on the wrong branch.
+With ``--allow-data-dependent``, an ``if`` on the data of the model is captured as the branch that one batch took. The
+graph has a call of ``expect`` there: a batch that would take the other branch stops the run instead of training on the
+wrong one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from autopipe.errors import RunError
 
 
 def expect(value: Any, recorded: Any, where: str) -> None:
-    """Compare what the batch says now with what it said when the model was captured.
+    """Compare a value of this batch with the value at capture.
 
     Raises: RunError naming the user's line and both values.
     """
-    found = value
+    current = value
     if isinstance(value, torch.Tensor):
-        found = value.item() if value.numel() == 1 else value.tolist()
+        current = value.item() if value.numel() == 1 else value.tolist()
     if isinstance(recorded, bool):
-        found = bool(found)
-    if found != recorded:
+        current = bool(current)
+    if current != recorded:
         raise RunError(
-            f"this batch takes another way through the model: {found!r}, where {recorded!r} was captured",
+            f"this batch takes another branch of the model: the value is {current!r}, and {recorded!r} was captured",
             where=where,
-            remedy="make the line independent of the data (torch.where), or leave such batches out",
+            remedy="make the line independent of the data (torch.where), or leave out such batches",
         )

@@ -1,8 +1,8 @@
-"""Tensors that are stored sparse: what they are made of, how files hold them, and when two of them are equal.
+"""Sparse tensors: their dense parts, in files and in comparisons.
 
 torch implements few operations for sparse layouts (COO, CSR, CSC, BSR, BSC): no ``equal``, no storage, no strides. A
-safetensors file holds dense tensors alone. Each layout is made of a few dense tensors, its *parts*, so these are what
-is compared, counted and stored, under ``NAME@LAYOUT.PART``.
+safetensors file can store only dense tensors. Each layout consists of a few dense tensors, its *parts*; these are
+compared, counted, and stored under ``NAME@LAYOUT.PART``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 _MARK = "@"
 _SIZE = "size"
-# layout -> the parts of a tensor beside its size, in the order of the function that makes one
+# layout -> the parts of a tensor without its size, in the order of the constructor
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
@@ -25,14 +25,15 @@ _LAYOUTS: dict[str, Any] = {str(layout).removeprefix("torch."): layout for layou
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one of the sparse layouts."""
+    """Return whether a tensor has a sparse layout."""
     return str(tensor.layout).removeprefix("torch.") in _LAYOUTS
 
 
 def parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the dense tensors that a sparse one is made of, by ``LAYOUT.PART``; they share its memory.
+    """Return the dense parts of a sparse tensor, by ``LAYOUT.PART``; they share its memory.
 
-    ``size``: its shape; behind it, of a COO tensor, 1 where its indices are sorted and without duplicates.
+    ``size`` is its shape, for a COO tensor followed by 1 if it is coalesced (its indices are sorted
+    and unique), else 0.
     """
     layout = str(tensor.layout).removeprefix("torch.")
     tensor = tensor.detach()
@@ -45,8 +46,8 @@ def parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{layout}.{part}": entry for part, entry in (*entries.items(), (_SIZE, torch.tensor(size)))}
 
 
-def made_of(entries: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor that ``parts`` took apart. Raises: ValueError where a part is missing or does not fit."""
+def from_parts(entries: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor of the given ``parts``. Raises: ValueError if a part is missing or inconsistent."""
     layout = next(iter(entries), "").partition(".")[0]
     try:
         by_part = {key.removeprefix(f"{layout}."): entry for key, entry in entries.items()}
@@ -61,11 +62,11 @@ def made_of(entries: Mapping[str, torch.Tensor]) -> torch.Tensor:
             compressed, plain, values, size, layout=_LAYOUTS[layout], check_invariants=True
         )
     except (KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(f"the parts of a sparse tensor do not fit: {error}") from error
+        raise ValueError(f"the parts of a sparse tensor are inconsistent: {error}") from error
 
 
 def encoded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as a file can hold them: of each sparse one its parts, under names of their own."""
+    """Return the tensors as a file can store them: a sparse tensor as its parts, each under its own key."""
     dense: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if is_sparse(tensor):
@@ -76,7 +77,7 @@ def encoded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def names_in(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the tensors that a file holds, each with the file's keys for it."""
+    """Return the names of the tensors in a file, each with its keys in the file."""
     names: dict[str, tuple[str, ...]] = {}
     for key in keys:
         name, mark, part = key.rpartition(_MARK)
@@ -86,22 +87,22 @@ def names_in(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def decoded(keys: Collection[str], name: str, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of a file. ``keys``: those that ``names_in`` has for it.
+    """Return a tensor of a file. ``keys``: its keys, as from ``names_in``.
 
-    Raises: ValueError as ``made_of`` does.
+    Raises: ValueError as ``from_parts`` does.
     """
     if list(keys) == [name]:
         return get(name)
-    return made_of({key.removeprefix(name + _MARK): get(key) for key in keys})
+    return from_parts({key.removeprefix(name + _MARK): get(key) for key in keys})
 
 
 def assembled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors that ``encoded`` was given. Raises: ValueError as ``made_of`` does."""
+    """Return the inverse of ``encoded``. Raises: ValueError as ``from_parts`` does."""
     return {name: decoded(keys, name, tensors.__getitem__) for name, keys in names_in(tensors).items()}
 
 
 def shape_of(keys: Collection[str], name: str, file: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor in an open safetensors file; of a sparse one only its size is read."""
+    """Return the shape of a tensor in an open safetensors file, without reading its values."""
     if list(keys) == [name]:
         return tuple(file.get_slice(name).get_shape())
     size = next(key for key in keys if key.endswith(f".{_SIZE}"))
@@ -110,12 +111,12 @@ def shape_of(keys: Collection[str], name: str, file: Any) -> tuple[int, ...]:
 
 
 def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors whose memory a tensor takes: itself, or its parts."""
+    """Return the dense tensors that hold the memory of a tensor: itself, or its parts."""
     return tuple(parts(tensor).values()) if is_sparse(tensor) else (tensor,)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the memory that tells one tensor from another: of a sparse one, that of its values."""
+    """Return the memory that identifies a tensor: for a sparse one, the memory of its values."""
     if not is_sparse(tensor):
         return tensor.untyped_storage()
     values: torch.Tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
@@ -123,7 +124,7 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one layout are equal in shape and in every value and index."""
+    """Return whether two tensors have the same layout, shape, values and indices."""
     if one.shape != other.shape or one.layout is not other.layout:
         return False
     if not is_sparse(one):
@@ -133,5 +134,5 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values, stored dense."""
+    """Return the tensor with a dense layout."""
     return tensor.to_dense() if is_sparse(tensor) else tensor

@@ -1,11 +1,12 @@
-"""``Stage``: the base class of generated stage files. It takes its part of the user's model over, as it is.
+"""``Stage``: the base class of generated stage files. It adopts its part of the user's model unchanged.
 
-A generated file says which modules, parameters and buffers of the model it runs; ``adopt`` hangs those very objects
-under their original paths in plain containers (``self.transformer.h[1].ln1``). So ``state_dict()`` has the original
-names, a tied parameter stays one object, and hooks, parametrizations and non-persistent buffers stay what they were.
+A generated file names the modules, parameters and buffers of the model that it runs. ``adopt`` attaches these very
+objects under their original paths in plain containers (``self.transformer.h[1].ln1``). ``state_dict()`` therefore has
+the original names, a tied parameter stays one object, and hooks, parametrizations and non-persistent buffers keep
+working.
 
-What a stage needs beside the user's names is kept under names that no model uses, and reached through functions:
-``draw(self, position)``, ``opaque_call(self, position)`` and ``device_of(self)``.
+The stage's own attributes have names that no model uses, and are accessed through functions: ``draw(self, position)``,
+``opaque_call(self, position)`` and ``device_of(self)``.
 """
 
 from __future__ import annotations
@@ -23,59 +24,52 @@ from autopipe.errors import ArtifactError
 
 
 class Container(nn.Module):
-    """Stands where the user's own block stood: holds children, computes nothing. ``h[1]`` is ``h``'s child "1"."""
+    """Takes the place of a block of the model: has children, computes nothing. ``h[1]`` is the child "1" of ``h``."""
 
     def __getitem__(self, key: int | str) -> Any:
-        """Return a child, parameter or buffer, also where its name is not one that Python takes after a dot."""
-        for held in (self._modules, self._parameters, self._buffers):
-            if str(key) in held:
-                return held[str(key)]
+        """Return a child, parameter or buffer of any name, even one that is not a Python identifier."""
+        for entries in (self._modules, self._parameters, self._buffers):
+            if str(key) in entries:
+                return entries[str(key)]
         raise KeyError(key)
 
 
 class Stage(Container):
-    """One stage. Called with its ``INPUTS`` and ``RECEIVES`` in order, returns its ``SENDS`` and ``RETURNS`` in order.
-
-    ``INPUTS``: tensors of the batch. ``RECEIVES``/``SENDS``: values from earlier and for later stages. ``RETURNS``:
-    what the whole model returns (the loss, and its weight), on the last stage. ``MODULES``, ``PARAMETERS``,
-    ``BUFFERS``: the paths it adopts; parameters and buffers of a module come with it and are not named again.
-    ``SPARE``: modules that it adopts and does not call: the code for batches of another form may.
-    ``CONSTANTS``: tensors that the model made once and keeps nowhere.
-    """
+    """One stage. A call takes its ``INPUTS`` and ``RECEIVES`` and returns its ``SENDS`` and ``RETURNS``, in order."""
 
     MODEL_DIGEST: ClassVar[str] = ""
     PLAN_DIGEST: ClassVar[str] = ""
     INDEX: ClassVar[int] = 0
-    INPUTS: ClassVar[tuple[str, ...]] = ()
-    RECEIVES: ClassVar[tuple[str, ...]] = ()
-    SENDS: ClassVar[tuple[str, ...]] = ()
-    RETURNS: ClassVar[tuple[str, ...]] = ()
-    MODULES: ClassVar[tuple[str, ...]] = ()
-    SPARE: ClassVar[tuple[str, ...]] = ()
-    PARAMETERS: ClassVar[tuple[str, ...]] = ()
-    BUFFERS: ClassVar[tuple[str, ...]] = ()
-    CONSTANTS: ClassVar[tuple[str, ...]] = ()
+    INPUTS: ClassVar[tuple[str, ...]] = ()  # tensors of the batch
+    RECEIVES: ClassVar[tuple[str, ...]] = ()  # values from earlier stages
+    SENDS: ClassVar[tuple[str, ...]] = ()  # values for later stages
+    RETURNS: ClassVar[tuple[str, ...]] = ()  # in the last stage: the loss, and its weight
+    MODULES: ClassVar[tuple[str, ...]] = ()  # paths of modules to adopt, with all their parameters and buffers
+    SPARE: ClassVar[tuple[str, ...]] = ()  # modules to adopt that only the code for batches of another form calls
+    PARAMETERS: ClassVar[tuple[str, ...]] = ()  # further parameters to adopt
+    BUFFERS: ClassVar[tuple[str, ...]] = ()  # further buffers to adopt
+    CONSTANTS: ClassVar[tuple[str, ...]] = ()  # tensors that the forward reads, neither parameters nor buffers
 
-    _autopipe_draws: tuple[int, int, int] = (0, 0, 0)
+    _autopipe_draws: tuple[int, int, int] = (0, 0, 0)  # (run seed, minibatch, microbatch) of the next forward
     _autopipe_device: torch.device = torch.device("cpu")
-    _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()
-    _autopipe_constants: tuple[str, ...] = ()
-    _autopipe_stateless: Mapping[str, nn.Module] = MappingProxyType({})
+    _autopipe_modes: tuple[tuple[nn.Module, bool], ...] = ()  # adopted modules, and whether they train
+    _autopipe_constants: tuple[str, ...] = ()  # of the code of other recordings
+    _autopipe_stateless: Mapping[str, nn.Module] = MappingProxyType({})  # modules without parameters and buffers
 
     @classmethod
     def adopt(cls, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> Self:
-        """Take over this stage's part of a model that was built: the same modules and parameters, no copy.
+        """Return a stage with its part of a model: the same modules and parameters, not copies.
 
-        Whatever mode the model's parts are in now is what ``train()`` will bring back, so a part that the user keeps in
-        evaluation mode stays there.
+        ``train()`` will restore the present mode of each module, so that a module that the user keeps in evaluation
+        mode stays there.
 
-        Raises: ArtifactError naming what the file asks for and the model lacks.
+        Raises: ArtifactError naming a path of the file that the model lacks.
         """
         stage = cls()
         modules, tensors = {*cls.MODULES, *cls.SPARE}, {*cls.PARAMETERS, *cls.BUFFERS}
         missing = {*modules, *tensors, *(name for name in cls.CONSTANTS if name not in constants)}
         inside = None
-        # in the order of the model, so that of a tied parameter's names the first is the first here too
+        # in the order of the model, so that the first name of a tied parameter is the first here too
         for path, module in model.named_modules(remove_duplicate=False):
             if inside is not None and path.startswith(inside):
                 continue
@@ -88,7 +82,7 @@ class Stage(Container):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 full = f"{path}.{name}" if path else name
                 if full in tensors and tensor is not None:
-                    _hold(_place(stage, full)[0], name, tensor, name not in module._non_persistent_buffers_set)
+                    _register(_place(stage, full)[0], name, tensor, name not in module._non_persistent_buffers_set)
                     missing.discard(full)
         if missing:
             raise ArtifactError(
@@ -97,26 +91,26 @@ class Stage(Container):
             )
         for name in cls.CONSTANTS:
             stage.register_buffer(name, constants[name], persistent=False)
-        whole = (*cls.MODULES, *cls.SPARE)
-        modes = [(module, module.training) for path in whole for module in model.get_submodule(path).modules()]
+        adopted = (*cls.MODULES, *cls.SPARE)
+        modes = [(module, module.training) for path in adopted for module in model.get_submodule(path).modules()]
         stage._autopipe_modes = tuple(modes)
         stage._autopipe_stateless = {path: module for path, module in model.named_modules() if _is_stateless(module)}
         stage.training = any(module.training for module in model.modules())
         return stage
 
     def take_over(self, code: type[Stage], constants: Mapping[str, torch.Tensor]) -> None:
-        """Make ready to run the code of another recording of the same model, over the modules that are held already.
+        """Prepare to run the code of another recording of the same model on the modules of this stage.
 
-        Raises: ArtifactError naming what that code asks for and the stage lacks.
+        Raises: ArtifactError naming a module of that code that the stage lacks.
         """
         for path in code.MODULES:
             self._take_stateless(path)
-            held: Any = self
+            module: Any = self
             for name in path.split("."):
-                held = held._modules.get(name) if isinstance(held, nn.Module) else None
-            if not isinstance(held, nn.Module) or isinstance(held, Container):
+                module = module._modules.get(name) if isinstance(module, nn.Module) else None
+            if not isinstance(module, nn.Module) or isinstance(module, Container):
                 raise ArtifactError(
-                    f"stage {code.INDEX} would need {path}, which it does not hold, for another shape of the batch",
+                    f"stage {code.INDEX} does not have {path}, which another shape of the batch needs",
                     remedy="pad the batches to one shape",
                 )
         for name in code.CONSTANTS:
@@ -124,7 +118,7 @@ class Stage(Container):
         self._autopipe_constants = (*self._autopipe_constants, *code.CONSTANTS)
 
     def _take_stateless(self, path: str) -> None:
-        """Adopt a module that has no parameter and no buffer, where the stage does not hold it yet."""
+        """Adopt a module without parameters and buffers, unless the stage has it already."""
         module = self._autopipe_stateless.get(path)
         if module is None:
             return
@@ -137,15 +131,15 @@ class Stage(Container):
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The names of the tensors that are neither parameter nor buffer of the model."""
+        """The names of the tensors that are neither parameters nor buffers of the model."""
         return (*self.CONSTANTS, *self._autopipe_constants)
 
     def run(self, code: type[Stage], *arguments: torch.Tensor) -> Any:
-        """Call the stage, or the code of another recording with what this stage holds."""
+        """Call the stage, or the code of another recording with the modules of this stage."""
         return self(*arguments) if code is type(self) else code.forward(self, *arguments)
 
     def train(self, mode: bool = True) -> Self:
-        """Switch to training, each part to the mode it was adopted in, or to evaluation."""
+        """Switch to training, each module to the mode it was adopted in, or to evaluation."""
         super().train(mode)
         if mode:
             for module, training in self._autopipe_modes:
@@ -153,20 +147,20 @@ class Stage(Container):
         return self
 
     def place(self, device: torch.device) -> Self:
-        """Move to a device; what the forward makes anew is made there too."""
+        """Move to a device, where the forward then creates its tensors too."""
         self._autopipe_device = device
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 places.setdefault(id(buffer), []).append((module, name))
         self.to(device)
-        for (owner, name), *others in places.values():  # a buffer with two names stays one; torch makes a copy of each
+        for (owner, name), *others in places.values():  # torch copies a buffer with two names twice; keep one
             for other, other_name in others:
                 other._buffers[other_name] = owner._buffers[name]
         return self
 
     def seed(self, where: tuple[int, int, int]) -> None:
-        """Say which (run seed, minibatch, microbatch) the next forward draws for."""
+        """Set (run seed, minibatch, microbatch), which seed the random draws of the next forward."""
         self._autopipe_draws = where
 
 
@@ -175,7 +169,7 @@ def _is_stateless(module: nn.Module) -> bool:
 
 
 def _place(stage: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return what holds ``path`` in the stage, containers being made on the way, and the last part of the path."""
+    """Return the container of ``path`` in the stage, created if needed, and the last part of the path."""
     *parents, name = path.split(".")
     owner = stage
     for parent in parents:
@@ -186,8 +180,8 @@ def _place(stage: nn.Module, path: str) -> tuple[nn.Module, str]:
     return owner, name
 
 
-def _hold(owner: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-    """Register a tensor. Not by ``register_buffer``: it refuses names that are also those of a method."""
+def _register(owner: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+    """Register a tensor. ``register_buffer`` would reject a name that is also the name of a method."""
     if isinstance(tensor, nn.Parameter):
         owner._parameters[name] = tensor
         return
@@ -197,15 +191,15 @@ def _hold(owner: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -
 
 
 def draw(stage: Stage, position: int, count: int = 1) -> contextlib.AbstractContextManager[None]:
-    """Give the call inside its random numbers: those of its place in the whole model, whatever the layout."""
+    """Seed the call inside by its position in the complete model; see ``autopipe.draws``."""
     return draws.at(stage._autopipe_draws, position, count)
 
 
 def opaque_call(stage: Stage, position: int) -> contextlib.AbstractContextManager[None]:
-    """Give the call of a module that runs as it is its random numbers, of torch, Python and numpy."""
+    """Seed the call of an opaque module inside, for torch, Python and numpy."""
     return draws.inside(stage._autopipe_draws, position)
 
 
 def device_of(stage: Stage) -> torch.device:
-    """Return where the stage runs."""
+    """Return the device of the stage."""
     return stage._autopipe_device

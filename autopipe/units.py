@@ -1,4 +1,4 @@
-"""Seconds and bytes as text, each with the unit that suits its size: one format in tables, sentences and errors."""
+"""Format seconds and bytes with a suitable unit, the same in tables, sentences and errors."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _load(path: Path, what: str, graph_digest: str, plan_digest: str) -> type[St
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ArtifactError(f"there is no file for {what}", where=str(path), remedy=_RENEW) from None
+        raise ArtifactError(f"the file of {what} does not exist", where=str(path), remedy=_RENEW) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"the file of {what} cannot be read: {error}", where=str(path), remedy=_RENEW) from None
     digests = dict(_DIGEST.findall(text))
@@ -79,7 +79,7 @@ def _load(path: Path, what: str, graph_digest: str, plan_digest: str) -> type[St
 
 
 def load_constants(directory: Path, name: str = CONSTANTS_FILE) -> dict[str, torch.Tensor]:
-    """Return the tensors that the forward reads and that are neither parameters nor buffers; {} if there are none.
+    """Return the tensors that the forward reads and that are neither parameters nor buffers; {} without any.
 
     Raises: ArtifactError for a damaged file.
     """

@@ -62,7 +62,7 @@ class BatchSource(Protocol):
 def checked_sizes(microbatch_sizes: Sequence[int]) -> list[int]:
     """Return the distinct microbatch sizes, in order.
 
-    Raises: ProfileError if there are none, or one is below 1.
+    Raises: ProfileError if the list is empty, or a size is below 1.
     """
     sizes = sorted(set(microbatch_sizes))
     if not sizes or sizes[0] < 1:

@@ -1,4 +1,4 @@
-"""The user's model file -> ``Workload``: how to build the model, feed it, take its loss and step it."""
+"""The user's model file as a ``Workload``: build the model, feed it, compute its loss and step it."""
 
 from autopipe.workload.batches.data import DEFAULT_BATCH_SIZE
 from autopipe.workload.batches.items import Item

@@ -142,7 +142,7 @@ class Workload:
     def example_item(self, batch_size: int | None = None) -> Item:
         """Return one batch of exactly ``batch_size`` samples (None: the data's own size). The same batch every time.
 
-        Raises: ModelFileError if there is no source of batches, or the batch has the wrong shape.
+        Raises: ModelFileError without a source of batches, or the batch has the wrong shape.
         """
         return self.batches.example(batch_size)
 

@@ -1,1 +1,1 @@
-"""Batches: where they come from, their leaves, form, layout and digest."""
+"""Batches: their source, leaves, form, layout and digest."""

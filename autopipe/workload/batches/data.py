@@ -1,8 +1,9 @@
-"""Where the batches come from: the user's data, or tensors made from ``example_inputs`` and ``--input``.
+"""The source of the batches: the user's data, or tensors drawn for ``example_inputs`` and ``--input``.
 
-Every epoch calls the data hook anew and iterates what it gives, with random numbers of its own (``PrivateRandom``)
-seeded by (seed, stream, epoch): so an epoch is the same in every process, and after a restart, where the data draws
-from nothing else. ``commands.training.repeating`` and the digests of ``runtime.batches.exchange`` check that.
+Every epoch calls the data hook again and iterates its result, with random number generators of its own
+(``PrivateRandom``) seeded by (seed, stream, epoch). An epoch is therefore the same in every process and after a
+restart, unless the data uses another source of randomness; ``commands.training.repeating`` and the digests of
+``runtime.batches.exchange`` check that.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from autopipe.workload.batches import items
 from autopipe.workload.batches.isolation import PrivateRandom
 from autopipe.workload.batches.items import Item, SyntheticInput
 from autopipe.workload.cutting.dimensions import WHOLE, BatchDimensions
-from autopipe.workload.cutting.find import Unanswered, asked, is_plain
+from autopipe.workload.cutting.find import SizeNotAvailable, infer, is_plain
 from autopipe.workload.cutting.hook import Minibatch, split_by
 from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import users_code
 
 DEFAULT_BATCH_SIZE = 32
-SYNTHETIC_BATCHES = 64  # in one epoch, where nothing but example_inputs says what the data is
-_TRAINING, _EVALUATION, _EXAMPLE, _SPLIT = 0, 1, 2, 3  # streams of random numbers, so that none repeats another's
-_DATA = 1 << 40  # a position that no operation of a model has
+SYNTHETIC_BATCHES = 64  # in an epoch without a data hook
+_TRAINING, _EVALUATION, _EXAMPLE, _SPLIT = 0, 1, 2, 3  # independent streams of random numbers
+_DATA = 1 << 40  # a draw position that no operation of a model has
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,16 +57,16 @@ class Batches:
 
     @property
     def epoch_length(self) -> int:
-        """How many batches of training data the last epoch that was begun has; 0 where it does not say."""
+        """The number of batches in the last epoch of training data that began; 0 if the data has no length."""
         return self.lengths.get("data", 0) if "data" in self.hooks else SYNTHETIC_BATCHES
 
     def example(self, batch_size: int | None) -> Item:
-        """Return one batch of exactly ``batch_size`` samples (None: as many as it comes with). The same every time.
+        """Return one batch of exactly ``batch_size`` samples (None: the data's own size). The same batch every time.
 
-        Where the number of samples is no dimension of the inputs (lists of images, whole graphs), return the first
-        microbatch of the training, whatever its size.
+        If the number of samples is not a dimension of the inputs (lists of images, graphs), return the first microbatch
+        of the training, of any size.
 
-        Raises: ModelFileError when there is nothing to make one from, or it has the wrong shape.
+        Raises: ModelFileError without a source of batches, or the batch has the wrong shape.
         """
         item = self._first(batch_size)
         if batch_size is None:
@@ -82,10 +83,10 @@ class Batches:
         return next(self.training(size, 0))
 
     def is_fixed(self, item: Item) -> bool:
-        """Tell whether the number of samples is no dimension of the model's inputs.
+        """Return whether the number of samples is not a dimension of the model's inputs.
 
-        With a ``split`` hook it is one only where the data gives batches of any size: the hook's parts may not be
-        batches of other samples put together.
+        With a ``split`` hook it is one only if the data gives batches of any size, because the hook may return parts
+        that no concatenation of samples gives.
         """
         source = self.hooks.get("example_inputs") or self.hooks.get("data")
         sized = source is None or source.name == "example_inputs" or source.takes_batch_size
@@ -93,15 +94,15 @@ class Batches:
 
     @property
     def assumes_samples_first(self) -> bool:
-        """Whether nothing tells which dimension counts the samples: no ``batch_dim``, and data of a fixed size."""
+        """Whether dimension 0 counts the samples by assumption only: no ``batch_dim``, and data of a fixed size."""
         if self.inputs or self.cutting.known or {"split", "example_inputs"} & set(self.hooks):
             return False
         return "data" in self.hooks and not self.hooks["data"].takes_batch_size
 
     def split(self, item: Item, num_microbatches: int) -> list[Item]:
-        """Cut an item into microbatches: as the ``split`` hook does, else along the samples.
+        """Cut an item into microbatches with the ``split`` hook, else along the samples.
 
-        Raises: ModelFileError for what cannot be cut, or where the hook gives no list of batches.
+        Raises: ModelFileError for an item that cannot be cut, or if the hook does not return a list of batches.
         """
         hook = self.hooks.get("split")
         if hook is None or num_microbatches == 1:
@@ -112,13 +113,13 @@ class Batches:
 
     @property
     def cutting(self) -> BatchDimensions:
-        """How batches are cut, as far as it is known."""
+        """The dimensions to cut along, as far as they are known."""
         return self.dimensions or BatchDimensions()
 
     def training(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
         """Iterate one epoch of training data: the same minibatches in the same order in every process.
 
-        Raises: ModelFileError when the data fails, gives nothing, is not samples-first, or takes no batch size.
+        Raises: ModelFileError if the data fails, is empty, is not samples-first, or takes no batch size.
         """
         if "data" in self.hooks:
             return self._iterate(self.hooks["data"], batch_size, _TRAINING, epoch)
@@ -127,7 +128,7 @@ class Batches:
     def evaluation(self, batch_size: int | None, default: int | None = None) -> Iterator[Item]:
         """Iterate the evaluation data. ``default``: the batch size without ``batch_size``, if the data takes one.
 
-        Raises: ModelFileError as ``items`` does, and when there is no ``evaluate_data``.
+        Raises: ModelFileError as ``training`` does, and if there is no ``evaluate_data``.
         """
         if "evaluate_data" not in self.hooks:
             raise ModelFileError(
@@ -145,9 +146,9 @@ class Batches:
     def _iterate(self, hook: Hook, batch_size: int | None, stream: int, epoch: int) -> Iterator[Item]:
         if batch_size is not None and not hook.takes_batch_size:
             raise ModelFileError(
-                f"--batch-size {batch_size}: {hook.label} takes no batch_size and decides for itself",
+                f"--batch-size {batch_size}: {hook.label} has no parameter batch_size and decides for itself",
                 where=hook.path,
-                remedy=f"write {hook.name}(batch_size), or leave --batch-size out",
+                remedy=f"write {hook.name}(batch_size), or omit --batch-size",
             )
         if batch_size is None and hook.needs_batch_size:
             batch_size = DEFAULT_BATCH_SIZE
@@ -158,42 +159,41 @@ class Batches:
             source = hook.source(batch_size)
             if not hasattr(source, "__iter__"):
                 raise ModelFileError(
-                    f"{hook.label} gave {with_article(type(source).__name__)}, which cannot be iterated",
+                    f"{hook.label} returned {with_article(type(source).__name__)}, which is not iterable",
                     where=hook.path,
                     remedy="return an iterable of (inputs, target) or dict, such as a DataLoader",
                 )
             iterator = iter(source)
-            with contextlib.suppress(Exception):  # a length is only shown
+            with contextlib.suppress(Exception):  # the length is only displayed
                 self.lengths[hook.name] = len(source)
         self._refuse_used_up(hook, iterator, source)
         count = 0
         while True:
             with private.active(), users_code(f"{hook.label}, batch {count}", hook.path):
                 try:
-                    found = next(iterator)
+                    batch = next(iterator)
                 except StopIteration:
                     break
-            yield self._checked(found, hook, batch_size)
+            yield self._checked(batch, hook, batch_size)
             count += 1
         if not count:
-            again = " (it ran out: return an iterable that starts anew)" if epoch else ""
+            exhausted = " (it is exhausted: return an iterable that starts again)" if epoch else ""
             raise ModelFileError(
-                f"{hook.label} gave nothing in epoch {epoch}{again}",
+                f"{hook.label} gave no batch in epoch {epoch}{exhausted}",
                 where=hook.path,
-                remedy="give at least one batch per epoch, each time that it is called; check the path of the data and "
-                "the batch size",
+                remedy="give at least one batch in every epoch; check the path of the data and the batch size",
             )
 
     def _refuse_used_up(self, hook: Hook, iterator: Any, source: Any) -> None:
-        """Refuse the same iterator a second time: what was read of it is gone, and every epoch begins at the start."""
+        """Reject an iterator that was returned before: it cannot start again at the first batch of an epoch."""
         if iterator is not source or type(iterator).__module__ not in ("builtins", "itertools"):
-            return  # made anew from something that can be read again, or a class of the user's that may start anew
+            return  # a new iterator of an iterable, or a class of the user that may start again
         if self.read.get(hook.name) is iterator:
             raise ModelFileError(
-                f"{hook.label} gave the same {type(source).__name__} again, which can be read only once",
+                f"{hook.label} returned the same {type(source).__name__} again, which can be read only once",
                 where=hook.path,
-                remedy="make it inside the function, so that each call begins at the first batch; or return a list or "
-                "a DataLoader",
+                remedy="create it inside the function, so that each call begins at the first batch; or return a list "
+                "or a DataLoader",
             )
         self.read[hook.name] = iterator
 
@@ -211,34 +211,34 @@ class Batches:
         hook = self.hooks.get("example_inputs")
         if hook is None:
             raise ModelFileError(
-                f"nothing to feed {self.name}: looked for data and example_inputs",
+                f"{self.name} has no data: looked for data and example_inputs",
                 where=self.path,
                 remedy='define data(batch_size) in the model file, or give --input "x:f32[8,16]"',
             )
         with private.active():
-            found = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
-        return self._checked(self._normalised_example(found, hook), hook, batch_size)
+            example = hook(DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
+        return self._checked(self._normalised_example(example, hook), hook, batch_size)
 
-    def _checked(self, found: Any, hook: Hook, batch_size: int | None) -> Item:
+    def _checked(self, batch: Any, hook: Hook, batch_size: int | None) -> Item:
         try:
-            item = items.normalised(found, hook.label)
+            item = items.normalised(batch, hook.label)
             if self.dimensions is None:
-                self.dimensions = self._found_dimensions(item, hook, batch_size)
+                self.dimensions = self._cuttable_dimensions(item, hook, batch_size)
             if "split" not in self.hooks:
                 self.dimensions.check(item, hook.label, batch_size)
         except ModelFileError as error:
             raise ModelFileError(error.what, where=error.where or hook.path, remedy=error.remedy) from None
         return item
 
-    def _found_dimensions(self, item: Item, hook: Hook, batch_size: int | None) -> BatchDimensions:
-        """Return which dimensions count the samples. Where the first batch leaves that open, the data is asked.
+    def _cuttable_dimensions(self, item: Item, hook: Hook, batch_size: int | None) -> BatchDimensions:
+        """Return the dimensions that count the samples; request further batches if the first one leaves them open.
 
-        A batch that cannot be cut is refused, unless it need not be, or is cut by the ``split`` hook.
+        A batch that cannot be cut is rejected, unless it need not be cut, or the ``split`` hook cuts it.
 
-        Raises: ModelFileError saying why it cannot be cut.
+        Raises: ModelFileError with the reason why it cannot be cut.
         """
         try:
-            dimensions = self._asked(item, hook, batch_size)
+            dimensions = self._inferred(item, hook, batch_size)
             dimensions.check(item, hook.label, batch_size)
         except ModelFileError:
             if "split" in self.hooks or (self.minibatch is not None and self.minibatch.parts == 1):
@@ -246,7 +246,7 @@ class Batches:
             raise
         return dimensions
 
-    def _asked(self, item: Item, hook: Hook, batch_size: int | None) -> BatchDimensions:
+    def _inferred(self, item: Item, hook: Hook, batch_size: int | None) -> BatchDimensions:
         if batch_size is not None and is_plain(item, batch_size):
             return BatchDimensions()
         if hook.name != "example_inputs" and not hook.takes_batch_size:
@@ -256,7 +256,7 @@ class Batches:
             try:
                 return first_of(size)
             except ModelFileError as error:
-                raise Unanswered from error
+                raise SizeNotAvailable from error
 
         def first_of(size: int) -> Item:
             private = PrivateRandom(self._stream(_EXAMPLE if hook.name == "example_inputs" else _TRAINING, 0))
@@ -266,24 +266,24 @@ class Batches:
                 return items.normalised(next(iter(hook.source(size))), hook.label)
 
         try:
-            return asked(read)
-        except Unanswered:  # it does not give batches of every size
+            return infer(read)
+        except SizeNotAvailable:
             return BatchDimensions()
 
-    def _normalised_example(self, found: Any, hook: Hook) -> Item:
-        """Return example inputs as an item; of the arguments of the model alone without a target."""
-        if not isinstance(found, Mapping) and ("loss" not in self.hooks or isinstance(found, Tensor)):
-            found = self._as_item(found, hook)
-        return items.normalised(found, hook.label)
+    def _normalised_example(self, example: Any, hook: Hook) -> Item:
+        """Return example inputs as an item; without a target if they are only the arguments of the model."""
+        if not isinstance(example, Mapping) and ("loss" not in self.hooks or isinstance(example, Tensor)):
+            example = self._as_item(example, hook)
+        return items.normalised(example, hook.label)
 
-    def _as_item(self, found: Any, hook: Hook) -> Any:
-        """Read a tuple of example inputs where no loss hook asks for a target: the arguments of the model."""
+    def _as_item(self, example: Any, hook: Hook) -> Any:
+        """Return example inputs as an item: without a loss hook, a tuple has the arguments of the model."""
         if "loss" in self.hooks:
             raise ModelFileError(
-                f"{hook.label} gave a tensor, but the loss of {self.name} needs a target too",
+                f"{hook.label} returned a tensor, but the loss of {self.name} needs a target too",
                 where=hook.path,
                 remedy="return (inputs, target), as data does",
             )
-        if isinstance(found, (tuple, list)) and len(found) == 2 and not isinstance(found[0], Tensor):
-            return found  # ((a, b), target) or ({...}, target): an item already
-        return (found, None)
+        if isinstance(example, (tuple, list)) and len(example) == 2 and not isinstance(example[0], Tensor):
+            return example  # ((a, b), target) or ({...}, target): already an item
+        return (example, None)

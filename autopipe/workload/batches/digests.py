@@ -1,9 +1,9 @@
-"""Digests of minibatches: equal where every key, Python value and byte is equal, whichever process computed them.
+"""Digests of minibatches: equal if every key, Python value and byte is equal, in any process.
 
-Large tensors are folded to 32 KiB first, word by word with Horner's rule modulo 2**64 and an odd factor, in columns: no
-change of a single row is lost, the position of a row counts, and it runs at about the speed of memory. BLAKE2b (RFC
-7693) hashes what remains. The folding is not secure against somebody who constructs a collision; here the two
-sides are processes of one user.
+Large tensors are first folded to 32 KiB, word by word with Horner's rule modulo 2**64 and an odd factor, in columns.
+Every change of a single row changes the result, the position of a row counts, and the folding runs at about memory
+speed. BLAKE2b (RFC 7693) hashes the rest. The folding is not collision-resistant against an attacker; here both sides
+are processes of one user.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.utils import _pytree as pytree
 DIGEST_BYTES = 16
 _COLUMNS = 4096  # words of 8 bytes
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_FOLD_BYTES = 1 << 16  # what is smaller is hashed as it is
+_FOLD_BYTES = 1 << 16  # smaller tensors are hashed directly
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def digest_of(item: Any) -> bytes:
-    """Return 16 bytes that stand for a minibatch: keys, dtypes, shapes and contents of its tensors, Python values.
+    """Return the 16-byte digest of a minibatch: keys, dtypes, shapes and contents of its tensors, Python values.
 
-    The order of keys in a dict does not count. Of an object that is neither a tensor, an array nor a plain value only
-    the type counts: its text may differ between two processes.
+    The order of keys in a dict does not count. An object that is neither a tensor, an array nor a plain value counts
+    only by its type, because its ``repr`` may differ between two processes.
     """
     leaves, _ = pytree.tree_flatten_with_path(item)
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -39,12 +39,12 @@ def digest_of(item: Any) -> bytes:
 
 
 def chained(before: bytes, digest: bytes) -> bytes:
-    """Return the digest of a sequence of minibatches from that of all but the last (b"" for none) and the last one."""
+    """Return the digest of a sequence of minibatches: ``before`` is that of all but the last, b"" for an empty one."""
     return hashlib.blake2b(before + digest, digest_size=DIGEST_BYTES).digest()
 
 
 def _described(leaf: Any) -> tuple[str, Any]:
-    """Return what a leaf is, as text, and its content, as bytes."""
+    """Return the description of a leaf, as text, and its content, as bytes."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{list(leaf.shape)}", _folded(_bytes_of(leaf))
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind != "O":
@@ -65,7 +65,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 def _folded(data: Any) -> Any:
-    """Return bytes as they are where there are few; else 32 KiB to which they are folded, and what is left over."""
+    """Return a few bytes unchanged; fold more to 32 KiB, followed by the incomplete last row."""
     if data.nbytes < _FOLD_BYTES:
         return data
     rows = data.nbytes // (8 * _COLUMNS)

@@ -1,4 +1,4 @@
-"""The form of a batch, read off the batch: its structure, and everything in it that is no tensor."""
+"""Compute the form of a batch: its structure, and all values in it that are not tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from autopipe.ir.batch import BatchForm
 from autopipe.workload.batches.items import Item, paths
 from autopipe.workload.batches.layouts import order_of, strides_of
 
-_LONGEST = 80  # characters of a value that are kept as they are; of a longer one its digest
-_DEEPEST = 6  # objects inside of objects
+_LONGEST = 80  # characters of a value; a longer one is replaced by its digest
+_DEEPEST = 6  # levels of nested objects
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, range)
 _VALUES = (torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, pathlib.PurePath, decimal.Decimal)
 _TIMES = (datetime.date, datetime.time, datetime.timedelta)
@@ -32,14 +32,14 @@ _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def form_of(item: Item) -> BatchForm:
-    """Return the form of a batch. A function of the batch alone, some 30 microseconds for a handful of leaves.
+    """Return the form of a batch. It depends on the batch alone, and takes about 30 microseconds for a few leaves.
 
     Raises: ModelFileError naming a leaf whose value cannot be compared with that of another batch.
     """
     leaves, structure = pytree.tree_flatten(item)
     try:
         text, places = _structure(structure, isinstance(item, tuple))
-    except TypeError:  # a container of the user's own whose context cannot be hashed
+    except TypeError:  # a container of the user whose context is not hashable
         text, places = _structure.__wrapped__(structure, isinstance(item, tuple))
     described = tuple([_leaf(leaf, path) for leaf, path in zip(leaves, places, strict=True)])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -62,15 +62,15 @@ def _leaf(leaf: Any, path: str) -> str:
     text = value_text(leaf)
     if text is None:
         raise ModelFileError(
-            f"the batch holds {with_article(type(leaf).__name__)} at {path}, which cannot be compared with that of "
+            f"the batch has {with_article(type(leaf).__name__)} at {path}, which cannot be compared with that of "
             "another batch",
-            remedy="give its numbers as tensors, or leave it out of the batch",
+            remedy="give its numbers as tensors, or remove it from the batch",
         )
     return text
 
 
 def value_text(value: Any, depth: int = 0) -> str | None:
-    """Return a text that is equal for equal values only, None where a value has no such text."""
+    """Return a text that is equal only for equal values; None if a value has no such text."""
     if type(value) in _PLAIN or isinstance(value, (*_VALUES, *_TIMES)):
         text = repr(value)
         if len(text) > _LONGEST:
@@ -89,7 +89,7 @@ def value_text(value: Any, depth: int = 0) -> str | None:
 
 
 def _inside(value: Any, depth: int) -> str | None:
-    """Return the text of an object by what it holds."""
+    """Return the text of an object from its contents."""
     parts: list[str | None]
     if isinstance(value, Mapping):
         parts = [part for key in value for part in (value_text(key, depth), value_text(value[key], depth))]

@@ -1,8 +1,8 @@
 """A private stream of random numbers for the user's data.
 
-A shuffling DataLoader draws from the global generators, as does the training. Here the data gets its own state, which
-is put in place around each step of the iteration and taken out behind it: the same order on every rank, whatever else
-the rank draws, and no trace of it in the training's draws.
+A shuffling DataLoader draws from the global generators, as does the training. The data gets a state of its own,
+which is installed for each step of the iteration and removed after it. Its order is then the same on every rank,
+independent of the rank's other draws, and the training's draws do not depend on the data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _seed(seed: int) -> None:
 
 
 class PrivateRandom:
-    """The state of torch's CPU generator, numpy's and random's, kept apart from the program's own."""
+    """A state of torch's CPU generator, numpy's and random's, separate from the program's own."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -43,7 +43,7 @@ class PrivateRandom:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Put the private state in place; take it out again behind the block, whatever happens in it."""
+        """Install the private state for the block, and restore the program's own after it."""
         with exclusive():
             outside = _take()
             try:
@@ -59,7 +59,7 @@ class PrivateRandom:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed every generator for a build. torch's is left as the build leaves it; the others are put back."""
+    """Seed every generator for a build. torch's keeps the state after the build; the others are restored."""
     with exclusive():
         numpy_state, random_state = np.random.get_state(), random.getstate()
         np.random.seed(seed % 2**32)

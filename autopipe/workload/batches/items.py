@@ -1,4 +1,4 @@
-"""One minibatch as the user's data gives it: checked, and named leaf by leaf. ``workload.cutting`` cuts it.
+"""One minibatch of the user's data: checked, with a name for every leaf. ``workload.cutting`` cuts it.
 
 An ``Item`` is ``(inputs, target)`` or a dict.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,28 +20,28 @@ from autopipe.workload.batches.layouts import laid_out
 from autopipe.workload.cutting.objects import register_objects
 
 Item: TypeAlias = "tuple[Any, Any] | dict[str, Any]"
-_INPUTS: Any = pytree.SequenceKey(0)  # the place of the inputs in (inputs, target)
+_INPUTS: Any = pytree.SequenceKey(0)  # the position of the inputs in (inputs, target)
 
 
 def normalised(item: Any, origin: str) -> Item:
     """Return an item as a tuple of two or a plain dict.
 
-    Raises: ModelFileError, naming ``origin``, when it is neither, or holds something that cannot be cut.
+    Raises: ModelFileError, naming ``origin``, if it is neither, or contains a value that cannot be cut.
     """
     if isinstance(item, Mapping):
-        found: Item = {str(key): value for key, value in item.items()}
+        normal: Item = {str(key): value for key, value in item.items()}
     elif isinstance(item, (tuple, list)) and len(item) == 2:
-        found = (item[0], item[1])
+        normal = (item[0], item[1])
     else:
         size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
         raise ModelFileError(
-            f"{origin} gave {with_article(type(item).__name__)}{size}; wanted (inputs, target) or a dict",
+            f"{origin} gave {with_article(type(item).__name__)}{size}; expected (inputs, target) or a dict",
             remedy="put several inputs into one tuple: ((a, b), target)",
         )
-    if isinstance(found, tuple) and isinstance(found[0], Mapping) and type(found[0]) not in pytree.SUPPORTED_NODES:
-        found = ({str(key): value for key, value in found[0].items()}, found[1])  # keyword arguments of the model
-    register_objects(found)
-    for path, leaf in paths(found):
+    if isinstance(normal, tuple) and isinstance(normal[0], Mapping) and type(normal[0]) not in pytree.SUPPORTED_NODES:
+        normal = ({str(key): value for key, value in normal[0].items()}, normal[1])  # keyword arguments of the model
+    register_objects(normal)
+    for path, leaf in paths(normal):
         if not isinstance(leaf, Tensor):
             _check_other(leaf, path, origin)
         elif leaf.is_nested:
@@ -49,11 +49,11 @@ def normalised(item: Any, origin: str) -> Item:
                 f"{origin} gave a nested tensor at {path}, which cannot be cut, or sent between stages",
                 remedy="give it padded, torch.nested.to_padded_tensor(x, 0.0), and its lengths as another tensor",
             )
-    return found
+    return normal
 
 
 def _check_other(leaf: Any, path: str, origin: str) -> None:
-    """Refuse a leaf that is no tensor but holds an array or tensors: it would reach every microbatch uncut."""
+    """Reject a leaf that is not a tensor but contains arrays or tensors: every microbatch would get it uncut."""
     kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
     if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0:
         raise ModelFileError(
@@ -71,14 +71,14 @@ def _check_other(leaf: Any, path: str, origin: str) -> None:
 
 
 def paths(item: Item) -> Iterator[tuple[str, Any]]:
-    """Give every leaf with the path of people: ``inputs[0]``, ``target``, ``['labels']``."""
+    """Yield every leaf with its readable path: ``inputs[0]``, ``target``, ``['labels']``."""
     leaves, _ = pytree.tree_flatten_with_path(item)
     for path, leaf in leaves:
         yield path_text(path, isinstance(item, tuple)), leaf
 
 
 def containers(item: Item) -> Iterator[tuple[str, Any]]:
-    """Give every list and tuple inside an item with its path."""
+    """Yield every list and tuple in an item with its path."""
     seen: set[str] = set()
     for keys, _ in pytree.tree_flatten_with_path(item)[0]:
         for count in range(1, len(keys)):
@@ -96,7 +96,7 @@ def path_text(path: Sequence[Any], pair: bool) -> str:
 
 
 def shapes(item: Item) -> str:
-    """Return the tensors of an item for people: ``inputs: float32[8, 3], target: int64[8]``."""
+    """Return a readable list of the tensors of an item: ``inputs: float32[8, 3], target: int64[8]``."""
     return ", ".join(
         f"{path}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(size) for size in leaf.shape)}]"
         for path, leaf in paths(item)
@@ -105,7 +105,7 @@ def shapes(item: Item) -> str:
 
 
 def kept(item: Any) -> Any:
-    """Return a batch whose tensors stay as they are when the data fills the same memory with the next batch."""
+    """Return a batch whose tensors do not change when the data overwrites its memory with the next batch."""
 
     def copy(leaf: Tensor) -> Tensor:
         if type(leaf) is Tensor and not leaf.requires_grad and not leaf.is_quantized:
@@ -116,12 +116,12 @@ def kept(item: Any) -> Any:
 
 
 def leaf_names(item: Item, arguments: Sequence[str]) -> dict[int, str]:
-    """Return a name for every tensor of an item, by its place among the leaves: an identifier, and a stable one.
+    """Return a stable identifier for every tensor of an item, by position among the leaves.
 
     ``arguments``: the parameters of the model's forward, which name the inputs of a tuple. ``(inputs, target)`` gives
-    the parameter's name and ``target``; a dict gives its keys; what is nested gets its keys and places as suffixes.
+    the parameter's name and ``target``; a dict gives its keys; nested tensors get their keys and positions as suffixes.
     """
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path(item)[0]):
         if not isinstance(leaf, Tensor):
             continue
@@ -129,12 +129,12 @@ def leaf_names(item: Item, arguments: Sequence[str]) -> dict[int, str]:
         if isinstance(item, tuple):
             inputs = path[0] == _INPUTS
             keys = _argument(item[0], keys[1:], arguments) if inputs else ["target", *keys[1:]]
-        found[place] = _unique(_identifier("_".join(keys)), found.values())
-    return found
+        names[place] = _unique(_identifier("_".join(keys)), names.values())
+    return names
 
 
 def _argument(inputs: Any, keys: list[str], arguments: Sequence[str]) -> list[str]:
-    """Name what lies at ``keys`` of the inputs by the argument that it becomes."""
+    """Return the name parts of the tensor at ``keys`` of the inputs, which begin with the argument it becomes."""
     if isinstance(inputs, Mapping):
         return keys
     position = 0
@@ -159,12 +159,6 @@ def _unique(name: str, taken: Any) -> str:
     return candidate
 
 
-def map_tensors(item: Item, change: Callable[[Tensor], Tensor]) -> Item:
-    """Return the item with every tensor changed, as for moving it to a device."""
-    found: Item = pytree.tree_map_only(Tensor, change, item)
-    return found
-
-
 # --- synthetic inputs -------------------------------------------------------------------------------------------------
 
 _SHORT = {
@@ -177,18 +171,18 @@ _INPUT = re.compile(r"\s*([A-Za-z_]\w*)\s*:\s*(\w+)\s*\[([\d\s,]*)\]\s*(?:<\s*(\
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyntheticInput:
-    """One ``--input``: ``x:i64[8,128]<1000>``. ``bound``: exclusive upper bound of integers."""
+    """One ``--input``: ``x:i64[8,128]<1000>``."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    bound: int
+    bound: int  # exclusive upper bound of integers
 
     @classmethod
     def parse(cls, text: str) -> SyntheticInput:
-        """Read the text of one ``--input``.
+        """Parse the text of one ``--input``.
 
-        Raises: ModelFileError with the form that was wanted.
+        Raises: ModelFileError with the expected form.
         """
         match = _INPUT.fullmatch(text)
         example = 'write NAME:DTYPE[SHAPE], with <BOUND> for integers: "x:i64[8,128]<1000>"'
@@ -200,12 +194,12 @@ class SyntheticInput:
             known = ", ".join(sorted([*_SHORT, *_LONG]))
             raise ModelFileError(f"--input {text!r}: unknown dtype {dtype!r}; known: {known}", remedy=example)
         if bound is not None and int(bound) < 1:
-            raise ModelFileError(f"--input {text!r}: no integer is below {bound}", remedy=example)
+            raise ModelFileError(f"--input {text!r}: the bound {bound} is not positive", remedy=example)
         sizes = tuple(int(size) for size in shape.split(",") if size.strip())
         return cls(name, dtype, sizes, int(bound) if bound else 2)
 
     def draw(self, batch_size: int | None) -> Tensor:
-        """Return random values of this shape, dimension 0 being ``batch_size`` where one is given."""
+        """Return random values of this shape, with ``batch_size`` as dimension 0 if it is given."""
         shape = self.shape if batch_size is None or not self.shape else (batch_size, *self.shape[1:])
         dtype: torch.dtype = getattr(torch, self.dtype)
         try:
@@ -213,7 +207,7 @@ class SyntheticInput:
         except (RuntimeError, MemoryError, OverflowError) as error:
             text = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelFileError(
-                f"--input {self.name}: no tensor of shape {list(shape)} can be made: {text[0]}",
+                f"--input {self.name}: cannot allocate a tensor of shape {list(shape)}: {text[0]}",
                 where="the command line",
                 remedy="give a smaller shape",
             ) from error
@@ -225,7 +219,7 @@ class SyntheticInput:
 
 
 def synthetic(inputs: Sequence[SyntheticInput], batch_size: int | None, arguments: Sequence[str]) -> Item:
-    """Return one item of ``--input`` tensors, by name; one called ``target`` is the target if the model takes none."""
+    """Return one item of ``--input`` tensors. ``target`` is the target if the model has no argument of that name."""
     drawn: dict[str, Any] = {entry.name: entry.draw(batch_size) for entry in inputs}
     if "target" in drawn and "target" not in arguments:
         target = drawn.pop("target")
@@ -234,13 +228,13 @@ def synthetic(inputs: Sequence[SyntheticInput], batch_size: int | None, argument
 
 
 def remedy_of(error: Exception) -> str:
-    """Return what to try where a model or its loss fails on a batch."""
+    """Return the remedy for a model or a loss that fails on a batch."""
     text = str(error)
     if "dtype" in text or "scalar type" in text:
         return (
-            "compare the dtypes, not the shapes: the batch has them above; convert in data, such as x.float() for "
+            "compare the dtypes, not the shapes; the batch has those above. Convert in data, such as x.float() for "
             "inputs, or target.long() for classes"
         )
     if "NoneType" in text:
-        return "something is None there: see whether the model's forward returns its output"
+        return "a value is None there: check whether the model's forward returns its output"
     return "compare the shapes with what the model's forward takes; see example_inputs, data and --input"

@@ -1,7 +1,7 @@
-"""``python -m autopipe.workload.batches.probe`` prints digests and forms of the first minibatches of a source.
+"""``python -m autopipe.workload.batches.probe`` prints the digests and forms of the first minibatches of the data.
 
-It imports everything, prints a line, and waits for its task, one line of JSON, so that the import runs while other
-work is done. ``commands.training.repeating`` starts two of them and compares.
+The process imports everything, prints a line, and waits for its task, one line of JSON, so that the import overlaps
+with other work. ``commands.training.repeating`` starts two of them and compares the results.
 """
 
 from __future__ import annotations
@@ -31,36 +31,33 @@ MOST_FORMS = 64
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """``batch_size`` 0: the data's own. ``count``: minibatches to read. ``evaluation``: of the evaluation data, too.
-
-    ``parts``: microbatches of a minibatch, whose forms are wanted; 0 for none.
-    """
+    """The task of one probe."""
 
     spec: WorkloadSpec
-    batch_size: int
-    count: int
-    evaluation: bool = False
-    parts: int = 0
+    batch_size: int  # 0 for the data's own
+    count: int  # minibatches to read
+    evaluation: bool = False  # read those of the evaluation data, too
+    parts: int = 0  # microbatches of a minibatch, for their forms; 0 for no forms
 
 
 @dataclass(frozen=True, slots=True)
 class SeenForm:
-    """A form of a batch, and the minibatch of the training data that shows it first, from 0."""
+    """A form of a batch."""
 
-    minibatch: int
+    minibatch: int  # the first of the training data that has it, from 0
     form: BatchForm
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """``digests``: by hook, of its first minibatches. ``forms``: those of microbatches of the training data."""
+    """The result of one probe."""
 
-    digests: dict[str, tuple[str, ...]]
-    forms: tuple[SeenForm, ...] = ()
+    digests: dict[str, tuple[str, ...]]  # by hook, of its first minibatches
+    forms: tuple[SeenForm, ...] = ()  # of microbatches of the training data
 
 
 def read(task: ProbeTask) -> Reading:
-    """Read the first minibatches, and for the forms further ones: ``MOST_MINIBATCHES``, or for ``MOST_SECONDS``.
+    """Read the first minibatches, and further ones for their forms, up to ``MOST_MINIBATCHES`` or ``MOST_SECONDS``.
 
     Raises: ModelFileError as ``Workload`` does.
     """
@@ -70,7 +67,7 @@ def read(task: ProbeTask) -> Reading:
     forms: dict[str, SeenForm] = {}
 
     def note(index: int, item: Any) -> str:
-        with contextlib.suppress(Exception):  # what cannot be cut or compared is for training to refuse
+        with contextlib.suppress(Exception):  # training rejects a batch that cannot be cut or compared
             for part in workload.split(item, task.parts) if task.parts else ():
                 form = form_of(part)
                 forms.setdefault(artifact.canonical(form), SeenForm(index, form))
@@ -81,7 +78,7 @@ def read(task: ProbeTask) -> Reading:
         further = workload.evaluation_items(None, default=size)
         digests["evaluate_data"] = tuple(digest_of(item).hex() for item in itertools.islice(further, task.count))
     if task.parts:
-        with contextlib.suppress(Exception):  # it is training that is to fail of it, where it comes so far
+        with contextlib.suppress(Exception):  # training reports the error, if it gets that far
             for index in range(task.count, MOST_MINIBATCHES):
                 if time.monotonic() > deadline or len(forms) >= MOST_FORMS:
                     break
@@ -90,9 +87,9 @@ def read(task: ProbeTask) -> Reading:
 
 
 def main() -> None:
-    """Read one task from stdin, and write its result to stdout, where nothing else may be written."""
+    """Read one task from stdin, and write its result to stdout, which must contain nothing else."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's code prints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of the user's code
     out.write(READY + "\n")
     out.flush()
     line = sys.stdin.readline()
@@ -106,7 +103,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         out.write(json.dumps(answer) + "\n")
         out.close()
-    os._exit(0)  # workers of a loader may still be there; they end with their parent
+    os._exit(0)  # workers of a DataLoader may still run; they end with their parent
 
 
 if __name__ == "__main__":

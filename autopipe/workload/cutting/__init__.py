@@ -1,1 +1,1 @@
-"""How a batch is cut into microbatches: which dimension of each tensor counts the samples."""
+"""Cut a batch into microbatches: find the dimension of each tensor that counts the samples."""

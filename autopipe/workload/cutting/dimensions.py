@@ -1,7 +1,7 @@
-"""``BatchDimensions``: which dimension of each tensor of a batch counts the samples, and what follows from that.
+"""``BatchDimensions``: the dimension of each tensor of a batch that counts the samples; cuts and resizes batches.
 
-A tensor is cut along that dimension as ``torch.tensor_split`` does. One that has none (a table, a class weight), and
-everything that is no tensor, belongs to the whole batch and goes to every microbatch as it is.
+A tensor is cut along that dimension as by ``torch.tensor_split``. A tensor without such a dimension (a table, a class
+weight) and every value that is not a tensor go unchanged to every microbatch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autopipe.errors import ModelFileError, counted
 from autopipe.workload.batches.items import Item, containers, path_text, paths, shapes
 from autopipe.workload.batches.layouts import laid_out
 
-WHOLE = -1  # stands for the dimension of a tensor that is never cut
-LIST = -2  # stands for a list with one entry a sample
+WHOLE = -1  # in place of a dimension: a tensor that is never cut
+LIST = -2  # in place of a dimension: a list with one entry per sample
 
 REMEDY = (
     "define batch_dim in the model file, the dimension that counts the samples, such as batch_dim = 1 for "
@@ -31,19 +31,20 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class BatchDimensions:
-    """``known``: by path of a tensor, or of a container of tensors (``inputs[0]``, ``['ids']``, "" for all), the
-    dimension, WHOLE, or LIST. The longest path that leads to a tensor decides.
+    """The dimensions of the tensors of a batch that count the samples.
 
-    A tensor that is not in ``known`` counts its samples in dimension 0, where it has as many entries there as the batch
-    has samples: as many as the first tensor with a dimension.
+    A tensor that is not in ``known`` counts its samples in dimension 0 if that dimension is as large as the batch. The
+    first tensor with a dimension gives the size of the batch.
     """
 
+    #: By path of a tensor or of a container of tensors (``inputs[0]``, ``['ids']``, "" for all): the dimension, WHOLE
+    #: or LIST. The longest path that leads to a tensor decides.
     known: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, item: Item) -> dict[int, int]:
-        """Return, by its place among the leaves of an item, the dimension of each tensor that is cut.
+        """Return, by position among the leaves of an item, the dimension of each tensor that is cut.
 
-        Raises: ModelFileError where a tensor does not have the dimension that is known of it.
+        Raises: ModelFileError if a tensor does not have its known dimension.
         """
         leaves, structure = pytree.tree_flatten(item)
         tensors = {p: leaf for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0}
@@ -66,7 +67,7 @@ class BatchDimensions:
     def _by_place(self, structure: pytree.TreeSpec, pair: bool) -> dict[int, int]:
         try:
             leading = _leading_paths(structure, pair)
-        except TypeError:  # a container of the user's own whose context cannot be hashed
+        except TypeError:  # a container of the user whose context is not hashable
             leading = _leading_paths.__wrapped__(structure, pair)
         return {
             place: next(self.known[path] for path in some if path in self.known)
@@ -76,24 +77,24 @@ class BatchDimensions:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of a batch can be cut."""
+        """Whether no part of a batch can be cut."""
         return self.known.get("") == WHOLE
 
     def is_fixed(self, item: Item) -> bool:
-        """Tell whether the number of samples is no dimension of the tensors, so that each is another structure."""
+        """Return whether the number of samples is not a dimension of any tensor, so that each number is a structure."""
         return bool(self._lists(item)) or not self.of(item)
 
     def _lists(self, item: Item) -> list[Any]:
-        """Return the lists that have one entry a sample."""
+        """Return the lists that have one entry per sample."""
         wanted = {path for path, dimension in self.known.items() if dimension == LIST}
         return [node for path, node in containers(item) if path in wanted] if wanted else []
 
     def num_samples(self, item: Item) -> int:
-        """Return how many samples an item has.
+        """Return the number of samples of an item.
 
-        A batch that cannot be cut counts by the first tensor of its target: that is what losses average over.
+        A batch that cannot be cut counts by the first tensor of its target, because losses average over it.
 
-        Raises: ModelFileError when no tensor of it counts them.
+        Raises: ModelFileError if no tensor counts them.
         """
         leaves = pytree.tree_leaves(item)
         for place, dimension in self.of(item).items():
@@ -105,14 +106,14 @@ class BatchDimensions:
             sizes = (leaf.shape[0] for leaf in (*targets, *leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0)
             return int(next(sizes, 1))
         raise ModelFileError(
-            "the batch holds no tensor with a dimension",
+            "the batch has no tensor with a dimension",
             remedy="give samples-first tensors: dimension 0 counts the samples",
         )
 
     def split(self, item: Item, num_microbatches: int) -> list[Item]:
-        """Cut an item as ``torch.tensor_split`` does; parts without a sample are left out.
+        """Cut an item as ``torch.tensor_split`` does, without empty parts.
 
-        Raises: ModelFileError for more than one part of what cannot be cut.
+        Raises: ModelFileError for more than one part of an item that cannot be cut.
         """
         if self.is_whole:
             if num_microbatches > 1:
@@ -137,18 +138,18 @@ class BatchDimensions:
         return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
 
     def resized(self, item: Item, batch_size: int) -> Item:
-        """Return an item of exactly ``batch_size`` samples: the first ones, repeated from the start where too few.
+        """Return an item of exactly ``batch_size`` samples: the first ones, repeated if there are too few.
 
-        Its tensors lie in memory as those of ``item`` do.
+        Its tensors have the memory layout of those of ``item``.
 
-        Raises: ModelFileError where the item has no samples.
+        Raises: ModelFileError if the item has no samples.
         """
         count = self.num_samples(item)
         if count == batch_size:
             return item
         if count == 0:
             raise ModelFileError(
-                f"the batch has no samples ({shapes(item)})", remedy="leave empty batches out of the data"
+                f"the batch has no samples ({shapes(item)})", remedy="remove empty batches from the data"
             )
         if self.is_whole:
             return item
@@ -165,7 +166,7 @@ class BatchDimensions:
         return changed
 
     def _flat(self, item: Item) -> tuple[list[Any], pytree.TreeSpec, dict[int, int]]:
-        """Return the leaves of an item, lists of samples among them, its structure, and their dimensions by place."""
+        """Return the leaves of an item (a list of samples is one leaf), its structure, and the dimensions."""
         dimensions = self.of(item)
         lists = {id(node) for node in self._lists(item)}
         if not lists:
@@ -173,19 +174,19 @@ class BatchDimensions:
             return leaves, structure, dimensions
         by_tensor = {id(leaf): dimensions.get(place) for place, leaf in enumerate(pytree.tree_leaves(item))}
         leaves, structure = pytree.tree_flatten(item, is_leaf=lambda node: id(node) in lists)
-        found = {place: LIST if id(leaf) in lists else by_tensor.get(id(leaf)) for place, leaf in enumerate(leaves)}
-        return leaves, structure, {place: dimension for place, dimension in found.items() if dimension is not None}
+        kinds = {place: LIST if id(leaf) in lists else by_tensor.get(id(leaf)) for place, leaf in enumerate(leaves)}
+        return leaves, structure, {place: dimension for place, dimension in kinds.items() if dimension is not None}
 
     def _unknown(self, item: Item, count: int) -> str:
-        """Say which tensor nothing is known of, "" for none: one that came later than the batch that was looked at."""
+        """Return an error for a tensor whose dimension is unknown because the inspected batch lacked it, or ""."""
         known = self._by_place(pytree.tree_structure(item), isinstance(item, tuple))
         for place, (path, leaf) in enumerate(paths(item)):
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and place not in known and leaf.shape[0] not in (1, count):
-                return f"which dimension of {path} counts the {count} samples is not known"
+                return f"the dimension of {path} that counts the {count} samples is not known"
         return ""
 
     def check(self, item: Item, origin: str, batch_size: int | None = None) -> None:
-        """Refuse an item whose tensors do not agree on the number of samples. ``batch_size``: what was asked for.
+        """Reject an item whose tensors differ in the number of samples. ``batch_size``: the requested number.
 
         Raises: ModelFileError with all shapes.
         """
@@ -205,14 +206,16 @@ class BatchDimensions:
                 problem = f"{places[place][0]} has {entries} samples in dimension {dimension}, and others have {count}"
                 break
         if not problem and batch_size is not None and count > batch_size:
-            problem = f"it was asked for {batch_size} samples and gave {count}"
+            problem = f"{batch_size} samples were requested, and it has {count}"
         if problem:
-            raise ModelFileError(f"{origin} gave a batch that cannot be cut: {problem} ({shapes(item)})", remedy=REMEDY)
+            raise ModelFileError(
+                f"{origin} returned a batch that cannot be cut: {problem} ({shapes(item)})", remedy=REMEDY
+            )
 
 
 @functools.lru_cache(maxsize=256)
 def _leading_paths(structure: pytree.TreeSpec, pair: bool) -> Sequence[Sequence[str]]:
-    """Return, by place of a leaf, its own path and those of the containers around it, the longest first."""
+    """Return, by position of a leaf, its path and those of the containers around it, the longest first."""
     empty = pytree.tree_unflatten([0] * structure.num_leaves, structure)
     keyed, _ = pytree.tree_flatten_with_path(empty)
     return [[path_text(keys[:count], pair) for count in range(len(keys), -1, -1)] for keys, _ in keyed]
@@ -232,7 +235,7 @@ def _entries(leaf: Tensor, dimension: int) -> int:
 
 
 def check_samples_first(item: Item, origin: str, batch_size: int | None = None) -> None:
-    """Refuse an item whose tensors do not agree on dimension 0. ``batch_size``: what was asked for.
+    """Reject an item whose tensors differ in dimension 0. ``batch_size``: the requested number of samples.
 
     Raises: ModelFileError with all shapes.
     """
@@ -247,10 +250,10 @@ def check_samples_first(item: Item, origin: str, batch_size: int | None = None) 
         if targets and all(leaf.shape[0] != count for leaf in targets):
             problem = "the target's dimension 0 differs from the inputs'"
     if not problem and batch_size is not None and count > batch_size:
-        problem = f"it was asked for {batch_size} samples and gave {count}"
+        problem = f"{batch_size} samples were requested, and it has {count}"
     if not problem and batch_size not in (None, count) and all(leaf.shape[1:2] == (batch_size,) for leaf in leaves):
-        problem = f"the {batch_size} samples that it was asked for are in dimension 1"
+        problem = f"the {batch_size} requested samples are in dimension 1"
     if problem:
         raise ModelFileError(
-            f"{origin} gave a batch that is not samples-first: {problem} ({shapes(item)})", remedy=REMEDY
+            f"{origin} returned a batch that is not samples-first: {problem} ({shapes(item)})", remedy=REMEDY
         )

@@ -1,4 +1,4 @@
-"""Which dimension counts the samples: what ``batch_dim`` says, or what changes with the batch size."""
+"""Find the dimension that counts the samples: from ``batch_dim``, or because it changes with the batch size."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from autopipe.workload.batches.items import Item, containers, path_text, paths
 from autopipe.workload.cutting.dimensions import LIST, REMEDY, WHOLE, BatchDimensions
 
 SIZES = (5, 7, 11)
-"""The batch sizes that the data is asked for; the last one only where the first two leave two dimensions of a tensor
-possible."""
+"""The batch sizes to request; the last one only if two dimensions of a tensor remain possible after the others."""
 
 
-class Unanswered(Exception):  # noqa: N818  # not an error of the user's
-    """The data does not give a batch of the size that it was asked for."""
+class SizeNotAvailable(Exception):  # noqa: N818  # not an error of the user's
+    """The data does not give a batch of the requested size."""
 
 
 def declared(value: Any, label: str, path: str) -> BatchDimensions:
-    """Return what ``batch_dim`` of a model file says: a number for all tensors, or a structure of numbers.
+    """Return the dimensions of ``batch_dim`` of a model file: one number for all tensors, or a structure of numbers.
 
-    The structure is that of the batch or of its upper part: ``(inputs, target)``, or a dict by name. None stands for
-    tensors that are never cut. What is left out counts its samples in dimension 0.
+    The structure is that of the batch or of its upper levels: ``(inputs, target)``, or a dict by name. None marks
+    tensors that are never cut. Tensors that it omits count their samples in dimension 0.
 
-    Raises: ModelFileError naming the entry that is neither.
+    Raises: ModelFileError naming an entry that is neither a number nor None.
     """
     known: dict[str, int] = {}
     if isinstance(value, (tuple, list)) and len(value) != 2:
-        raise _undeclarable(f"has {len(value)} entries", label, path)
+        raise _invalid_batch_dim(f"has {len(value)} entries", label, path)
     for place, entry in _entries((), value):
         where = path_text(place, isinstance(value, (tuple, list)))
         if entry is not None and (not isinstance(entry, int) or isinstance(entry, bool) or entry < 0):
-            raise _undeclarable(f"has {entry!r}{f' at {where}' if where else ''}", label, path)
+            raise _invalid_batch_dim(f"has {entry!r}{f' at {where}' if where else ''}", label, path)
         known[where] = WHOLE if entry is None else entry
     return BatchDimensions(known)
 
@@ -51,16 +50,16 @@ def _entries(place: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ..
         yield place, value
 
 
-def _undeclarable(problem: str, label: str, path: str) -> ModelFileError:
+def _invalid_batch_dim(problem: str, label: str, path: str) -> ModelFileError:
     return ModelFileError(
         f"batch_dim of {label} {problem}",
         where=path,
-        remedy="give the dimension that counts the samples, from 0 on: one number, (inputs, target), or a dict by name",
+        remedy="give the dimension that counts the samples, from 0: one number, (inputs, target), or a dict by name",
     )
 
 
 def is_plain(item: Item, batch_size: int) -> bool:
-    """Tell whether dimension 0, and nothing else, counts the ``batch_size`` samples that the data was asked for."""
+    """Return whether dimension 0, and no other, has the requested ``batch_size`` in every tensor."""
     return all(
         leaf.shape[0] == batch_size and batch_size not in leaf.shape[1:]
         for _, leaf in paths(item)
@@ -69,10 +68,10 @@ def is_plain(item: Item, batch_size: int) -> bool:
 
 
 def in_dimension_one(item: Item) -> BatchDimensions | None:
-    """Return the dimensions of a batch whose samples dimension 1 of its first tensor counts; None where it cannot.
+    """Return the dimensions of a batch if dimension 1 of its first tensor counts the samples; None if it cannot.
 
-    A tensor counts them in dimension 1 where it is as long there, else in dimension 0, else it is never cut. What
-    dimension 0 of the batch would cut must have one of them, and so must the target.
+    A tensor counts them in dimension 1 if it is as long there, else in dimension 0, else it is never cut. The target
+    and every tensor that a cut along dimension 0 would cut must have one of the two.
     """
     tensors = {path: leaf for path, leaf in paths(item) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     first = next(iter(tensors.values()), None)
@@ -89,12 +88,12 @@ def in_dimension_one(item: Item) -> BatchDimensions | None:
     return BatchDimensions(known)
 
 
-def asked(read: Callable[[int], Item]) -> BatchDimensions:
-    """Return the dimensions that change with the batch size. ``read``: gives the first batch of so many samples.
+def infer(read: Callable[[int], Item]) -> BatchDimensions:
+    """Return the dimensions that change with the batch size. ``read``: returns the first batch of a given size.
 
-    Nothing is known of tensors whose sizes do not follow the batch size in any batch: then the result is empty.
+    The result is empty if no tensor follows the batch size.
 
-    Raises: ModelFileError for a tensor in which two dimensions do; whatever ``read`` raises.
+    Raises: ModelFileError for a tensor in which two dimensions follow it; any exception of ``read``.
     """
     items = [read(size) for size in SIZES[:2]]
     batches, lists = [_shapes(item) for item in items], [_lengths(item) for item in items]
@@ -113,8 +112,8 @@ def asked(read: Callable[[int], Item]) -> BatchDimensions:
     for path, dimensions in candidates.items():
         if len(dimensions) > 1:
             raise ModelFileError(
-                f"{path} has as many entries as the batch has samples in dimensions "
-                f"{' and '.join(map(str, dimensions))}: which of them counts the samples is not known",
+                f"dimensions {' and '.join(map(str, dimensions))} of {path} are both as large as the batch; "
+                "the one that counts the samples is not known",
                 remedy=REMEDY,
             )
     known = {path: dimensions[0] if dimensions else WHOLE for path, dimensions in candidates.items()}
@@ -127,12 +126,12 @@ def _shapes(item: Item) -> dict[str, tuple[int, ...]]:
 
 
 def _lengths(item: Item) -> dict[str, tuple[int, ...]]:
-    """Return the lengths of the lists and tuples in a batch; of those in other ones that of the outermost."""
+    """Return the lengths of the lists and tuples in a batch, nested ones included."""
     return {path: (len(node),) for path, node in containers(item) if type(node) in (list, tuple)}
 
 
 def _sizes(batches: list[dict[str, tuple[int, ...]]]) -> tuple[int, int] | None:
-    """Return how many samples two batches have: what was asked for, or less where the data is short."""
+    """Return the numbers of samples of two batches: the requested ones, or less if the data is short."""
     few, many = batches
     pairs = {
         pair
@@ -147,7 +146,7 @@ def _sizes(batches: list[dict[str, tuple[int, ...]]]) -> tuple[int, int] | None:
 
 
 def _following(batches: list[dict[str, tuple[int, ...]]], sizes: tuple[int, ...]) -> dict[str, list[int]]:
-    """Return, by path of a tensor that all batches have, the dimensions that are as large as the batch in each."""
+    """Return, by path of a tensor in all batches, the dimensions that are as large as the batch in each of them."""
     common = set.intersection(*(set(batch) for batch in batches))
     return {
         path: [

@@ -1,4 +1,4 @@
-"""The ``split`` hook: the user's own way to cut a batch into microbatches."""
+"""The ``split`` hook: the user's function that cuts a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -11,30 +11,27 @@ from autopipe.workload.hooks.hook import Hook
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """How a training asks for its minibatches, and cuts them. ``batch_size`` 0: the data's own.
+    """How a training reads and cuts its minibatches."""
 
-    ``parts``: number of microbatches.
-    """
-
-    parts: int = 1
-    batch_size: int | None = None
+    parts: int = 1  # number of microbatches
+    batch_size: int | None = None  # None for the data's own
 
 
 def split_by(hook: Hook, item: Item, parts: int) -> list[Item]:
-    """Return the microbatches that the hook makes of a batch: as many as were asked for, or fewer.
+    """Return the microbatches that the hook returns for a batch: ``parts`` of them, or fewer.
 
-    Raises: ModelFileError where the hook fails, or gives anything else.
+    Raises: ModelFileError if the hook fails, or returns anything else.
     """
     microbatches = hook(item, parts)
     problem = ""
     if not isinstance(microbatches, (list, tuple)):
-        problem = f"gave {with_article(type(microbatches).__name__)}"
+        problem = f"returned {with_article(type(microbatches).__name__)}"
     elif not 1 <= len(microbatches) <= parts:
-        problem = f"gave {counted(len(microbatches), 'batch')} where {parts} were asked for"
+        problem = f"returned {counted(len(microbatches), 'batch')}, and {parts} were requested"
     if problem:
         raise ModelFileError(
             f"{hook.label} {problem}",
             where=hook.place,
-            remedy="return a list of as many batches as parts, each of them like a batch of data",
+            remedy="return a list of `parts` batches, each structured like a batch of the data",
         )
     return [normalised(microbatch, f"{hook.label}, part {number}") for number, microbatch in enumerate(microbatches)]

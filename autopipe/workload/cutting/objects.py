@@ -1,9 +1,9 @@
-"""Objects that hold the tensors of a batch: taken apart and put together again, so that they are cut as tuples are.
+"""Flatten and rebuild objects that contain tensors of a batch, so that they are cut like tuples.
 
-torch's pytrees know tuples, lists, dicts and named tuples. Dataclasses, classes with attributes or slots and
-subclasses of containers are registered there when a batch with such an object is read. What it holds becomes leaves,
-and a microbatch gets another object of the same class. No constructor runs for it. What a library has registered
-itself is left as it is.
+torch's pytrees support tuples, lists, dicts and named tuples. Dataclasses, classes with attributes or slots, and
+subclasses of containers are registered there when a batch with such an object is read. Their contents become leaves,
+and a microbatch gets another object of the same class, created without its constructor. Classes that a library has
+registered itself stay as they are.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-_DEEPEST = 6  # objects inside of objects
+_DEEPEST = 6  # levels of nested objects
 
 
 def register_objects(item: Any) -> None:
-    """Register the classes of all objects in a batch that hold tensors."""
+    """Register the classes of all objects in a batch that contain tensors."""
     for _ in range(_DEEPEST):
         kinds = {type(leaf) for leaf in pytree.tree_leaves(item) if _holds_tensors(leaf, _DEEPEST)}
         if not kinds:
@@ -39,7 +39,7 @@ def _can_be_registered(kind: type) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what an object holds: its entries, where it is a container, and its attributes."""
+    """Return the contents of an object: its entries, if it is a container, and its attributes."""
     return [entry for _, entry in _keyed(value)]
 
 
@@ -54,7 +54,7 @@ def _keyed(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _attributes(value: Any) -> list[str]:
-    """Return the names of an object's own attributes, those in slots included."""
+    """Return the names of the attributes of an object, those in slots included."""
     names = list(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -86,7 +86,7 @@ def _register(kind: type) -> None:
 
 
 def _rebuilt(kind: type, entries: Mapping[Any, Any]) -> Any:
-    """Return an object of a class with these entries and attributes. Its constructor is not called."""
+    """Return an object of a class with these entries and attributes, without calling its constructor."""
     items = [entry for key, entry in entries.items() if isinstance(key, pytree.SequenceKey)]
     value: Any = tuple.__new__(kind, items) if issubclass(kind, tuple) else kind.__new__(kind)
     if issubclass(kind, list):

@@ -1,1 +1,1 @@
-"""The hooks of a model file: optimizer, loss and the others, each checked before it is used."""
+"""The hooks of a model file: optimizer, loss and the others, each checked before use."""

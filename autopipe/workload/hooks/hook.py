@@ -1,4 +1,4 @@
-"""Hooks: what a model file may define beside the model, each also an option of TARGET syntax.
+"""Hooks: functions that a model file may define besides the model, each also an option that takes a TARGET.
 
 =================  ====================================  ===============================================
 hook               signature                             without it
@@ -8,12 +8,12 @@ loss               (output, target) -> scalar[, weight]  ``output.loss``, ``outp
 data               (batch_size) or () -> iterable        synthetic batches from ``example_inputs``
 optimizer          (named_parameters) -> Optimizer       AdamW
 scheduler          (optimizer) -> LRScheduler            none
-after_step         (named_parameters, step)              nothing is done after a step
+after_step         (named_parameters, step)              nothing happens after a step
 evaluate_data      as ``data``                           none
 split              (batch, parts) -> list of batches     cut along the samples
 =================  ====================================  ===============================================
 
-A loss that is a module with parameters: see ``own_loss``.
+``own_loss`` handles a loss that is a module with parameters.
 """
 
 from __future__ import annotations
@@ -44,25 +44,22 @@ _ARGUMENTS = {"example_inputs": 1, "loss": 2, "optimizer": 1, "scheduler": 1, "a
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One hook: ``function`` is what is called (or iterated, where it is no function), ``path`` its file.
-
-    ``from_class``: ``function`` is an instance of the class that the user has named.
-    """
+    """One hook of the user."""
 
     name: str
-    function: Any
-    origin: str
-    path: str
-    from_class: bool = False
+    function: Any  # is called; or iterated, if it is an iterable of data
+    origin: str  # human-readable: the file or TARGET that defines it
+    path: str  # of the file, for errors
+    from_class: bool = False  # whether ``function`` is an instance of the class that the user named
 
     @property
     def label(self) -> str:
-        """The hook for people: ``data of gpt.py``."""
+        """The human-readable name: ``data of gpt.py``."""
         return f"{self.name} of {self.origin}"
 
     @property
     def place(self) -> str:
-        """Where it is defined: ``file:line in name``, or its file."""
+        """The definition: ``file:line in name``, or its file."""
         try:
             function = inspect.unwrap(self.function)
             path, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
@@ -71,17 +68,17 @@ class Hook:
         return f"{path}:{line} in {getattr(function, '__name__', self.name)}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; what it raises becomes a ModelFileError with the user's line."""
+        """Call the hook. Its exceptions become a ModelFileError with the user's line."""
         with users_code(self.label, self.path):
             return self.function(*args, **kwargs)
 
     @property
     def takes_batch_size(self) -> bool:
-        """Whether a data hook can be given a batch size: it names it, or cannot do without its first argument."""
+        """Whether a data hook takes a batch size: it has a parameter of that name, or one required argument."""
         return callable(self.function) and (_names_batch_size(self.function) or self.needs_batch_size)
 
     def source(self, batch_size: int | None) -> Any:
-        """Return what a data hook iterates; call it outside of ``__call__``'s care."""
+        """Return the iterable of a data hook. Its exceptions propagate unchanged."""
         if not callable(self.function):
             return self.function
         if batch_size is None:
@@ -92,12 +89,12 @@ class Hook:
 
     @property
     def names_batch_size(self) -> bool:
-        """Whether a data hook takes the batch size by its name."""
+        """Whether a data hook has a parameter named ``batch_size``."""
         return callable(self.function) and _names_batch_size(self.function)
 
     @property
     def needs_batch_size(self) -> bool:
-        """Whether a data hook must be given a batch size."""
+        """Whether a data hook requires a batch size."""
         return callable(self.function) and not takes(self.function, 0)
 
 
@@ -110,7 +107,7 @@ def _names_batch_size(function: Callable[..., Any]) -> bool:
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Tell whether a callable can be called with ``count`` positional arguments. What cannot be read is believed."""
+    """Return whether a callable takes ``count`` positional arguments; True if its signature cannot be read."""
     target = function.forward if isinstance(function, nn.Module) else function
     try:
         signature = inspect.signature(target)
@@ -126,33 +123,33 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 def find_hooks(
     module: ModuleType, label: str, options: Mapping[str, str], without: Sequence[str] = ()
 ) -> dict[str, Hook]:
-    """Return the hooks of a model file, each replaced by its option where one is given.
+    """Return the hooks of a model file; an option replaces the hook of its name.
 
-    ``without``: what the command line says in another way, so that the file is not asked.
+    ``without``: hooks of the file to ignore, because another option of the command line replaces them.
 
-    Raises: ModelFileError for an unknown hook, one that is not there, and one of the wrong shape.
+    Raises: ModelFileError for an unknown hook, one that does not exist, and one of the wrong signature.
     """
     for name in options:
         if name not in HOOKS:
             raise ModelFileError(unknown_choice("hook", name, HOOKS))
-    found = {}
+    hooks = {}
     for name in HOOKS:
         if name in options:
-            found[name] = _from_option(name, options[name], module, label)
+            hooks[name] = _from_option(name, options[name], module, label)
         elif name not in without and vars(module).get(name) is not None:
             path = getattr(module, "__file__", None) or ""
             value = vars(module)[name]
             instance = _instance(value, name, label, path)
-            found[name] = _checked(Hook(name, instance, label, path, instance is not value))
+            hooks[name] = _checked(Hook(name, instance, label, path, instance is not value))
     if _is_split(vars(module).get("split"), module.__name__):
-        found["split"] = Hook("split", vars(module)["split"], label, getattr(module, "__file__", None) or "")
-    return found
+        hooks["split"] = Hook("split", vars(module)["split"], label, getattr(module, "__file__", None) or "")
+    return hooks
 
 
 def _is_split(value: Any, module: str) -> bool:
-    """Tell whether the name ``split`` of a file stands for the hook: a function ``split(batch, parts)`` of that file.
+    """Return whether ``split`` of a file is the hook: a function ``split(batch, parts)`` of that file.
 
-    Scripts have other functions of that name, such as one that parts training from validation data.
+    Scripts have other functions of that name, such as one that separates training from validation data.
     """
     if not inspect.isfunction(value) or value.__module__ != module:
         return False
@@ -172,15 +169,15 @@ def _from_option(name: str, text: str, model_module: ModuleType, model_label: st
 
 
 def _instance(value: Any, name: str, label: str, path: str) -> Any:
-    """Make an instance where a class is given (``torch.nn:CrossEntropyLoss``), but for classes of optimizers."""
+    """Return an instance if the value is a class (``torch.nn:CrossEntropyLoss``), except for optimizers."""
     if not isinstance(value, type) or (name == "optimizer" and issubclass(value, torch.optim.Optimizer)):
         return value
-    with users_code(f"{name} of {label}: making {with_article(value.__name__)}", path):
+    with users_code(f"{name} of {label}: instantiating {with_article(value.__name__)}", path):
         return value()
 
 
 def _checked(hook: Hook) -> Hook:
-    value, wanted = hook.function, f"wanted {hook.name}{HOOKS[hook.name]}"
+    value, wanted = hook.function, f"expected {hook.name}{HOOKS[hook.name]}"
     if not callable(value):
         if (
             hook.name in ("data", "evaluate_data")
@@ -190,7 +187,7 @@ def _checked(hook: Hook) -> Hook:
             if isinstance(value, Iterator):
                 raise _wrong(hook, "is an iterator, which can be read only once", f"{wanted}, or a DataLoader")
             return hook
-        raise _wrong(hook, f"is {with_article(type(value).__name__)}", wanted + _other_way(hook))
+        raise _wrong(hook, f"is {with_article(type(value).__name__)}", wanted + _alternative(hook))
     if hook.name in _ARGUMENTS:
         if not takes(value, _ARGUMENTS[hook.name]):
             raise _wrong(hook, f"cannot be called with {_ARGUMENTS[hook.name]} argument(s)", wanted)
@@ -199,19 +196,19 @@ def _checked(hook: Hook) -> Hook:
     return hook
 
 
-def _other_way(hook: Hook) -> str:
-    """Say what helps where a script has something else under the name of a hook."""
+def _alternative(hook: Hook) -> str:
+    """Return a remedy for a script that uses the name of a hook for something else."""
     value = hook.function
     if isinstance(value, torch.optim.Optimizer):
         rate = value.param_groups[0].get("lr", 1e-3)
         return (
-            ", a function, since every stage makes its own; "
+            ", a function, because every stage creates its own; "
             f"or --optimizer {type(value).__name__.lower()} --lr {float(rate):g}"
         )
     if hook.name == "scheduler":
-        return ", a function, since every stage makes its own; or give the script's own another name"
+        return ", a function, because every stage creates its own; or rename the one of the script"
     if hook.name == "loss":
-        return "; or name the function in the file that is the loss: --loss :criterion"
+        return "; or name the function in the file that computes the loss: --loss :criterion"
     return ""
 
 

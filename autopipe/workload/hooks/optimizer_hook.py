@@ -1,7 +1,7 @@
-"""The user's optimizer hook, called for the parameters of one stage: it must choose there as it does in the model.
+"""Call the user's optimizer hook for the parameters of one stage, and check that it selects as in the whole model.
 
-A hook may take some parameters only (adapters, the head). Then a stage that has none of them needs no optimizer, and
-the hook, which fails there (an empty list of parameters), is not at fault.
+A hook may select only some parameters (adapters, the head). A stage without any of them then needs no optimizer, and
+the hook may fail there on an empty list of parameters.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from autopipe.workload.hooks.optimizers import Named, make_optimizer, stepped
 
 
 class OptimizerHook:
-    """``lr``: of ``--lr``, None for the hook's own. ``build``: the model; with ``empty=True`` without memory."""
+    """The optimizer hook of a workload."""
 
     def __init__(self, hook: Hook, lr: float | None, build: Callable[..., nn.Module]) -> None:
-        self.hook, self.lr, self._build = hook, lr, build
+        self.hook = hook
+        self.lr = lr  # of --lr; None for the hook's own
+        self._build = build  # builds the model; with ``empty=True`` without memory for its parameters
 
     def optimizer(self, trained: Named) -> Optimizer | None:
-        """Return the optimizer of some of the model's parameters, None where the hook takes none of them.
+        """Return the optimizer of some of the model's parameters; None if the hook selects none of them.
 
-        Raises: ModelFileError when the hook fails on the whole model too, steps parameters that it was not given, or
-        takes other parameters of a stage than it takes of them in the whole model.
+        Raises: ModelFileError if the hook also fails on the whole model, steps parameters that it was not given, or
+        selects other parameters of a stage than it selects of them in the whole model.
         """
         try:
             optimizer = make_optimizer(self.hook, trained, self.lr)
@@ -40,14 +42,14 @@ class OptimizerHook:
             if self._chosen.isdisjoint(names):
                 return None
             raise self._failing_on_a_part(error, trained) from error
-        self._refuse_strangers(optimizer, trained)
+        self._refuse_foreign_parameters(optimizer, trained)
         taken = {id(parameter) for parameter in stepped(optimizer)}
         if len(taken) < len(trained):
-            self._refuse_other_choice({name for name, parameter in trained if id(parameter) in taken}, trained)
+            self._refuse_inconsistent_choice({name for name, parameter in trained if id(parameter) in taken}, trained)
         return optimizer if taken else None
 
     def chosen(self) -> dict[str, Parameter]:
-        """Return the parameters that the hook takes of the whole model. Raises: ModelFileError where it fails."""
+        """Return the parameters that the hook selects from the whole model. Raises: ModelFileError if it fails."""
         return {name: parameter for name, parameter in self._of_model.items() if name in self._chosen}
 
     @functools.cached_property
@@ -56,9 +58,9 @@ class OptimizerHook:
 
     @functools.cached_property
     def _chosen(self) -> frozenset[str]:
-        """The names of the parameters that the hook takes when it is given the whole model.
+        """The names of the parameters that the hook selects from the whole model.
 
-        Raises: ModelFileError where it fails on the whole model too.
+        Raises: ModelFileError if it fails on the whole model too.
         """
         named = self._of_model
         try:
@@ -72,13 +74,14 @@ class OptimizerHook:
         names = {id(parameter): name for name, parameter in named.items()}
         return frozenset(names[id(p)] for p in stepped(optimizer) if id(p) in names)
 
-    def _refuse_strangers(self, optimizer: Optimizer, trained: Named) -> None:
-        given = {id(parameter) for _, parameter in trained}
-        others = [parameter for parameter in stepped(optimizer) if id(parameter) not in given]
+    def _refuse_foreign_parameters(self, optimizer: Optimizer, trained: Named) -> None:
+        known = {id(parameter) for _, parameter in trained}
+        others = [parameter for parameter in stepped(optimizer) if id(parameter) not in known]
         if others:
             raise ModelFileError(
-                f"{self.hook.label} gave an optimizer with {counted(len(others), 'parameter')} that it was not given, "
-                f"the first of shape {list(others[0].shape)}: it takes them from elsewhere, such as a global model",
+                f"{self.hook.label} returned an optimizer with {counted(len(others), 'parameter')} that it was not "
+                f"given, the first of shape {list(others[0].shape)}: they come from another source, such as a global "
+                "model",
                 where=self.hook.path,
                 remedy="take the parameters from the argument of the hook: pairs of name and parameter",
             )
@@ -92,22 +95,22 @@ class OptimizerHook:
             "parameters there",
         )
 
-    def _refuse_other_choice(self, taken: set[str], trained: Named) -> None:
+    def _refuse_inconsistent_choice(self, taken: set[str], trained: Named) -> None:
         known = {name for name, _ in trained} & self._of_model.keys()
         wanted = known & self._chosen
         differing = sorted((taken & known) ^ wanted)
         if differing:
-            ways = ("leaves out", "takes") if differing[0] in wanted else ("takes", "leaves out")
+            in_stage, in_model = ("leaves out", "takes") if differing[0] in wanted else ("takes", "leaves out")
             raise ModelFileError(
-                f"{self.hook.label} does not choose parameters by name: it {ways[0]} {differing[0]} when it is given "
-                f"the parameters of one stage, and {ways[1]} it when it is given those of the whole model",
+                f"{self.hook.label} does not choose parameters by name: it {in_stage} {differing[0]} when it is given "
+                f"the parameters of one stage, and {in_model} it when it is given those of the whole model",
                 where=self.hook.path,
                 remedy="choose parameters by their names or shapes, not by their number or their place in the list",
             )
 
 
 def trained_parameters(build: Callable[..., nn.Module]) -> dict[str, Parameter]:
-    """Return the parameters of a model that are trained, without memory where it can be built so."""
+    """Return the trained parameters of a model; on ``meta`` if the model can be built without memory for them."""
     with exclusive():
         try:
             model = build(empty=True)

@@ -20,11 +20,11 @@ Named = Sequence[tuple[str, Parameter]]
 
 def known_optimizers() -> dict[str, type[Optimizer]]:
     """Return torch's optimizers by lower-case name, without those that need a closure or sparse gradients."""
-    found = {}
+    classes = {}
     for name, value in vars(torch.optim).items():
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer:
-            found[name.lower()] = value
-    return {name: found[name] for name in sorted(found) if name not in ("lbfgs", "sparseadam")}
+            classes[name.lower()] = value
+    return {name: classes[name] for name in sorted(classes) if name not in ("lbfgs", "sparseadam")}
 
 
 def named_optimizer(name: str) -> type[Optimizer]:
@@ -41,14 +41,14 @@ def named_optimizer(name: str) -> type[Optimizer]:
 
 
 def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
-    """Call the user's optimizer hook, or instantiate the class that it is, and put ``--lr`` in.
+    """Call the user's optimizer hook, or instantiate it if it is a class, and apply ``--lr``.
 
-    Raises: ModelFileError when it fails, gives something else, or leaves several learning rates to one ``--lr``.
+    Raises: ModelFileError if it fails, returns another type, or uses several learning rates and ``--lr`` is given.
     """
     if isinstance(hook.function, type):
-        made = _with_rate(hook, list(named), lr)
-        return _stepping(hook, checked(hook, made, Optimizer))
-    optimizer = _stepping(hook, checked(hook, hook(list(named)), Optimizer))
+        instance = _instantiated(hook, list(named), lr)
+        return _steps_on_gradients(hook, checked(hook, instance, Optimizer))
+    optimizer = _steps_on_gradients(hook, checked(hook, hook(list(named)), Optimizer))
     if lr is not None:
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         if len(rates) > 1:
@@ -56,76 +56,76 @@ def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
                 f"{hook.label} uses {len(rates)} learning rates ({', '.join(f'{rate:g}' for rate in rates)}), "
                 f"and --lr {lr:g} cannot stand for all of them",
                 where=hook.path,
-                remedy="set them in the hook and leave --lr out",
+                remedy="set them in the hook and omit --lr",
             )
         for group in optimizer.param_groups:
             group["lr"] = lr
     return optimizer
 
 
-def _with_rate(hook: Hook, named: list[tuple[str, Parameter]], lr: float | None) -> object:
+def _instantiated(hook: Hook, named: list[tuple[str, Parameter]], lr: float | None) -> object:
     if lr is None:
         return hook(named)
     with advising(f"see whether {hook.origin} takes a learning rate of {lr:g} (--lr)"):
         return hook(named, lr=lr)
 
 
-def _stepping(hook: Hook, optimizer: Optimizer) -> Optimizer:
-    """Refuse an optimizer that cannot step on what a pipeline gives it: dense gradients, once a minibatch.
+def _steps_on_gradients(hook: Hook, optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer if it steps on dense gradients alone, once per minibatch, as a pipeline needs.
 
-    Raises: ModelFileError.
+    Raises: ModelFileError otherwise.
     """
     name = type(optimizer).__name__
-    # of the class: a scheduler wraps the step of the object, and hides its arguments
+    # of the class: a scheduler wraps the step of the object and hides its arguments
     if not takes(type(optimizer).step, 1):
         raise ModelFileError(
-            f"{hook.label} gave {with_article(name)}, whose step needs a closure that runs the whole model again",
+            f"{hook.label} returned {with_article(name)}, whose step needs a closure that runs the whole model again",
             where=hook.path,
             remedy="choose one that steps on gradients alone, such as AdamW or SGD",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ModelFileError(
-            f"{hook.label} gave {with_article(name)}, which takes sparse gradients alone; here they are dense",
+            f"{hook.label} returned {with_article(name)}, which takes only sparse gradients; here they are dense",
             where=hook.path,
-            remedy="choose AdamW or another one, and sparse=False in the embedding",
+            remedy="use another optimizer, such as AdamW, and sparse=False in the embedding",
         )
     return optimizer
 
 
-def checked(hook: Hook, made: object, kind: type[T]) -> T:
-    """Return what the hook made, if it is of the kind that was asked for.
+def checked(hook: Hook, value: object, kind: type[T]) -> T:
+    """Return the result of the hook if it has the expected type.
 
     Raises: ModelFileError otherwise.
     """
-    if not isinstance(made, kind):
+    if not isinstance(value, kind):
         raise ModelFileError(
-            f"{hook.label} gave {with_article(type(made).__name__)}, not a torch {kind.__name__}",
+            f"{hook.label} returned {with_article(type(value).__name__)}, not a torch {kind.__name__}",
             where=hook.path,
-            remedy=f"return the {kind.__name__} from it",
+            remedy=f"return the {kind.__name__}",
         )
-    return made
+    return value
 
 
 def make_scheduler(hook: Hook, optimizer: Optimizer) -> LRScheduler:
     """Call the user's scheduler hook.
 
-    Raises: ModelFileError when it fails, gives something else, or a scheduler whose ``step`` needs an argument.
+    Raises: ModelFileError if it fails, returns another type, or a scheduler whose ``step`` needs an argument.
     """
     scheduler = checked(hook, hook(optimizer), LRScheduler)
     name = type(scheduler).__name__
-    # ReduceLROnPlateau must be refused even where its subclass has a default for the metric
+    # refused even if a subclass has a default for the metric
     if not takes(scheduler.step, 0) or isinstance(scheduler, ReduceLROnPlateau):
         raise ModelFileError(
-            f"{hook.label} gave {with_article(name)}, whose step needs an argument, such as a metric; "
+            f"{hook.label} returned {with_article(name)}, whose step needs an argument, such as a metric; "
             "a pipeline calls scheduler.step() after every optimizer step, without one",
             where=hook.path,
-            remedy="choose one that goes by the number of steps, such as CosineAnnealingLR or LambdaLR; to lower the "
-            "rate by hand, leave the scheduler out and go on from a checkpoint with --resume --lr",
+            remedy="use one that depends on the number of steps, such as CosineAnnealingLR or LambdaLR; to lower the "
+            "rate by hand, omit the scheduler and continue from a checkpoint with --resume --lr",
         )
-    given = {id(parameter) for parameter in stepped(optimizer)}
-    if any(id(parameter) not in given for parameter in stepped(scheduler.optimizer)):
+    known = {id(parameter) for parameter in stepped(optimizer)}
+    if any(id(parameter) not in known for parameter in stepped(scheduler.optimizer)):
         raise ModelFileError(
-            f"{hook.label} gave {with_article(name)} of another optimizer than it was given",
+            f"{hook.label} returned {with_article(name)} of another optimizer than it was given",
             where=hook.path,
             remedy="make the scheduler for the optimizer that is the argument of the hook",
         )
@@ -138,5 +138,5 @@ def stepped(optimizer: Optimizer) -> list[Parameter]:
 
 
 def default_optimizer(kind: type[Optimizer], named: Named, lr: float | None) -> Optimizer:
-    """Return one of torch's optimizers, with its own defaults but for ``lr``."""
+    """Return one of torch's optimizers with its defaults, except for ``lr``."""
     return make_optimizer(Hook("optimizer", kind, f"torch.optim.{kind.__name__}", ""), named, lr)

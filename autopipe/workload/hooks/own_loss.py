@@ -1,9 +1,9 @@
-"""The user's loss hook: what is called with (output, target), and the parameters that it may have of its own.
+"""The user's loss hook, which is called with (output, target), and its own parameters.
 
-A loss that is an ``nn.Module`` with parameters (uncertainty weighting, ArcFace, a learnable temperature) is hung into
-the model as one more child, so that its parameters are trained, cut, saved and exported as the model's are, under names
-that begin with ``loss.``. While the model runs, the child is taken out: a forward that iterates over its children, as
-that of ``nn.Sequential`` does, sees the model alone.
+A loss that is an ``nn.Module`` with parameters (uncertainty weighting, ArcFace, a learnable temperature) becomes one
+more child of the model, so that its parameters are trained, cut, saved and exported like the model's, under names that
+begin with ``loss.``. While the model runs, the child is removed: a forward that iterates over its children, as that of
+``nn.Sequential``, sees only the model.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from autopipe.workload.batches.items import Item
 from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import users_code
 
-# the first of them that the model has no attribute of
+# names of the child: the first one that the model does not have
 _NAMES = ("loss", "loss_hook", "autopipe_loss")
 
 
 class OwnLoss:
-    """``hook``: the loss hook, None where the output of the model carries the loss."""
+    """The loss hook of a workload."""
 
     def __init__(self, hook: Hook | None) -> None:
-        self.hook = hook
+        self.hook = hook  # None if the output of the model carries the loss
         self._copies: dict[torch.device, nn.Module] = {}
         self._name = ""  # of the child; "" for a loss without parameters
 
     @property
     def prefix(self) -> str:
-        """What the names of the loss's own parameters begin with, once a model was built; "" where it has none."""
+        """The prefix of the names of the loss's parameters after a build; "" if it has none."""
         return f"{self._name}." if self._name else ""
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of a model's parameter names that are the loss's own."""
+        """Return the parameter names of a model that belong to the loss."""
         if self._module is None or next(self._module.parameters(), None) is None:
             return frozenset()
         names = list(names)
-        # the model has a child of each name before the one that was taken
-        taken = [name for name in _NAMES if any(other.startswith(f"{name}.") for other in names)][-1:]
-        return frozenset(other for other in names for name in taken if other.startswith(f"{name}."))
+        # the model has a child of each name before the one in use
+        used = [name for name in _NAMES if any(other.startswith(f"{name}.") for other in names)][-1:]
+        return frozenset(other for other in names for name in used if other.startswith(f"{name}."))
 
     def attach(self, model: nn.Module, original: nn.Module | None = None) -> None:
-        """Give a model that was just built the loss as a child, where the loss has parameters.
+        """Add the loss to a new model as a child, if the loss has parameters.
 
-        A class is instantiated now, so its initial weights are drawn after the model's, as in a script that makes the
-        loss after the model; of an instance the child is a copy. ``original``: what the model is a copy of, if any.
+        A class is instantiated now, so that its initial weights are drawn after the model's, as in a script that
+        creates the loss after the model. An instance is copied. ``original``: the module that ``model`` is a copy of.
 
-        Raises: ModelFileError when the user's code fails, or the loss and the model have a parameter in common.
+        Raises: ModelFileError if the user's code fails, or the loss and the model share a parameter.
         """
         hook, module = self.hook, self._module
         if hook is None or module is None or next(module.parameters(), None) is None:
             return
         if hook.from_class:
-            with users_code(f"{hook.label}: making {with_article(type(module).__name__)}", hook.path):
+            with users_code(f"{hook.label}: instantiating {with_article(type(module).__name__)}", hook.path):
                 module = type(module)()
         else:
             self._refuse_shared(module, model if original is None else original)
@@ -74,15 +74,15 @@ class OwnLoss:
             if id(parameter) in names:
                 assert self.hook is not None
                 raise ModelFileError(
-                    f"the loss and the model have a parameter in common: {name} of the loss is {names[id(parameter)]}",
+                    f"the loss and the model share a parameter: {name} of the loss is {names[id(parameter)]}",
                     where=self.hook.place,
-                    remedy="use it in the forward of the model alone, and return what the loss needs of it with the "
-                    "output; every build of the model gets a copy of the loss",
+                    remedy="use it only in the forward of the model, and return the values that the loss needs with "
+                    "the output; every build of the model gets a copy of the loss",
                 )
 
     @contextlib.contextmanager
     def detached(self, model: nn.Module) -> Iterator[None]:
-        """Let the model run without the child."""
+        """Remove the child from the model within the block."""
         child = model._modules.pop(self._name, None) if self._name else None
         try:
             yield
@@ -91,17 +91,17 @@ class OwnLoss:
                 model._modules[self._name] = child
 
     def function(self, model: nn.Module, output: Any) -> Any:
-        """Return what is called with (output, target).
+        """Return the function to call with (output, target).
 
-        A module that holds tensors but no parameters (class weights) is copied once to the device of the output.
+        A module with buffers but no parameters (class weights) is copied once to the device of the output.
         """
         assert self.hook is not None
         if self._name:
             return model._modules[self._name]
         function = self.hook.function
-        held = [] if self._module is None else list(self._module.buffers())
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] if held else []
-        if not tensors or all(buffer.device == tensors[0].device for buffer in held):
+        buffers = [] if self._module is None else list(self._module.buffers())
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] if buffers else []
+        if not tensors or all(buffer.device == tensors[0].device for buffer in buffers):
             return function
         device = tensors[0].device
         if device not in self._copies:
@@ -115,7 +115,7 @@ class OwnLoss:
 
 
 def output_of(model: nn.Module, item: Item) -> Any:
-    """Return what the model gives for a batch."""
+    """Return the output of the model for a batch."""
     if isinstance(item, Mapping):
         return model(**item)
     inputs = item[0]
@@ -125,7 +125,7 @@ def output_of(model: nn.Module, item: Item) -> Any:
 
 
 def carried_by(output: Any) -> Any:
-    """Return the loss that a model's output carries, or None."""
+    """Return the loss in the output of a model, or None."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

@@ -1,4 +1,4 @@
-"""Which object of the user's module is the model, and how it is built."""
+"""Find the model in the user's module, and build it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NAMES = ("model", "build_model", "get_model", "create_model", "Model")
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """The user's model, before it is built. ``origin`` is for people: ``gpt.py:build_model``."""
+    """The user's model before it is built."""
 
-    origin: str
-    value: Any
+    origin: str  # human-readable: ``gpt.py:build_model``
+    value: Any  # a module, a class of modules, or a callable that returns one
     arguments: Mapping[str, Any]
-    path: str
+    path: str  # of the model file
 
     def build(self) -> nn.Module:
-        """Return a new model: what the callable gives, or a copy of an instance as it was at import.
+        """Return a new model: the result of the callable, or a copy of the instance as it was after the import.
 
-        Raises: ModelFileError when the user's code fails or gives something else.
+        Raises: ModelFileError if the user's code fails or does not return a module.
         """
         if isinstance(self.value, nn.Module):
             with users_code(f"copying {self.origin}", self.path):
@@ -41,15 +41,15 @@ class Builder:
             model = self.value(**self.arguments)
         if not isinstance(model, nn.Module):
             raise ModelFileError(
-                f"{self.origin} gave {with_article(type(model).__name__)}, not a torch.nn.Module",
+                f"{self.origin} returned {with_article(type(model).__name__)}, not a torch.nn.Module",
                 where=self.path,
-                remedy="return the model from it, or name another attribute: file.py:ATTR",
+                remedy="return the model, or name another attribute: file.py:ATTR",
             )
         if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
             remedy = "write its forward, or name another model: file.py:ATTR"
             if hasattr(model, "training_step"):
                 remedy = (
-                    "a module whose loss comes out of training_step needs a subclass that says so: "
+                    "a module whose loss is computed by training_step needs a subclass with "
                     "def forward(self, *batch): return self.training_step(batch, 0)"
                 )
             raise ModelFileError(
@@ -60,14 +60,14 @@ class Builder:
     def _advice(self) -> contextlib.AbstractContextManager[None]:
         if not self.arguments:
             return contextlib.nullcontext()
-        given = " ".join(shlex.quote(f"{name}={value!r}") for name, value in self.arguments.items())
-        return advising(f"see whether the model takes --arg {given}; or correct that line")
+        options = " ".join(shlex.quote(f"{name}={value!r}") for name, value in self.arguments.items())
+        return advising(f"see whether the model takes --arg {options}; or correct that line")
 
 
 def find_builder(module: ModuleType, attribute: str, label: str, arguments: Mapping[str, str]) -> Builder:
-    """Find the model in the user's module: the attribute named, else by the usual names, else the only class.
+    """Find the model in the user's module: by ``attribute``, else by the usual names, else the only class.
 
-    Raises: ModelFileError saying what was looked for and what is there.
+    Raises: ModelFileError with the names that were tried and the candidates.
     """
     path = getattr(module, "__file__", None) or ""
     if attribute:
@@ -114,12 +114,12 @@ def _search(module: ModuleType, label: str, path: str) -> tuple[str, Any]:
 
 
 def _bind(value: Any, arguments: Mapping[str, str], origin: str, path: str) -> dict[str, Any]:
-    """Read ``--arg`` values as Python literals (else as text) and check their names against the signature."""
+    """Parse ``--arg`` values as Python literals, else as strings, and check their names against the signature."""
     parsed = {name: _literal(text) for name, text in arguments.items()}
     if isinstance(value, nn.Module):
         if parsed:
             raise ModelFileError(
-                f"{origin} is a model that is already built; --arg {next(iter(parsed))} has nowhere to go",
+                f"{origin} is a model that is already built; it cannot take --arg {next(iter(parsed))}",
                 where=path,
                 remedy="name its class or a function that builds it",
             )
@@ -157,7 +157,7 @@ def _literal(text: str) -> Any:
 
 
 def forward_names(model: type[nn.Module] | nn.Module) -> tuple[str, ...]:
-    """Return the names of the model's inputs, as its forward declares them; () where they cannot be read."""
+    """Return the parameter names of the model's forward; () if its signature cannot be read."""
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model's parts, as the user set them."""
+"""Training and evaluation mode of the modules of a model, as the user set them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ _SHOWN = 3  # modules that a note names
 
 
 def trains(model: nn.Module) -> bool:
-    """Tell whether any part of a model is in training mode."""
+    """Return whether any module of a model is in training mode."""
     return any(module.training for module in model.modules())
 
 
 def for_training(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the model ready to train, and what is to be said of its modes, "" for nothing.
+    """Return the model ready to train, and a note for the user on its modes, or "".
 
-    A model whose parts differ in mode stays exactly as it is. Else it is ``model.train()`` that a script calls: where
-    the whole model is in evaluation mode, as ``from_pretrained`` returns it, and where a ``train`` of the model's own
-    keeps some parts in evaluation mode.
+    A model whose modules differ in mode stays as it is. Otherwise ``model.train()`` is called, as in a script: a model
+    of ``from_pretrained`` comes in evaluation mode, and a ``train`` of its own may keep some modules in that mode.
     """
     modes = {module.training for module in model.modules()}
     if len(modes) == 1:
         model.train()
-        return model, "" if True in modes else "the model comes in evaluation mode; train() puts it into training mode"
+        return model, "" if True in modes else "the model was in evaluation mode; train() was called"
     fixed = [path for path, module in model.named_modules() if not module.training]
     outermost = [path for path in fixed if path.rpartition(".")[0] not in fixed or not path]
     named = [path or "the model itself" for path in outermost[:_SHOWN]]

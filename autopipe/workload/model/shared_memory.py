@@ -1,4 +1,4 @@
-"""Parameters of a model that lie in the same memory without being one parameter."""
+"""Find different parameters of a model that share memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import nn
 
 
 def overlapping(model: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two parameters whose elements share memory, such as a view of another; None where no two do.
+    """Return the names of two parameters whose elements share memory, such as a view of another; None if none do.
 
-    One parameter under two names is not meant: that is a tie.
+    One parameter under two names is a tie and does not count.
     """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():

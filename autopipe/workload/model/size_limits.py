@@ -1,7 +1,7 @@
-"""How large a model is, before its weights are made; and a build that ends before it takes more memory than there is.
+"""Determine the size of a model before its weights are allocated, and stop a build that exceeds the memory.
 
-Small models are built once, as ever. A build that registers more than ``FIRST_BYTES`` of parameters is given up and
-repeated without memory for them (``empty``), which tells how large the model is; then it is built for good.
+A small model is built once. A build that registers more than ``FIRST_BYTES`` of parameters is aborted and repeated
+without memory for them (``empty``) to determine the size of the model; if it fits, it is built a second time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _GIB = 2**30
 
 
 class _TooManyBytes(BaseException):
-    """More parameters than may be. Not an ``Exception``, so that the user's code does not catch it."""
+    """The parameters exceed the limit. Not an ``Exception``, so that the user's code does not catch it."""
 
 
 def build_within_memory(workload: Workload, *, verify: bool, remedy: str) -> nn.Module:
-    """Return the model, built. ``verify``: it will be verified, which keeps two gradients of each parameter.
+    """Build the model. ``verify``: it will be verified, which needs two gradients of each parameter.
 
-    Raises: ModelFileError with the size of the model and the memory that is available, before more than a small part
-    of it is made; whatever the user's code raises.
+    Raises: ModelFileError with the size of the model and the available memory, before more than a small part of it is
+    allocated; any exception of the user's code.
     """
     available = available_bytes()
     value = workload.builder.value
@@ -53,9 +53,9 @@ def build_within_memory(workload: Workload, *, verify: bool, remedy: str) -> nn.
 
 @contextlib.contextmanager
 def loading_within_memory(target: str, remedy: str) -> Iterator[None]:
-    """Let a file be imported that may build its model as it is imported.
+    """Import a file, which may build its model at import, in this block.
 
-    Raises: ModelFileError where that takes more memory than is available.
+    Raises: ModelFileError if the parameters need more memory than is available.
     """
     available = available_bytes()
     try:
@@ -66,11 +66,11 @@ def loading_within_memory(target: str, remedy: str) -> Iterator[None]:
 
 
 def available_bytes() -> int:
-    """Return how much memory this process can still take: of the machine, its control group and ``ulimit -v``."""
+    """Return the bytes that this process can still allocate: the least of machine, control group and ``ulimit -v``."""
     limits = [int(psutil.virtual_memory().available)]
-    most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if most != resource.RLIM_INFINITY:
-        limits.append(most - int(psutil.Process().memory_info().vms))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        limits.append(limit - int(psutil.Process().memory_info().vms))
     with contextlib.suppress(OSError, ValueError):  # "max", or no control groups of version 2
         group = Path("/sys/fs/cgroup")
         pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -80,7 +80,7 @@ def available_bytes() -> int:
 
 
 class _Size:
-    """The bytes of a model, and those of the parameters that are trained."""
+    """The size of a model and of its trained parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = list(model.parameters())
@@ -89,12 +89,12 @@ class _Size:
         self.trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
     def needed(self, *, verify: bool) -> int:
-        """Return what a profile of it needs at least."""
+        """Return a lower bound of the bytes that a profile of the model needs."""
         return self.bytes + (2 * self.trained if verify else 0)
 
 
 def _size_of(workload: Workload) -> _Size | None:
-    """Return the size of the model; None where it cannot be built without memory for its parameters."""
+    """Return the size of the model; None if it cannot be built without memory for its parameters."""
     try:
         with torch.random.fork_rng(devices=()):
             return _Size(workload.build_model(empty=True))
@@ -103,14 +103,14 @@ def _size_of(workload: Workload) -> _Size | None:
 
 
 def _refused(name: str, size: _Size | None, available: int, *, verify: bool, remedy: str) -> ModelFileError:
-    there = f"{available / _GIB:.1f} GiB of memory are available"
+    free = f"{available / _GIB:.1f} GiB of memory are available"
     if size is None:
         limit = available // (3 if verify else 1)
-        what = f"its parameters take more than {limit / _GIB:.1f} GiB, and {there}"
+        what = f"its parameters take more than {limit / _GIB:.1f} GiB, and {free}"
     else:
         weights = f"{size.parameters / 1e9:.2f}e9 parameters, {size.bytes / _GIB:.1f} GiB"
         gradients = f" and {2 * size.trained / _GIB:.1f} GiB of gradients to verify it" if verify else ""
-        what = f"{weights}{gradients}, and {there}"
+        what = f"{weights}{gradients}, and {free}"
         if verify and size.needed(verify=False) <= available:
             remedy = f"--no-verify needs no gradients; or {remedy}"
     return ModelFileError(f"{name} does not fit this machine: {what}", remedy=remedy)
@@ -118,9 +118,9 @@ def _refused(name: str, size: _Size | None, available: int, *, verify: bool, rem
 
 @contextlib.contextmanager
 def _parameters_up_to(num_bytes: int) -> Iterator[None]:
-    """Let the parameters that this thread's modules register take so much memory. One thread at a time.
+    """Limit the bytes of the parameters that modules of this thread register. One thread at a time.
 
-    Raises: _TooManyBytes from the registration that goes beyond.
+    Raises: _TooManyBytes from the registration that exceeds the limit.
     """
     register = nn.Module.register_parameter
     registered: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
@@ -134,7 +134,7 @@ def _parameters_up_to(num_bytes: int) -> Iterator[None]:
             registered[parameter] = _bytes_of(parameter)
             counted += _bytes_of(parameter)
             if counted > num_bytes:
-                counted = sum(registered.values())  # without those that were replaced since
+                counted = sum(registered.values())  # without parameters that were freed meanwhile
             if counted > num_bytes:
                 raise _TooManyBytes
         register(module, name, parameter)

@@ -1,8 +1,8 @@
-"""Memory that a build of the model takes and never writes, as ``nn.Parameter(torch.empty(n))`` without an initialiser.
+"""Memory that a build of the model allocates and never writes: ``nn.Parameter(torch.empty(n))`` without initializer.
 
-Its values are whatever lay there before, so two builds with one seed differ, and some hold NaN. Here it is filled with
-zeros, which is what new memory holds as a rule, so that every rank, and plain training beside them, starts from the
-same weights. No number is drawn for it, and what is initialised stays as it is.
+Its values are arbitrary, so two builds with one seed differ, and some contain NaN. Here it is filled with zeros, which
+new memory usually contains, so that every rank and plain training start from the same weights. No random number is
+drawn for it, and initialized tensors do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EMPTY = {
 
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return (place, name) of the arguments that an operation writes."""
+    """Return (position, name) of the arguments that an operation writes."""
     return tuple(
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -35,17 +35,17 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 class ZeroedMemory(TorchDispatchMode):
-    """Within ``with``, memory of this thread that is taken uninitialised holds zeros."""
+    """Fills uninitialized memory that this thread allocates with zeros, within ``with``."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation for it
-        # held, so that no other tensor gets the same address; those that are written are let go at once
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        # references keep the addresses in use; a storage is released at its first write
         self._unwritten: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and note what memory it takes or writes."""
+        """Run an operation, and record the memory that it allocates or writes."""
         result = func(*args, **(kwargs or {}))
         if func._overloadpacket in _EMPTY:
             if type(result) is torch.Tensor and result.layout is torch.strided and result.numel():
@@ -62,8 +62,8 @@ class ZeroedMemory(TorchDispatchMode):
         return result
 
     def note(self, model: nn.Module) -> str:
-        """Name the parameters and buffers that were never written, "" where there are none; forget what was noted."""
-        named = [
+        """Return a note that names the parameters and buffers that were never written, or ""; reset the record."""
+        names = [
             name
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if type(tensor) in (torch.Tensor, nn.Parameter)
@@ -71,10 +71,10 @@ class ZeroedMemory(TorchDispatchMode):
             and tensor.untyped_storage()._cdata in self._unwritten
         ]
         self._unwritten.clear()
-        if not named:
+        if not names:
             return ""
-        others = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
-            f"{named[0]}{others}: never initialized by the model: it starts from zeros here, and from whatever memory "
+            f"{names[0]}{others}: never initialized by the model: it starts from zeros here, and from whatever memory "
             "holds in a plain script; initialize it in build_model, or load weights"
         )

@@ -1,1 +1,1 @@
-"""TARGET text to the user's module: which file, imported how, and which object in it."""
+"""Resolve a TARGET: the user's file or module, how it is imported, and the object in it."""

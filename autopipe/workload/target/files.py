@@ -1,4 +1,4 @@
-"""TARGET -> the files that importing it would run, found without running any of them."""
+"""Find the files that the import of a TARGET would run, without running any of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopipe.workload.target.targets import Target
 
 
 def files_of(target: Target) -> tuple[Path, ...]:
-    """Return the file of a TARGET, behind those of the packages around it; () for what is not in a file, or not there.
+    """Return the ``__init__.py`` files of the packages around a TARGET and its own file; () if it has no file.
 
-    Links are followed. Nothing is imported, not even a parent package.
+    Symbolic links are resolved. Nothing is imported, not even a parent package.
     """
     if target.is_file:
         path = Path(target.location).expanduser().resolve()
@@ -37,7 +37,7 @@ def files_of(target: Target) -> tuple[Path, ...]:
 
 
 def _search_here() -> None:
-    """Let modules of the current folder be found, as ``import_target`` does."""
+    """Make modules of the current folder importable, as ``import_target`` does."""
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 

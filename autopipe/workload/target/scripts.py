@@ -1,4 +1,4 @@
-"""What a file's own text says about how it has to be imported: as a script, or as a module of a package."""
+"""Decide from the text of a file whether to import it as a script or as a module of a package."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ _INIT = "__init__.py"
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """Where a file lies in a package. ``root``: the folder of the outermost package; ``name``: of the module, dotted.
+    """The position of a file in a package."""
 
-    ``files``: the ``__init__.py`` of each package, the outermost first.
-    """
-
-    root: Path
-    name: str
-    files: tuple[Path, ...]
+    root: Path  # the folder that contains the outermost package
+    name: str  # of the module, dotted
+    files: tuple[Path, ...]  # the ``__init__.py`` of each package, the outermost first
 
 
 def package_of(path: Path) -> Package | None:
-    """Return the package of a file that imports from it with leading dots; None for any other file.
+    """Return the package of a file that uses relative imports; None for any other file.
 
-    As a script such a file fails in its first relative import; ``python -m`` runs it under its full name.
+    Run as a script, such a file fails at its first relative import; ``python -m`` runs it under its full name.
     """
     if not path.stem.isidentifier() or not (path.parent / _INIT).is_file():
         return None
@@ -42,7 +39,7 @@ def package_of(path: Path) -> Package | None:
 
 
 def imports_its_name(path: Path) -> bool:
-    """Whether a file imports a module or package of its own name, as ``mingpt.py`` does for ``mingpt.model``."""
+    """Return whether a file imports a module or package of its own name: ``mingpt.py`` imports ``mingpt.model``."""
     return any(name.partition(".")[0] == path.stem for node in _imports(path) for name in _absolute(node))
 
 
@@ -50,7 +47,7 @@ def _imports(path: Path) -> Iterator[ast.Import | ast.ImportFrom]:
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return  # running the file says what is wrong
+        return  # running the file reports the error
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node

@@ -1,14 +1,14 @@
-"""TARGET text -> the user's module and the object in it.
+"""Import the user's module of a TARGET, and look up the object in it.
 
 ::
 
     TARGET := path/to/file.py[:ATTR] | package.module[:ATTR]
 
-A file is run as ``python file.py`` would run it, with its folder first on ``sys.path``, but under the name of its stem
-instead of ``__main__``. A stem that the standard library or an installed package owns (``random.py``), or that the file
-itself imports (``mingpt.py`` imports ``mingpt.model``), gets a private name instead, so that no import is answered with
-the file. A file of a package that imports with leading dots is imported as ``python -m`` does, under its full name.
-Loading a file again runs it again.
+A file runs as under ``python file.py``, with its folder first on ``sys.path``, but its module is named after the stem
+instead of ``__main__``. If the standard library or an installed package has a module of that name (``random.py``), or
+the file itself imports one (``mingpt.py`` imports ``mingpt.model``), the module gets a private name, so that no import
+resolves to the file by mistake. A file of a package that uses relative imports is imported under its full name, as by
+``python -m``. Loading a file again runs it again.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _MARK = "__autopipe_loaded__"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parsed TARGET. ``attribute`` is "" where none is named; it may be dotted."""
+    """A parsed TARGET."""
 
-    location: str
-    attribute: str
+    location: str  # a path or a dotted module name
+    attribute: str  # may be dotted; "" if the TARGET names none
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Cut a TARGET at its last colon.
+        """Split a TARGET at its last colon.
 
         Raises: ModelFileError for an empty location.
         """
         location, colon, attribute = text.strip().rpartition(":")
-        # a colon inside a path (a drive letter) is not the one before an attribute
+        # a colon inside a path, as of a drive letter, does not begin an attribute
         if not colon or any(sign in attribute for sign in "/\\"):
             location, attribute = text.strip(), ""
         if not location:
             raise ModelFileError(
-                f"{text!r} names no file and no module",
+                f"{text!r} names neither a file nor a module",
                 remedy="give path/to/file.py[:ATTR] or package.module[:ATTR]",
             )
         return cls(location, attribute)
@@ -66,12 +66,12 @@ class Target:
 
     @property
     def label(self) -> str:
-        """The location for people: a file's name without its folder."""
+        """The human-readable location: the name of a file without its folder."""
         return Path(self.location).name if self.is_file else self.location
 
 
 def absolute(text: str) -> str:
-    """Return a TARGET that means the same from any folder: a file by its absolute path, the rest as it is."""
+    """Return a TARGET that is independent of the current folder: a file gets its absolute path."""
     if text.startswith(":"):
         return text
     target = Target.parse(text)
@@ -82,15 +82,15 @@ def absolute(text: str) -> str:
 
 
 def in_full(spec: WorkloadSpec) -> WorkloadSpec:
-    """Return a spec that means the same from any folder."""
+    """Return a spec that is independent of the current folder."""
     hooks = {name: absolute(text) for name, text in spec.hooks.items()}
     return replace(spec, target=absolute(spec.target), hooks=hooks)
 
 
 def import_target(target: Target) -> ModuleType:
-    """Import what a TARGET points to.
+    """Import the file or module of a TARGET.
 
-    Raises: ModelFileError when it is not there, or when the user's own code fails; ``where`` is then their line.
+    Raises: ModelFileError if it does not exist, or the user's code fails; ``where`` is then the user's line.
     """
     return _import_file(target.location) if target.is_file else _import_package(target.location)
 
@@ -100,17 +100,17 @@ def _import_file(location: str) -> ModuleType:
     if path.is_dir():
         raise ModelFileError(f"{location} is a folder, not a Python file", where=str(path), remedy="name the .py file")
     if not path.is_file():
-        raise ModelFileError(f"there is no file {location}", where=str(path), remedy=_nearby(path))
+        raise ModelFileError(f"file not found: {location}", where=str(path), remedy=_nearby(path))
     package = package_of(path)
     if package is not None:
         return _import_member(package, path)
     if sys.path[:1] != [str(path.parent)]:
-        sys.path.insert(0, str(path.parent))  # before installed packages, as python does
+        sys.path.insert(0, str(path.parent))  # before installed packages, as Python does for a script
     name = _module_name(path)
     try:
         return _run(path, name, location)
     except ModelFileError as error:
-        if name == _private(path) or not _meant_another(error.__cause__, path):
+        if name == _private(path) or not _shadowed_a_package(error.__cause__, path):
             raise
     return _run(path, _private(path), location)
 
@@ -119,7 +119,7 @@ def _import_member(package: Package, path: Path) -> ModuleType:
     """Import a file as the module of its package, as ``python -m`` does from the folder of the package."""
     if str(package.root) not in sys.path:
         sys.path.insert(0, str(package.root))
-    sys.modules.pop(package.name, None)  # loaded again, it runs again
+    sys.modules.pop(package.name, None)  # so that the file runs again
     importlib.invalidate_caches()
     with users_code(f"importing {path.name}", str(path)):
         return importlib.import_module(package.name)
@@ -128,7 +128,7 @@ def _import_member(package: Package, path: Path) -> ModuleType:
 def _run(path: Path, name: str, location: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ModelFileError(f"{location} is no Python file", where=str(path), remedy="give a file that ends in .py")
+        raise ModelFileError(f"{location} is not a Python file", where=str(path), remedy="give a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     setattr(module, _MARK, True)
     before = sys.modules.get(name)
@@ -147,7 +147,7 @@ def _run(path: Path, name: str, location: str) -> ModuleType:
 
 def _nearby(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"there is no folder {path.parent} either; check the path"
+        return f"the folder {path.parent} does not exist either; check the path"
     files = sorted(entry.name for entry in path.parent.glob("*.py"))
     nearest = difflib.get_close_matches(path.name, files, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
@@ -158,18 +158,18 @@ def _private(path: Path) -> str:
     return f"autopipe_model_{path.stem}"
 
 
-def _meant_another(error: BaseException | None, path: Path) -> bool:
-    """Whether an import failed because the file stands under a name that the import meant a package by.
+def _shadowed_a_package(error: BaseException | None, path: Path) -> bool:
+    """Return whether an import failed because the name of the file's module hides a package.
 
-    As a script, the file would not have had that name.
+    Run as a script, the file would not have that name.
     """
     if isinstance(error, ImportError):
         if (error.name or "").partition(".")[0] != path.stem:
             return False
     elif not isinstance(error, AttributeError) or getattr(error.obj, "__file__", None) != str(path):
         return False
-    found = importlib.machinery.PathFinder.find_spec(path.stem)
-    return found is not None and found.origin != str(path)
+    spec = importlib.machinery.PathFinder.find_spec(path.stem)
+    return spec is not None and spec.origin != str(path)
 
 
 def _module_name(path: Path) -> str:
@@ -183,7 +183,7 @@ def _module_name(path: Path) -> str:
     if path.stem in sys.stdlib_module_names:
         return private
     elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != path.parent]
-    with contextlib.suppress(Exception):  # a broken finder of an installed package is not the user's problem
+    with contextlib.suppress(Exception):  # the finder of an installed package may be broken
         if importlib.machinery.PathFinder.find_spec(path.stem, elsewhere) is not None:
             return private
     return path.stem
@@ -193,26 +193,26 @@ def _import_package(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:  # a parent package that is missing or fails
         missing = isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name)
         if not missing:
             raise _wrap(f"importing {name}", "", error) from error
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         parent, _, last = name.rpartition(".")
         hints = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
         hints += [f"{parent}:{last}"] if parent and parent in sys.modules else []
         remedy = f"did you mean {' or '.join(hints)}?" if hints else "give path/to/file.py, or an installed module"
-        raise ModelFileError(f"there is no module {name!r}", remedy=remedy)
-    with users_code(f"importing {name}", found.origin or ""):
+        raise ModelFileError(f"module not found: {name!r}", remedy=remedy)
+    with users_code(f"importing {name}", spec.origin or ""):
         return importlib.import_module(name)
 
 
 def look_up(module: ModuleType, attribute: str, label: str) -> Any:
-    """Return an attribute, which may be dotted, of the user's module.
+    """Return an attribute of the user's module, which may be dotted.
 
-    Raises: ModelFileError naming the attribute and the public names that are there.
+    Raises: ModelFileError naming the attribute and the public names of the module.
     """
     value: Any = module
     for part in attribute.split("."):
@@ -229,13 +229,13 @@ def look_up(module: ModuleType, attribute: str, label: str) -> Any:
 
 @contextlib.contextmanager
 def users_code(doing: str, path: str) -> Iterator[None]:
-    """Turn what the user's code raises into a ModelFileError whose ``where`` is the line of theirs that failed.
+    """Turn exceptions of the user's code into a ModelFileError whose ``where`` is the user's line that failed.
 
-    Meanwhile ``sys.argv`` is that of ``python file.py``: a script that parses its arguments gets its own defaults, and
-    not the words that were meant for autopipe.
+    Meanwhile ``sys.argv`` is that of ``python file.py``: a script that parses its arguments gets its own defaults, not
+    the arguments of autopipe.
     """
-    typed = sys.argv
-    sys.argv = [path or typed[0]]
+    arguments = sys.argv
+    sys.argv = [path or arguments[0]]
     try:
         yield
     except AutopipeError:
@@ -243,12 +243,12 @@ def users_code(doing: str, path: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise _wrap(doing, path, error) from error
     finally:
-        sys.argv = typed
+        sys.argv = arguments
 
 
 @contextlib.contextmanager
 def advising(remedy: str) -> Iterator[None]:
-    """Give what the user's code raises inside another remedy: the cause is what the command line said."""
+    """Replace the remedy of errors of the user's code whose cause is an option of the command line."""
     try:
         yield
     except ModelFileError as error:
@@ -270,8 +270,9 @@ def _wrap(doing: str, path: str, error: BaseException) -> ModelFileError:
 
 
 def user_line(error: BaseException, path: str) -> str:
-    """Return ``file:line in function: text`` of the last frame in ``path``, else of the last that is neither ours nor
-    an installed package's, else ``path``.
+    """Return ``file:line in function: text`` of the frame that failed, else ``path``.
+
+    That is the last frame in ``path``, else the last frame outside of autopipe and of installed packages.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
@@ -286,7 +287,7 @@ def user_line(error: BaseException, path: str) -> str:
 
 
 def is_installed(filename: str) -> bool:
-    """Whether a file is ours, an installed package's or the standard library's, or none at all."""
+    """Return whether a file belongs to autopipe, an installed package or the standard library, or does not exist."""
     paths = sysconfig.get_paths()
     folders = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     path = Path(filename)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
     ("args", "shown"),
     [
         (["train", "x.py", "--launcher", "slurm"], "--launcher slurm: nobody says how many ranks there are"),
-        (["train", "nowhere.py", "--gpus", "2"], "there is no file nowhere.py"),
+        (["train", "nowhere.py", "--gpus", "2"], "file not found: nowhere.py"),
         (["plan", "--gpus", "2"], "no model was named"),
         (["generate"], "there is no plan.json"),
         (["simulate"], "there is no plan.json"),

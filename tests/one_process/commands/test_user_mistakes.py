@@ -80,8 +80,8 @@ def run(*arguments: str, code: int = 0) -> Any:
 @pytest.mark.parametrize(
     ("kind", "shown"),
     [
-        ("torch.optim.LBFGS([p for _, p in named])", "gave an LBFGS, whose step needs a closure"),
-        ("torch.optim.SparseAdam([p for _, p in named])", "gave a SparseAdam, which takes sparse gradients alone"),
+        ("torch.optim.LBFGS([p for _, p in named])", "returned an LBFGS, whose step needs a closure"),
+        ("torch.optim.SparseAdam([p for _, p in named])", "returned a SparseAdam, which takes only sparse gradients"),
     ],
 )
 def test_an_optimizer_that_cannot_step_here_is_refused_when_it_is_made(load, kind: str, shown: str) -> None:
@@ -136,7 +136,7 @@ def get_model():
         ("loss = torch.zeros(())", "--loss :criterion"),
         (
             "scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(2, 2).parameters()))",
-            "every stage makes its own",
+            "every stage creates its own",
         ),
     ],
 )
@@ -201,9 +201,11 @@ def test_a_loss_that_is_not_reduced_asks_for_a_mean(load) -> None:
 def test_data_that_hands_out_what_was_read_before_is_told_so(load) -> None:
     workload = load(LOSS + "\nGENERATOR = data(8)\n\ndef data():\n    return GENERATOR\n")
     next(workload.items())
-    with pytest.raises(ModelFileError, match="gave the same generator again, which can be read only once") as caught:
+    with pytest.raises(
+        ModelFileError, match="returned the same generator again, which can be read only once"
+    ) as caught:
         next(workload.items())
-    assert "make it inside the function" in caught.value.remedy
+    assert "create it inside the function" in caught.value.remedy
 
 
 def test_a_loader_that_starts_anew_by_itself_is_data(load) -> None:

@@ -150,7 +150,7 @@ def test_a_stale_file_is_refused_with_both_digests_and_the_command(kind, tmp_pat
 def test_a_missing_or_broken_file_is_refused_with_the_command(tmp_path):
     plan = files(tmp_path)
     digests = {"graph_digest": plan.graph_digest, "plan_digest": plan.digest}
-    with pytest.raises(ArtifactError, match="there is no file for stage 7"):
+    with pytest.raises(ArtifactError, match="the file of stage 7 does not exist"):
         load_stage(tmp_path, 7, **digests)
     path = tmp_path / "stage_0.py"
     path.write_text(path.read_text() + "\nimport no_such_module\n")

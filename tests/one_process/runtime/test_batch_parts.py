@@ -135,10 +135,10 @@ def test_the_written_loop_calls_the_hook(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return batch[0]", "gave a Tensor"),
-        ("return []", "gave 0 batches where 2 were asked for"),
-        ("return [batch] * (parts + 1)", "gave 3 batches where 2 were asked for"),
-        ("return [batch[0]]", "part 0 gave a Tensor; wanted (inputs, target) or a dict"),
+        ("return batch[0]", "returned a Tensor"),
+        ("return []", "returned 0 batches, and 2 were requested"),
+        ("return [batch] * (parts + 1)", "returned 3 batches, and 2 were requested"),
+        ("return [batch[0]]", "part 0 gave a Tensor; expected (inputs, target) or a dict"),
         ("return 1 / 0", "ZeroDivisionError"),
     ],
 )

@@ -284,7 +284,7 @@ def test_a_kept_decision_is_checked_at_every_step():
     guard = next(node for node in captured.graph.nodes if node.target == "autopipe.guards.expect")
     assert not guard.input_only
     recorded = next(n for n in captured.module.graph.nodes if n.name == guard.name).args[1]
-    with pytest.raises(RunError, match="this batch takes another way through the model"):
+    with pytest.raises(RunError, match="this batch takes another branch of the model"):
         expect(torch.tensor(not recorded), recorded, "model.py:3")
     expect(torch.tensor(recorded), recorded, "model.py:3")
 

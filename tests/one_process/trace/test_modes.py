@@ -103,4 +103,4 @@ def test_what_is_said_of_the_modes() -> None:
     assert not trains(parts)
     model, note = for_training(parts)
     assert all(module.training for module in model.modules())
-    assert "comes in evaluation mode" in note
+    assert "was in evaluation mode" in note

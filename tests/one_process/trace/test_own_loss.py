@@ -173,6 +173,6 @@ def test_a_loss_that_shares_a_parameter_with_the_model_is_refused(built: str, tm
     text = LOSSES["arcface"].replace("loss = ArcFace", "loss = ArcFace()")
     net = "\nclass Net(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 12)\n"
     path.write_text(MODEL.replace("def build_model", "def other") + text + net + built)
-    with pytest.raises(ModelFileError, match="have a parameter in common: ") as caught:
+    with pytest.raises(ModelFileError, match="share a parameter: ") as caught:
         load_workload(LoadOptions(str(path))).build_model()
     assert "own.py" in caught.value.where

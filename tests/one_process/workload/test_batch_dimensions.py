@@ -87,7 +87,7 @@ def test_the_dimension_that_changes_with_the_batch_size_is_found(tmp_path: Path,
 def test_two_dimensions_that_follow_the_batch_size_are_refused(tmp_path: Path) -> None:
     workload = workload_of(sequence_first(tmp_path, "batch_size + 1"))
     error = fails(lambda: workload.example_item(5))
-    assert "inputs[0] has as many entries as the batch has samples in dimensions 0 and 1" in error.what
+    assert "dimensions 0 and 1 of inputs[0] are both as large as the batch" in error.what
     assert "batch_dim" in error.remedy
 
 
@@ -229,7 +229,7 @@ def test_a_tensor_that_comes_later_is_refused_where_its_samples_are_not_in_dimen
         "def data(): return [dict(ids=torch.zeros(7, 4)), dict(ids=torch.zeros(7, 4), more=torch.zeros(7, 4))]\n"
     )
     error = fails(lambda: list(workload.items(None)))
-    assert "which dimension of ['more'] counts the 4 samples is not known" in error.what
+    assert "the dimension of ['more'] that counts the 4 samples is not known" in error.what
     assert "batch_dim" in error.remedy
 
 

@@ -23,13 +23,13 @@ def test_data_without_a_batch_size_decides_for_itself(load):
     workload = load(MODEL + "def data(): return [(torch.zeros(6, 3), torch.zeros(6, 2))]\n")
     assert [workload.num_samples(item) for item in workload.items(None)] == [6]
     error = fails(lambda: workload.items(4))
-    assert "--batch-size 4: data of net_of_batches.py takes no batch_size" in error.what
+    assert "--batch-size 4: data of net_of_batches.py has no parameter batch_size" in error.what
 
 
 def test_an_argument_with_another_name_and_a_default_is_no_batch_size(load):
     workload = load(MODEL + "def data(path='x'): return [(torch.zeros(6, 3), torch.zeros(6, 2))]\n")
     assert len(list(workload.items(None))) == 1
-    assert "takes no batch_size" in fails(lambda: workload.items(4)).what
+    assert "has no parameter batch_size" in fails(lambda: workload.items(4)).what
 
 
 def test_data_may_be_a_dataloader(load):
@@ -104,7 +104,7 @@ def test_an_error_in_the_data_names_the_users_line_and_the_batch(load):
 
 def test_data_that_gives_nothing_is_an_error(load):
     workload = load(MODEL + "def data(batch_size): return []\n")
-    assert fails(lambda: list(workload.items(4))).what == "data of net_of_batches.py gave nothing in epoch 0"
+    assert fails(lambda: list(workload.items(4))).what == "data of net_of_batches.py gave no batch in epoch 0"
 
 
 def test_data_that_runs_out_is_an_error_that_says_so(load):
@@ -112,16 +112,16 @@ def test_data_that_runs_out_is_an_error_that_says_so(load):
     workload = load(MODEL + rows + "def data(): return rows\n")
     assert len(list(workload.items(None))) == 1
     error = fails(lambda: list(workload.items(None, epoch=1)))
-    assert "gave the same list_iterator again, which can be read only once" in error.what
+    assert "returned the same list_iterator again, which can be read only once" in error.what
     workload = load(MODEL + rows + "def data(): return map(tuple, rows)\n")
     assert len(list(workload.items(None))) == 1
     error = fails(lambda: list(workload.items(None, epoch=1)))
-    assert "nothing in epoch 1 (it ran out: return an iterable that starts anew)" in error.what
+    assert "no batch in epoch 1 (it is exhausted: return an iterable that starts again)" in error.what
 
 
 def test_data_that_cannot_be_iterated_is_refused(load):
     workload = load(MODEL + "def data(): return 3\n")
-    assert "gave an int, which cannot be iterated" in fails(lambda: list(workload.items(None))).what
+    assert "returned an int, which is not iterable" in fails(lambda: list(workload.items(None))).what
 
 
 def test_evaluation_data_is_its_own_hook_and_missed_by_name(load):
@@ -165,11 +165,11 @@ def test_a_batch_that_is_not_samples_first_is_refused_with_its_shapes(load, case
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ("3", "gave an int; wanted (inputs, target) or a dict"),
-        ("(1, 2, 3)", "gave a tuple of 3; wanted (inputs, target)"),
+        ("3", "gave an int; expected (inputs, target) or a dict"),
+        ("(1, 2, 3)", "gave a tuple of 3; expected (inputs, target)"),
         ("(numpy.zeros((4, 3)), torch.zeros(4))", "gave a numpy.ndarray at inputs; only torch tensors"),
         ("(nn.Linear(2, 2), torch.zeros(4))", "at inputs, which holds tensors that cannot be cut"),
-        ("(3, 'x')", "holds no tensor with a dimension"),
+        ("(3, 'x')", "has no tensor with a dimension"),
     ],
 )
 def test_an_item_that_cannot_be_cut_is_refused(load, batch, said):

@@ -77,7 +77,7 @@ def test_an_input_option_gives_dtype_shape_and_bound(text, dtype, shape):
         ("x", "cannot be read"),
         ("x:i64", "cannot be read"),
         ("x:float[8]", "unknown dtype 'float'"),
-        ("x:i64[8]<0>", "no integer is below 0"),
+        ("x:i64[8]<0>", "the bound 0 is not positive"),
     ],
 )
 def test_an_input_option_that_cannot_be_read_shows_the_form(text, said):

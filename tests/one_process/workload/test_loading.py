@@ -192,7 +192,7 @@ def test_a_hook_option_may_name_another_function_of_the_same_file(write):
 def test_a_missing_file_is_named_with_the_files_beside_it(write, tmp_path):
     write(LINEAR)
     error = fails(str(tmp_path / "nett.py"))
-    assert "there is no file" in error.what and "nett.py" in error.what
+    assert "file not found" in error.what and "nett.py" in error.what
     assert "net.py" in error.remedy
 
 
@@ -204,10 +204,10 @@ def test_a_missing_module_is_named_and_the_file_suggested(write, tmp_path, monke
     write(LINEAR)
     monkeypatch.chdir(tmp_path)
     error = fails("net_work:Net")
-    assert error.what == "there is no module 'net_work'"
+    assert error.what == "module not found: 'net_work'"
     write(LINEAR, "net_work2.py")
     assert "torch.nn:CrossEntropyLoss" in fails("torch.nn.CrossEntropyLoss").remedy
-    assert "there is no module 'nopackage.sub'" in fails("nopackage.sub:Net").what
+    assert "module not found: 'nopackage.sub'" in fails("nopackage.sub:Net").what
 
 
 def test_an_error_of_the_import_names_the_users_line(write):
@@ -260,7 +260,7 @@ def test_an_attribute_that_is_no_model_is_refused(write):
 
 def test_a_builder_that_gives_no_module_is_refused(write):
     workload = load(write("def build_model(): return 3\n"))
-    with pytest.raises(ModelFileError, match=r"net\.py:build_model gave an int, not a torch\.nn\.Module"):
+    with pytest.raises(ModelFileError, match=r"net\.py:build_model returned an int, not a torch\.nn\.Module"):
         workload.build_model()
 
 
@@ -353,7 +353,7 @@ def test_loading_in_another_process_gives_the_same_weights(write):
     [
         ("nn.Linear(4, 3)", "torch.ones(2, 4).double(), torch.zeros(2).long()", "compare the dtypes"),
         ("nn.Linear(4, 3)", "torch.ones(2, 4), torch.zeros(2, dtype=torch.int32)", "compare the dtypes"),
-        ("Empty()", "torch.ones(2, 4), torch.zeros(2).long()", "see whether the model's forward returns its output"),
+        ("Empty()", "torch.ones(2, 4), torch.zeros(2).long()", "check whether the model's forward returns its output"),
         ("nn.Linear(5, 3)", "torch.ones(2, 4), torch.zeros(2).long()", "compare the shapes"),
     ],
 )

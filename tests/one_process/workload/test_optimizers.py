@@ -45,7 +45,7 @@ def test_an_optimizer_hook_that_fails_or_gives_something_else_is_the_users(load)
     error = fails(lambda: broken.optimizer(named(2)))
     assert "optimizer of net_of_batches.py failed: IndexError" in error.what and "named[7]" in error.where
     other = load(MODEL + "def optimizer(named): return 3\n")
-    assert "gave an int, not a torch Optimizer" in fails(lambda: other.optimizer(named(2))).what
+    assert "returned an int, not a torch Optimizer" in fails(lambda: other.optimizer(named(2))).what
 
 
 def test_a_scheduler_is_made_of_the_optimizer_and_checked(load):
@@ -54,7 +54,7 @@ def test_a_scheduler_is_made_of_the_optimizer_and_checked(load):
     assert isinstance(workload.scheduler(optimizer), torch.optim.lr_scheduler.StepLR)
     assert load(MODEL).scheduler(optimizer) is None
     broken = load(MODEL + "def scheduler(optimizer): return 3\n")
-    assert "gave an int, not a torch LRScheduler" in fails(lambda: broken.scheduler(optimizer)).what
+    assert "returned an int, not a torch LRScheduler" in fails(lambda: broken.scheduler(optimizer)).what
 
 
 NET = """
@@ -129,7 +129,7 @@ class Metric(torch.optim.lr_scheduler.LRScheduler):
     for text, name in ((metric, "ReduceLROnPlateau"), ("Metric(o)", "Metric")):
         workload = load(f"{NET}{own}\ndef scheduler(o): return {text}\n")
         error = fails(lambda workload=workload: workload.scheduler(workload.optimizer(of_model(workload))))
-        assert f"gave a {name}, whose step needs an argument" in error.what
+        assert f"returned a {name}, whose step needs an argument" in error.what
         assert error.remedy
     other = load(
         NET + "def scheduler(o): return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(MODEL.parameters()), 1)\n"

@@ -131,5 +131,5 @@ def test_an_optimizer_that_needs_all_parameters_is_not_tried_and_said(network: C
 
 def test_a_scheduler_that_needs_a_metric_is_refused_before_a_run(network: Captured, tmp_path: Path) -> None:
     captured = with_hooks(network, "def scheduler(o):\n    return S.ReduceLROnPlateau(o)\n", tmp_path)
-    with pytest.raises(ModelFileError, match="gave a ReduceLROnPlateau, whose step needs an argument"):
+    with pytest.raises(ModelFileError, match="returned a ReduceLROnPlateau, whose step needs an argument"):
         prove_restorable(captured.workload)
