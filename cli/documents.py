@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from autopipe.commands.doctor import Examination
     from autopipe.ir.cluster import Links
     from autopipe.ir.plan import Plan
+    from autopipe.launch.remote.finding import Finding
     from autopipe.planning import Comparison, Contender, Explanation
     from autopipe.report.results import (
         CheckReport,
@@ -255,4 +256,10 @@ def train(result: TrainResult) -> dict[str, Any]:
 
 def doctor(result: Examination) -> dict[str, Any]:
     """Return every finding."""
-    return {"healthy": result.healthy, "findings": [dataclasses.asdict(finding) for finding in result.findings]}
+    return {"healthy": result.healthy, "findings": [_finding(finding) for finding in result.findings]}
+
+
+def _finding(finding: Finding) -> dict[str, str]:
+    """Return a finding under the keys of the document."""
+    record = dataclasses.asdict(finding)
+    return {"found" if name == "detail" else name: value for name, value in record.items()}

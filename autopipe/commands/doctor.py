@@ -54,21 +54,21 @@ def examine(work_dir: Path, progress: Progress | None = None) -> Examination:
 def examine_hosts(settings: LaunchSettings, progress: Progress | None = None) -> Examination:
     """Look at what a run on these hosts needs: that they can be reached, fit together, and reach one another."""
     from autopipe.launch.remote import preflight
-    from autopipe.launch.remote.agent_pool import Agents
+    from autopipe.launch.remote.agent_pool import AgentPool
 
     if progress is not None:
         progress("looking at the hosts", 0.0)
     findings: list[Finding] = []
     try:
-        agents = Agents([host.name for host in settings.hosts], settings)
+        pool = AgentPool([host.name for host in settings.hosts], settings)
         try:
-            found = preflight.survey(agents, settings, devices=True)
+            found = preflight.survey(pool, settings, devices=True)
             findings += preflight.versions(found)
             findings += preflight.memory(found, [()] * len(found.hosts), devices=any(f["gpus"] for f in found.facts))
             findings += preflight.clocks(found)
-            findings += preflight.reachable(agents, found)
+            findings += preflight.reachable(pool, found)
         finally:
-            agents.close()
+            pool.close()
     except RunError as error:
         findings.append(Finding("host", "problem", error.what, error.remedy, error.where.removeprefix("host ")))
     return Examination(tuple(findings))

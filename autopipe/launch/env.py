@@ -1,8 +1,8 @@
-"""The launcher that starts nothing: a cluster's own (torchrun, srun, mpirun, Kubeflow, ...) has started every process.
+"""The launcher for processes that a cluster's own launcher (torchrun, srun, mpirun, Kubeflow, ...) has started.
 
-``autopipe train`` itself runs once a rank. That of rank 0 prepares the run and watches it; see
-``launch.remote.rendezvous``.
-Where torchrun's agent listens at MASTER_PORT already, rank 0 writes there where it listens itself, for each restart.
+``autopipe train`` runs once a rank. The process of rank 0 prepares the run and watches it; see
+``launch.remote.rendezvous``. If torchrun's agent already listens at MASTER_PORT, rank 0 publishes its own address
+there, again after each restart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from autopipe.errors import RunError, counted
 from autopipe.launch.rank.signals import handled_by, ignore_stop_signals
 from autopipe.launch.remote import network, peer
 from autopipe.launch.remote.identity import RankIdentity
-from autopipe.launch.remote.rendezvous import GATHER_SECONDS, Rendezvous
+from autopipe.launch.remote.protocol import GATHER_SECONDS
+from autopipe.launch.remote.rendezvous import Rendezvous
 from autopipe.launch.request import HostCommand, LaunchRequest, LaunchSettings
 from autopipe.launch.supervisor import Supervisor
 
@@ -30,19 +31,19 @@ _LITERAL = ("127.0.0.1", "::1", "localhost")
 
 
 @contextlib.contextmanager
-def lead(here: RankIdentity, settings: LaunchSettings) -> Iterator[Rendezvous]:
-    """Be rank 0: listen from now on, and yield the settings with which the run is launched.
+def lead(identity: RankIdentity, settings: LaunchSettings) -> Iterator[Rendezvous]:
+    """Run as rank 0: listen, and yield the rendezvous with which the run is launched.
 
-    Whatever the body fails of, the processes of all ranks fail of it, at once and with the same message.
+    If the body raises, the processes of all ranks exit at once with the same message.
 
-    Raises: RunError where rank 0 cannot listen where the others will look for it.
+    Raises: RunError if rank 0 cannot listen at the address that the others connect to.
     """
-    listener = None if here.world_size == 1 else _listen(here, settings)
-    rendezvous = Rendezvous(here, listener)
+    listener = None if identity.world_size == 1 else _listen(identity, settings)
+    rendezvous = Rendezvous(identity, listener)
     try:
-        if listener is not None and here.store_exists:
-            place = network.tcp_address(*listener.getsockname()[:2])
-            _agents_store(here).set(_LEADER, place)
+        if listener is not None and identity.store_exists:
+            address = network.tcp_address(*listener.getsockname()[:2])
+            _torchrun_store(identity).set(_LEADER, address)
         yield rendezvous
     except BaseException as error:
         ignore_stop_signals()
@@ -51,29 +52,29 @@ def lead(here: RankIdentity, settings: LaunchSettings) -> Iterator[Rendezvous]:
     rendezvous.finish(0)
 
 
-def follow(here: RankIdentity, settings: LaunchSettings) -> int:
-    """Be another rank, to the end of the run, and return the exit code.
+def follow(identity: RankIdentity, settings: LaunchSettings) -> int:
+    """Run as another rank until the run ends, and return the exit code.
 
-    Raises: AutopipeError with the message of the first failure, whichever rank it was on.
+    Raises: RunError with the message of the first failure on any rank.
     """
-    host, port = here.address, here.port
-    if here.store_exists:
+    host, port = identity.address, identity.port
+    if identity.store_exists:
         try:
-            host, port = network.parse_tcp(_agents_store(here).get(_LEADER).decode())
+            host, port = network.parse_tcp(_torchrun_store(identity).get(_LEADER).decode())
         except (RuntimeError, ValueError) as error:
             raise RunError(
-                f"rank 0 did not come within {GATHER_SECONDS:.0f} s: {str(error).splitlines()[0]}",
-                where=f"rank {here.rank} on {socket.gethostname()}",
-                remedy="look at what the launcher says of rank 0",
+                f"rank 0 did not connect within {GATHER_SECONDS:.0f} s: {str(error).splitlines()[0]}",
+                where=f"rank {identity.rank} on {socket.gethostname()}",
+                remedy="see the launcher's output for rank 0",
             ) from None
     network.refuse_public(network.resolve(host)[1], trusted=settings.trust_network)
-    return peer.follow(here, peer.connect(host, port))
+    return peer.follow(identity, peer.connect(host, port))
 
 
 def run_ranks(request: LaunchRequest, rendezvous: Rendezvous | None) -> None:
     """Start the ranks, each under its own process, and return when all are done.
 
-    Raises: RunError where a process did not come; WorkerError for the first failure.
+    Raises: RunError if a process did not connect; WorkerError for the first failure.
     """
     assert rendezvous is not None, "rank 0 calls this inside of lead()"
     with tempfile.TemporaryDirectory(prefix="autopipe-") as scratch, handled_by(request.stop):
@@ -85,61 +86,63 @@ def run_ranks(request: LaunchRequest, rendezvous: Rendezvous | None) -> None:
 
 
 def commands(request: LaunchRequest) -> list[HostCommand]:
-    """Return this process alone: the others were started like it, and say for themselves what they would do."""
-    here = request.settings.identity
-    assert here is not None, "whoever asks for this launcher reads the environment first"
-    at = "torchrun's agent" if here.store_exists else f"{here.address} port {here.port}"
-    note = f"rank {here.rank} of {here.world_size}, by {here.launcher}; meets the others at {at}"
-    return [HostCommand(ranks=(here.rank,), note=note)]
+    """Return this process alone. The others were started like it, and show their own part."""
+    identity = request.settings.identity
+    assert identity is not None, "the environment is read before this launcher is used"
+    at = "torchrun's agent" if identity.store_exists else f"{identity.address} port {identity.port}"
+    note = f"rank {identity.rank} of {identity.world_size}, by {identity.launcher}; meets the others at {at}"
+    return [HostCommand(ranks=(identity.rank,), note=note)]
 
 
-def _agents_store(here: RankIdentity) -> Any:
-    """Return what torchrun's agent keeps, under names of this attempt's own.
+def _torchrun_store(identity: RankIdentity) -> Any:
+    """Return the store of torchrun's agent, with a prefix for this attempt.
 
-    Raises: RunError where the agent does not answer.
+    Raises: RunError if the agent does not answer.
     """
-    import torch.distributed as dist  # a process that only follows need not import it otherwise
+    import torch.distributed as dist  # other launchers of ranks leave torch to the ranks
 
     timeout = datetime.timedelta(seconds=GATHER_SECONDS)
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # exported, though not by name
-            here.address, here.port, None, is_master=False, timeout=timeout
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed in __all__
+            identity.address, identity.port, None, is_master=False, timeout=timeout
         )
     except RuntimeError as error:
         raise RunError(
-            f"torchrun's agent does not answer at {here.address} port {here.port}: {str(error).splitlines()[0]}",
+            f"torchrun's agent does not answer at {identity.address} port {identity.port}: "
+            f"{str(error).splitlines()[0]}",
             remedy="check that every host can reach MASTER_ADDR, and that no firewall closes MASTER_PORT",
         ) from None
-    return dist.PrefixStore(  # type: ignore[attr-defined]  # the same
-        f"autopipe/{here.attempt}", store
+    return dist.PrefixStore(  # type: ignore[attr-defined]  # as above
+        f"autopipe/{identity.attempt}", store
     )
 
 
-def _listen(here: RankIdentity, settings: LaunchSettings) -> socket.socket:
-    """Return the socket of rank 0, on one address. Raises: RunError."""
+def _listen(identity: RankIdentity, settings: LaunchSettings) -> socket.socket:
+    """Return the listening socket of rank 0, on one address. Raises: RunError."""
     if settings.interface:
         address = network.address_of(settings.interface)
-    elif here.store_exists:
-        address = network.own_address_towards(here.address)
+    elif identity.store_exists:
+        address = network.own_address_towards(identity.address)
     else:
-        address = _own(here)
+        address = _own_address(identity)
     network.refuse_public(address, trusted=settings.trust_network)
-    return network.listen(address, 0 if here.store_exists else here.port)
+    return network.listen(address, 0 if identity.store_exists else identity.port)
 
 
-def _own(here: RankIdentity) -> str:
+def _own_address(identity: RankIdentity) -> str:
     """Return the address of this host that the others know as MASTER_ADDR.
 
-    A host often takes its own name for an address of itself alone (Debian: 127.0.1.1), which others cannot reach.
+    A host often resolves its own name to a loopback address (Debian: 127.0.1.1), which others cannot reach.
 
-    Raises: RunError where it is no address of this host, or it is not clear which.
+    Raises: RunError if MASTER_ADDR is an address of another host, or this host has several addresses.
     """
-    _, address = network.resolve(here.address)
-    if not network.is_loopback(address) or here.one_host or here.address in _LITERAL:
+    _, address = network.resolve(identity.address)
+    if not network.is_loopback(address) or identity.one_host or identity.address in _LITERAL:
         if network.is_loopback(address) or network.interface_of(address):
             return address
         raise RunError(
-            f"rank 0 is on {socket.gethostname()}, and MASTER_ADDR ({here.address}, {address}) is no address of it",
+            f"rank 0 is on {socket.gethostname()}, but MASTER_ADDR ({identity.address}, {address}) is not an address "
+            "of this host",
             remedy="set MASTER_ADDR to the host of rank 0",
         )
     others = [
@@ -150,8 +153,8 @@ def _own(here: RankIdentity) -> str:
     ]
     if len(others) != 1:
         raise RunError(
-            f"{here.address} means {address} on this host, which no other host can reach; this host has "
+            f"{identity.address} resolves to {address} on this host, which no other host can reach; this host has "
             f"{counted(len(others), 'other address')}: {', '.join(others) or 'none'}",
-            remedy="set MASTER_ADDR to the address itself, or say --interface NAME",
+            remedy="set MASTER_ADDR to the address itself, or give --interface NAME",
         )
     return others[0]

@@ -67,6 +67,7 @@ class LaunchRequest:
     batch_size: int = 0  # of evaluate; 0: the run's own
     evaluation_data: str = ""  # of evaluate: a TARGET; "": the run's own
     averaged: bool = False  # evaluate the averaged weights
+    model_files: tuple[Path, ...] = ()  # the user's own files, which must be the same on every host
     stop: StopRequest | None = None  # requests a graceful stop; None: signals end the run at once
 
     @property

@@ -358,7 +358,7 @@ def findings(result: Examination) -> Table:
     table = _table("the hosts" if elsewhere else "this machine", "", "what", "found", "try", left=4)
     for finding in result.findings:
         name = f"{finding.host}: {finding.name}" if finding.host else finding.name
-        table.add_row({"ok": "ok", "note": "-", "problem": "!!"}[finding.state], name, finding.found, finding.fix)
+        table.add_row({"ok": "ok", "note": "-", "problem": "!!"}[finding.state], name, finding.detail, finding.fix)
     return table
 
 

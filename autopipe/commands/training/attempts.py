@@ -28,6 +28,7 @@ from autopipe.commands.training.repeating import Repeats
 from autopipe.commands.training.resuming import lacking_version, newest_intact
 from autopipe.errors import AuditError, PlanError, RunError, WorkerError, counted
 from autopipe.ir import artifact
+from autopipe.ir.plan import Plan
 from autopipe.launch.rank.signals import StopRequest
 from autopipe.launch.registry import LAUNCHERS, run_ranks
 from autopipe.launch.remote.hosts import assign, total_slots
@@ -37,6 +38,7 @@ from autopipe.report.results import Restart
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.job import Job, RunDirectory
+from autopipe.workload.target.targets import Target
 
 MakeJob = Callable[[TrainSettings, Prepared, int], Job]
 
@@ -112,6 +114,7 @@ class Attempts:
             on_event=self.listener,
             settings=settings,
             watchdog_seconds=watchdog,
+            model_files=_model_files(plan),
             stop=stop,
         )
         run_ranks(request, self.rendezvous)
@@ -237,6 +240,12 @@ class Attempts:
         if others:
             out = (*self.settings.excluded_devices, index)
             self.settings = dataclasses.replace(self.settings, excluded_devices=out)
+
+
+def _model_files(plan: Plan) -> tuple[Path, ...]:
+    """Return the user's own files that a plan names."""
+    targets = [Target.parse(text) for text in (plan.workload.target, *plan.workload.hooks.values())]
+    return tuple(sorted({Path(target.location) for target in targets if target.is_file}))
 
 
 def _failure(error: WorkerError, listener: Listener) -> tuple[str, str, int]:

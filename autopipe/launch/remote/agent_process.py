@@ -1,138 +1,166 @@
-"""A link to an agent: a child process (ssh, or the agent itself) that takes JSON lines and answers in JSON lines.
+"""The connection to an agent: a child process, ssh or the agent itself, with messages on its stdin and stdout.
 
-Nothing here waits: what cannot be written yet is kept, and what has arrived is returned, so that one host that does not
-answer cannot keep the others waiting.
+No method blocks: unsent bytes are kept, so that a host that does not answer cannot delay the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-_CHUNK = 65536
+from autopipe.launch.remote import protocol
+from autopipe.launch.remote.connections import Lost
+from autopipe.launch.remote.stream import MessageStream, StreamError
+
+_CHUNK_BYTES = 65536
 _LONGEST_ERRORS = 4000
-# at a time: a host that says more than can be taken in must not keep the others waiting
-_MOST_BYTES = 2**20
-END_SECONDS = 2.0
+_EXIT_SECONDS = 2.0
+# ssh's exit code for its own failures, and for a remote command that a signal ended
+_SSH_FAILED = 255
 
 
-class Link:
-    """One host's link. ``offset_ns``: its clock less ours.
+class AgentProcess:
+    """The connection to one host's agent."""
 
-    ``heard``: when the last word arrived, in monotonic seconds; ``spoken``: whether a message ever did.
-    """
-
-    def __init__(self, host: str, command: Sequence[str]) -> None:
-        self.host, self.command = host, tuple(command)
-        # a session of its own: Ctrl-C in the terminal is for us to handle, not for ssh
+    def __init__(self, host: str, command: Sequence[str], python: str) -> None:
+        """Start the command. ``python``: the interpreter on the host, for messages. Raises: OSError."""
+        self.host, self.command, self._python = host, tuple(command), python
+        # in a session of its own: Ctrl-C in the terminal is for this process to handle, not for ssh
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            bufsize=0,
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
-        self.stdin: BinaryIO = self.process.stdin  # type: ignore[assignment]  # of bytes, since no text was asked for
-        self.stdout: BinaryIO = self.process.stdout  # type: ignore[assignment]
-        self.stderr: BinaryIO = self.process.stderr  # type: ignore[assignment]
-        for stream in (self.stdin, self.stdout, self.stderr):
-            os.set_blocking(stream.fileno(), False)
-        self.heard = time.monotonic()
-        self.spoken = False
-        self.offset_ns = 0
-        self._rest = b""
-        self._unsent = b""
+        self._stderr: BinaryIO = self.process.stderr  # type: ignore[assignment]  # binary, as text is not requested
+        os.set_blocking(self._stderr.fileno(), False)
+        # a login shell may print a greeting, which is not a message
+        self._stream = MessageStream(self.process.stdout, self.process.stdin, strict=False, send_seconds=0)
+        self._heard = time.monotonic()
+        self._answered = False  # whether a message has ever arrived
+        self._ended = False  # whether stdout is at its end
+        self._dropped = ""
         self._errors = b""
+        self.offset_ns = 0
 
-    @property
-    def errors(self) -> str:
-        """What it said on stderr, the end of it."""
-        return self._errors.decode("utf-8", "replace").strip()
+    def readable(self) -> Sequence[Any]:
+        """Return stdout and stderr, as long as they are open."""
+        return [*([] if self._ended else [self._stream]), *([] if self._stderr.closed else [self._stderr])]
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more can come: stdout is at its end."""
-        return self.stdout.closed
+    def writable(self) -> Sequence[Any]:
+        """Return stdin while bytes are unsent."""
+        return [self._stream.sink] if self._stream.unsent else []
 
-    @property
-    def unsent(self) -> bool:
-        """Whether something is still to be written."""
-        return bool(self._unsent) and not self.stdin.closed
-
-    def streams(self) -> list[Any]:
-        """Return what may become readable."""
-        return [stream for stream in (self.stdout, self.stderr) if not stream.closed]
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or as much of it as can leave now."""
-        self._unsent += json.dumps(message).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what can be written."""
-        if self.stdin.closed:
+    def send(self, message: protocol.Message) -> None:
+        """Send a message, or as much of it as the process takes now."""
+        if self._stream.sink_closed:
             return
         try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self.stdin.fileno(), self._unsent) :]
+            self._stream.send(message)
+        except StreamError:
+            self._stream.close_sink()  # it does not read; its end shows on stdout
+
+    def receive(self) -> Sequence[protocol.Message]:
+        """Return the messages that have arrived, and send what is unsent."""
+        if self._stream.unsent:
+            with contextlib.suppress(StreamError):
+                self._stream.flush()
+        self._read_errors()
+        if self._ended:
+            return []
+        try:
+            size = self._stream.num_received
+            messages = self._stream.receive()
+        except StreamError:
+            self._ended = True
+            return []
+        if self._stream.num_received > size:
+            self._heard = time.monotonic()
+        self._answered = self._answered or bool(messages)
+        return messages
+
+    def _read_errors(self) -> None:
+        """Keep the end of what the process prints on stderr."""
+        if self._stderr.closed:
+            return
+        try:
+            chunk = os.read(self._stderr.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            self._close(self.stdin)  # it reads no more; that it has ended is seen on its stdout
+            chunk = b""
+        if not chunk:
+            self._stderr.close()
+        self._errors = (self._errors + chunk)[-_LONGEST_ERRORS:]
 
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """Return the messages that have arrived. What is no message (a greeting of the login shell) is left out."""
-        self._errors = (self._errors + self._read(self.stderr))[-_LONGEST_ERRORS:]
-        chunk = self._read(self.stdout)
-        if chunk:
-            self.heard = time.monotonic()
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(message, dict) and isinstance(message.get("kind"), str):
-                self.spoken = True
-                yield message
+    def drop(self, reason: str) -> None:
+        """Consider the host lost."""
+        self._dropped = reason
 
-    def _read(self, stream: BinaryIO) -> bytes:
-        found = b""
-        while not stream.closed and len(found) < _MOST_BYTES:
-            try:
-                chunk = os.read(stream.fileno(), _CHUNK)
-            except BlockingIOError:
-                break
-            except OSError:
-                chunk = b""
-            if not chunk:
-                self._close(stream)
-            found += chunk
-        return found
+    def lost(self) -> Lost | None:
+        """Return why the host is lost, None while it answers."""
+        if self._dropped:
+            return Lost(f"the agent on {self.host} is out of order: {self._dropped}", "check that machine")
+        if not self._ended:
+            silence = time.monotonic() - self._heard
+            if silence < protocol.LOST_SECONDS + (0 if self._answered else protocol.ANSWER_SECONDS):
+                return None
+            return Lost(
+                f"host {self.host} does not answer any more: nothing heard for {silence:.0f} s",
+                "check the machine and its network; its ranks end by themselves when they hear nothing",
+            )
+        return self._explain_end()
 
-    def _close(self, stream: BinaryIO) -> None:
-        with contextlib.suppress(OSError):
-            stream.close()
+    def _explain_end(self) -> Lost:
+        """Return how the process ended."""
+        ssh, code = self.command[0] == "ssh", self._exit_code(1.0)
+        self._read_errors()
+        lines = self._errors.decode("utf-8", "replace").strip().splitlines()
+        last = lines[-1] if lines else ""
+        failed = ssh and code == _SSH_FAILED
+        if not self._answered and code is not None and code < 0:
+            return Lost(
+                f"{self.command[0]}, which starts the agent on {self.host}, was killed by signal {-code}",
+                "a user or the kernel ended it on this machine: see its log, and start again",
+            )
+        if not self._answered and not failed:
+            return Lost(
+                f"the agent cannot be started on {self.host}: {last or f'exit code {code}'}",
+                f"install autopipe there for {self._python}, or name another Python with --remote-python",
+            )
+        if failed and last:
+            return Lost(f"ssh to {self.host} failed: {last}", f"check: ssh {self.host} true")
+        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        if failed:
+            how = "killed there, or its connection was closed"
+        return Lost(
+            f"the agent on {self.host} is gone ({how}){f': {last}' if last else ''}",
+            "a user or the kernel ended it; see that machine's log",
+        )
 
-    def exit_code(self, seconds: float = 1.0) -> int | None:
-        """Return how the process ended, None where it has not."""
+    def _exit_code(self, seconds: float) -> int | None:
+        """Return the exit code of the process, None if it has not ended."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
+    def kill(self) -> None:
+        """Kill the process on this machine. The agent on a lost host ends by itself."""
+        self.process.kill()
+
     def close(self) -> None:
-        """End the process: by the end of its stdin, which an agent understands, else by force."""
-        self._close(self.stdin)
-        if self.exit_code(END_SECONDS) is None:
+        """End the process: by the end of its stdin, which an agent detects, else by force."""
+        self._stream.close_sink()
+        if self._exit_code(_EXIT_SECONDS) is None:
             self.process.kill()
             self.process.wait()
-        self._errors = (self._errors + self._read(self.stderr))[-_LONGEST_ERRORS:]
-        for stream in (self.stdout, self.stderr):
-            self._close(stream)
+        self._stream.close()
+        self._stderr.close()

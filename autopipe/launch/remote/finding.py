@@ -1,4 +1,4 @@
-"""``Finding``: one thing that was looked at before a run, and the fix where it is wrong."""
+"""``Finding``: the result of one check before a run, and the fix for a problem."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``state``: ok, note (nothing has to be done), or problem, which has a ``fix``. ``host`` "": this machine."""
+    """The result of one check."""
 
     name: str
-    state: str
-    found: str
-    fix: str = ""
-    host: str = ""
+    state: str  # ok, note (nothing has to be done), or problem
+    detail: str
+    fix: str = ""  # for a problem
+    host: str = ""  # "": this machine

@@ -1,8 +1,8 @@
-"""Before ranks are started on several hosts: is everything there that they need? Each finding that is not has its fix.
+"""Checks of the hosts before ranks start there. Every problem comes with its fix.
 
 ::
 
-    agents --survey--> Survey (facts, clocks, addresses) --+--> versions, memory, clocks    does it fit together?
+    agents --survey--> Survey (facts, clocks, addresses) --+--> versions, memory, clocks    do the hosts fit together?
        |                                                   |
        +--reachable: every host to every other ------------+
        +--same_files: run directory, plan, stages, model --+--> findings, in this order
@@ -21,10 +21,10 @@ from typing import Any
 
 from autopipe import __version__
 from autopipe.errors import RunError
-from autopipe.launch.remote import network
-from autopipe.launch.remote.agent import file_digest
-from autopipe.launch.remote.agent_pool import Agents, hello
+from autopipe.launch.remote import network, protocol
+from autopipe.launch.remote.agent_pool import AgentPool, prepare_message
 from autopipe.launch.remote.finding import Finding
+from autopipe.launch.remote.rank_host import file_digest
 from autopipe.launch.request import LaunchSettings
 from autopipe.units import in_bytes
 
@@ -34,103 +34,103 @@ _CLOCK_ROUNDS = 5
 _REACH_SECONDS = 3.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What the hosts are like, in their order. ``addresses``: (address, interface) towards the other hosts.
-
-    ``offsets_seconds``: each clock less this machine's.
-    """
+    """The descriptions of the hosts, in the order of the hosts."""
 
     hosts: tuple[str, ...]
-    facts: tuple[Mapping[str, Any], ...]
-    offsets_seconds: tuple[float, ...]
-    addresses: tuple[tuple[str, str], ...]
+    facts: tuple[Mapping[str, Any], ...]  # of ``remote.facts.collect``, and "folder": whether the directory exists
+    offsets_seconds: tuple[float, ...]  # each host's clock minus this machine's
+    addresses: tuple[tuple[str, str], ...]  # (address, interface) towards the other hosts
 
 
-def survey(agents: Agents, settings: LaunchSettings, *, devices: bool) -> Survey:
-    """Ask every host what it has. Raises: RunError for a host that cannot be reached or asked."""
-    indices = range(len(agents.links))
-    names = tuple(link.host for link in agents.links)
-    found = agents.ask({i: hello(names[i], devices=devices) for i in indices}, "facts")
-    facts = tuple(found[i] for i in indices)
-    for index, link in enumerate(agents.links):
-        link.offset_ns = _clock_offset_ns(agents, index)
-    asked = {i: {"kind": "address", "interface": settings.interface, "towards": _peer(facts, i)} for i in indices}
-    places = agents.ask(asked, "address")
+def survey(pool: AgentPool, settings: LaunchSettings, *, devices: bool) -> Survey:
+    """Describe every host. Raises: RunError for a host that cannot be reached or does not answer."""
+    indices = range(len(pool.agents))
+    prepared = pool.ask({i: prepare_message(devices=devices) for i in indices}, protocol.Prepared)
+    facts = tuple({**prepared[i].facts, "folder": prepared[i].folder} for i in indices)
+    for index, agent in enumerate(pool.agents):
+        agent.offset_ns = _clock_offset_ns(pool, index)
+    questions = {i: protocol.FindAddress(settings.interface, _other_host(facts, i)) for i in indices}
+    addresses = pool.ask(questions, protocol.Address)
     return Survey(
-        names,
-        facts,
-        tuple(link.offset_ns / 1e9 for link in agents.links),
-        tuple((places[i]["address"], places[i]["interface"]) for i in indices),
+        hosts=tuple(agent.host for agent in pool.agents),
+        facts=facts,
+        offsets_seconds=tuple(agent.offset_ns / 1e9 for agent in pool.agents),
+        addresses=tuple((addresses[i].address, addresses[i].interface) for i in indices),
     )
 
 
-def _peer(facts: Sequence[Mapping[str, Any]], index: int) -> str:
-    """Return the address of another host, by which a host finds the way to them; its own where it is alone.
+def _other_host(facts: Sequence[Mapping[str, Any]], index: int) -> str:
+    """Return the address of another host, which determines a host's route; loopback for a single host.
 
-    A host without ssh is this machine, and known to the others by where their ssh came from.
+    A host without ssh is this machine; the others know it as the source of their ssh connections.
     """
     others = [str(fact["reached_at"] or facts[index]["reached_from"]) for i, fact in enumerate(facts) if i != index]
-    away = [address for address in others if address and not network.is_loopback(address)]
-    return (away or ["127.0.0.1"])[0]
+    remote = [address for address in others if address and not network.is_loopback(address)]
+    return (remote or ["127.0.0.1"])[0]
 
 
-def _clock_offset_ns(agents: Agents, index: int) -> int:
-    """Return how far a host's clock is ahead, from the quickest of a few answers: half of its way is there and back."""
+def _clock_offset_ns(pool: AgentPool, index: int) -> int:
+    """Return a host's clock minus this one's, from the fastest of a few answers: each way takes half of its time."""
     rounds = []
     for number in range(_CLOCK_ROUNDS):
         sent = time.time_ns()
-        answer = agents.ask({index: {"kind": "clock", "id": number}}, "clock")[index]
-        back = time.time_ns()
-        rounds.append((back - sent, int(answer["time_ns"]) - (sent + back) // 2))
+        clock = pool.ask({index: protocol.ReadClock(number)}, protocol.Clock)[index]
+        received = time.time_ns()
+        rounds.append((received - sent, clock.time_ns - (sent + received) // 2))
     return min(rounds)[1]
 
 
-def versions(found: Survey) -> Iterator[Finding]:
-    """Compare versions: the same autopipe and Python as here, but for Python's last number, and the same torch.
+def versions(survey: Survey) -> Iterator[Finding]:
+    """Compare versions: autopipe and torch must equal this machine's, and Python in its first two numbers.
 
-    This machine may have torch in another build (``+cpu``) than hosts with GPUs; those must agree in that too.
+    This machine may have another build of torch (``+cpu``) than hosts with GPUs; the hosts must have the same build.
     """
     here = {"autopipe": __version__, "torch": importlib.metadata.version("torch"), "python": platform.python_version()}
-    for host, facts in zip(found.hosts, found.facts, strict=True):
+    for host, facts in zip(survey.hosts, survey.facts, strict=True):
         for name, wanted in here.items():
-            have, first = str(facts[name]), str(found.facts[0][name])
-            if _comparable(name, have) == _comparable(name, wanted) and (name != "torch" or have == first):
-                yield Finding(name, "ok", have, host=host)
+            version, first = str(facts[name]), str(survey.facts[0][name])
+            differs_here = _comparable(name, version) != _comparable(name, wanted)
+            if not differs_here and (name != "torch" or version == first):
+                yield Finding(name, "ok", version, host=host)
                 continue
-            other = wanted if _comparable(name, have) != _comparable(name, wanted) else first
-            told = f"{have or 'not installed'}; {'here' if other == wanted else f'on {found.hosts[0]}'} it is {other}"
+            other = wanted if differs_here else first
+            where = "here" if other == wanted else f"on {survey.hosts[0]}"
             package = {"autopipe": "autopipe-train", "torch": "torch"}.get(name)
             fix = f"pip install {package}=={other} on {host}" if package else f"use Python {other} on {host}"
-            yield Finding(name, "problem", told, f"{fix}, or name one with --remote-python", host)
+            detail = f"{version or 'not installed'}; {where} it is {other}"
+            yield Finding(name, "problem", detail, f"{fix}, or name one with --remote-python", host)
         if not facts["folder"]:
-            yield Finding("folder", "note", f"{Path.cwd()} is not there; ranks start in the home folder", host=host)
+            detail = f"{Path.cwd()} does not exist there; ranks start in the home directory"
+            yield Finding("folder", "note", detail, host=host)
 
 
 def _comparable(name: str, version: str) -> str:
-    """Return what of a version must be the same."""
+    """Return the part of a version that must be equal."""
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
-def memory(found: Survey, needed_bytes: Sequence[Sequence[int]], *, devices: bool) -> Iterator[Finding]:
-    """Compare free memory with what the ranks of each host are predicted to need; nothing predicted: a least amount.
+def memory(survey: Survey, needed_bytes: Sequence[Sequence[int]], *, devices: bool) -> Iterator[Finding]:
+    """Compare free memory with the predicted bytes of each host's ranks; without a prediction, with a minimum.
 
-    ``devices``: the ranks run on GPUs, one each as far as there are.
+    ``devices``: the ranks run on GPUs, one each as long as there are enough.
     """
-    for host, facts, needed in zip(found.hosts, found.facts, needed_bytes, strict=True):
+    for host, facts, needed in zip(survey.hosts, survey.facts, needed_bytes, strict=True):
         free, wanted = int(facts["memory_bytes"]), sum(needed) or LEAST_MEMORY_BYTES
         if devices:
             yield from _device_memory(host, facts["gpus"], needed)
             wanted = LEAST_MEMORY_BYTES
         short = free < wanted
         fix = f"end other programs on {host}, or give it fewer ranks" if short else ""
-        text = f"{in_bytes(free)} free, {in_bytes(wanted)} needed"
-        yield Finding("memory", "problem" if short else "ok", text, fix, host)
+        detail = f"{in_bytes(free)} free, {in_bytes(wanted)} needed"
+        yield Finding("memory", "problem" if short else "ok", detail, fix, host)
 
 
 def _device_memory(host: str, gpus: Sequence[Sequence[Any]], needed: Sequence[int]) -> Iterator[Finding]:
     if not gpus:
-        yield Finding("GPUs", "problem", "the driver shows none", "check nvidia-smi there, or use --device cpu", host)
+        fix = "check nvidia-smi there, or use --device cpu"
+        yield Finding("GPUs", "problem", "the driver reports no GPU", fix, host)
         return
     loads = [0] * len(gpus)
     for local, load in enumerate(needed):
@@ -138,48 +138,48 @@ def _device_memory(host: str, gpus: Sequence[Sequence[Any]], needed: Sequence[in
     for index, ((name, free, total), load) in enumerate(zip(gpus, loads, strict=True)):
         short = free < load
         fix = f"end what else uses it, or plan with --gpu-memory {free // 2**30}GiB" if short else ""
-        text = f"{name}, {in_bytes(free)} of {in_bytes(total)} free, {in_bytes(load)} needed"
-        yield Finding(f"cuda:{index}", "problem" if short else "ok", text, fix, host)
+        detail = f"{name}, {in_bytes(free)} of {in_bytes(total)} free, {in_bytes(load)} needed"
+        yield Finding(f"cuda:{index}", "problem" if short else "ok", detail, fix, host)
 
 
-def clocks(found: Survey) -> Iterator[Finding]:
-    """Tell how far the clocks are apart; events of the hosts are put in order with it, so nothing depends on it."""
-    for host, offset in zip(found.hosts, found.offsets_seconds, strict=True):
+def clocks(survey: Survey) -> Iterator[Finding]:
+    """Report the clock offsets. They only order the events of the hosts, so a large one is not a problem."""
+    for host, offset in zip(survey.hosts, survey.offsets_seconds, strict=True):
         far = abs(offset) > CLOCK_SECONDS
-        fix = f"let a time service (chrony, systemd-timesyncd) run on {host}" if far else ""
+        fix = f"run a time service (chrony, systemd-timesyncd) on {host}" if far else ""
         yield Finding("clock", "note" if far else "ok", f"{offset * 1e3:+.1f} ms from this machine's", fix, host)
 
 
-def reachable(agents: Agents, found: Survey) -> Iterator[Finding]:
-    """Let every host connect to every other, at the addresses at which the ranks would."""
-    if len(found.hosts) == 1:
+def reachable(pool: AgentPool, survey: Survey) -> Iterator[Finding]:
+    """Connect every host to every other, at the addresses that the ranks use."""
+    if len(survey.hosts) == 1:
         return
-    asked = {i: {"kind": "probe", "address": address} for i, (address, _) in enumerate(found.addresses)}
-    ports = {i: answer["port"] for i, answer in agents.ask(asked, "probing").items()}
-    targets = [(host, found.addresses[i][0], ports[i]) for i, host in enumerate(found.hosts)]
-    reach = {i: {"targets": targets[:i] + targets[i + 1 :], "seconds": _REACH_SECONDS} for i in ports}
-    answers = agents.ask({i: {"kind": "reach", **message} for i, message in reach.items()}, "reached")
-    for index, host in enumerate(found.hosts):
-        address, interface = found.addresses[index]
-        for name, why in answers[index]["failures"]:
-            there = found.addresses[found.hosts.index(name)][0]
+    probes = {i: protocol.Probe(address) for i, (address, _) in enumerate(survey.addresses)}
+    ports = {i: answer.port for i, answer in pool.ask(probes, protocol.Probing).items()}
+    targets = tuple((host, survey.addresses[i][0], ports[i]) for i, host in enumerate(survey.hosts))
+    questions = {i: protocol.Reach(targets[:i] + targets[i + 1 :], _REACH_SECONDS) for i in ports}
+    answers = pool.ask(questions, protocol.Reached)
+    for index, host in enumerate(survey.hosts):
+        address, interface = survey.addresses[index]
+        for name, reason in answers[index].failures:
+            there = survey.addresses[survey.hosts.index(name)][0]
             yield Finding(
                 "network",
                 "problem",
-                f"{address} ({interface}) cannot reach {name} at {there}: {why}",
+                f"{address} ({interface}) cannot reach {name} at {there}: {reason}",
                 "open the firewall between these hosts for each other, or choose another network with --interface",
                 host,
             )
-        if not answers[index]["failures"]:
+        if not answers[index].failures:
             yield Finding("network", "ok", f"{address} ({interface}) reaches every other host", host=host)
 
 
-def same_files(agents: Agents, folder: Path, models: Sequence[Path]) -> Iterator[Finding]:
-    """Compare what the hosts read with what is here: the run directory by a file with a secret, then all that counts.
+def same_files(pool: AgentPool, folder: Path, models: Sequence[Path]) -> Iterator[Finding]:
+    """Compare the files that the hosts read with those of this machine.
 
-    ``models``: the user's own files.
+    A file with a random content shows whether ``folder`` is the same directory. ``models``: the user's own files.
 
-    Raises: RunError where the folder cannot be written.
+    Raises: RunError if the directory cannot be written.
     """
     secret = folder / f".shared-{secrets.token_hex(8)}"
     try:
@@ -187,43 +187,43 @@ def same_files(agents: Agents, folder: Path, models: Sequence[Path]) -> Iterator
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}", remedy="choose another --run-dir") from None
     try:
-        told = [folder / name for name in ("job.json", "plan.json", "graph.json")]
-        told += [path for path in sorted((folder / "stages").rglob("*")) if path.is_file()]
-        here = {str(path): file_digest(path) for path in (secret, *told, *models)}
-        asked = {i: {"kind": "digests", "paths": list(here)} for i in range(len(agents.links))}
-        answers = agents.ask(asked, "digests")
+        paths = [folder / name for name in ("job.json", "plan.json", "graph.json")]
+        paths += [path for path in sorted((folder / "stages").rglob("*")) if path.is_file()]
+        here = {str(path): file_digest(path) for path in (secret, *paths, *models)}
+        questions = {i: protocol.Digest(tuple(here)) for i in range(len(pool.agents))}
+        answers = pool.ask(questions, protocol.Digests)
     finally:
         secret.unlink(missing_ok=True)
-    for index, link in enumerate(agents.links):
-        there = answers[index]["digests"]
+    for index, agent in enumerate(pool.agents):
+        there = answers[index].digests
         if there[str(secret)] != here[str(secret)]:
             yield Finding(
                 "run directory",
                 "problem",
                 f"{folder} is not the same folder there",
                 "name one with --run-dir that all hosts share, such as on NFS",
-                link.host,
+                agent.host,
             )
             continue
-        yield Finding("run directory", "ok", f"{folder} is shared", host=link.host)
-        other = [path for path in here if there[path] != here[path]]
-        for path in other:
-            known = "is not there" if not there[path] else "is another file there: its SHA-256 differs"
-            fix = f"copy it to {link.host}, or keep it where all hosts share it"
-            yield Finding("model" if Path(path) in models else "plan", "problem", f"{path} {known}", fix, link.host)
-        if not other:
-            yield Finding("model and plan", "ok", "the same files", host=link.host)
+        yield Finding("run directory", "ok", f"{folder} is shared", host=agent.host)
+        different = [path for path in here if there[path] != here[path]]
+        for path in different:
+            detail = f"{path} {'differs there: its SHA-256 is another' if there[path] else 'does not exist there'}"
+            fix = f"copy it to {agent.host}, or keep it where all hosts share it"
+            yield Finding("model" if Path(path) in models else "plan", "problem", detail, fix, agent.host)
+        if not different:
+            yield Finding("model and plan", "ok", "the same files", host=agent.host)
 
 
 def first_problem(findings: Iterator[Finding]) -> list[Finding]:
-    """Take findings as long as none is a problem, and return them. Raises: RunError for the first that is one."""
-    taken = []
+    """Return findings if none is a problem. Raises: RunError for the first that is, without running later checks."""
+    passed = []
     for finding in findings:
         if finding.state == "problem":
             raise RunError(
-                f"{finding.name}: {finding.found}",
+                f"{finding.name}: {finding.detail}",
                 where=f"host {finding.host}" if finding.host else "",
                 remedy=finding.fix,
             )
-        taken.append(finding)
-    return taken
+        passed.append(finding)
+    return passed

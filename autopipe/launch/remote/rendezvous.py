@@ -1,16 +1,16 @@
-"""The rendezvous: rank 0's process listens, and the process of every other rank reports to it.
+"""The rendezvous under a cluster's own launcher: rank 0's process listens, and every other rank's process connects.
 
 ::
 
     rank 0's process                            the process of rank r (launch.remote.peer)
-      Rendezvous.gather   <--- hello --------------   who it is
-                       ---- launch ------------>   starts its rank: a child process
-      RendezvousRanks     <--- event, beat --------   what its rank says and does
-        (a supervisor  ---- stacks, end ------->
-         watches them) ---- finished, failed -->   leaves with the same exit code and message
+      Rendezvous.gather <--- Hello -------------   introduces itself
+                        ---- Start ------------>   starts its rank: a child process
+      RemoteRanks       <--- Event, Beats ------   reports what its rank does
+        (a supervisor   ---- Stop, End, ... --->
+         watches them)  ---- Finish, Fail ----->   exits with the same code and message
 
-Each process is what a cluster's launcher started; ranks are its children, so that a rank that is killed has somebody to
-say how. Rank 0 listens on one address only, and believes whoever connects, as torch's own store does: the network
+The cluster's launcher started each process. The ranks are their children, so that a process is left to report how a
+rank was killed. Rank 0 listens on one address only and trusts every connection, as torch's own store does: the network
 between the hosts must be private.
 """
 
@@ -19,218 +19,263 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autopipe import __version__
-from autopipe.errors import AutopipeError, RunError, counted
-from autopipe.ir import artifact
-from autopipe.launch.rank.heartbeat import Beat
-from autopipe.launch.remote import network
-from autopipe.launch.remote.agent import file_digest
+from autopipe.errors import RunError, counted
+from autopipe.launch.rank.forked import ForkedRanks
+from autopipe.launch.remote import network, protocol
+from autopipe.launch.remote.connections import Connections, Lost
 from autopipe.launch.remote.identity import RankIdentity
-from autopipe.launch.remote.json_socket import Wire, WireError, ready_of
-from autopipe.launch.remote.rendezvous_ranks import Member, RendezvousRanks
+from autopipe.launch.remote.rank_host import file_digest
+from autopipe.launch.remote.remote_ranks import RemoteRanks
+from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
 from autopipe.launch.request import LaunchRequest, WorkerSpec
 
-# how long processes may come after one another: pods and queues take their time
-GATHER_SECONDS = 600.0
-# a process that has connected says who it is at once
-HELLO_SECONDS = 10.0
-TELL_SECONDS = 3.0
-# how long rank 0, once it has failed, waits to tell those that have not come yet
+# how long rank 0 waits for the other processes to exit
+LEAVE_SECONDS = 3.0
+# how long rank 0, after a failure, waits for processes that have not connected yet
 LATE_SECONDS = 10.0
-INTERRUPTED = 130
+# the kernel detects a lost host within ten seconds; see launch.remote.stream
+PATIENCE_SECONDS = 12.0
 _ONE_COMMAND = (
     "start every rank with the same autopipe and by the same command; two jobs on one host need different MASTER_PORTs"
 )
 
 
-def _introduced(wire: Wire) -> tuple[Member, str, int] | None:
-    """Return who has connected, their version and their world size; None for a stranger."""
+class Peer:
+    """The connection to the process of one other rank."""
+
+    offset_ns = 0  # hosts of a cluster share a time service
+
+    def __init__(self, hello: protocol.Hello, stream: MessageStream) -> None:
+        """Take over the stream of a process that has introduced itself."""
+        self.hello, self._stream = hello, stream
+        self.host = hello.host
+        self._reason = ""
+
+    def readable(self) -> Sequence[Any]:
+        """Return the stream, until the process is lost."""
+        return [] if self._reason else [self._stream]
+
+    def writable(self) -> Sequence[Any]:
+        """Return nothing: ``send`` blocks until a message is sent."""
+        return []
+
+    def send(self, message: protocol.Message) -> None:
+        """Send a message. A process that does not read within ten seconds is lost."""
+        if not self._reason:
+            try:
+                self._stream.send(message)
+            except StreamError as error:
+                self.drop(str(error))
+
+    def receive(self) -> Sequence[protocol.Message]:
+        """Return the messages that have arrived."""
+        if self._reason:
+            return []
+        try:
+            return self._stream.receive()
+        except StreamError as error:
+            self.drop(str(error))
+            return []
+
+    def drop(self, reason: str) -> None:
+        """Consider the process lost."""
+        self._reason = self._reason or reason
+        self._stream.close()
+
+    def lost(self) -> Lost | None:
+        """Return why the process is lost, None while it is connected."""
+        if not self._reason:
+            return None
+        return Lost(
+            f"its process on {self.host} is gone ({self._reason}): it was killed, or the host does not answer",
+            f"look at the launcher's output and at {self.host} (kernel log, memory, network)",
+        )
+
+    def hold(self) -> None:
+        """Keep the connection open until this process ends, and use it no more."""
+        if not self._reason:
+            self._stream.hold()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stream.close()
+
+
+def _introduced(stream: MessageStream) -> Peer | None:
+    """Return the peer that has connected, None for a stranger."""
     try:
-        (hello,) = wire.receive()
-        numbers = [hello[name] for name in ("rank", "local_rank", "local_world_size", "world_size")]
-        words = [hello[name] for name in ("kind", "host", "version")]
-    except (WireError, ValueError, KeyError):
+        (message,) = stream.receive()
+    except (StreamError, ValueError):
         return None
-    if not all(type(n) is int for n in numbers) or not all(type(w) is str for w in words) or words[0] != "hello":
-        return None
-    rank, local_rank, local_world_size, world_size = numbers
-    return Member(rank, words[1], local_rank, local_world_size, wire), words[2], world_size
+    return Peer(message, stream) if isinstance(message, protocol.Hello) else None
 
 
 class Rendezvous:
-    """Rank 0's end, from before anything is prepared to after the last rank has left. ``address``: where it listens."""
+    """Rank 0's side, from before the run is prepared until the last rank has left."""
 
-    def __init__(self, here: RankIdentity, listener: socket.socket | None) -> None:
-        self.here = here
+    def __init__(self, identity: RankIdentity, listener: socket.socket | None) -> None:
+        """Accept connections on a listening socket; None if rank 0 is the only rank."""
+        self.identity = identity
         self.address = "127.0.0.1" if listener is None else str(listener.getsockname()[0])
+        self.peers: dict[int, Peer] = {}  # by rank
         self._listener = listener
-        self._pending: dict[int, tuple[Wire, float]] = {}
+        self._pending: dict[int, tuple[MessageStream, float]] = {}  # by descriptor: not introduced yet; since when
         self._attempts = 0
-        self.members: dict[int, Member] = {}
 
-    # -- coming and going ----------------------------------------------------------------------------------------
+    # -- connecting and leaving --------------------------------------------------------------------------------------
 
-    def gather(self, seconds: float = GATHER_SECONDS) -> None:
-        """Wait until the process of every rank is here, and listen no more.
+    def gather(self, seconds: float = protocol.GATHER_SECONDS) -> None:
+        """Wait until the process of every rank has connected, then stop listening.
 
-        Raises: RunError naming those that did not come, or one that does not fit the others.
+        Raises: RunError naming the ranks that did not connect, or one that does not fit the others.
         """
         end = time.monotonic() + seconds
-        while len(self.members) < self.here.world_size - 1:
+        world_size = self.identity.world_size
+        while len(self.peers) < world_size - 1:
             self._admit(min(1.0, max(end - time.monotonic(), 0.0)))
-            gone = [member for member in self.members.values() if member.gone]
+            gone = [(rank, peer) for rank, peer in self.peers.items() if peer.lost()]
             if gone:
                 raise RunError(
-                    f"the process of rank {gone[0].rank} on {gone[0].host} went away before training began",
+                    f"the process of rank {gone[0][0]} on {gone[0][1].host} went away before training began",
                     remedy="read what it printed, in the launcher's output",
                 )
             if time.monotonic() > end:
-                missing = [rank for rank in range(1, self.here.world_size) if rank not in self.members]
+                missing = [rank for rank in range(1, world_size) if rank not in self.peers]
                 shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 raise RunError(
-                    f"{counted(len(missing), 'rank')} of {self.here.world_size} did not come to "
-                    f"{self.here.address} port {self.here.port} within {seconds:.0f} s: {shown}",
+                    f"{counted(len(missing), 'rank')} of {world_size} did not connect to "
+                    f"{self.identity.address} port {self.identity.port} within {seconds:.0f} s: {shown}",
                     remedy="check that every rank was started with the same MASTER_ADDR and MASTER_PORT and can reach "
-                    "it, and that as many were started as the launcher says",
+                    "it, and that the launcher started as many as it announced",
                 )
         self._stop_listening()
 
     def _admit(self, timeout: float) -> None:
-        """Take in who knocks, and hear who they are. A stranger is turned away and changes nothing."""
+        """Accept connections and read their introductions. A stranger is disconnected and has no effect."""
         assert self._listener is not None
-        waiting: list[Any] = [self._listener, *(wire for wire, _ in self._pending.values())]
-        waiting += [member.wire for member in self.members.values() if not member.gone]
-        ready = ready_of(waiting, timeout)
-        for member in self.members.values():
-            if member.wire in ready:
-                try:
-                    member.wire.receive()  # nothing is due but its end
-                except WireError:
-                    member.leave()
+        present = [peer for peer in self.peers.values() if not peer.lost()]
+        streams = [stream for stream, _ in self._pending.values()]
+        streams += [stream for peer in present for stream in peer.readable()]
+        ready = wait_readable([self._listener, *streams], timeout)
+        for peer in present:
+            if ready.intersection(peer.readable()):
+                peer.receive()  # nothing but the end of the stream is due
         if self._listener in ready:
             with contextlib.suppress(OSError):
-                wire = Wire(self._listener.accept()[0])
-                self._pending[wire.fileno()] = wire, time.monotonic()
-        for descriptor, (wire, since) in list(self._pending.items()):
-            if wire in ready:
+                stream = MessageStream.over(self._listener.accept()[0])
+                self._pending[stream.fileno()] = stream, time.monotonic()
+        for descriptor, (stream, since) in list(self._pending.items()):
+            if stream in ready:
                 del self._pending[descriptor]
-                self._hear(wire)
-            elif time.monotonic() - since > HELLO_SECONDS:
+                self._introduce(stream)
+            elif time.monotonic() - since > protocol.HELLO_SECONDS:
                 del self._pending[descriptor]
-                wire.close()
+                stream.close()
 
-    def _hear(self, wire: Wire) -> None:
-        found = _introduced(wire)
-        if found is None:
-            wire.close()
+    def _introduce(self, stream: MessageStream) -> None:
+        peer = _introduced(stream)
+        if peer is None:
+            stream.close()
             return
-        member, version, world_size = found
-        ours, complaint = self.here.world_size, ""
-        if version != __version__:
-            complaint = f"{member.host} has autopipe {version}, and rank 0 has {__version__}"
-        elif world_size != ours or not 0 < member.rank < ours:
-            complaint = f"rank {member.rank} on {member.host} was told of {world_size} ranks, and rank 0 of {ours}"
-        elif member.rank in self.members:
-            complaint = f"rank {member.rank} came twice: from {self.members[member.rank].host} and from {member.host}"
-        if complaint:
-            with contextlib.suppress(WireError):
-                wire.send({"kind": "failed", "what": complaint, "where": "", "remedy": _ONE_COMMAND, "code": 1})
-            wire.close()
-            raise RunError(complaint, remedy=_ONE_COMMAND)
-        self.members[member.rank] = member
+        hello, world_size, mismatch = peer.hello, self.identity.world_size, ""
+        if hello.version != __version__:
+            mismatch = f"{peer.host} has autopipe {hello.version}, and rank 0 has {__version__}"
+        elif hello.world_size != world_size or not 0 < hello.rank < world_size:
+            mismatch = (
+                f"rank {hello.rank} on {peer.host} was started as one of {hello.world_size} ranks, and rank 0 as one "
+                f"of {world_size}"
+            )
+        elif hello.rank in self.peers:
+            mismatch = f"rank {hello.rank} connected twice: from {self.peers[hello.rank].host} and from {peer.host}"
+        if mismatch:
+            peer.send(protocol.Fail(mismatch, "", _ONE_COMMAND, 1))
+            peer.close()
+            raise RunError(mismatch, remedy=_ONE_COMMAND)
+        self.peers[hello.rank] = peer
 
     def finish(self, code: int) -> None:
-        """Let every process leave with an exit code, and return when they have; rank 0 is the last to go."""
-        present = self._tell({"kind": "finished", "code": code})
-        end = time.monotonic() + TELL_SECONDS
-        while present and time.monotonic() < end:
-            for wire in ready_of([member.wire for member in present], max(end - time.monotonic(), 0.0)):
-                try:
-                    wire.receive()
-                except WireError:
-                    present = [member for member in present if member.wire is not wire]
+        """Make every process exit with a code, and return when they have: rank 0 leaves last."""
+        connections = Connections(list(self.peers.values()))
+        connections.send(protocol.Finish(code))
+        end = time.monotonic() + LEAVE_SECONDS
+        while connections.present and time.monotonic() < end:
+            list(connections.receive(max(end - time.monotonic(), 0.0)))
         self.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell everyone what this process fails of, those too that are only just coming.
+        """Send an exception of this process to all others, including those that connect late.
 
-        They leave once this process has ended: where a launcher takes the first exit code, or then ends the others,
-        it is rank 0's that counts, and rank 0 has spoken.
+        They exit after this process. If a launcher takes the first exit code, or then kills the others, the code and
+        the message are those of rank 0.
         """
-        if isinstance(error, AutopipeError):
-            said = {"what": error.what, "where": error.where, "remedy": error.remedy, "code": error.exit_code}
-        elif isinstance(error, KeyboardInterrupt):
-            said = {"what": "stopped by Ctrl-C", "where": "", "remedy": "", "code": INTERRUPTED}
-        else:
-            said = {"what": f"rank 0: {type(error).__name__}: {error}", "where": "", "remedy": "", "code": 1}
         end = time.monotonic() + LATE_SECONDS
-        while len(self.members) < self.here.world_size - 1 and time.monotonic() < end:
+        while len(self.peers) < self.identity.world_size - 1 and time.monotonic() < end:
             with contextlib.suppress(RunError):
                 self._admit(0.2)
-        for member in self._tell({"kind": "failed", **said}):
-            member.wire.hold()
+        for peer in self.peers.values():
+            peer.send(protocol.Fail.of(error))
+            peer.hold()
         self.close()
 
-    def _tell(self, message: Mapping[str, Any]) -> list[Member]:
-        """Send something to every process that is there, and return those."""
-        present = [member for member in self.members.values() if not member.gone]
-        for member in present:
-            with contextlib.suppress(WireError):
-                member.wire.send(message)
-        return present
-
     def close(self) -> None:
-        """Hang up and listen no more."""
-        for member in self.members.values():
-            member.wire.close()
+        """Close all connections and stop listening."""
+        for peer in self.peers.values():
+            peer.close()
         self._stop_listening()
 
     def _stop_listening(self) -> None:
-        """Let nobody else in."""
-        for wire, _ in self._pending.values():
-            wire.close()
+        for stream, _ in self._pending.values():
+            stream.close()
         self._pending.clear()
         if self._listener is not None:
             self._listener.close()
 
-    # -- ranks ---------------------------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------------------------
 
-    def start(self, request: LaunchRequest, scratch: Path) -> RendezvousRanks:
-        """Start every rank: rank 0 here, the others by their own processes, as many as the run needs.
+    def start(self, request: LaunchRequest, scratch: Path) -> RemoteRanks:
+        """Start the ranks of the run: rank 0 here, the others in their own processes.
 
-        Raises: RunError where too few processes are left.
+        Raises: RunError if too few processes are left.
         """
         if not self._attempts:
             self.gather()
-        present = [member for _, member in sorted(self.members.items()) if not member.gone]
+        present = [peer for _, peer in sorted(self.peers.items()) if not peer.lost()]
         if len(present) + 1 < request.world_size:
             raise RunError(
-                f"{counted(request.world_size, 'rank')} cannot be started: {self.here.launcher} has "
+                f"{counted(request.world_size, 'rank')} cannot be started: {self.identity.launcher} has "
                 f"{counted(len(present) + 1, 'process')} left",
                 remedy="start the run again with --resume; it may have fewer ranks",
             )
         self._attempts += 1
-        members = present[: request.world_size - 1]
-        ranks = RendezvousRanks(members, scratch, self._attempts, request.stop)
+        peers = present[: request.world_size - 1]
+        names = [socket.gethostname(), *(peer.host for peer in peers)]
+        hosts = names if len(set(names)) > 1 else [""] * len(names)  # named only if there are several
+        own = ForkedRanks(scratch, len(hosts), hosts)
+        ranks = RemoteRanks(
+            Connections(peers),
+            [(rank,) for rank in range(1, len(hosts))],
+            hosts,
+            patience_seconds=PATIENCE_SECONDS,
+            attempt=self._attempts,
+            own=own,
+            stop=request.stop,
+        )
         listener = network.listen(self.address)
-        job = request.run.path / "job.json"
-        message = {
-            "kind": "launch",
-            "attempt": self._attempts,
-            "job": str(job.resolve()),
-            "digest": file_digest(job),
-        }
         store = network.tcp_address(self.address, listener.getsockname()[1])
+        job = request.run.path / "job.json"
+        digest = file_digest(job)
         try:
-            for rank, member in enumerate(members, start=1):
-                spec = _spec(request, store, rank, member.local_rank, member.local_world_size, member.host)
-                ranks.tell(member, {**message, "spec": artifact.encode(spec)})
-                member.ended, member.beat = member.gone, Beat(0, time.monotonic(), False, "starting")
-            ranks.start_own(_spec(request, store, 0, self.here.local_rank, self.here.local_world_size), listener)
+            for rank, peer in enumerate(peers, start=1):
+                spec = _spec(request, store, rank, peer.hello.local_rank, peer.hello.local_world_size, peer.host)
+                peer.send(protocol.Start(self._attempts, (spec,), str(job.resolve()), digest))
+            spec = _spec(request, store, 0, self.identity.local_rank, self.identity.local_world_size)
+            own.start(replace(spec, heartbeats=str(own.heartbeats)), listener)
         except BaseException:
             ranks.end()
             raise

@@ -17,8 +17,8 @@ from support.naming import name_again
 from autopipe.cli.main import autopipe
 from autopipe.commands.training import runs
 from autopipe.errors import ArtifactError, AutopipeError
-from autopipe.launch.remote import json_socket as wire
-from autopipe.launch.remote import rendezvous as meeting
+from autopipe.launch.remote import rendezvous
+from autopipe.launch.remote.protocol import Message, decode
 from autopipe.report.results import CheckReport
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
@@ -255,7 +255,7 @@ def test_a_checkpoint_cannot_point_out_of_its_folder(saved: Path, tmp_path: Path
 # -- what arrives over the network -------------------------------------------------------------------------------------
 
 HELLO = {
-    "kind": "hello", "host": "h1", "version": "0.1", "rank": 1, "local_rank": 0, "local_world_size": 1, "world_size": 2
+    "kind": "Hello", "host": "h1", "version": "0.1", "rank": 1, "local_rank": 0, "local_world_size": 1, "world_size": 2
 }  # fmt: skip
 
 
@@ -263,11 +263,11 @@ HELLO = {
 @given(mutated(HELLO).map(as_json) | damaged(as_json(HELLO)))
 def test_whoever_connects_to_rank_0_is_a_member_or_a_stranger(data: bytes) -> None:
     class Told:
-        def receive(self) -> list[dict[str, Any]]:
-            return [wire._message(line) for line in data.split(b"\n")]
+        def receive(self) -> list[Message]:
+            return [decode(line) for line in data.split(b"\n")]
 
-    found = meeting._introduced(Told())
+    found = rendezvous._introduced(Told())
     if found is not None:
-        member, version, world_size = found
-        assert isinstance(version, str)
-        assert {type(member.rank), type(member.local_rank), type(world_size)} == {int}
+        hello = found.hello
+        assert isinstance(hello.version, str)
+        assert {type(hello.rank), type(hello.local_rank), type(hello.world_size)} == {int}

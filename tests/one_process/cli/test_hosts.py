@@ -56,8 +56,8 @@ def test_a_dry_run_shows_each_hosts_command_and_what_its_agent_reads(tmp_path: P
     ssh = first["command"]
     assert ssh[:3] == ["ssh", "-F", "my config"] and ssh[-3:-1] == ["--", "me@h1"]
     assert shlex.split(ssh[-1]) == ["/opt/my py/python", "-P", "-m", "autopipe.launch.remote.agent"]
-    hello, start = (json.loads(line) for line in first["stdin"].splitlines())
-    assert (hello["kind"], hello["cwd"]) == ("hello", str(tmp_path))
+    prepare, start = (json.loads(line) for line in first["stdin"].splitlines())
+    assert (prepare["kind"], prepare["cwd"]) == ("Prepare", str(tmp_path))
     specs = [artifact.decode(WorkerSpec, spec, "spec") for spec in start["specs"]]
     assert [(s.rank, s.local_rank, s.local_world_size, s.world_size) for s in specs] == [(0, 0, 2, 3), (1, 1, 2, 3)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["list", "my config"]

@@ -13,11 +13,16 @@ from autopipe import __version__
 from autopipe.commands.doctor import examine_hosts
 from autopipe.errors import RunError
 from autopipe.launch.remote import network, preflight
-from autopipe.launch.remote.agent_pool import Agents
+from autopipe.launch.remote.agent_pool import AgentPool
 from autopipe.launch.remote.preflight import Survey
 from autopipe.launch.request import Host, LaunchSettings
 
 GIB = 2**30
+
+
+def described(facts: tuple[dict[str, Any], ...], *, hosts: tuple[str, ...] = ("h1",), offset: float = 0.0) -> Survey:
+    size = len(hosts)
+    return Survey(hosts=hosts, facts=facts, offsets_seconds=(offset,) * size, addresses=(("10.0.0.1", "eth0"),) * size)
 
 
 def survey(**changed: Any) -> Survey:
@@ -29,7 +34,7 @@ def survey(**changed: Any) -> Survey:
         "gpus": [],
         "folder": True,
     }
-    return Survey(("h1",), ({**facts, **changed},), (0.0,), (("10.0.0.1", "eth0"),))
+    return described(({**facts, **changed},))
 
 
 def test_the_same_versions_are_fine() -> None:
@@ -57,17 +62,17 @@ def test_another_version_is_a_problem_with_its_fix(changed: dict[str, Any], name
 def test_another_build_of_torch_is_fine_here_and_not_between_hosts() -> None:
     base = importlib.metadata.version("torch").partition("+")[0]
     facts = [survey(torch=f"{base}+{build}").facts[0] for build in ("cu130", "cu130", "rocm7")]
-    three = Survey(("h1", "h2", "h3"), tuple(facts), (0.0,) * 3, (("10.0.0.1", "eth0"),) * 3)
+    three = described(tuple(facts), hosts=("h1", "h2", "h3"))
     (found,) = [finding for finding in preflight.versions(three) if finding.state == "problem"]
     assert (found.host, found.name) == ("h3", "torch")
-    assert f"on h1 it is {base}+cu130" in found.found
+    assert f"on h1 it is {base}+cu130" in found.detail
 
 
 def test_memory_is_that_of_the_ranks_of_the_host() -> None:
     (enough,) = preflight.memory(survey(), [[3 * GIB, 4 * GIB]], devices=False)
     (short,) = preflight.memory(survey(), [[5 * GIB, 4 * GIB]], devices=False)
     assert enough.state == "ok"
-    assert short.state == "problem" and "8.00 GiB free, 9.00 GiB needed" in short.found and short.fix
+    assert short.state == "problem" and "8.00 GiB free, 9.00 GiB needed" in short.detail and short.fix
 
 
 def test_a_gpu_holds_what_its_ranks_need() -> None:
@@ -80,9 +85,9 @@ def test_a_gpu_holds_what_its_ranks_need() -> None:
 
 
 def test_a_clock_that_is_off_is_told_and_stops_nothing() -> None:
-    off = Survey(("h1",), survey().facts, (-90.0,), (("10.0.0.1", "eth0"),))
+    off = described(survey().facts, offset=-90.0)
     (found,) = preflight.clocks(off)
-    assert found.state == "note" and "-90000.0 ms" in found.found and "h1" in found.fix
+    assert found.state == "note" and "-90000.0 ms" in found.detail and "h1" in found.fix
 
 
 def test_an_address_of_the_internet_is_refused_unless_it_is_trusted() -> None:
@@ -124,12 +129,12 @@ def test_the_address_of_a_store_is_read_back() -> None:
 
 @pytest.fixture
 def agents():
-    found = Agents(["localhost", "127.0.0.1"], LaunchSettings())
+    found = AgentPool(["localhost", "127.0.0.1"], LaunchSettings())
     yield found
     found.close()
 
 
-def test_two_agents_answer_and_reach_each_other(agents: Agents, tmp_path: Path) -> None:
+def test_two_agents_answer_and_reach_each_other(agents: AgentPool, tmp_path: Path) -> None:
     found = preflight.survey(agents, LaunchSettings(), devices=False)
     assert {finding.state for finding in preflight.versions(found)} == {"ok"}
     assert found.addresses == (("127.0.0.1", "lo"),) * 2
@@ -141,15 +146,15 @@ def test_two_agents_answer_and_reach_each_other(agents: Agents, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
 
 
-def test_what_an_agent_cannot_do_is_an_error_with_its_host(agents: Agents) -> None:
+def test_what_an_agent_cannot_do_is_an_error_with_its_host(agents: AgentPool) -> None:
     with pytest.raises(RunError, match="nosuch") as caught:
         preflight.survey(agents, LaunchSettings(interface="nosuch"), devices=False)
     assert "--interface" in caught.value.remedy
 
 
-def test_an_agent_that_is_killed_is_gone_and_named(agents: Agents) -> None:
+def test_an_agent_that_is_killed_is_gone_and_named(agents: AgentPool) -> None:
     preflight.survey(agents, LaunchSettings(), devices=False)
-    agents.links[1].process.kill()
+    agents.agents[1].process.kill()
     with pytest.raises(RunError, match=r"the agent on 127.0.0.1 is gone \(killed by signal 9\)"):
         preflight.survey(agents, LaunchSettings(), devices=False)
 

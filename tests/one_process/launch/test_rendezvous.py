@@ -19,9 +19,11 @@ from autopipe.errors import AutopipeError, RunError, WorkerError
 from autopipe.launch.rank.signals import STOPPING
 from autopipe.launch.remote import network
 from autopipe.launch.remote.identity import RankIdentity
-from autopipe.launch.remote.json_socket import Wire, WireError
 from autopipe.launch.remote.peer import connect, follow
+from autopipe.launch.remote.protocol import End, Event, Finish, Message, Signaled, Start
 from autopipe.launch.remote.rendezvous import Rendezvous
+from autopipe.launch.remote.stream import MessageStream, StreamError, wait_readable
+from autopipe.launch.request import WorkerSpec
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def knock(port: int) -> socket.socket:
 
 
 def hello(rank: int, world_size: int = 2, version: str = __version__, **changes: Any) -> bytes:
-    said = {"kind": "hello", "version": version, "rank": rank, "world_size": world_size, "local_rank": rank}
+    said = {"kind": "Hello", "version": version, "rank": rank, "world_size": world_size, "local_rank": rank}
     return json.dumps({**said, "local_world_size": world_size, "host": f"host{rank}", **changes}).encode() + b"\n"
 
 
@@ -74,7 +76,7 @@ def test_whoever_says_who_they_are_is_in() -> None:
         one.sendall(hello(2, 3))
         two.sendall(hello(1, 3))
         rendezvous.gather(5)
-        assert {rank: member.host for rank, member in rendezvous.members.items()} == {1: "host1", 2: "host2"}
+        assert {rank: peer.host for rank, peer in rendezvous.peers.items()} == {1: "host1", 2: "host2"}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_whoever_says_who_they_are_is_in() -> None:
         b"\x80\x04\x95\n",
         b"{}\n",
         b"[]\n",
-        b'{"kind": "hello"}\n',
+        b'{"kind": "Hello"}\n',
         hello(True),
         hello(1, host=7),
         hello(1)[:-1].replace(b'"rank": 1', b'"rank": "1"') + b"\n",
@@ -95,7 +97,7 @@ def test_a_stranger_is_turned_away_and_changes_nothing(nonsense: bytes) -> None:
         stranger.sendall(nonsense)
         one.sendall(hello(1))
         rendezvous.gather(5)
-        assert sorted(rendezvous.members) == [1]
+        assert sorted(rendezvous.peers) == [1]
 
 
 @given(st.binary(max_size=200))
@@ -105,7 +107,7 @@ def test_no_bytes_from_a_stranger_make_rank_0_fail(said: bytes) -> None:
         stranger.sendall(said + b"\n")
         one.sendall(hello(1))
         rendezvous.gather(5)
-        assert sorted(rendezvous.members) == [1]
+        assert sorted(rendezvous.peers) == [1]
 
 
 def test_another_version_is_refused_with_both_and_told_why() -> None:
@@ -120,28 +122,28 @@ def test_a_rank_that_comes_twice_is_refused() -> None:
     with opened(3) as (rendezvous, port), knock(port) as one, knock(port) as two:
         one.sendall(hello(1, 3))
         two.sendall(hello(1, 3, host="elsewhere"))
-        with pytest.raises(RunError, match="rank 1 came twice"):
+        with pytest.raises(RunError, match="rank 1 connected twice"):
             rendezvous.gather(5)
 
 
 def test_another_number_of_ranks_is_refused_with_both_numbers() -> None:
     with opened() as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, 4))
-        with pytest.raises(RunError, match="rank 1 on host1 was told of 4 ranks, and rank 0 of 2"):
+        with pytest.raises(RunError, match="rank 1 on host1 was started as one of 4 ranks, and rank 0 as one of 2"):
             rendezvous.gather(5)
 
 
 def test_those_who_did_not_come_are_named() -> None:
     with opened(4) as (rendezvous, port), knock(port) as one:
         one.sendall(hello(2, 4))
-        with pytest.raises(RunError, match=r"2 ranks of 4 did not come .*: 1, 3"):
+        with pytest.raises(RunError, match=r"2 ranks of 4 did not connect .*: 1, 3"):
             rendezvous.gather(0.3)
 
 
 def test_a_process_that_went_away_is_named() -> None:
     with opened(3) as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, 3))
-        with pytest.raises(RunError, match="did not come"):
+        with pytest.raises(RunError, match="did not connect"):
             rendezvous.gather(0.3)
         one.close()
         with pytest.raises(RunError, match="rank 1 on host1 went away"):
@@ -203,8 +205,8 @@ def test_a_rank_0_that_vanishes_is_named() -> None:
     with network.listen("127.0.0.1") as listener:
 
         def vanish() -> None:
-            wire = Wire(listener.accept()[0])
-            wire.receive()
+            wire = MessageStream.over(listener.accept()[0])
+            received(wire)
             wire.close()
 
         thread = threading.Thread(target=vanish)
@@ -222,36 +224,48 @@ def test_a_rank_0_that_never_comes_is_not_waited_for_for_ever() -> None:
 
 
 def test_a_run_directory_that_is_not_shared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopipe.launch.remote.peer.VISIBLE_SECONDS", 0.2)
-    spec = {"run": "/none", "rank": 1, "world_size": 2, "store": "tcp://127.0.0.1:1", "heartbeats": "", "body": "train"}
-    message = {"kind": "launch", "attempt": 1, "job": "/none/job.json", "digest": "0" * 64}
-    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr("autopipe.launch.remote.rank_host.VISIBLE_SECONDS", 0.2)
+    spec = WorkerSpec(
+        run="/none",
+        rank=1,
+        world_size=2,
+        store="tcp://127.0.0.1:1",
+        heartbeats="",
+        body="train",
+        timeout_seconds=60.0,
+    )
+    seen: list[Message] = []
     with network.listen("127.0.0.1") as listener:
 
         def lead() -> None:
-            wire = Wire(listener.accept()[0])
-            wire.send({**message, "spec": {**spec, "timeout_seconds": 60.0}})
-            while not any(entry["kind"] == "event" for entry in seen):
-                seen.extend(wire.receive())
-            wire.send({"kind": "finished", "code": 0})
+            wire = MessageStream.over(listener.accept()[0])
+            wire.send(Start(1, (spec,), job="/none/job.json", digest="0" * 64))
+            while not any(isinstance(message, Event) for message in seen):
+                seen.extend(received(wire))
+            wire.send(Finish(0))
             wire.close()
 
         thread = threading.Thread(target=lead)
         thread.start()
         followed(listener.getsockname()[1])
         thread.join(5)
-    event = next(entry["event"] for entry in seen if entry["kind"] == "event")
+    event = next(message.event for message in seen if isinstance(message, Event))
     assert (event["kind"], event["rank"], event["secondary"]) == ("error", 1, False)
     assert "the run directory is not the same on" in event["message"]
+
+
+def received(stream: MessageStream) -> list[Message]:
+    wait_readable([stream], 5)
+    return stream.receive()
 
 
 # -- the wire --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def wired() -> Iterator[tuple[Wire, socket.socket]]:
+def wired() -> Iterator[tuple[MessageStream, socket.socket]]:
     with network.listen("127.0.0.1") as listener, knock(listener.getsockname()[1]) as other:
-        wire = Wire(listener.accept()[0])
+        wire = MessageStream.over(listener.accept()[0])
         try:
             yield wire, other
         finally:
@@ -260,22 +274,22 @@ def wired() -> Iterator[tuple[Wire, socket.socket]]:
 
 def test_messages_arrive_whole_however_they_are_cut() -> None:
     with wired() as (wire, other):
-        other.sendall(b'{"kind": "a", "text": "\xc3')
-        assert wire.receive() == []
-        other.sendall(b'\xa9"}\n{"kind": "b"}\n{"ki')
-        assert wire.receive() == [{"kind": "a", "text": "é"}, {"kind": "b"}]
+        other.sendall(b'{"kind": "Signaled", "attempt": 1, "signal": "\xc3')
+        assert received(wire) == []
+        other.sendall(b'\xa9"}\n{"kind": "End"}\n{"ki')
+        assert received(wire) == [Signaled(1, "é"), End()]
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b"[1]\n", b'{"kind": 1}\n', b"[" * 100_000 + b"\n", b"\xff\n"])
 def test_what_is_no_message_is_an_error_of_the_wire(line: bytes) -> None:
-    with wired() as (wire, other), pytest.raises(WireError):
+    with wired() as (wire, other), pytest.raises(StreamError):
         other.sendall(line)
         for _ in range(10):
-            wire.receive()
+            received(wire)
 
 
 def test_the_end_of_a_connection_is_an_error_of_the_wire() -> None:
     with wired() as (wire, other):
         other.close()
-        with pytest.raises(WireError, match="closed"):
-            wire.receive()
+        with pytest.raises(StreamError, match="closed"):
+            received(wire)

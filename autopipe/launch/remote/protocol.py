@@ -1,0 +1,381 @@
+"""The protocol between the process that watches a run and the processes that hold its ranks on other hosts.
+
+It is the same whether this tool started the process over ssh (an agent) or a cluster's launcher did (a peer)::
+
+    watcher -> host                               host -> watcher
+      Start       specs of its ranks                Started
+      Stop        before which minibatch            Event      what a rank reported, or its exit
+      WriteStacks                                   Stacks     unusual process states
+      End                                           Ended
+                                                    Beats      the last heartbeat of each rank, periodically
+
+    ssh only: questions before the start          ssh only: their answers
+      Prepare     directory, environment            Prepared   versions, memory, addresses
+      ReadClock                                     Clock
+      Digest      paths                             Digests
+      FindAddress interface, peer                   Address
+      Probe, Reach, Listen                          Probing, Reached, Listening
+      KeepAlive                                     Refused    in place of any answer
+
+    a cluster's launcher only                     a cluster's launcher only
+      Finish, Fail: leave, with this result         Hello      rank and host
+                                                    Signaled   the host received a signal
+
+A message is one line of JSON: its fields, and ``kind``, the name of its class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopipe.errors import ArtifactError, AutopipeError, RunError
+from autopipe.ir import artifact
+from autopipe.launch.rank.heartbeat import Beat
+from autopipe.launch.request import WorkerSpec
+
+BEAT_SECONDS = 0.25  # between two reports of heartbeats
+KEEP_ALIVE_SECONDS = 2.0  # between two messages to an agent, at most
+LOST_SECONDS = 6.0  # without a message from an agent, its host is lost
+SILENCE_SECONDS = 15.0  # without a message, an agent considers its host cut off and ends
+ANSWER_SECONDS = 60.0  # for an answer to a question
+START_SECONDS = 300.0  # for the ranks to start: importing torch from a slow disk takes minutes
+STACKS_SECONDS = 2.0  # for the ranks to write their stacks
+END_SECONDS = 8.0  # for the ranks to end
+GATHER_SECONDS = 600.0  # for all processes of a cluster's launcher to connect: queues and pods start slowly
+HELLO_SECONDS = 10.0  # for a process that has connected to introduce itself
+INTERRUPTED = 130  # exit code after Ctrl-C
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start ranks."""
+
+    attempt: int  # of the run; later messages carry it, so that those of an earlier attempt are ignored
+    specs: tuple[WorkerSpec, ...]
+    job: str = ""  # a file of the run directory that must be visible first; "": checked already
+    digest: str = ""  # the SHA-256 of that file
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop before a minibatch; see ``launch.rank.graceful_stop``."""
+
+    before: int
+    agreed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStacks:
+    """Make every rank write its stacks to its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Kill the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """All ranks of the host have started."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a rank, or the end of its process."""
+
+    attempt: int
+    event: dict[str, Any]  # holds at least kind and rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankBeat:
+    """The last heartbeat of a rank, with its age in place of a time: clocks of two hosts have no relation."""
+
+    rank: int
+    age: float  # seconds
+    count: int
+    waiting: bool
+    doing: str
+    bound: int
+    stop: int
+
+    @staticmethod
+    def of(rank: int, beat: Beat) -> RankBeat:
+        """Return the message for a heartbeat of this host."""
+        age = time.monotonic() - beat.seconds
+        return RankBeat(rank, age, beat.count, beat.waiting, beat.doing, beat.bound, beat.stop)
+
+    def here(self) -> Beat:
+        """Return the heartbeat in this host's monotonic time."""
+        return Beat(self.count, time.monotonic() - self.age, self.waiting, self.doing, self.bound, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Beats:
+    """The last heartbeat of each rank of the host."""
+
+    attempt: int
+    beats: tuple[RankBeat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The stacks are written. ``unusual``: (rank, state) of processes such as those stopped by a signal."""
+
+    attempt: int
+    unusual: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """No rank of the host is left."""
+
+    attempt: int
+
+
+# -- ssh: questions before the start ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Enter a directory, set the environment and describe the host."""
+
+    cwd: str
+    environment: dict[str, str]
+    devices: bool  # describe the GPUs too
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The host's description."""
+
+    facts: dict[str, Any]  # of ``remote.facts.collect``
+    folder: bool  # whether the directory exists
+
+
+@dataclass(frozen=True, slots=True)
+class ReadClock:
+    """Read the host's clock."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The host's wall time."""
+
+    id: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Hash some files."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The SHA-256 by path, "" for a file that cannot be read."""
+
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FindAddress:
+    """Find the host's address: of an interface, or "" for the one on the route to ``towards``."""
+
+    interface: str
+    towards: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address of the host, and its interface."""
+
+    address: str
+    interface: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Listen for the connections of ``Reach``, until the ranks start."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probing:
+    """The port that the host listens on."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Connect to other hosts."""
+
+    targets: tuple[tuple[str, str, int], ...]  # (name, address, port)
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The hosts that could not be reached: (name, reason)."""
+
+    failures: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Listen on behalf of rank 0, whose store other ranks connect to."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The address that rank 0 listens on."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Show an agent that the connection works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A question failed. The fields are those of ``AutopipeError``."""
+
+    what: str
+    where: str
+    remedy: str
+
+
+# -- a cluster's launcher --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a peer. ``rank`` and the three sizes: from the cluster's launcher."""
+
+    version: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signaled:
+    """A host received a signal that requests the end of the run."""
+
+    attempt: int
+    signal: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Leave: the run is done."""
+
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Leave: the run failed. The fields are those of ``AutopipeError``."""
+
+    what: str
+    where: str
+    remedy: str
+    code: int
+
+    @staticmethod
+    def of(error: BaseException) -> Fail:
+        """Return the message for an exception of rank 0's process."""
+        if isinstance(error, AutopipeError):
+            fields = _text(error.what), _text(error.where), _text(error.remedy)
+            return Fail(*fields, error.exit_code)
+        if isinstance(error, KeyboardInterrupt):
+            return Fail("stopped by Ctrl-C", "", "", INTERRUPTED)
+        return Fail(_text(f"rank 0: {type(error).__name__}: {error}"), "", "", 1)
+
+    def error(self) -> BaseException:
+        """Return the exception that another rank's process raises."""
+        if self.code == INTERRUPTED:
+            return KeyboardInterrupt()
+        error = RunError(self.what, where=self.where, remedy=self.remedy)
+        error.exit_code = self.code
+        return error
+
+
+Message = (
+    Start | Stop | WriteStacks | End | Started | Event | Beats | Stacks | Ended
+    | Prepare | Prepared | ReadClock | Clock | Digest | Digests | FindAddress | Address | Probe | Probing
+    | Reach | Reached | Listen | Listening | KeepAlive | Refused
+    | Hello | Signaled | Finish | Fail
+)  # fmt: skip
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
+
+
+def _text(text: str) -> str:
+    """Return a text without characters that ``decode`` refuses."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "")
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as a line."""
+    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+    # an event is sent as it is: a loss may be NaN
+    return json.dumps({"kind": type(message).__name__, **fields}, default=artifact.encode).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Read a line. Raises: ValueError if it is not a message, or a field has the wrong type."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("not a message") from None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or record["kind"] not in _KINDS:
+        raise ValueError("not a message")
+    kind = _KINDS[record["kind"]]
+    # another version may add fields: they are ignored, so that the version can be reported
+    known = {field.name for field in dataclasses.fields(kind)}
+    try:
+        message: Message = artifact.decode(kind, {k: v for k, v in record.items() if k in known}, record["kind"])
+    except ArtifactError as error:
+        raise ValueError(str(error)) from None
+    return message
+
+
+def in_wall_time(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event with its spans in this host's wall time in place of its monotonic time."""
+    return _shifted(event, time.time() - time.monotonic()) if event["kind"] == "spans" else dict(event)
+
+
+def corrected(event: Mapping[str, Any], offset_ns: int) -> dict[str, Any]:
+    """Return an event of another host in this host's wall time. ``offset_ns``: that host's clock minus this one's."""
+    result = _shifted(event, -offset_ns / 1e9) if offset_ns else dict(event)
+    if "time_ns" in result:
+        result["time_ns"] -= offset_ns
+    if "time" in result:
+        result["time"] -= offset_ns / 1e9
+    return result
+
+
+def _shifted(event: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    if "spans" not in event:
+        return dict(event)
+    return {**event, "spans": [(name, start + seconds, end + seconds) for name, start, end in event["spans"]]}
