@@ -1,12 +1,13 @@
-"""Ray as the one who starts the ranks: a placement group, an actor a rank, in each the command of ``--launcher env``.
+"""The Ray launcher: a placement group with one actor a rank, each of which runs the command with ``--launcher env``.
 
 ::
 
     this process --placement group--> actors, sorted by node --> `autopipe train --launcher env`, once a rank
-         <------------------ what rank 0 prints, line by line ------------------
+         <------------------ the output of rank 0, line by line -----------------
 
-Ray has places and moves output; the ranks find and watch one another as under any other launcher. Ray gives bundles to
-nodes in any order, so the actors are sorted by node before ranks are given out: neighbouring stages share a host.
+Ray places the actors and forwards output; the ranks find and watch one another as under any other cluster's launcher.
+Ray assigns bundles to nodes in any order, so the actors are sorted by node before they get their ranks: neighbouring
+stages share a host.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ from typing import Any
 from autopipe.errors import RunError, counted
 
 PLACE_SECONDS = 600.0
-# what a rank needs of the environment of this process, besides AUTOPIPE_*
-_PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# the variables of this process that a rank receives, besides AUTOPIPE_*
+_FORWARDED = ("OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayRun:
-    """``command``: what each rank runs. ``folder``: where; every node must have it. ``threads``: CPUs of a rank."""
+    """One run on a Ray cluster."""
 
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # of each rank
     ranks: int
-    folder: Path
-    threads: int = 1
+    folder: Path  # the working directory, on every node
+    threads: int = 1  # CPUs of a rank
     gpus: bool = False
 
-    def start(self, say: Callable[[str, str], None]) -> int:
-        """Run on the cluster that RAY_ADDRESS names, or the one on this machine; return rank 0's exit code.
+    def start(self, write: Callable[[str, str], None]) -> int:
+        """Run on the cluster of RAY_ADDRESS, or that of this machine, and return rank 0's exit code.
 
-        Raises: RunError where Ray is not installed, does not answer, or has too few devices.
+        ``write``: receives (out or err, a line) of rank 0's output.
+
+        Raises: RunError if Ray is not installed, does not answer, or has too few devices.
         """
         ray = _ray()
         try:
@@ -54,11 +57,11 @@ class RayRun:
                 remedy="ray start --head here, or set RAY_ADDRESS",
             ) from None
         try:
-            return self._run(ray, say)
+            return self._run(ray, write)
         finally:
-            ray.shutdown()  # actors and their placement group end with this process's connection
+            ray.shutdown()  # the actors and their placement group end with this connection
 
-    def _run(self, ray: Any, say: Callable[[str, str], None]) -> int:
+    def _run(self, ray: Any, write: Callable[[str, str], None]) -> int:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -66,7 +69,7 @@ class RayRun:
         group = placement_group([needs] * self.ranks, strategy="PACK")
         if not group.wait(PLACE_SECONDS):
             raise RunError(
-                f"Ray found no place for {counted(self.ranks, 'rank')} of {needs} each within {PLACE_SECONDS:.0f} s",
+                f"Ray could not place {counted(self.ranks, 'rank')} of {needs} each within {PLACE_SECONDS:.0f} s",
                 where=f"the cluster has {ray.cluster_resources()}",
                 remedy="fewer ranks (--gpus), fewer --threads-per-rank, or more nodes",
             )
@@ -85,23 +88,23 @@ class RayRun:
         port = ray.get(actors[order[0]].free_port.remote(address))
         environments = contracts([places[index][0] for index in order], address, port)
         passed = {
-            name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("AUTOPIPE_")
+            name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith("AUTOPIPE_")
         }
-        ends = [
+        outputs = [
             actors[index]
             .run.options(num_returns="streaming")
             .remote(self.command, str(self.folder), {**passed, **environment})
             for index, environment in zip(order, environments, strict=True)
         ]
-        return _listen(ray, ends[0], say)
+        return _forward(ray, outputs[0], write)
 
 
 def contracts(nodes: list[str], address: str, port: int) -> list[dict[str, str]]:
-    """Return torchrun's variables for each rank. ``nodes``: that of each rank, those of one node side by side."""
+    """Return torchrun's variables for each rank. ``nodes``: the node of each rank; ranks of a node are adjacent."""
     counts, seen = Counter(nodes), Counter[str]()
-    found = []
+    environments = []
     for rank, node in enumerate(nodes):
-        found.append(
+        environments.append(
             {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(nodes)),
@@ -112,7 +115,7 @@ def contracts(nodes: list[str], address: str, port: int) -> list[dict[str, str]]
             }
         )
         seen[node] += 1
-    return found
+    return environments
 
 
 def _ray() -> Any:
@@ -123,42 +126,42 @@ def _ray() -> Any:
     return ray
 
 
-def _listen(ray: Any, lines: Any, say: Callable[[str, str], None]) -> int:
-    """Pass on what rank 0 says, to its end."""
+def _forward(ray: Any, lines: Any, write: Callable[[str, str], None]) -> int:
+    """Forward the output of rank 0 until it ends, and return its exit code."""
     try:
         for reference in lines:
             stream, text = ray.get(reference)
             if stream == "code":
                 return int(text)
-            say(stream, text)
+            write(stream, text)
     except ray.exceptions.RayError as error:
         raise RunError(
             f"Ray lost the actor of rank 0: {str(error).splitlines()[0]}",
             remedy="ray status, and the logs of that node",
         ) from None
-    raise RunError("rank 0 ended without saying how", remedy="ray status, and the logs of its node")
+    raise RunError("rank 0 ended without an exit code", remedy="ray status, and the logs of its node")
 
 
 class Rank:
-    """An actor: the place of one rank."""
+    """An actor that runs one rank."""
 
     def place(self) -> tuple[str, str]:
-        """Return the node and its address."""
+        """Return the node of the actor, and its address."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def free_port(self, address: str) -> int:
-        """Return a port that nothing listens on now."""
+        """Return a port that is free now."""
         with socket.socket() as probe:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
 
     def run(self, command: tuple[str, ...], folder: str, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Run one rank, and yield what it prints, and last ("code", its exit code)."""
-        leashed = (sys.executable, "-m", "autopipe.launch.rank.parent_death", *command)
+        """Run one rank; yield (out or err, a line) of its output, and then ("code", its exit code)."""
+        exec_with_parent_death_signal = (sys.executable, "-m", "autopipe.launch.rank.parent_death", *command)
         process = subprocess.Popen(
-            leashed,
+            exec_with_parent_death_signal,
             cwd=folder,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
@@ -167,19 +170,19 @@ class Rank:
             text=True,
             errors="replace",
         )
-        said: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        output: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
 
         def pump(name: str, stream: Any) -> None:
             for line in stream:
-                said.put((name, line))
-            said.put(None)
+                output.put((name, line))
+            output.put(None)
 
         streams = {"out": process.stdout, "err": process.stderr}
         for name, stream in streams.items():
             threading.Thread(target=pump, args=(name, stream), daemon=True).start()
         open_streams = len(streams)
         while open_streams:
-            entry = said.get()
+            entry = output.get()
             if entry is None:
                 open_streams -= 1
             else:

@@ -134,7 +134,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCommand:
-    """What a launcher would run on one host, for ``--dry-run``."""
+    """A command that a launcher would run on one host, for ``--dry-run``."""
 
     host: str = ""  # "": this machine
     ranks: tuple[int, ...]

@@ -1,12 +1,12 @@
-"""SLURM: the batch script of a run, and the words that start its ranks. Text only; nothing is run here.
+"""SLURM: the batch script of a run, and the command that starts its ranks. This module only builds text.
 
 ::
 
     on a login node       script (readable, kept) --sbatch--> job --srun--> `autopipe train --launcher env`, once a rank
     in an allocation                                               srun --> the same
 
-A job that ends with exit code 75 (stopped cleanly, with a checkpoint) puts itself back into the queue and goes on from
-there: the minute's notice that SLURM gives before the time limit reaches the ranks through the script's trap.
+A job that ends with exit code 75 (stopped gracefully, with a checkpoint) requeues itself and resumes from there. The
+signal that SLURM sends a minute before the time limit reaches the ranks through the script's trap.
 """
 
 from __future__ import annotations
@@ -23,41 +23,36 @@ STOPPED = 75
 NOTICE_SECONDS = 60
 _KEY = re.compile(r"[a-z][a-z0-9]+(?:-[a-z0-9]+)*", re.ASCII)
 _PLAIN = re.compile(r"[\w@%+:,./=-]+", re.ASCII)
-# what is said to sbatch already -> how to change it
+# options of sbatch that autopipe sets -> how to change them
 _DECIDED = {
-    "ntasks": "--gpus says how many ranks there are",
+    "ntasks": "set the number of ranks with --gpus",
     "array": "one job is one run",
-    "wrap": "the script is written by autopipe",
+    "wrap": "autopipe writes the script",
     "chdir": "the job runs in the folder that it is submitted from",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """One run as a job. ``command``: the words up to ``train``; ``rest``: what is said to it, without run directory.
+    """One run as a job."""
 
-    ``folder``: where it runs. ``runs``: where a run directory named by the job's number is made, if ``run_dir`` names
-    none. ``output``: the folder of what the job prints. ``options``: sbatch's, by long name, "" for one without value;
-    they win over what ``directives`` would say.
-    """
-
-    command: tuple[str, ...]
-    rest: tuple[str, ...]
+    command: tuple[str, ...]  # the command line up to ``train``
+    rest: tuple[str, ...]  # the words after it, without the run directory
     ranks: int
-    folder: Path
-    runs: Path
-    output: Path
+    folder: Path  # the working directory
+    runs: Path  # the parent of a run directory named by the job's number, unless ``run_dir`` is given
+    output: Path  # the folder of the job's output
     name: str = "autopipe"
     run_dir: str = ""
-    threads: int = 1
+    threads: int = 1  # a rank
     gpus: bool = False
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)  # of sbatch, by long name, "" without a value
 
     @property
     def directives(self) -> dict[str, str]:
-        """What sbatch is told: option -> value, "" for one without value.
+        """The options for sbatch: name -> value, "" without a value. Those of the user take precedence.
 
-        Raises: RunError where the ranks do not fit on the nodes asked for.
+        Raises: RunError if the ranks do not fit on the requested nodes.
         """
         nodes = _count(self.options, "nodes") or 1
         each = _count(self.options, "ntasks-per-node") or -(-self.ranks // nodes)
@@ -66,14 +61,14 @@ class SlurmJob:
                 f"{self.ranks} ranks do not fit: nodes={nodes} times ntasks-per-node={each} is {each * nodes}",
                 remedy=f"--slurm-option nodes={-(-self.ranks // each)}, or fewer ranks (--gpus)",
             )
-        asked_for_gpus = any(name == "gres" or name.startswith("gpus") for name in self.options)
+        requests_gpus = any(name == "gres" or name.startswith("gpus") for name in self.options)
         own = {
             "job-name": self.name,
             "nodes": str(nodes),
             "ntasks": str(self.ranks),
             "ntasks-per-node": str(each),
             **({"cpus-per-task": str(self.threads)} if self.threads > 1 else {}),
-            **({"gpus-per-node": str(each)} if self.gpus and not asked_for_gpus else {}),
+            **({"gpus-per-node": str(each)} if self.gpus and not requests_gpus else {}),
             "output": f"{self.output}/%j.out".replace("%", "%%").replace("%%j.out", "%j.out"),
             "open-mode": "append",
             "signal": f"B:USR1@{NOTICE_SECONDS}",
@@ -82,42 +77,42 @@ class SlurmJob:
         return {**own, **self.options}
 
     def output_of(self, number: str) -> str:
-        """Return the file that the job of a number writes to, where it is named as by default."""
-        return re.sub("%[%j]", lambda found: number if found[0] == "%j" else "%", self.directives["output"])
+        """Return the output file of a job number, if the option ``output`` has its default."""
+        return re.sub("%[%j]", lambda match: number if match[0] == "%j" else "%", self.directives["output"])
 
 
 def parse_option(text: str) -> tuple[str, str]:
-    """Take KEY=VALUE, or KEY alone, apart. Raises: ValueError for what would not be one option of sbatch."""
+    """Split KEY=VALUE, or KEY alone. Raises: ValueError if it is not an option of sbatch that the user may set."""
     key, _, value = text.removeprefix("--").partition("=")
     if not _KEY.fullmatch(key):
         raise ValueError(f"{text!r} is not KEY=VALUE with the long name of an option of sbatch, such as partition=gpu")
-    if not _can_be_told(value):
-        raise ValueError(f"the value of {key} holds a quote, a backslash or a control character: {value!r}")
+    if not _is_representable(value):
+        raise ValueError(f"the value of {key} contains a quote, a backslash or a control character: {value!r}")
     if key in _DECIDED:
-        raise ValueError(f"{key} is not for --slurm-option: {_DECIDED[key]}")
+        raise ValueError(f"--slurm-option cannot set {key}: {_DECIDED[key]}")
     return key, value
 
 
 def _count(options: Mapping[str, str], name: str) -> int:
-    """Return a number among the options, 0 where it is not said. Raises: RunError where it is none."""
+    """Return the number that an option gives, 0 without the option. Raises: RunError if it is not a number."""
     text = options.get(name)
     if text is None:
         return 0
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise RunError(f"--slurm-option {name}={text}: a number of 1 or more is meant")
+        raise RunError(f"--slurm-option {name}={text}: expected a number of 1 or more")
     return int(text)
 
 
-def _can_be_told(value: str) -> bool:
-    """Whether a value survives sbatch's own reading of the script, which knows quotes in a way of its own."""
+def _is_representable(value: str) -> bool:
+    """Return whether sbatch reads a value from the script unchanged: it has its own rules for quotes."""
     return value.isprintable() and not set(value) & set("\"'\\")
 
 
 def _directive(key: str, value: str) -> str:
-    """Return a line for sbatch. Raises: RunError for a value that cannot be written there."""
-    if not _can_be_told(value):
+    """Return the line of one option. Raises: RunError for a value that sbatch would read differently."""
+    if not _is_representable(value):
         raise RunError(
-            f"sbatch cannot be told {key}={value!r}: it holds a quote, a backslash or a control character",
+            f"sbatch cannot read {key}={value!r}: it contains a quote, a backslash or a control character",
             remedy="rename the folder, or choose another --work-dir",
         )
     quoted = value if _PLAIN.fullmatch(value) else f'"{value}"'
@@ -125,14 +120,14 @@ def _directive(key: str, value: str) -> str:
 
 
 def srun_words(ranks: int | None = None) -> tuple[str, ...]:
-    """Return srun with what a run needs: a failed rank ends all of them. ``ranks`` None: as many as were allocated."""
+    """Return the srun command, with which a failed rank ends all. ``ranks`` None: as many as were allocated."""
     return ("srun", "--kill-on-bad-exit=1", *(() if ranks is None else (f"--ntasks={ranks}",)))
 
 
 def script(job: SlurmJob) -> str:
-    """Return the batch script. Every word that came from the user is quoted for the shell.
+    """Return the batch script. Every word from the user is quoted for the shell.
 
-    Raises: RunError where the ranks do not fit on the nodes, or a name cannot be told to sbatch.
+    Raises: RunError if the ranks do not fit on the nodes, or sbatch cannot read a name.
     """
     directives = "\n".join(_directive(key, value) for key, value in job.directives.items())
     run = shlex.quote(job.run_dir) if job.run_dir else f'{shlex.quote(f"{job.runs}/slurm-")}"$SLURM_JOB_ID"'
@@ -143,13 +138,13 @@ def script(job: SlurmJob) -> str:
 cd -- {shlex.quote(str(job.folder))} || exit 1
 run={run}
 
-# put back into the queue: go on from the newest checkpoint
+# after a requeue, resume from the newest checkpoint
 resume=()
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ -e "$run/checkpoints/latest" ]; then
     resume=(--resume)
 fi
 
-# USR1 comes before the time limit, TERM when the job is cancelled: the ranks finish a step, save, and end
+# USR1 precedes the time limit, TERM a cancellation: the ranks finish a step, save, and end
 noticed="" cancelled=""
 trap 'noticed=1; kill -USR1 "$step"' USR1
 trap 'noticed=1; cancelled=1; kill -TERM "$step"' TERM
@@ -171,19 +166,21 @@ exit "$code"
 """
 
 
-def parse_job_number(said: str) -> str:
-    """Return the job's number of what ``sbatch --parsable`` said: the number, or number;cluster.
+def parse_job_number(output: str) -> str:
+    """Return the job's number from the output of ``sbatch --parsable``: the number, or number;cluster.
 
-    Raises: RunError where it said something else.
+    Raises: RunError for any other output.
     """
-    number = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
+    number = output.strip().splitlines()[-1].partition(";")[0] if output.strip() else ""
     if not number.isdigit():
-        raise RunError(f"sbatch did not say a job number, but {said.strip()[:200]!r}", remedy="squeue shows your jobs")
+        raise RunError(
+            f"sbatch printed {output.strip()[:200]!r} in place of a job number", remedy="squeue shows your jobs"
+        )
     return number
 
 
 def without(words: Iterable[str], dropped: Mapping[str, bool]) -> tuple[str, ...]:
-    """Return a command's words without some options. ``dropped``: option -> whether a value follows it."""
+    """Return a command's words without some options. ``dropped``: option -> whether it takes a value."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:

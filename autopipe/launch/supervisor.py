@@ -1,14 +1,14 @@
-"""The supervisor: watches ranks that something else started, and says what the first failure was.
+"""The supervisor: watches ranks that a launcher started, and reports the first failure.
 
 ::
 
-            events, ends, last notes
+            events, ends, heartbeats
     Ranks -------------------------> Supervisor --> on_event, or one WorkerError
           <-------------------------
             write stacks, end
 
-One failing rank ends the run: the others are ended within tenths of a second, and the rank that failed *first* is the
-one that is reported, with its own message; that its neighbours then lost their connection is left out.
+One failing rank ends the run: the others are ended within tenths of a second. The error reports the rank that failed
+*first*, with its own message, and leaves out that its neighbours then lost their connections.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.request import LaunchRequest
 
 TICK_SECONDS = 0.1
-# how long the other ranks may still report after the first sign of a failure: the cause may be among them
+# how long the other ranks may still report after the first failure: one of them may be the cause
 GRACE_SECONDS = 0.5
 STACKS_SECONDS = 1.0
 _INSTRUCTION = re.compile(r"(\d+)(?:[FBIWRS]|SF|RF|SB|RB)")
 
 
 class Ranks(Protocol):
-    """Ranks that were started, wherever they run."""
+    """Ranks that a launcher has started, on any host."""
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -42,37 +42,39 @@ class Ranks(Protocol):
 
     @property
     def patience_seconds(self) -> float:
-        """How much later than a lost connection its cause may be noticed."""
+        """How much later than a lost connection its cause may be detected."""
 
     def poll(self, timeout: float) -> Iterable[Mapping[str, Any]]:
-        """Wait at most so many seconds, and return what happened: a rank's own events, and the launcher's.
+        """Return the events of the ranks and of the launcher within ``timeout`` seconds.
 
-        ``{"kind": "exit", "rank", "code", "time_ns"}`` when a process has ended, negative for a signal;
-        ``{"kind": "lost", "host", "ranks", "message", "remedy", "time_ns"}`` when a host does not answer any more.
+        The launcher's are ``{"kind": "exit", "rank", "code", "time_ns"}`` for a process that has ended, with a negative
+        code for a signal, and ``{"kind": "lost", "host", "ranks", "message", "remedy", "time_ns"}`` for a lost host.
         """
 
     def beats(self) -> Sequence[Beat]:
-        """Return what each rank noted last, in this machine's monotonic seconds."""
+        """Return the last heartbeat of each rank, in this machine's monotonic time."""
 
     def set_stop(self, before: int, agreed: bool) -> None:
         """Send every rank the minibatch before which it stops, and whether all agree; see launch.rank.graceful_stop."""
 
     def write_stacks(self) -> Mapping[int, str]:
-        """Let every living rank write its stacks into its log; return what is odd about a rank, such as "stopped"."""
+        """Make every living rank write its stacks to its log; return unusual process states, such as "stopped"."""
 
     def end(self) -> None:
-        """End all of them, and return when none is left or reachable."""
+        """End all ranks, and return when none is left on a host that can be reached."""
 
 
 @dataclass(slots=True)
 class _State:
+    """The state of one rank."""
+
     rank: int
-    done: bool = False
-    ended: bool = False
-    error: Mapping[str, Any] | None = None
-    ended_ns: int = 0
-    code: int | None = None
-    lost: Mapping[str, Any] | None = None
+    done: bool = False  # it has reported the completion of its work
+    ended: bool = False  # its process has ended, or its host is lost
+    error: Mapping[str, Any] | None = None  # the event of its error
+    ended_ns: int = 0  # when its process ended
+    code: int | None = None  # the exit code of its process
+    lost: Mapping[str, Any] | None = None  # the event of its lost host
 
     @property
     def failed(self) -> bool:
@@ -80,7 +82,7 @@ class _State:
 
 
 class Supervisor:
-    """Watches the ranks of a request. No progress at all for its ``watchdog_seconds`` is a hang."""
+    """Watches the ranks of a request. No progress of any rank for ``watchdog_seconds`` is a hang."""
 
     def __init__(self, request: LaunchRequest, ranks: Ranks) -> None:
         self.run, self.on_event, self.ranks = request.run, request.on_event, ranks
@@ -91,7 +93,7 @@ class Supervisor:
     def watch(self) -> None:
         """Return when every rank is done and its process has ended.
 
-        Raises: WorkerError for the first failure. Ending what is left is the caller's.
+        Raises: WorkerError for the first failure. The caller ends the remaining ranks.
         """
         progress = time.monotonic()
         seen: list[int] = []
@@ -113,9 +115,9 @@ class Supervisor:
             self.on_event({"kind": "tick", "ranks": [(beat.doing, beat.waiting) for beat in beats]})
 
     def _limit(self, beats: Sequence[Beat]) -> float:
-        """Return how long nothing may move: the plan knows about instructions alone."""
-        at_work = [beat for state, beat in zip(self._states, beats, strict=True) if not (state.done or beat.waiting)]
-        planned = all(_INSTRUCTION.match(beat.doing) for beat in at_work)
+        """Return the seconds without progress that count as a hang: a plan predicts instructions only."""
+        busy = [beat for state, beat in zip(self._states, beats, strict=True) if not (state.done or beat.waiting)]
+        planned = all(_INSTRUCTION.match(beat.doing) for beat in busy)
         return self.watchdog_seconds if planned else self.slow_seconds
 
     def _take(self, timeout: float) -> None:
@@ -137,7 +139,7 @@ class Supervisor:
                 self.on_event(dict(event))
 
     def _await_others(self) -> None:
-        """Let the others report for a moment; longer where all that is known is that connections were lost."""
+        """Let the other ranks report for a moment; longer if only lost connections have been reported."""
         begin = time.monotonic()
         while not all(state.ended or state.error for state in self._states):
             only_lost = all(s.error is not None and s.error["secondary"] for s in self._states if s.failed)
@@ -146,7 +148,7 @@ class Supervisor:
             self._take(0.02)
 
     def _cause(self) -> WorkerError:
-        """Name the rank that failed first: an error of its own, or a death; else the first that lost a connection."""
+        """Return the first failure: an error of a rank itself, or its death; else the first lost connection."""
         own = [(s.error["time_ns"], s) for s in self._states if s.error and not s.error["secondary"]]
         died = [(s.ended_ns, s) for s in self._states if s.ended and not s.done and s.error is None]
         lost = [(s.error["time_ns"], s) for s in self._states if s.error]
@@ -179,23 +181,23 @@ class Supervisor:
         )
 
     def _hang(self, seconds: float) -> WorkerError:
-        """No rank has moved: blame one that is not waiting for another; of several the one that moved longest ago."""
+        """Return the error for a hang. It names a rank that waits for no other: the one stuck for longest."""
         logs = [self.run.log(rank) for rank in range(len(self._states))]
         mark = stacks.sizes(logs)
-        odd = self.ranks.write_stacks()
+        unusual = self.ranks.write_stacks()
         end = time.monotonic() + STACKS_SECONDS
         while time.monotonic() < end:
             self._take(TICK_SECONDS)
         beats = self.ranks.beats()
         living = [state.rank for state in self._states if not state.ended]
-        rank = min(living, key=lambda r: (r not in odd, beats[r].waiting, beats[r].seconds, r))
+        rank = min(living, key=lambda r: (r not in unusual, beats[r].waiting, beats[r].seconds, r))
         doing = "; ".join(
-            f"rank {r}: {b.doing}{' (waiting)' if b.waiting else ''}{f' ({odd[r]})' if r in odd else ''}"
+            f"rank {r}: {b.doing}{' (waiting)' if b.waiting else ''}{f' ({unusual[r]})' if r in unusual else ''}"
             for r, b in enumerate(beats)
         )
         written = stacks.since(logs, mark)
         return WorkerError(
-            f"no rank has moved for {seconds:.0f} s; {doing}{stacks.told(written)}",
+            f"no rank has moved for {seconds:.0f} s; {doing}{stacks.format_stacks(written)}",
             rank=rank,
             host=self.ranks.hosts[rank],
             stage=(stage := self._stage(rank, beats[rank].doing)),
@@ -213,12 +215,12 @@ class Supervisor:
         return stages[0] if len(stages) == 1 else None
 
     def _modules(self, stage: int | None) -> str:
-        """Return what a stage runs in the words of the model, "" where the plan does not say."""
+        """Return the names of the modules of a stage, "" if the plan does not have them."""
         if stage is None:
             return ""
         try:
             return self.run.plan().stages[stage].modules
-        except (AutopipeError, IndexError):  # the failure that is reported matters more
+        except (AutopipeError, IndexError):  # the failure itself must be reported
             return ""
 
     def _log(self, rank: int) -> str:
@@ -227,7 +229,7 @@ class Supervisor:
 
 
 def death(code: int | None) -> str:
-    """Say how a process ended."""
+    """Describe how a process ended."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = " (kill -9, or the kernel ran out of memory)" if name == "SIGKILL" else ""

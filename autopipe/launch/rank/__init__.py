@@ -1,1 +1,1 @@
-"""The process of a rank: its first line, heartbeat, signals and end."""
+"""The process of a rank: entry, heartbeat, signals and end."""

@@ -1,6 +1,6 @@
-"""What makes a CPU rank's time its own: memory that stays, and a turn that lasts.
+"""Reduce CPU timing noise: keep freed heap memory, and schedule the process as SCHED_BATCH.
 
-Both were found by looking for the difference between a stage's time alone and in a pipeline (two ranks on two cores).
+Both were found by comparing a stage's time alone with its time in a pipeline (two ranks on two cores).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import sys
 
 # of malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_LARGEST_FROM_HEAP = 32 << 20  # more is refused on 64 bits
+_LARGEST_FROM_HEAP = 32 << 20  # the largest value that glibc accepts on 64 bits
 _KEPT = 1 << 30
 _PAD = 64 << 20
 
 
 def keep_freed_memory() -> None:
-    """Let freed memory stay with the process (glibc): a stage frees and takes the same activations all the time.
+    """Make malloc (glibc) keep freed memory: a stage allocates and frees the same activations repeatedly.
 
-    Otherwise what is freed at the end of the heap goes back to the kernel and is faulted in again, page by page: a
+    By default, memory freed at the end of the heap returns to the kernel and is faulted in again, page by page: a
     tenth of a small stage's time. The process keeps at most a gigabyte that it does not use.
     """
     if not sys.platform.startswith("linux"):
@@ -33,11 +33,11 @@ def keep_freed_memory() -> None:
 
 
 def use_batch_scheduler() -> None:
-    """Ask Linux to schedule this process and the threads that it will start as a batch: no thread is cut short.
+    """Make Linux schedule this process, and the threads that it will start, as SCHED_BATCH: no wakeup preempts them.
 
-    Gloo's threads hold a lock while they take in a message. The computing thread, woken by the message before, would
-    push them off the core while they hold it, and then wait for the lock: milliseconds for each receive.
+    Gloo's threads hold a lock while they receive a message. The computing thread, woken by the previous message, would
+    preempt them while they hold it, and then wait for the lock: milliseconds for each receive.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):  # a policy of the system's; only speed depends on it
+        with contextlib.suppress(OSError):  # the system's policy may forbid it; only speed depends on it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

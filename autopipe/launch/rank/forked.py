@@ -1,6 +1,6 @@
-"""Ranks of this machine: processes of a fork server that has torch imported already, so each is there at once.
+"""Ranks of this machine: processes of a fork server that has already imported torch, so that each starts at once.
 
-The local launcher and the agent on a remote host both start theirs here.
+All launchers start their ranks here: the local one, the agent on a remote host, and the processes of a cluster.
 """
 
 from __future__ import annotations
@@ -33,68 +33,67 @@ from autopipe.launch.rank.signals import stop_signals_blocked
 from autopipe.launch.request import WorkerSpec
 
 PRELOAD = ["autopipe.launch.rank.fork_server_preload"]
+# for a killed process to end
 END_SECONDS = 5.0
-# the path of a socket holds 107 bytes, of which multiprocessing's own names take up to 40
+# a socket's path holds 107 bytes, and multiprocessing's own names take up to 40 of them
 _LONGEST_FOLDER = 60
 _STARTS = 20
 _START_PAUSE_SECONDS = 0.05
-# at a time from one rank: one that says more than can be taken in must not hide the end of another
+# per rank and poll: a rank that reports a lot must not hide the end of another
 _MOST_EVENTS = 200
-# a death is seen at once by whoever has the process
+# the parent of a process detects its death at once
 PATIENCE_SECONDS = 0.5
 
 
 @dataclass(slots=True)
 class _Process:
+    """The process of one rank."""
+
     rank: int
     process: ForkServerProcess
-    connection: Connection
+    connection: Connection  # carries the rank's events
     ended: bool = False
 
 
 class ForkedRanks:
-    """Some of a run's ranks, all on this machine. ``scratch``: a folder for the heartbeats.
-
-    The heartbeats have room for every rank of the run, so that a rank's place in them is its number.
-    """
+    """The ranks of a run that run on this machine: all of them, or some."""
 
     patience_seconds = PATIENCE_SECONDS
 
     def __init__(self, scratch: Path, world_size: int, hosts: Sequence[str] = ()) -> None:
+        """Create the heartbeat file in ``scratch``. It has a slot for every rank of the run, at the rank's number.
+
+        ``hosts``: the host of every rank; (): unnamed.
+        """
         self.hosts = tuple(hosts) or ("",) * world_size
         self.heartbeats = scratch / "heartbeats"
         self._beats = Heartbeats(self.heartbeats, world_size, create=True)
         self._processes: list[_Process] = []
 
     def start(self, spec: WorkerSpec, listener: socket.socket | None = None) -> None:
-        """Start one rank. ``listener``: what rank 0 listens on, where the ranks meet by network.
+        """Start one rank. ``listener``: the listening socket of rank 0, if the ranks rendezvous over the network.
 
-        Raises: WorkerError where the fork server ends again and again before the rank is there.
+        Raises: WorkerError if the fork server ends repeatedly before the rank has started.
         """
         receive, send = multiprocessing.get_context("forkserver").Pipe(duplex=False)
         process = _forked(spec, send, listener)
         send.close()
         self._processes.append(_Process(spec.rank, process, receive))
 
-    @property
-    def all_ended(self) -> bool:
-        """Whether no process is left."""
-        return all(entry.ended for entry in self._processes)
-
     def waitable(self) -> list[Any]:
-        """Return what becomes ready when a rank says something or ends."""
-        found: list[Any] = [entry.connection for entry in self._processes if not entry.connection.closed]
-        return found + [entry.process.sentinel for entry in self._processes if not entry.ended]
+        """Return the objects that become ready when a rank reports something or ends."""
+        connections: list[Any] = [entry.connection for entry in self._processes if not entry.connection.closed]
+        return connections + [entry.process.sentinel for entry in self._processes if not entry.ended]
 
     def poll(self, timeout: float) -> Iterator[dict[str, Any]]:
-        """Return what the ranks say, and who has ended, within ``timeout`` seconds."""
+        """Return the events of the ranks, and the ends of processes, within ``timeout`` seconds."""
         ready = set(wait(self.waitable(), timeout))
         for entry in self._processes:
             if entry.connection in ready:
                 yield from itertools.islice(self._read(entry), _MOST_EVENTS)
         for entry in self._processes:
             if not entry.ended and entry.process.sentinel in ready:
-                yield from self._read(entry)  # what it said last comes before its end
+                yield from self._read(entry)  # its last events come before its end
                 entry.process.join()
                 entry.ended = True
                 yield {
@@ -114,26 +113,26 @@ class ForkedRanks:
             entry.connection.close()
 
     def beats(self) -> list[Beat]:
-        """Return the last note of every rank of the run; those that are not here have noted nothing."""
+        """Return the last heartbeat of every rank of the run; those of other machines are empty."""
         return [self._beats.read(rank) for rank in range(len(self.hosts))]
 
     def set_stop(self, before: int, agreed: bool) -> None:
-        """Tell every rank before which minibatch it is to stop."""
+        """Show every rank the minibatch before which it stops, and whether that is agreed."""
         self._beats.set_stop(before, agreed)
 
     def write_stacks(self) -> dict[int, str]:
-        """Let every rank write its stacks into its log; say which ones are stopped."""
-        odd = {}
+        """Make every rank write its stacks to its log; return the ranks whose process is stopped."""
+        unusual = {}
         for entry in self._processes:
             if not entry.ended:
                 _signal(entry.process, signal.SIGUSR2)
                 with contextlib.suppress(psutil.Error):
                     if psutil.Process(entry.process.pid).status() == psutil.STATUS_STOPPED:
-                        odd[entry.rank] = "stopped by a signal"
-        return odd
+                        unusual[entry.rank] = "stopped by a signal"
+        return unusual
 
     def end(self) -> None:
-        """Kill what is left, and forget it."""
+        """Kill the remaining processes and release their resources."""
         for entry in self._processes:
             if not entry.ended:
                 _signal(entry.process, signal.SIGKILL)
@@ -145,7 +144,7 @@ class ForkedRanks:
 
 
 def _forked(spec: WorkerSpec, send: Connection, listener: socket.socket | None) -> ForkServerProcess:
-    """Fork a rank. A fork server that is ended meanwhile is replaced: no rank is lost, and nobody pressed Ctrl-C."""
+    """Fork a rank. If the fork server ends meanwhile, start another."""
     from autopipe.launch.rank.entry import rank_entry
 
     for _ in range(_STARTS):
@@ -159,23 +158,23 @@ def _forked(spec: WorkerSpec, send: Connection, listener: socket.socket | None) 
         try:
             process.start()
         except (EOFError, OSError):
-            time.sleep(_START_PAUSE_SECONDS)  # until the kernel says that it has ended
+            time.sleep(_START_PAUSE_SECONDS)  # until the kernel reports its end
         else:
             return process
     raise WorkerError(
-        f"the process that ranks are forked from ended {_STARTS} times before rank {spec.rank} was there",
+        f"the process that ranks are forked from ended {_STARTS} times before rank {spec.rank} started",
         rank=spec.rank,
         host=spec.host,
-        remedy="look whether the machine is short of memory or of processes (ulimit -u)",
+        remedy="check whether the machine is short of memory or of processes (ulimit -u)",
     )
 
 
 def preload() -> None:
-    """Start the fork server, which imports torch meanwhile.
+    """Start the fork server, which imports torch in the background.
 
-    It is deaf to what asks a run to end, which is this process's to handle.
+    It ignores the signals that request the end of a run: this process handles them.
     """
-    _name_sockets_in_short()
+    _shorten_socket_paths()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with stop_signals_blocked():  # the resource tracker unblocks only the signals that it ignores
         resource_tracker.ensure_running()
@@ -183,21 +182,21 @@ def preload() -> None:
         forkserver.ensure_running()
 
 
-def _name_sockets_in_short() -> None:
-    """Let multiprocessing name its sockets in a folder with a short path, where that of TMPDIR is too long for them.
+def _shorten_socket_paths() -> None:
+    """Make multiprocessing create its sockets in a directory with a short path, if TMPDIR is too long for them.
 
-    Raises: RunError where there is no such folder.
+    Raises: RunError if no such directory exists.
     """
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # no public way
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # it has no public name
     if config.get("tempdir") is not None or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER:
         return
-    for folder in ("/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108  # mkdtemp makes a private one in it
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108  # mkdtemp creates a private directory in it
         with contextlib.suppress(OSError):
             config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
             atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
             return
     raise RunError(
-        f"the folder for temporary files has too long a path for a socket ({_LONGEST_FOLDER} bytes at most)",
+        f"the path of the folder for temporary files is too long for a socket ({_LONGEST_FOLDER} bytes at most)",
         where=f"TMPDIR={tempfile.gettempdir()}",
         remedy="set TMPDIR to a folder with a shorter path",
     )

@@ -1,14 +1,14 @@
-"""A run that is asked to stop finishes its minibatch, saves, and ends: how all ranks come to stop before the same one.
+"""A graceful stop: the ranks finish a minibatch, save and end. This module makes them stop before the same minibatch.
 
-Ranks are at different minibatches, and none may wait for another to ask. So each binds itself, in its record of the
-heartbeat file, to go on up to some minibatch, and only *then* looks whether it is to stop; and the supervisor first
-writes down where to stop, and only *then* reads how far each rank is bound::
+Ranks are at different minibatches, and none may wait for another to ask. Therefore each rank commits, in its record of
+the heartbeat file, to run up to some minibatch, and only *then* reads whether it is to stop. The supervisor first
+writes where to stop, and only *then* reads how far each rank has committed::
 
-    rank        bind(end); to stop before my next one?  -> unbind, wait until that is agreed
-    supervisor  propose(the furthest bound); is any rank bound further? -> propose again; else agree
+    rank        commit to `end`; is there a stop before my next one?  -> withdraw, wait until the stop is agreed
+    supervisor  propose the furthest commitment; is any rank committed further? -> propose again; else agree
 
-Whichever of the two writes comes first, the other side sees it: a rank is never past what was agreed. A rank waits only
-at the end of a run, and training pays two numbers in shared memory a minibatch.
+Whichever of the two writes comes first, the other side sees it: a rank is never past the agreed minibatch. A rank waits
+only at the end of a run, and training costs two numbers in shared memory per minibatch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LOOK_SECONDS = 0.005
 
 
 def may_begin(beats: Heartbeats, rank: int, step: int, end: int, pause: Callable[[float], None] = time.sleep) -> bool:
-    """Bind a rank to the minibatches from ``step`` to before ``end``, unless the run stops before ``step``.
+    """Commit a rank to the minibatches from ``step`` to before ``end``; return False if the run stops before ``step``.
 
-    Where it may have to stop, this returns only when that is decided.
+    If a stop before ``step`` is proposed, this returns once the stop is agreed or moved.
     """
     while True:
         stop = beats.stop()
@@ -43,14 +43,14 @@ def may_begin(beats: Heartbeats, rank: int, step: int, end: int, pause: Callable
 
 @dataclass(slots=True)
 class Agreement:
-    """The supervisor's side. ``tell``: (before which minibatch, whether agreed) to all ranks."""
+    """The supervisor's side."""
 
-    tell: Callable[[int, bool], None]
+    tell: Callable[[int, bool], None]  # sends all ranks the minibatch to stop before, and whether it is agreed
     proposed: int = -1
     agreed: bool = False
 
     def move(self, beats: Sequence[Beat]) -> None:
-        """Do the next step. What was read before a rank could see the proposal decides nothing."""
+        """Take the next step. Heartbeats from before a rank could read the proposal decide nothing."""
         if self.agreed:
             return
         furthest = max(beat.bound for beat in beats)

@@ -1,7 +1,7 @@
-"""Heartbeats: a small shared file in which each rank notes what it is doing; the supervisor reads it at any time.
+"""Heartbeats: a small shared file in which each rank records its current work; the supervisor reads it at any time.
 
-A rank that was killed or hangs cannot say where it was, so it says so beforehand, for every instruction (about a
-microsecond each).
+A rank that was killed or hangs cannot report where it was, so it records that beforehand, for every instruction (about
+a microsecond each).
 
 The file also carries the fields of ``launch.rank.graceful_stop``: how far each rank has committed to run, and where the
 run stops.
@@ -17,31 +17,28 @@ from pathlib import Path
 
 _RECORD = struct.Struct("<QQ?x64s")
 _SIZE = 128
-# native: written in one piece, so that no reader sees half a number
+# native alignment: written at once, so that no reader sees half a number
 _WORD = struct.Struct("@Q")
 _BOUND = 96
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank was doing: how many notes it has made, when the last (monotonic seconds), and whether it waits.
+    """The last record of a rank."""
 
-    ``bound``: the minibatch before which it may stop next; 0 before the first. ``stop``: before which one it was to
-    stop when ``bound`` was read, -1 for none.
-    """
-
-    count: int
-    seconds: float
-    waiting: bool
-    doing: str
-    bound: int = 0
-    stop: int = -1
+    count: int  # of records so far
+    seconds: float  # when it was written, in monotonic time
+    waiting: bool  # whether the rank waits for another
+    doing: str  # its current instruction or work
+    bound: int = 0  # the minibatch before which it may stop next; 0 before the first
+    stop: int = -1  # the proposed stop when ``bound`` was read; -1: none
 
 
 class Heartbeats:
-    """The file, mapped. ``Heartbeats(path, n, create=True)`` by the supervisor, without ``create`` by each rank."""
+    """The mapped file. The supervisor creates it (``create=True``), and each rank opens it."""
 
     def __init__(self, path: Path, num_ranks: int, *, create: bool = False) -> None:
+        """Map the file."""
         if create:
             path.write_bytes(bytes(_SIZE * (num_ranks + 1)))
         with path.open("r+b") as file:
@@ -50,13 +47,13 @@ class Heartbeats:
         self._count = 0
 
     def note(self, rank: int, doing: str, waiting: bool) -> None:
-        """Write down what a rank is doing now."""
+        """Record the current work of a rank."""
         self._count += 1
         text = doing.encode("ascii", "replace")[:64]
         _RECORD.pack_into(self._map, rank * _SIZE, self._count, time.monotonic_ns(), waiting, text)
 
     def read(self, rank: int) -> Beat:
-        """Return a rank's last note."""
+        """Return the last record of a rank."""
         count, nanoseconds, waiting, text = _RECORD.unpack_from(self._map, rank * _SIZE)
         stop = self.stop()  # before ``bound`` is read: see launch.rank.graceful_stop
         bound = _WORD.unpack_from(self._map, rank * _SIZE + _BOUND)[0]
@@ -64,20 +61,20 @@ class Heartbeats:
         return Beat(count, nanoseconds / 1e9, waiting, doing, bound, -1 if stop is None else stop[0])
 
     def bind(self, rank: int, end: int) -> None:
-        """Write down that a rank goes on up to before minibatch ``end``."""
+        """Commit a rank to run up to minibatch ``end``."""
         _WORD.pack_into(self._map, rank * _SIZE + _BOUND, end)
 
     def set_stop(self, proposed: int, agreed: bool) -> None:
-        """Write down before which minibatch the run is to stop, and whether no rank is past it."""
+        """Record the minibatch before which the run stops, and whether no rank is past it."""
         _WORD.pack_into(self._map, self._words, proposed + 1)
         if agreed:
             _WORD.pack_into(self._map, self._words + 8, proposed + 1)
 
     def stop(self) -> tuple[int, bool] | None:
-        """Return before which minibatch the run is to stop and whether that is agreed, None where it is not to."""
+        """Return the minibatch before which the run stops, and whether that is agreed; None if it does not stop."""
         proposed, agreed = (_WORD.unpack_from(self._map, self._words + offset)[0] for offset in (0, 8))
         return (proposed - 1, agreed == proposed) if proposed else None
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the file."""
         self._map.close()

@@ -1,6 +1,6 @@
 """``python -m autopipe.launch.rank.parent_death COMMAND ...``: run a command that is killed when its parent ends.
 
-The parent is what starts ranks for a cluster: where it is killed, nobody else would end them.
+It is for a parent that starts ranks for a cluster: if that is killed, no other process would end them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent goes: kill -9 of the supervisor must leave no orphan."""
+    """Make the kernel kill this process when its parent ends: kill -9 of the supervisor must leave no orphan."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: at once, or cleanly, with a checkpoint."""
+"""Signals that request the end of a run: at once, or gracefully, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequest:
-    """A request to stop the run cleanly, made by a signal or by the caller of ``train``.
-
-    ``is_requested`` is the caller's own condition, polled while the run goes on.
-    """
+    """A request for a graceful stop, by a signal or by the caller of ``train``."""
 
     def __init__(self, is_requested: Callable[[], bool] | None = None) -> None:
-        self._signal = ""
+        """Request nothing yet. ``is_requested``: the caller's own condition, polled during the run."""
+        self._source = ""
         self._is_requested = is_requested
 
     @property
     def signal_name(self) -> str:
-        """The source of the request, such as SIGTERM; "" before there is one."""
-        if not self._signal and self._is_requested is not None and self._is_requested():
-            self._signal = "stop"
-        return self._signal
+        """The source of the request, such as SIGTERM; "" without a request."""
+        if not self._source and self._is_requested is not None and self._is_requested():
+            self._source = "stop"
+        return self._source
 
     def ask(self, source: str) -> None:
-        """ScheduleSpec a stop; of several requests, the first counts."""
-        self._signal = self.signal_name or source
+        """Request a stop; the first of several requests counts."""
+        self._source = self.signal_name or source
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Take SIGTERM, SIGHUP, SIGUSR1 and the first Ctrl-C as the request; a second Ctrl-C ends everything at once.
+        """Treat SIGTERM, SIGHUP, SIGUSR1 and the first Ctrl-C as the request; a second Ctrl-C ends the run at once.
 
         A signal that is ignored (``nohup``) stays ignored. Only the main thread may set handlers.
         """
@@ -51,10 +49,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Hold back what asks a run to end, so that a process started meanwhile is born deaf to it.
+    """Block the signals that request the end, so that a process started meanwhile inherits them blocked.
 
-    Clusters send such signals to every process of a job, and only the one that watches the ranks may answer. It gets
-    what came meanwhile afterwards: ignored, a signal would be lost, and the run would not stop.
+    Clusters send such signals to every process of a job, but only the one that watches the ranks may respond. It
+    receives them after the block: if they were ignored, they would be lost, and the run would not stop.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -64,9 +62,9 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Be about to end: launchers end all processes of a failed run, and this one keeps its exit code and last words.
+    """Ignore signals before exiting: launchers end all processes of a failed run, but this exit code must survive.
 
-    Ignored, and not handled: Python gives handlers up before it ends.
+    The signals are ignored rather than handled because Python removes handlers before it exits.
     """
     if threading.current_thread() is threading.main_thread():
         for number in STOPPING:
@@ -74,22 +72,22 @@ def ignore_stop_signals() -> None:
 
 
 def leave_signals_to_supervisor() -> None:
-    """Be a rank: outlive what asks the run to end; whoever watches the ranks decides what it means.
+    """Make the process of a rank survive the signals that request the end: the supervisor handles them.
 
-    SIGTERM is taken and not ignored, for programs that the user's code starts must be able to end by it.
+    SIGTERM is handled rather than ignored, because the programs that the user's code starts would inherit that.
     """
     for number in STOPPING:
-        signal.signal(number, _outlive if number == signal.SIGTERM else signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # held back from whatever this process was forked from
+        signal.signal(number, _do_nothing if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # inherited from the fork server
 
 
-def _outlive(number: int, frame: Any) -> None:
+def _do_nothing(number: int, frame: Any) -> None:
     pass
 
 
 @contextlib.contextmanager
 def ending_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a closed terminal, end the run the way Ctrl-C does, ranks and all.
+    """Make SIGTERM, and SIGHUP of a closed terminal, end the run as Ctrl-C does, including its ranks.
 
     A signal that is ignored (``nohup``) stays ignored. Only the main thread may set handlers.
     """
@@ -102,7 +100,7 @@ def ending_as_interrupt() -> Iterator[None]:
 
 
 def handled_by(stop: StopRequest | None) -> contextlib.AbstractContextManager[None]:
-    """Return what a launcher does its work in: signals are ``stop``'s where there is one, else they end the run."""
+    """Return the context that a launcher works in: without a ``stop`` that handles the signals, they end the run."""
     return ending_as_interrupt() if stop is None else contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Stacks that hanging ranks wrote into their logs (faulthandler's text): what is new in them, and the line that counts.
+"""The stacks that hanging ranks wrote to their logs, in faulthandler's format.
 
 ::
 
@@ -22,25 +22,25 @@ _LARGEST_BYTES = 2**20
 
 
 def sizes(logs: Sequence[Path]) -> list[int]:
-    """Return how long each log is now, 0 where there is none."""
+    """Return the size of each log, 0 if it does not exist."""
     return [log.stat().st_size if log.is_file() else 0 for log in logs]
 
 
 def since(logs: Sequence[Path], mark: Sequence[int]) -> dict[int, str]:
-    """Return what was written to the logs since their sizes were taken, by rank; nothing for the others."""
-    found = {}
+    """Return the text that each log has gained since its size in ``mark``, by rank, for the logs that grew."""
+    written = {}
     for rank, (log, start) in enumerate(zip(logs, mark, strict=True)):
         if log.is_file() and log.stat().st_size > start:
             with log.open("rb") as file:
                 file.seek(start)
-                found[rank] = file.read(_LARGEST_BYTES).decode("utf-8", "replace")
-    return found
+                written[rank] = file.read(_LARGEST_BYTES).decode("utf-8", "replace")
+    return written
 
 
 def main_thread(text: str) -> list[tuple[str, int, str]]:
     """Return (path, line, function) of the main thread, innermost first.
 
-    faulthandler writes threads newest first, so the main thread is the last one.
+    faulthandler writes the newest thread first, so the main thread is the last.
     """
     threads: list[list[tuple[str, int, str]]] = []
     for line in text.splitlines():
@@ -52,7 +52,7 @@ def main_thread(text: str) -> list[tuple[str, int, str]]:
 
 
 def innermost(text: str) -> str:
-    """Return the innermost line of the main thread that is neither of an installed package nor ours, "" without one."""
+    """Return the innermost line of the user's code in the main thread, "" if it has none."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     for path, line, name in main_thread(text):
         if not path.startswith((*installed, str(_OURS), "<")):
@@ -60,8 +60,8 @@ def innermost(text: str) -> str:
     return ""
 
 
-def told(written: Mapping[int, str]) -> str:
-    """Return the innermost frames of every rank for the message, "" where no rank wrote any."""
+def format_stacks(written: Mapping[int, str]) -> str:
+    """Return the innermost frames of every rank for a message, "" if no rank wrote any."""
     lines = []
     for rank in sorted(written):
         frames = main_thread(written[rank])[:_SHOWN]

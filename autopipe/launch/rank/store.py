@@ -1,7 +1,7 @@
-"""Where the ranks meet: a torch store in a file, or one that rank 0 listens for, on a single address.
+"""The rendezvous store of the ranks: in a file, or over TCP with rank 0 as the server, on a single address.
 
-torch's own TCP store listens on every interface of the machine and knows no passwords, so it is given a socket that is
-bound already.
+By itself, torch's TCP store listens on every interface of the machine, without a password. Therefore it receives a
+socket that is already bound to one address.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FILE, TCP = "file://", "tcp://"
 def open_store(
     address: str, rank: int, world_size: int, *, timeout_seconds: float, listener: socket.socket | None = None
 ) -> Any:
-    """Return the store at an address. ``listener``: the bound socket of rank 0; without one, rank 0 binds it here.
+    """Return the store at an address. ``listener``: the bound socket of rank 0; None: rank 0 binds one here.
 
-    Raises: RunError where rank 0 cannot listen; ValueError for an address that is none.
+    Raises: RunError if rank 0 cannot listen; ValueError for an invalid address.
     """
     if address.startswith(FILE):
-        return dist.FileStore(  # type: ignore[attr-defined]  # exported, though not by name
+        return dist.FileStore(  # type: ignore[attr-defined]  # public, but not listed in __all__
             address.removeprefix(FILE), world_size
         )
     host, port = network.parse_tcp(address)
@@ -49,9 +49,9 @@ def open_store(
 
 
 def choose_interface(spec: WorkerSpec) -> None:
-    """Bind the messages between ranks to the spec's interface; what the user's environment says goes before it.
+    """Bind the messages between ranks to the spec's interface. The user's environment takes precedence.
 
-    Raises: RunError where no interface leads to the store.
+    Raises: RunError without a route to the store.
     """
     remote = spec.store.startswith(TCP)
     interface = spec.interface or (network.interface_towards(network.parse_tcp(spec.store)[0]) if remote else LOOPBACK)
@@ -60,7 +60,7 @@ def choose_interface(spec: WorkerSpec) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def all_have_devices(store: Any, rank: int, world_size: int, mine: bool) -> bool:
-    """Whether every rank has a device to itself: all of them must choose the same transport."""
-    store.set(f"own-device/{rank}", "1" if mine else "0")
+def all_have_devices(store: Any, rank: int, world_size: int, has_device: bool) -> bool:
+    """Return whether every rank has a device of its own: all of them must choose the same transport."""
+    store.set(f"own-device/{rank}", "1" if has_device else "0")
     return all(store.get(f"own-device/{other}") == b"1" for other in range(world_size))

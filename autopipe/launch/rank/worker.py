@@ -1,7 +1,7 @@
-"""What runs in a rank's process, from its first line to its last.
+"""The process of a rank, from start to end.
 
-The fork server imports this module once, torch included, so that a rank is there in a few hundredths of a second. The
-user's model file is imported in the rank and never before: an edit is always seen.
+The fork server imports this module once, with torch, so that a rank starts in a few hundredths of a second. The rank
+itself imports the user's model file, so that an edit always takes effect.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FAILED = 3
 
 
 class _Pipe:
-    """The reporter of a process: events as JSON lines to the supervisor, instructions into the shared file."""
+    """The reporter of a rank's process: sends events to the supervisor and records instructions in the heartbeats."""
 
     def __init__(self, connection: Connection, heartbeats: Heartbeats, rank: int) -> None:
         self._connection, self._heartbeats, self._rank = connection, heartbeats, rank
@@ -64,12 +64,12 @@ class _Pipe:
 
 
 def _allow_children() -> None:
-    """Let the user's data start processes of its own, as a DataLoader with workers does; they end with the rank."""
-    # multiprocessing marks a rank so that it is ended with the supervisor, and forbids such a process to have children
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # no public way
+    """Allow the user's data to start processes, as a DataLoader with workers does. They end with the rank."""
+    # multiprocessing ends a daemon with its parent, and forbids it to have children
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has no public name
     os.register_at_fork(after_in_child=die_with_parent)
-    # and started as a script's would be: from here another fork server would import torch for each of them
-    multiprocessing.set_start_method(None, force=True)  # None: the system's own
+    # with the start method of a script: a fork server of their own would import torch for each of them
+    multiprocessing.set_start_method(None, force=True)  # None: the default of the system
 
 
 def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
@@ -83,63 +83,63 @@ def rank_main(text: str, connection: Connection, listener: socket.socket | None 
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     reporter = _Pipe(connection, Heartbeats(Path(spec.heartbeats), spec.world_size), spec.rank)
     if not rank_body(spec, reporter, listener):
-        os._exit(FAILED)  # no destructor may wait for a peer that waits for us
+        os._exit(FAILED)  # a destructor could wait for a peer that waits for this rank
     connection.close()
 
 
 @dataclass(slots=True)
-class _Known:
-    """How far a rank has come, for what it says when it fails. ``resident``: its memory before it did anything."""
+class _State:
+    """The state of a rank, for its report of an error."""
 
-    resident: int
+    resident: int  # bytes of the process before training
     plan: Plan | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     session: RankSession | None = None
 
     def out_of_memory(self, error: BaseException, rank: int) -> dict[str, Any]:
-        """Return what an error says about memory, nothing for one that does not."""
+        """Return the fields that an out-of-memory error adds to the report."""
         return {} if self.plan is None else describe_oom(error, self.plan, rank, self.device, self.resident)
 
 
 def rank_body(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None = None) -> bool:
-    """Do what a rank is there for, and report ``done`` or, where it fails, ``error`` with what ``describe`` says.
+    """Run the rank to completion and report ``done``, or ``error`` with the fields of ``describe``.
 
-    Returns whether it was done. Whoever started the process is free in how. ``listener``: for rank 0 of a store that
-    is reached by network, the socket on which it listens; without one it binds the address itself.
+    ``listener``: the listening socket of rank 0, if the store is reached over the network; None: rank 0 binds the
+    address itself. Returns: whether the rank completed.
     """
-    known = _Known(resident_bytes())
+    state = _State(resident_bytes())
     try:
-        _run(spec, reporter, listener, known)
+        _run(spec, reporter, listener, state)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a full disk takes no log, and must not hide what happened
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
             traceback.print_exc()
             sys.stderr.flush()
-        reporter.event("error", **(describe(error, known.session) | known.out_of_memory(error, spec.rank)))
+        reporter.event("error", **(describe(error, state.session) | state.out_of_memory(error, spec.rank)))
         return False
     reporter.event("done")
     return True
 
 
-def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, known: _Known) -> None:
+def _run(spec: WorkerSpec, reporter: Reporter, listener: socket.socket | None, state: _State) -> None:
     reporter.at("starting", waiting=False)
     run = RunDirectory(Path(spec.run))
     job, plan, graph = run.job(), run.plan(), run.graph()
     torch.set_num_threads(job.threads)
     if job.device == "cpu":
         keep_freed_memory()
-        use_batch_scheduler()  # before the transport starts its threads, which inherit it
-    if spec.body == "evaluate":  # every weight comes from the checkpoint
+        use_batch_scheduler()  # before the transport starts threads, which inherit it
+    if spec.body == "evaluate":  # all weights come from the checkpoint
         job = replace(job, init_from="", trust=False)
     if spec.evaluation_data:
         plan = replace(plan, workload=plan.workload.with_hook("evaluate_data", spec.evaluation_data))
-    known.plan, known.device = plan, torch.device(job.device)
+    state.plan, state.device = plan, torch.device(job.device)
     context = RunContext.of(plan, graph)
     reporter.at("connecting", waiting=True)
     transport = _connect(spec, context, torch.device(job.device), job.excluded_devices, reporter, listener)
-    session = known.session = RankSession.start(run, job, context, transport, reporter)
+    session = state.session = RankSession.start(run, job, context, transport, reporter)
     if spec.body == "evaluate":
         step = session.restore_latest(averaged=spec.averaged)
-        session.evaluate(spec.batch_size or None, step, reader="one")  # nothing else reads: one process is enough
+        session.evaluate(spec.batch_size or None, step, reader="one")  # no other process reads the data
     else:
         reporter.event("ready", pid=os.getpid())
         session.train()
@@ -155,7 +155,7 @@ def _connect(
     reporter: Reporter,
     listener: socket.socket | None,
 ) -> ProcessTransport:
-    """Meet the other ranks. Raises: TransportClosed where another rank went away meanwhile."""
+    """Connect to the other ranks. Raises: TransportClosed if another rank has ended meanwhile."""
     rank, world_size, seconds = spec.rank, spec.world_size, spec.timeout_seconds
     use_nccl = False
     choose_interface(spec)
@@ -175,7 +175,7 @@ def _connect(
 
 
 def _redirect(path: Path) -> None:
-    """Send what the process prints to its log file, below Python too."""
+    """Redirect the output of the process to its log file, including that of native code."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -186,7 +186,7 @@ def _redirect(path: Path) -> None:
 
 
 def describe(error: BaseException, session: RankSession | None) -> dict[str, Any]:
-    """Turn what a rank died of into an event. ``secondary``: it only noticed that another rank is gone."""
+    """Return the fields of the event for an error. ``secondary``: it only shows that another rank is gone."""
     current: Instruction | None = session.executor.current if session is not None else None
     text = f"{type(error).__name__}: {error}"
     where = remedy = ""

@@ -1,4 +1,4 @@
-"""What a host says about itself before ranks are started on it. No torch: its version is read from the installation."""
+"""The description of a host before ranks start there. No torch: its version is that of the installed package."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MIB = 2**20
 
 
 def collect(*, devices: bool) -> dict[str, Any]:
-    """Return versions, memory, cores and addresses; ``devices``: the GPUs too, which takes a moment.
+    """Return versions, memory, cores and addresses, and with ``devices`` the GPUs, which takes a moment.
 
-    ``reached_at``, ``reached_from``: this machine's address and that of who reached it by ssh, "" where nobody did.
+    ``reached_at``, ``reached_from``: the addresses of both ends of the ssh connection, "" without one.
     """
     reached_from, reached_at = _connection(os.environ.get("SSH_CONNECTION", ""))
     return {
@@ -47,13 +47,13 @@ def _version(package: str) -> str:
 
 
 def _connection(text: str) -> tuple[str, str]:
-    """Take (client's address, own) from what sshd sets: client address, client port, server address, server port."""
+    """Return (client's address, own) from sshd's variable: client address, client port, server address, server port."""
     words = text.split()
     return (words[0].partition("%")[0], words[2].partition("%")[0]) if len(words) == 4 else ("", "")
 
 
 def gpus() -> list[tuple[str, int, int]]:
-    """Return (name, free bytes, bytes) of each GPU, as the driver's own tool says; none where there is no driver."""
+    """Return (name, free bytes, bytes) of each GPU from the driver's own tool; nothing without a driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -61,10 +61,10 @@ def gpus() -> list[tuple[str, int, int]]:
         done = subprocess.run([tool, *_SMI], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found = []
+    devices = []
     for line in done.stdout.splitlines():
         name, _, figures = line.partition(",")
         free, _, total = figures.partition(",")
         if free.strip().isdigit() and total.strip().isdigit():
-            found.append((name.strip(), int(free) * _MIB, int(total) * _MIB))
-    return found
+            devices.append((name.strip(), int(free) * _MIB, int(total) * _MIB))
+    return devices

@@ -1,6 +1,6 @@
-"""Who am I? What a cluster's own launcher says to each process in its environment, as one ``RankIdentity``.
+"""The identity of a rank: the environment variables that a cluster's own launcher sets, as one ``RankIdentity``.
 
-torchrun's variables are the contract; other launchers are read as far as they say the same:
+torchrun's variables are the contract; other launchers are read as far as they provide the same information:
 
 ==============  ==================  ======================  ==================  =========================
                 torchrun            mpirun (Open MPI)       mpiexec (PMI)       srun
@@ -12,8 +12,8 @@ hosts share     LOCAL_WORLD_SIZE    ..._LOCAL_SIZE          MPI_LOCALNRANKS     
 rank 0 is at    MASTER_ADDR         MASTER_ADDR             MASTER_ADDR         SLURM_STEP_NODELIST's first
 ==============  ==================  ======================  ==================  =========================
 
-The first of them that speaks is believed, in this order: torchrun may itself run under srun. ``MASTER_ADDR`` and
-``MASTER_PORT`` win over what would be derived.
+The first launcher whose variables are set is used, in this order: torchrun may itself run under srun. ``MASTER_ADDR``
+and ``MASTER_PORT`` take precedence over derived values.
 """
 
 from __future__ import annotations
@@ -26,44 +26,40 @@ from dataclasses import dataclass
 from autopipe.errors import RunError
 
 DEFAULT_PORT = 29500
-# ports that srun's jobs use, by job and step: below the ports that Linux hands out by itself (32768 and up)
+# the ports of srun's jobs, by job and step: below the ephemeral ports of Linux (32768 and up)
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 _LARGEST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIdentity:
-    """One process among the others. ``launcher``: who said so, for people.
+    """The rank of this process, and the address of rank 0."""
 
-    ``attempt``: how often torchrun has started these ranks again. ``store_exists``: torchrun's agent listens at the
-    address already; else rank 0 is to.
-    """
-
-    launcher: str
+    launcher: str  # its name, for messages
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str
+    address: str  # of rank 0, or of torchrun's agent
     port: int
-    attempt: int = 0
-    store_exists: bool = False
+    attempt: int = 0  # how many times torchrun has restarted the ranks
+    store_exists: bool = False  # torchrun's agent listens at the address; otherwise rank 0 must
 
     @property
     def one_host(self) -> bool:
-        """Whether every rank is on this host."""
+        """Whether all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The variables of one launcher; ``counts`` may hold SLURM's short form, such as 2(x3)."""
+    """The variables of one launcher."""
 
     launcher: str
     rank: str
     world_size: str
     local_rank: str
-    counts: str
+    counts: str  # the ranks of this host, or of each node in SLURM's short form, such as 2(x3)
 
 
 _LAUNCHERS = (
@@ -75,19 +71,19 @@ _LAUNCHERS = (
 
 
 def is_a_rank(environment: Mapping[str, str]) -> bool:
-    """Whether any launcher has spoken here."""
-    return any(_speaks(environment, names) for names in _LAUNCHERS)
+    """Return whether the variables of any launcher are set."""
+    return any(_is_set(environment, names) for names in _LAUNCHERS)
 
 
 def read_identity(environment: Mapping[str, str]) -> RankIdentity:
-    """Read which rank this process is.
+    """Read the rank of this process from its environment.
 
-    Raises: RunError that names the variable, where one is missing, is no number, or contradicts another.
+    Raises: RunError that names the variable if one is missing, not a number, or contradicts another.
     """
-    names = next((names for names in _LAUNCHERS if _speaks(environment, names)), None)
+    names = next((names for names in _LAUNCHERS if _is_set(environment, names)), None)
     if names is None:
         raise RunError(
-            "--launcher env: no launcher has said which rank this is",
+            "--launcher env: no launcher has set the rank of this process",
             where="the environment: neither RANK, OMPI_COMM_WORLD_RANK, PMI_RANK nor SLURM_PROCID is set",
             remedy="start it with torchrun, srun or mpirun (docs/launching.md), or use --launcher local",
         )
@@ -120,12 +116,12 @@ def read_identity(environment: Mapping[str, str]) -> RankIdentity:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first of a SLURM host list: ``rack[2-3,7]node[01-12],login`` -> ``rack2node01``; "" of nothing."""
+    """Return the first of a SLURM host list: ``rack[2-3,7]node[01-12],login`` -> ``rack2node01``."""
     return re.sub(r"\[(\d*)[^\]]*\]", r"\1", _until_comma(hosts)).strip()
 
 
 def _until_comma(hosts: str) -> str:
-    """Return what is before the first comma outside brackets."""
+    """Return the text before the first comma outside brackets."""
     depths = itertools.accumulate((character == "[") - (character == "]") for character in hosts)
     ends = (
         at for at, (character, depth) in enumerate(zip(hosts, depths, strict=True)) if (character, depth) == (",", 0)
@@ -133,8 +129,8 @@ def _until_comma(hosts: str) -> str:
     return hosts[: next(ends, len(hosts))]
 
 
-def _speaks(environment: Mapping[str, str], names: _Names) -> bool:
-    """Whether a launcher has spoken, even if not to the end. A batch script of SLURM is no rank: it has no step."""
+def _is_set(environment: Mapping[str, str], names: _Names) -> bool:
+    """Return whether some variables of a launcher are set. A batch script of SLURM has no step, and is not a rank."""
     if names.launcher == "srun":
         return bool(environment.get(names.rank) and environment.get("SLURM_STEP_ID"))
     return bool(environment.get(names.rank) or environment.get(names.world_size))
@@ -167,7 +163,7 @@ def _contradiction(environment: Mapping[str, str], small: str, large: str, why: 
 
 
 def _local_world_size(environment: Mapping[str, str], names: _Names, world_size: int, node: int) -> int:
-    """Return how many ranks this host has; where nobody says, as few as there can be."""
+    """Return the number of ranks of this host; if no variable gives it, the lowest possible number."""
     text = environment.get(names.counts, "").strip()
     if not text:
         local = environment.get(names.local_rank)
@@ -176,18 +172,18 @@ def _local_world_size(environment: Mapping[str, str], names: _Names, world_size:
         counts = list(_expanded(text))
         if node >= len(counts) or min(counts) < 1:
             raise RunError(
-                f"--launcher env: {names.counts}={text!r} says nothing of node {node} (SLURM_NODEID)",
+                f"--launcher env: {names.counts}={text!r} has no count for node {node} (SLURM_NODEID)",
                 where="the environment",
             )
         return counts[node]
-    found = _number(environment, names.counts, names.launcher, 1)
-    if found > world_size:
+    count = _number(environment, names.counts, names.launcher, 1)
+    if count > world_size:
         _contradiction(environment, names.counts, names.world_size, "a host cannot have more ranks than there are")
-    return found
+    return count
 
 
 def _expanded(text: str) -> list[int]:
-    """Return SLURM's counts for each node: ``2(x3),1`` -> 2, 2, 2, 1; nothing where it is not such a text."""
+    """Return SLURM's counts for each node: ``2(x3),1`` -> 2, 2, 2, 1; [0] for an invalid text."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part.strip(), re.ASCII)
@@ -198,8 +194,8 @@ def _expanded(text: str) -> list[int]:
 
 
 def _address(environment: Mapping[str, str], launcher: str, *, one_host: bool) -> str:
-    if said := environment.get("MASTER_ADDR", "").strip():
-        return said
+    if address := environment.get("MASTER_ADDR", "").strip():
+        return address
     if launcher == "srun":
         hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
         if host := first_host(hosts):
@@ -207,7 +203,7 @@ def _address(environment: Mapping[str, str], launcher: str, *, one_host: bool) -
     if one_host and launcher != "torchrun":
         return "127.0.0.1"
     raise RunError(
-        "--launcher env: MASTER_ADDR is not set: nobody says where rank 0 is",
+        "--launcher env: MASTER_ADDR is not set, so the address of rank 0 is unknown",
         where="the environment",
         remedy="set MASTER_ADDR to the address or name of rank 0's host, the same for every rank",
     )
@@ -217,18 +213,20 @@ def _port(environment: Mapping[str, str], launcher: str) -> int:
     if environment.get("MASTER_PORT", "").strip():
         port = _number(environment, "MASTER_PORT", launcher, 1)
         if port > _LARGEST_PORT:
-            raise RunError(f"--launcher env: MASTER_PORT={port} is no port", where="the environment")
+            raise RunError(
+                f"--launcher env: MASTER_PORT={port} is not a port (1 to {_LARGEST_PORT})", where="the environment"
+            )
         return port
     if launcher == "torchrun":
         raise RunError(
-            "--launcher env: MASTER_PORT is not set: nobody says where rank 0 listens",
+            "--launcher env: MASTER_PORT is not set, so the port of rank 0 is unknown",
             where="the environment",
             remedy="set MASTER_PORT to a free port of rank 0's host, the same for every rank",
         )
     job = environment.get("SLURM_JOB_ID", "")
     if launcher == "srun" and job.isascii() and job.isdigit():
         step = environment.get("SLURM_STEP_ID", "")
-        # steps of one job may run side by side, and jobs too
+        # steps of one job may run at the same time, and so may jobs
         number = int(job) * 16 + (int(step) if step.isascii() and step.isdigit() else 0)
         return _FIRST_PORT + number % _NUM_PORTS
     return DEFAULT_PORT

@@ -1,7 +1,7 @@
-"""Addresses: which interface leads to a peer, a socket that listens there and nowhere else, and who could reach it.
+"""Network addresses: the interface on the route to a peer, and sockets that listen on one address only.
 
-No torch. A machine has several addresses, and the one that its own name stands for is often the wrong one (Debian gives
-the name 127.0.1.1): so what counts is the route to the peer.
+No torch. A machine has several addresses, and the one that its own name resolves to is often wrong (127.0.1.1 on
+Debian). Therefore the route to the peer decides.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import psutil
 
 from autopipe.errors import RunError
 
-_DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only chooses the route
+_DISCARD_PORT = 9  # no packet is sent: connecting a datagram socket only selects the route
 _BACKLOG = 128
 
 
 def resolve(host: str) -> tuple[int, str]:
-    """Return (address family, address) of a host; the first that the system names.
+    """Return (address family, address) of a host: the first that the system lists.
 
-    Raises: RunError where the name stands for none.
+    Raises: RunError if the name cannot be resolved.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise RunError(f"the host name {host!r} stands for no address: {error}", remedy="check the name") from None
-    family, _, _, _, place = found[0]
-    return family, str(place[0])
+        raise RunError(f"the host name {host!r} cannot be resolved: {error}", remedy="check the name") from None
+    family, _, _, _, sockaddr = entries[0]
+    return family, str(sockaddr[0])
 
 
 def own_address_towards(peer: str) -> str:
-    """Return this machine's address on the way to a peer. Raises: RunError where there is no way."""
+    """Return this machine's address on the route to a peer. Raises: RunError without a route."""
     family, address = resolve(peer)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _DISCARD_PORT))
         except OSError as error:
             raise RunError(
-                f"there is no route to {peer} ({address}): {error.strerror}",
+                f"no route to {peer} ({address}): {error.strerror}",
                 remedy="check the network between the hosts, or name them by addresses that all of them can reach",
             ) from None
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """Return the interface that has an address, "" where none has."""
+    """Return the interface that has an address, "" if none has it."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
@@ -54,14 +54,14 @@ def interface_of(address: str) -> str:
 
 
 def interface_towards(peer: str) -> str:
-    """Return the interface of this machine on the way to a peer. Raises: RunError where there is no way."""
+    """Return this machine's interface on the route to a peer. Raises: RunError without a route."""
     return interface_of(own_address_towards(peer))
 
 
 def address_of(interface: str) -> str:
-    """Return an interface's address, IPv4 where it has one.
+    """Return an interface's address, preferably IPv4.
 
-    Raises: RunError where there is no such interface here, or it has no address.
+    Raises: RunError if this machine has no such interface, or it has no address.
     """
     known = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -70,35 +70,35 @@ def address_of(interface: str) -> str:
                 return entry.address.partition("%")[0]
     raise RunError(
         f"this machine ({socket.gethostname()}) has no interface {interface!r} with an address",
-        remedy=f"--interface NAME, one of: {', '.join(sorted(known))}",
+        remedy=f"give --interface NAME with one of: {', '.join(sorted(known))}",
     )
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means the machine itself."""
+    """Return whether an address is a loopback address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def refuse_public(address: str, *, trusted: bool) -> None:
-    """Refuse to meet at an address that anyone on the internet could reach, unless the user said that it is fine.
+    """Refuse an address of the public internet, unless the user trusts the network.
 
-    Messages between ranks have neither passwords nor encryption: whoever can connect can change the training.
+    Messages between ranks have neither passwords nor encryption: any host that can connect can change the training.
 
     Raises: RunError.
     """
     if ipaddress.ip_address(address).is_global and not trusted:
         raise RunError(
-            f"the ranks would meet at {address}, an address of the public internet; torch's messages between ranks "
+            f"the ranks would use {address}, an address of the public internet; torch's messages between ranks "
             "have neither passwords nor encryption",
-            remedy="use a private network or a VPN (--interface NAME), or --i-trust-this-network where a firewall "
+            remedy="use a private network or a VPN (--interface NAME), or --i-trust-this-network if a firewall "
             "keeps strangers out",
         )
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on this one address, at a free port unless one is named.
+    """Return a socket that listens on one address. ``port`` 0: a free port.
 
-    Raises: RunError where that cannot be.
+    Raises: RunError if the address or the port cannot be used.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -116,7 +116,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def reach(address: str, port: int, seconds: float) -> str:
-    """Try to connect, and return why it failed; "" where it did not."""
+    """Connect, and return the reason for a failure, "" for success."""
     try:
         with contextlib.closing(socket.create_connection((address, port), timeout=seconds)):
             return ""
@@ -125,12 +125,12 @@ def reach(address: str, port: int, seconds: float) -> str:
 
 
 def tcp_address(address: str, port: int) -> str:
-    """Return the text of a store's address."""
+    """Return the address of a store as text."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def parse_tcp(text: str) -> tuple[str, int]:
-    """Take the text of a store's address apart. Raises: ValueError where it is none."""
+    """Return (host, port) of the text of a store's address. Raises: ValueError if it is invalid."""
     host, colon, port = text.removeprefix("tcp://").rpartition(":")
     if not colon or not host or not port.isdigit():
         raise ValueError(f"{text!r} is not tcp://address:port")

@@ -65,7 +65,7 @@ def follow(identity: RankIdentity, stream: MessageStream) -> int:
             raise RunError(
                 f"the process of rank 0 is gone ({error}): it was killed, or its host does not answer",
                 where=f"rank {identity.rank} on {socket.gethostname()}",
-                remedy="look at the launcher's output, and at what rank 0 printed",
+                remedy="read the launcher's output, and that of rank 0",
             ) from None
         finally:
             host.end()

@@ -94,7 +94,7 @@ class Peer:
             return None
         return Lost(
             f"its process on {self.host} is gone ({self._reason}): it was killed, or the host does not answer",
-            f"look at the launcher's output and at {self.host} (kernel log, memory, network)",
+            f"check the launcher's output and {self.host} (kernel log, memory, network)",
         )
 
     def hold(self) -> None:

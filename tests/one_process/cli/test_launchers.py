@@ -31,7 +31,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_env_outside_of_any_launcher_says_what_is_missing() -> None:
     done = run("train", "model.py", "--launcher", "env")
     assert done.exit_code == 1
-    assert "no launcher has said which rank this is" in done.stderr
+    assert "no launcher has set the rank of this process" in done.stderr
     assert "docs/launching.md" in done.stderr
 
 
@@ -94,7 +94,7 @@ def test_options_that_cannot_be_are_usage_errors(words: list[str]) -> None:
     done = run("train", "model.py", "--gpus", "2", "--dry-run", *words)
     if words == ["--slurm-option", "nodes"]:
         assert done.exit_code == 1
-        assert "a number of 1 or more is meant" in done.stderr
+        assert "expected a number of 1 or more" in done.stderr
     else:
         assert done.exit_code == 2
 

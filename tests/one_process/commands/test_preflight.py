@@ -115,7 +115,7 @@ def test_an_interface_is_found_by_address_and_by_route() -> None:
     with pytest.raises(RunError, match="nosuch") as caught:
         network.address_of("nosuch")
     assert "lo" in caught.value.remedy
-    with pytest.raises(RunError, match="stands for no address"):
+    with pytest.raises(RunError, match="cannot be resolved"):
         network.resolve("no such host")
 
 

@@ -86,7 +86,7 @@ def test_what_is_said_of_the_master_wins() -> None:
 def test_a_batch_script_is_an_allocation_and_not_a_rank() -> None:
     batch = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP")}
     assert not is_a_rank(batch)
-    with pytest.raises(RunError, match="no launcher has said"):
+    with pytest.raises(RunError, match="no launcher has set"):
         read_identity(batch)
 
 

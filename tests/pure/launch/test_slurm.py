@@ -154,7 +154,7 @@ def test_the_output_of_a_folder_with_a_percent_sign_is_said_right(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b", "a\nb"])
 def test_a_name_that_sbatch_would_misread_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RunError, match="sbatch cannot be told"):
+    with pytest.raises(RunError, match="sbatch cannot read"):
         script(job(tmp_path, output=tmp_path / name))
 
 
@@ -176,7 +176,7 @@ def test_an_option_is_taken_apart(text: str, found: tuple[str, str]) -> None:
     ["", "=x", "p=gpu", "Nodes=2", "a b=c", "x;y=1", "time=1\n#SBATCH --wrap=x", "ntasks=3", "wrap=x", "array=1-9"],
 )
 def test_what_is_no_option_of_sbatch_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not KEY=VALUE|holds a quote|is not for --slurm-option"):
+    with pytest.raises(ValueError, match=r"is not KEY=VALUE|contains a quote|--slurm-option cannot set"):
         parse_option(text)
 
 
@@ -193,7 +193,7 @@ def test_no_option_makes_a_second_line(text: str) -> None:
 def test_the_number_of_a_job_is_read(tmp_path: Path) -> None:
     assert parse_job_number("123\n") == "123"
     assert parse_job_number("a warning\n123;cluster\n") == "123"
-    with pytest.raises(RunError, match="did not say a job number"):
+    with pytest.raises(RunError, match="in place of a job number"):
         parse_job_number("queued!")
 
 
