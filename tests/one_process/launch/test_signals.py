@@ -62,7 +62,7 @@ def test_a_fork_server_that_ends_is_replaced_and_never_taken_for_ctrl_c(
         if starts:
             assert isinstance(forked._forked(spec, theirs, nobody), Dying)
         else:
-            with pytest.raises(WorkerError, match="ended 20 times before rank 1 was there"):
+            with pytest.raises(WorkerError, match="ended 20 times before rank 1 started"):
                 forked._forked(spec, theirs, nobody)
     finally:
         ours.close()
