@@ -15,7 +15,6 @@ from autopipe import sparse
 from autopipe.errors import TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.after_step import effects_of
-from autopipe.trace.ladder import Ladder
 from autopipe.trace.loss.coupling import coupling_notes
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
@@ -25,6 +24,7 @@ from autopipe.trace.sizes.lengths import Length, cut, found_lengths, other_sizes
 from autopipe.trace.state.check import refuse_changing_state
 from autopipe.trace.state.observe import Ran, observed
 from autopipe.trace.state.unread import unread_paths
+from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.verify import verify as verify_capture
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.forms import form_of
@@ -83,9 +83,9 @@ def _capture(
     if free and not fixed:
         lengths = found_lengths(model, workload.leaves(item), workload.batch_dims(item), batch_size)
     opaque = _opaque(workload, model, item, batch_size, lengths)
-    ladder = Ladder(workload, model, item, batch_size, opaque=opaque)
+    strategies = CaptureStrategies(workload, model, item, batch_size, lengths, allow_data_dependent, opaque=opaque)
     with _nothing_collected():
-        captured = ladder.climb(lengths, allow_data_dependent=allow_data_dependent)
+        captured = strategies.capture()
         workload.run_opaque(opaque.modules)
         if trains(model) and not on_meta:
             refuse_changing_state(workload, model, item, ran)
@@ -104,7 +104,7 @@ def _capture(
     if len(captured.graph.symbols) > 1:
         part = _verified_at(workload, model, item, captured, lengths)
         if part is None:
-            captured = completed(ladder.climb((), allow_data_dependent=allow_data_dependent))
+            captured = completed(dataclasses.replace(strategies, lengths=()).capture())
         else:
             captured = _bounded(captured, lengths, part)
     exact, notes = verify_capture(workload, model, captured.module, captured.graph, items)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autopipe.trace.sizes.align import OtherWay, merged
+from autopipe.trace.sizes.align import GraphsDiffer, merged
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -28,7 +28,7 @@ def evaluation_arguments(
 
             def choose(_: Any, now: Any, differs: list[Any] = differs) -> Any:
                 if type(now) is int:
-                    raise OtherWay(" (another size)")
+                    raise GraphsDiffer(" (another size)")
                 differs.append(now)
                 return now
 
@@ -37,6 +37,6 @@ def evaluation_arguments(
             kwargs = merged(kwargs, dict(other.kwargs), dict(node.kwargs), same, choose)
             if differs:
                 differing[node] = args, kwargs
-    except OtherWay as way:
-        return {}, f"eval mode traces differently{way}"
+    except GraphsDiffer as difference:
+        return {}, f"eval mode traces differently{difference}"
     return differing, ""

@@ -79,7 +79,7 @@ def follow(
     answer: bool = False,
     forward: Forward | None = None,
     most: int = 0,
-    beside: Callable[[fx.Node], None] | None = None,
+    comparison: Callable[[fx.Node], None] | None = None,
     opaque: Opaque | None = None,
 ) -> Followed:
     """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
@@ -88,7 +88,7 @@ def follow(
     samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
     end the pass at the first call after a draw from Python's or numpy's random numbers. ``answer``: keep data-dependent
     decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
-    ``beside``: is told every call as it is recorded, and may raise a TraceError that ends the pass. ``opaque``: the
+    ``comparison``: is told every call as it is recorded, and may raise a TraceError that ends the pass. ``opaque``: the
     modules that run as they are, each call of theirs being one node.
 
     Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
@@ -107,7 +107,7 @@ def follow(
     borrowed = Borrowed(model, mode, sized[0].device)
     with borrowed:
         recorder = Recorder(borrowed, symbols, watch=watch)
-        recorder.most, recorder.beside, recorder.opaque = most, beside, opaque
+        recorder.most, recorder.comparison, recorder.opaque = most, comparison, opaque
         shape_env.around = lambda: recorder.around
         given = {place: size for length, size in lengths for place in length.places}
         fakes = {

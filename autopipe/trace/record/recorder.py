@@ -70,7 +70,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         self.operands: list[Tensor] = []  # of that call
         self.fakes = Fakes(symbols.shape_env)
         self.most = 0  # calls after which a second recording is given up; 0: none
-        self.beside: Callable[[fx.Node], None] | None = None  # is told every call
+        self.comparison: Callable[[fx.Node], None] | None = None  # is told every call
         # the user's line and modules of what runs now, where another program stands in for the model
         self.given: tuple[tuple[str, int] | None, tuple[tuple[str, str, int], ...]] | None = None
         self.fixed = Fixed()
@@ -385,5 +385,5 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         node.meta["stack"] = stack
         node.meta["grad"] = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         node.meta["autocast"] = effective_autocast(self.autocast)
-        if self.beside is not None:
-            self.beside(node)
+        if self.comparison is not None:
+            self.comparison(node)

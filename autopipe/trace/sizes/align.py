@@ -1,7 +1,7 @@
-"""Two recordings of one model, call by call: whether they are the same, and which constant arguments differ.
+"""Compare two recordings of one model call by call: whether the calls are the same, and which constants differ.
 
-Whether they are the same is looked at while the second one is made, too: most models with batch norm of their own
-go another way in evaluation from the first layer on, and the rest of that pass would be for nothing.
+``LiveComparison`` compares while the second recording runs. Most models with their own batch norm diverge in evaluation
+mode at the first layer, and the rest of that recording would be wasted.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from autopipe.trace.record.follow import Followed, short_where_text
 from autopipe.trace.record.targets import qualified_name
 
 
-class OtherWay(Exception):  # noqa: N818  # a finding, which the caller turns into a note or another attempt  # no error: a finding that the caller turns into a note or another attempt
-    """The two recordings are not the same calls; the text says where they part."""
+class GraphsDiffer(Exception):  # noqa: N818  # the caller turns it into a note or another attempt
+    """The two recordings are not the same calls; the message names the first differing call."""
 
 
-_ASTRAY = 16  # calls in a row that are not the other recording's, beyond what is made and never read
+_MAX_MISMATCHES = 16  # consecutive calls that the other recording does not have
 
 
-class Beside:
-    """Ends a recording that goes another way than one there is. Calls whose result nobody read may be missing from it.
+class LiveComparison:
+    """Ends a recording that diverges from an existing one. The new one may lack calls whose result is unused.
 
-    It only saves time: what it lets pass is compared by ``aligned``.
+    This only saves time: ``aligned`` compares every recording that passes.
     """
 
     def __init__(self, other: Followed) -> None:
-        # what reads the model's tensors is no call of the user's, and nobody is told of it
+        # reads of the model's tensors are not reported as calls
         self._calls = [node for node in other.calls if node.op not in ("placeholder", "get_attr")]
         self._kept = set(other.graph.nodes)
         self._next = 0
-        self._astray: list[fx.Node] = []
+        self._mismatches: list[fx.Node] = []
 
     def __call__(self, node: fx.Node) -> None:
-        """Take the next call. Raises: TraceError (``OTHER_CALLS``) at the place where the two have parted."""
+        """Compare the next call. Raises: TraceError (``OTHER_CALLS``) where the two recordings diverge."""
         for index in range(self._next, len(self._calls)):
             call = self._calls[index]
             if (call.op, call.target) == (node.op, node.target):
                 self._next = index + 1
-                self._astray.clear()
+                self._mismatches.clear()
                 return
             if call in self._kept:
                 break
-        self._astray.append(node)
-        if len(self._astray) > _ASTRAY:
-            raise TraceError(OTHER_CALLS, where=short_where_text(self._astray[0].meta))
+        self._mismatches.append(node)
+        if len(self._mismatches) > _MAX_MISMATCHES:
+            raise TraceError(OTHER_CALLS, where=short_where_text(self._mismatches[0].meta))
 
 
 def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:
     """Return node of ``theirs`` -> node of ``ours``.
 
-    Raises: OtherWay when the calls are not the same, or not on the same values.
+    Raises: GraphsDiffer when the calls are not the same, or not on the same values.
     """
     left, right = list(ours.graph.nodes), list(theirs.graph.nodes)
     same: dict[fx.Node, fx.Node] = {}
     for a, b in zip(left, right, strict=False):
         same[b] = a
         if a.op != b.op or not _same_target(a, b, ours, theirs):
-            raise OtherWay(_where(a, b))
+            raise GraphsDiffer(_where(a, b))
         if a.all_input_nodes != [same.get(node) for node in b.all_input_nodes]:
-            raise OtherWay(_where(a, b))
+            raise GraphsDiffer(_where(a, b))
     if len(left) != len(right):
-        raise OtherWay(f" ({len(right)} calls instead of {len(left)})")
+        raise GraphsDiffer(f" ({len(right)} calls instead of {len(left)})")
     return same
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopipe.trace.sizes.align import OtherWay
+from autopipe.trace.sizes.align import GraphsDiffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Size:
     def through(cls, first: tuple[tuple[int, ...], int], second: tuple[tuple[int, ...], int]) -> Size:
         """Return what gives the numbers seen at two shapes: (batch size and lengths, number) each.
 
-        Raises: OtherWay when nothing so simple does.
+        Raises: GraphsDiffer when nothing so simple does.
         """
         (s, x), (t, y) = first, second
         sizes: list[Size] = []
@@ -51,7 +51,7 @@ class Size:
             if not rest and (not offset or (len(of) == 1 and offset > -u * v)):
                 sizes.append(cls(factor, offset, of, times))
         if not sizes:
-            raise OtherWay(f": {x} at {_shape(s)} and {y} at {_shape(t)}")
+            raise GraphsDiffer(f": {x} at {_shape(s)} and {y} at {_shape(t)}")
         return next((size for size in sizes if not size.offset), sizes[0])
 
     def __str__(self) -> str:

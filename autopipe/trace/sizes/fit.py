@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autopipe.trace.record.follow import Followed
-from autopipe.trace.sizes.align import OtherWay, aligned, merged
+from autopipe.trace.sizes.align import GraphsDiffer, aligned, merged
 from autopipe.trace.sizes.arithmetic import Size
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -28,7 +28,7 @@ class Fit:
     def __init__(self, narrow: Followed, wide: Followed) -> None:
         self.narrow, self.wide = narrow, wide
         if narrow.recorder.fixed.seen != wide.recorder.fixed.seen:
-            raise OtherWay(": a number that is read from a tensor depends on the size of the batch")
+            raise GraphsDiffer(": a number that is read from a tensor depends on the size of the batch")
         self.same = aligned(narrow, wide)
         self.arguments: dict[fx.Node, Arguments] = {}
         for other, node in self.same.items():
@@ -41,7 +41,7 @@ class Fit:
 
     def _number(self, first: Any, second: Any) -> Size:
         if type(first) is not int or type(second) is not int:
-            raise OtherWay(f": {first!r} and {second!r}")
+            raise GraphsDiffer(f": {first!r} and {second!r}")
         return Size.through((self.narrow.sizes, first), (self.wide.sizes, second))
 
     def _shape(self, node: fx.Node, other: fx.Node) -> None:
@@ -49,7 +49,7 @@ class Fit:
         if not isinstance(value, Tensor) or not isinstance(wider, Tensor):
             return
         if value.dim() != wider.dim():
-            raise OtherWay(f": {value.dim()} and {wider.dim()} dimensions")
+            raise GraphsDiffer(f": {value.dim()} and {wider.dim()} dimensions")
         shape: list[int | str | None] = []
         for a, b in zip(value.shape, wider.shape, strict=True):
             if type(a) is not int or type(b) is not int:

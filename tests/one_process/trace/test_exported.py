@@ -10,7 +10,7 @@ from torch import nn
 from autopipe.errors import TraceError
 from autopipe.trace import capture
 from autopipe.trace.exported import NotExportable, export
-from autopipe.trace.ladder import Ladder
+from autopipe.trace.strategies import CaptureStrategies
 from autopipe.trace.verify import verify
 
 
@@ -80,8 +80,8 @@ def test_what_export_makes_of_a_model_is_the_model(name):
     work = workload(name)
     model = work.build_model()
     items = [work.example_item(5), work.example_item(3)]
-    ladder = Ladder(work, model, items[0], 5, forward=export(work, model, items[0]))
-    found = ladder.climb((), allow_data_dependent=False)
+    strategies = CaptureStrategies(work, model, items[0], 5, forward=export(work, model, items[0]))
+    found = strategies.capture()
     exact, notes = verify(work, model, found.module, found.graph, items)
     assert exact and not notes
     if name == "rotary":
@@ -94,8 +94,8 @@ def test_what_export_loses_is_found_before_it_is_accepted():
     work = workload("running buffer")
     model = work.build_model()
     item = work.example_item(5)
-    ladder = Ladder(work, model, item, 5, forward=export(work, model, item))
-    found = ladder.climb((), allow_data_dependent=False)
+    strategies = CaptureStrategies(work, model, item, 5, forward=export(work, model, item))
+    found = strategies.capture()
     with pytest.raises(TraceError, match="the captured graph is not the model: buffer mean differs"):
         verify(work, model, found.module, found.graph, [item])
 

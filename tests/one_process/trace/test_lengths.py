@@ -8,9 +8,9 @@ from torch import nn
 
 from autopipe.errors import TraceError
 from autopipe.ir.tensor import evaluate
-from autopipe.trace import capture, ladder
+from autopipe.trace import capture, strategies
 from autopipe.trace.explain import MORE_CALLS
-from autopipe.trace.sizes.align import OtherWay
+from autopipe.trace.sizes.align import GraphsDiffer
 from autopipe.trace.sizes.arithmetic import Size
 from autopipe.trace.sizes.lengths import found_lengths, other_lengths, shorter
 
@@ -46,7 +46,7 @@ def test_a_rounded_length_is_no_line(size, multiple):
     for other in other_lengths(size, {2 * size, 3 * size}):
         for rounded in (lambda n: -(-n // multiple) * multiple, lambda n: n // multiple, lambda n: n // multiple + 3):
             if rounded(size) != rounded(other):
-                with pytest.raises(OtherWay):
+                with pytest.raises(GraphsDiffer):
                     Size.through(((5, size), rounded(size)), ((132, other), rounded(other)))
 
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_told_from_vectors_stays_as_it_was():
 
 def test_a_loop_over_the_sequence_is_given_up_as_soon_as_it_turns_more_often(monkeypatch):
     passes = []
-    original = ladder.follow
+    original = strategies.follow
 
     def follow(*arguments, **options):
         try:
@@ -226,6 +226,6 @@ def test_a_loop_over_the_sequence_is_given_up_as_soon_as_it_turns_more_often(mon
             passes.append(error.what)
             raise
 
-    monkeypatch.setattr(ladder, "follow", follow)
+    monkeypatch.setattr(strategies, "follow", follow)
     capture(Toy(Unrolled, tokens), verify=False)
     assert passes == [MORE_CALLS]
