@@ -31,16 +31,14 @@ from autopipe.planning.cluster_file import parse_bandwidth, parse_bytes, parse_s
 from autopipe.planning.compare import Comparison, Contender, comparison
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.explain import Explanation, explain
-from autopipe.planning.options import NEEDS, PlanOptions, ScheduleNeeds
+from autopipe.planning.options import PlanOptions
 from autopipe.planning.search.progress import SearchProgress
 
 __all__ = [
-    "NEEDS",
     "Comparison",
     "Contender",
     "Explanation",
     "PlanOptions",
-    "ScheduleNeeds",
     "SearchProgress",
     "comparison",
     "explain",

@@ -40,12 +40,12 @@ def make_plan(
     watch = watch or SearchProgress()
     problems = make_problems(profile, cluster, options)
     watch.total = max(watch.total, watch.tried + len(problems))
-    needs = options.schedule_needs
+    kind = options.schedule_kind
     pairs: list[tuple[Problem, Plan]] = []
     best: Plan | None = None
     try:
         for problem in problems:
-            watch.next(f"{needs.name}, {problem.num_microbatches} microbatches")
+            watch.next(f"{kind.name}, {problem.num_microbatches} microbatches")
             plan = solve_problem(problem)
             if plan is not None:
                 pairs.append((problem, plan))
@@ -55,7 +55,7 @@ def make_plan(
         best = _fastest(runnable)
         return best if score is None else best_by_score(runnable, score, solve_problem)
     except KeyboardInterrupt:
-        found = [(q, plan) for q, plan in pairs if needs.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+        found = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
         if not found:
             raise
         watch.stopped = True
@@ -65,11 +65,11 @@ def make_plan(
 
 def _runnable(pairs: list[tuple[Problem, Plan]], options: PlanOptions) -> list[tuple[Problem, Plan]]:
     """Return the plans that have enough microbatches for the schedule. Raises: PlanError when none has."""
-    needs = options.schedule_needs
-    runnable = [(q, plan) for q, plan in pairs if needs.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+    kind = options.schedule_kind
+    runnable = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
     if not runnable:
         plan = pairs[-1][1]
-        check_microbatches(needs, len(plan.stages), plan.num_microbatches, options.batch_size)
+        check_microbatches(kind, len(plan.stages), plan.num_microbatches, options.batch_size)
     return runnable
 
 
@@ -130,7 +130,7 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
         check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
     fixed = microbatch_count(options)
     least_stages = options.num_stages if options.straight else 1
-    check_microbatches(options.schedule_needs, least_stages, fixed, options.batch_size)
+    check_microbatches(options.schedule_kind, least_stages, fixed, options.batch_size)
     counts = candidate_counts(profile, options) if fixed is None else (fixed,)
     return [Problem(profile, cluster, options, cuts, m) for m in counts]
 
@@ -140,7 +140,7 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 
     A count is left out when its microbatch is outside the measured sizes, unless that leaves none.
     """
-    least = max(1, options.schedule_needs.least_microbatches(options.num_stages if options.straight else 1))
+    least = max(1, options.schedule_kind.least_microbatches(options.num_stages if options.straight else 1))
     batch = options.batch_size
     measured = [measurement.microbatch_size for measurement in profile.measurements]
     counts = {least, batch}

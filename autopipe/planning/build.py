@@ -72,7 +72,7 @@ def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Seque
         counted.stepped / problem.cluster.update_speed_of(choice.ranks)
         for choice, counted in zip(choices, stage_bytes, strict=True)
     )
-    if not problem.needs.flush:
+    if not problem.kind.synchronous:
         pipeline = m * max(per_rank)
     elif options.stages_per_rank > 1:
         # interleaving fills and drains with one of the rank's v stages at a time: bubble (p - 1)/v (arXiv:2104.04473)
@@ -125,7 +125,7 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         ties=find_ties(
             graph, [names for names, _ in state], exchanged, problem.microbatch_size, problem.options.exact_ties
         ),
-        schedule=problem.needs.name,
+        schedule=problem.kind.name,
         schedule_options=options,
         schedule_text=problem.options.schedule_text,
         batch_size=problem.options.batch_size,

@@ -71,7 +71,7 @@ def comparison(
     fit = fit or (lambda find: find(cluster))
     line = dataclasses.replace(options, straight=True, stages_per_rank=1)
     single = dataclasses.replace(line, num_ranks=1)
-    parallel = dataclasses.replace(line, straight=not options.schedule_needs.replicas)
+    parallel = dataclasses.replace(line, straight=not options.schedule_kind.replicas)
     straight, free = straight or (line,), free or (parallel,)
     first = free[0] if parallel.straight and not free[0].straight else parallel
     made_straight = made if made is not None and all(stage.replicas == 1 for stage in made.stages) else None

@@ -10,9 +10,10 @@ from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.module_names import stage_modules
 from autopipe.planning.cost.memory import apart, at_least
-from autopipe.planning.options import PlanOptions, ScheduleNeeds
+from autopipe.planning.options import PlanOptions
 from autopipe.planning.search.problem import Problem
 from autopipe.planning.search.straight import straight_cuts
+from autopipe.schedules.kind import ScheduleKind
 
 
 def check_stage_count(num_stages: int, num_legal: int, name: str) -> None:
@@ -55,17 +56,17 @@ def microbatch_count(options: PlanOptions) -> int | None:
     return m
 
 
-def check_microbatches(needs: ScheduleNeeds, num_stages: int, num_microbatches: int | None, batch_size: int) -> None:
+def check_microbatches(kind: ScheduleKind, num_stages: int, num_microbatches: int | None, batch_size: int) -> None:
     """Refuse fewer microbatches than the schedule runs with; None stands for as many as the batch has samples.
 
     Raises: PlanError.
     """
-    least = needs.least_microbatches(num_stages)
+    least = kind.least_microbatches(num_stages)
     given = batch_size if num_microbatches is None else num_microbatches
     if given < least:
         cause = f"a batch of {batch_size} gives {given}" if num_microbatches is None else f"{given} are planned"
         raise PlanError(
-            f"schedule {needs.name!r} with {num_stages} stages needs at least {least} microbatches, and {cause}",
+            f"schedule {kind.name!r} with {num_stages} stages needs at least {least} microbatches, and {cause}",
             remedy=f"use {least} microbatches (a batch of {least} samples or more), fewer ranks, or another schedule",
         )
 
@@ -97,7 +98,7 @@ def does_not_fit(problem: Problem) -> PlanError:
     return PlanError(
         f"stage {worst} needs {texts[0]} and {texts[1]} are available, in the plan that exceeds memory least",
         where=f"stage {worst} of {stages} ({name}) on {device.name}, "
-        f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.needs.name}",
+        f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.kind.name}",
         remedy=remedy,
     )
 
@@ -142,7 +143,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if len(problem.cluster.devices) > 1:
         return
     for ranks in range(options.num_ranks + 1, problem.tables.num_atoms // options.stages_per_rank + 1):
-        if problem.needs.least_microbatches(ranks * options.stages_per_rank) > problem.num_microbatches:
+        if problem.kind.least_microbatches(ranks * options.stages_per_rank) > problem.num_microbatches:
             return
         for base, extra in ((options, ""), (recompute, " and --recompute auto"))[: 2 if can_recompute else 1]:
             change = dataclasses.replace(base, num_ranks=ranks)

@@ -33,7 +33,6 @@ _FILES = ("cluster", "grid")  # what they hold is not shown
 _OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
 
 _CHOICES = {
-    "schedule": ("auto", *REGISTRY),
     "recompute": ("auto", "always", "never"),
     "exact_ties": ("auto", "always"),
     "replicas": ("auto", "never"),
@@ -75,7 +74,7 @@ class PlanRequest:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{_OPTIONS[name]} {value} is not above 0")
-        for name, known in _CHOICES.items():
+        for name, known in {"schedule": ("auto", *REGISTRY), **_CHOICES}.items():
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ValueError(unknown_choice(name, value, known))

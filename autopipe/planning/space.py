@@ -13,23 +13,14 @@ from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import ScheduleSpec
-from autopipe.planning import NEEDS, PlanOptions
+from autopipe.planning import PlanOptions
 from autopipe.planning.requests import PlanRequest, flag_of
-from autopipe.schedules import REGISTRY, layout_of, make
+from autopipe.schedules import REGISTRY, ScheduleKind, layout_of, make
 
 # where a schedule is to be chosen: the first one wins a tie, and needs less memory than gpipe
 _AUTO_FIRST = "1f1b"
-# a schedule of several stages a rank is tried with so many; one that merely can have them runs one
-_STAGES_PER_RANK = {"interleaved": (2, 3, 4)}
 # above so many ranks replicas are powers of two, and within 1 % of the best
 MANY_RANKS = 32
-_SPLITS = (
-    "zero-bubble was not considered: the profile has no times of the two halves of a backward, which it moves apart"
-)
-_SENDS = (
-    "interleaved was not considered: it sends more often, and the links are assumed (autopipe doctor --links measures "
-    "them, --link and --cluster say)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +47,7 @@ class Space:
         names = taking(schedules(name, links_known=links_known or bool(request.stages_per_rank)), request)
         for schedule in names:
             alone = _ordered(request, schedule, num_ranks, batch_size)
-            counts = _STAGES_PER_RANK.get(schedule, (1,)) if num_ranks > 1 else (1,)
+            counts = REGISTRY[schedule].planned_stages_per_rank if num_ranks > 1 else (1,)
             for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
                 straight.append(dataclasses.replace(alone, stages_per_rank=count))
         free = [
@@ -65,7 +56,7 @@ class Space:
             for options in (_ordered(request, schedule, ranks, batch_size) for schedule in names)
             if takes_replicas(options)
         ]
-        left_out = (_SPLITS, *(() if links_known else (_SENDS,))) if name == "auto" else ()
+        left_out = _left_out(links_known) if name == "auto" else ()
         return Space(tuple(straight), tuple(free), left_out)
 
     def choices(self, replicas: str) -> tuple[PlanOptions, ...]:
@@ -93,18 +84,18 @@ class Space:
 
 def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
     """Return the options of a schedule with what the request tells it: a stage a rank, no replicas."""
-    needs = NEEDS[schedule]
+    kind = REGISTRY[schedule]
     if request.warmup_depth is not None:
-        needs = needs.with_depth(request.warmup_depth)
+        kind = kind.with_depth(request.warmup_depth)
     if request.vertical_sync:
-        needs = needs.with_one_version(num_ranks)
+        kind = kind.with_one_version(num_ranks)
     return PlanOptions(
         num_ranks=num_ranks,
         batch_size=batch_size,
         num_microbatches=request.num_microbatches,
         microbatch_size=request.microbatch_size,
         schedule=schedule,
-        needs=None if needs is NEEDS[schedule] else needs,
+        kind=None if kind is REGISTRY[schedule] else kind,
         recompute=request.recompute or "auto",
         exact_ties=request.exact_ties or "auto",
         schedule_options=tuple(request.schedule_options.items()),
@@ -178,7 +169,7 @@ def plain(options: PlanOptions) -> PlanOptions:
     return dataclasses.replace(
         options,
         schedule=_AUTO_FIRST,
-        needs=None,
+        kind=None,
         stages_per_rank=1,
         schedule_options=(),
         schedule_text="",
@@ -208,25 +199,42 @@ def fewer(num_ranks: int) -> list[int]:
 
 def takes_replicas(options: PlanOptions) -> bool:
     """Whether the planner and the runtime can replicate stages under this schedule."""
-    return options.schedule_needs.replicas and REGISTRY[options.schedule].replicas and not options.stage_ranks
+    return options.schedule_kind.replicas and not options.stage_ranks
 
 
 def schedules(name: str, *, links_known: bool = False) -> tuple[str, ...]:
     """Return the schedules to try.
 
-    ``auto``: those that the planner knows and that give plain training's result. One that splits the backward is not
-    among them: the profile has no times of the halves. One with several stages a rank is where the links are known:
-    it pays with more messages, which cost nothing on a link that is merely assumed to be fast. Nor is a file.
+    ``auto``: those with ``tried_by_auto``. One with several stages per rank is considered only if the links are known:
+    it sends more messages, which cost nothing on a link that is merely assumed to be fast.
     """
     if name != "auto":
         return (name,)
-    kinds = [kind for kind in REGISTRY.values() if kind.synchronous and kind.name in NEEDS and kind.name != "custom"]
-    names = [
-        kind.name for kind in kinds if not kind.splits_backward and (links_known or kind.name not in _STAGES_PER_RANK)
-    ]
+    kinds = [kind for kind in REGISTRY.values() if kind.tried_by_auto]
+    names = [kind.name for kind in kinds if links_known or not _sends_more(kind)]
     return tuple(sorted(names, key=lambda name: name != _AUTO_FIRST))
 
 
 def most_stages(found: Profile) -> int:
     """Return how many stages the model can be cut into."""
     return len(Cuts(found.graph).legal) + 1
+
+
+def _sends_more(kind: ScheduleKind) -> bool:
+    return max(kind.planned_stages_per_rank) > 1
+
+
+def _left_out(links_known: bool) -> tuple[str, ...]:
+    """Return why ``auto`` did not consider some schedules."""
+    notes = [
+        f"{kind.name} was not considered: the profile has no times of the two halves of a backward, which it separates"
+        for kind in REGISTRY.values()
+        if kind.splits_backward
+    ]
+    notes += [
+        f"{kind.name} was not considered: it sends more often, and the links are assumed (autopipe doctor --links "
+        "measures them, --link and --cluster describe them)"
+        for kind in REGISTRY.values()
+        if kind.tried_by_auto and _sends_more(kind) and not links_known
+    ]
+    return tuple(notes)

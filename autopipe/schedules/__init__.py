@@ -5,7 +5,7 @@ from autopipe.schedules.custom import layout_of, lines_of, to_csv
 from autopipe.schedules.kind import Option, ScheduleKind
 from autopipe.schedules.lower import lower
 from autopipe.schedules.memory import MessageBytes, StageBytes, peak_bytes, post_points, stage_peaks
-from autopipe.schedules.registry import REGISTRY, make
+from autopipe.schedules.registry import REGISTRY, make, register
 from autopipe.schedules.render import render, render_timeline
 from autopipe.schedules.simulate import simulate
 from autopipe.schedules.validate import validate
@@ -25,6 +25,7 @@ __all__ = [
     "make",
     "peak_bytes",
     "post_points",
+    "register",
     "render",
     "render_timeline",
     "simulate",

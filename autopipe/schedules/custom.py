@@ -144,6 +144,7 @@ KIND = ScheduleKind(
     description="your own grid, validated first; exact",
     source="the user's own text",
     synchronous=True,
+    in_flight="all",
     example=ScheduleSpec(((0,), (1,)), 3, text="F0,F1,F2,B0,B1,B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"),
     several_stages=True,
 )

@@ -32,6 +32,7 @@ KIND = ScheduleKind(
     description="1f1b with more microbatches in flight, which hides transfers; exact",
     source="Eager-1F1B, arXiv:2211.05322, section 4",
     synchronous=True,
+    tried_by_auto=True,
     example=line(3, 6),
     options=(DEPTH.with_default(2),),
 )

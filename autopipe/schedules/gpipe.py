@@ -43,6 +43,8 @@ KIND = ScheduleKind(
     description="all forwards, then all backwards; exact; keeps every microbatch in memory",
     source="GPipe, arXiv:1811.06965",
     synchronous=True,
+    in_flight="all",
+    tried_by_auto=True,
     example=line(4, 4),
     several_stages=True,
 )

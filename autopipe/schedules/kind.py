@@ -1,23 +1,26 @@
-"""``ScheduleKind``: what the registry knows of a schedule, and what all of them ask of a request."""
+"""``ScheduleKind``: the one description of a schedule, read by the planner, the command line and the runtime."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from autopipe.errors import ScheduleError, unknown_choice
 from autopipe.ir.schedule import Schedule, ScheduleSpec
 
+InFlight = Literal["all", "depth", "ranks"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """A number that a schedule takes beyond the layout. ``meaning``: one line for people."""
+    """An integer that a schedule takes in addition to the layout."""
 
     name: str
     default: int
     minimum: int
     maximum: int
-    meaning: str
+    meaning: str  # one line of help
 
     def with_default(self, default: int) -> Option:
         """Return the same option with another default."""
@@ -27,25 +30,74 @@ class Option:
 DEPTH = Option("depth", 1, 1, 64, "warm-up as a multiple of 1f1b's: more in flight hides transfers, and takes memory")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """One schedule: a pure function and what is known of it.
+    """A schedule: the pure function that makes it, and the properties by which the planner costs it.
 
-    ``synchronous``: staleness 0, a flush after each minibatch. ``several_stages``: a rank may run more than one stage.
-    ``replicas``: a stage may run on more than one rank. ``splits_backward``: uses I and W. ``example``: what the
-    drawing in its docstring is made for.
+    Below, ``p`` is the number of stages, ``m`` that of microbatches and ``r`` that of a stage's replicas.
     """
 
     name: str
     make: Callable[[ScheduleSpec], Schedule]
-    description: str
-    source: str
-    synchronous: bool
-    example: ScheduleSpec
+    description: str  # one line of help
+    source: str  # the paper, with its section
+    synchronous: bool  # a flush after each minibatch: staleness 0. Otherwise steps overlap.
+    example: ScheduleSpec = dataclasses.field(compare=False)  # the spec whose rows the module's docstring draws
     options: tuple[Option, ...] = ()
-    several_stages: bool = False
-    replicas: bool = True
-    splits_backward: bool = False
+    several_stages: bool = False  # a rank may run more than one stage
+    replicas: bool = True  # a stage may run on more than one rank
+    splits_backward: bool = False  # uses I and W; stage s defers s weight halves
+
+    # The most microbatches in flight on a rank of a stage: "all" is m / r; "depth" is
+    # min(m / r, depth * (ranks of later stages) / r + 1); "ranks" is min(m / r, (all ranks) / r); each rounded up.
+    # Without a flush, m / r is no limit.
+    in_flight: InFlight = "depth"
+
+    # The copies of the weights that exist at once, or a function of m that returns it. "in flight" is
+    # 1 + ceil((in flight - 1) r / m).
+    weight_versions: int | Literal["in flight"] | Callable[[int], int] = 1
+
+    # The least m for (p, depth).
+    min_microbatches: Callable[[int, int], int] = lambda num_stages, depth: 1
+
+    # Whether ``--schedule auto`` considers it. It must give plain training's result.
+    tried_by_auto: bool = False
+
+    # The numbers of stages per rank that the planner tries where the user names none. Under ``auto``, a schedule with
+    # more than one is considered only if the links were measured or described, because it sends more messages.
+    planned_stages_per_rank: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        if self.tried_by_auto and not self.synchronous:
+            raise ValueError(f"schedule {self.name!r} has stale gradients, so --schedule auto must not choose it")
+
+    @property
+    def depth(self) -> int:
+        """The warm-up as a multiple of 1f1b's: the default of the option ``depth``, or 1 without that option."""
+        return self.defaults().get(DEPTH.name, 1)
+
+    def with_depth(self, depth: int) -> ScheduleKind:
+        """Return the schedule with another default of its option ``depth``."""
+        options = tuple(option.with_default(depth) if option.name == DEPTH.name else option for option in self.options)
+        return dataclasses.replace(self, options=options)
+
+    def with_one_version(self, num_ranks: int) -> ScheduleKind:
+        """Return the schedule with every stage as stale as the first (``vertical_sync``).
+
+        The first stage sends ``depth * (num_ranks - 1)`` microbatches ahead without replicas, and fewer with them.
+        """
+        ahead = self.depth * (num_ranks - 1)
+        return dataclasses.replace(self, weight_versions=lambda m: 1 + -(-ahead // m))
+
+    def least_microbatches(self, num_stages: int) -> int:
+        """Return the least number of microbatches that it runs with."""
+        return self.min_microbatches(num_stages, self.depth)
+
+    def fixed_versions(self, num_microbatches: int) -> int | None:
+        """Return the copies of the weights if every stage keeps the same number, else None."""
+        if self.weight_versions == "in flight":
+            return None
+        return self.weight_versions if isinstance(self.weight_versions, int) else self.weight_versions(num_microbatches)
 
     def defaults(self) -> dict[str, int]:
         """Return the options with their default values."""

@@ -43,5 +43,6 @@ KIND = ScheduleKind(
     description="one forward, one backward in turn, a flush after each minibatch; exact",
     source="PipeDream-Flush, arXiv:2006.09503, section 3",
     synchronous=True,
+    tried_by_auto=True,
     example=line(4, 6),
 )

@@ -40,6 +40,7 @@ KIND = ScheduleKind(
     description="no flush; each stage stashes the weights of the microbatches in flight; stale gradients",
     source="PipeDream, SOSP 2019, section 3.3",
     synchronous=False,
+    weight_versions="in flight",
     example=line(3, 1, 4),
     options=(DEPTH, Option("vertical_sync", 0, 0, 1, "1: all stages use the same version for a minibatch")),
 )

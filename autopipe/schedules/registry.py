@@ -1,4 +1,4 @@
-"""The schedules by name. A new one is a file of its own and a line here."""
+"""The schedules by name. Adding one takes a file that defines its ``KIND``, and a line here."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from autopipe.ir.schedule import Schedule, ScheduleSpec
 from autopipe.schedules import custom, eager_1f1b, gpipe, interleaved, one_f_one_b, pipedream, two_bw, zero_bubble
 from autopipe.schedules.kind import ScheduleKind
 
-REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(
-    {
-        kind.name: kind
-        for kind in (
-            gpipe.KIND,
-            one_f_one_b.KIND,
-            eager_1f1b.KIND,
-            interleaved.KIND,
-            zero_bubble.KIND,
-            pipedream.KIND,
-            two_bw.KIND,
-            custom.KIND,
-        )
-    }
-)
+_KINDS: dict[str, ScheduleKind] = {}
+REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(_KINDS)
 
 
-def make(name: str, request: ScheduleSpec) -> Schedule:
-    """Return the schedule of that name for a request.
+def register(kind: ScheduleKind) -> None:
+    """Make a schedule known under its name: to ``--schedule``, the planner, the simulator and the runtime.
 
-    Raises: ScheduleError for an unknown name or option, and for a request that the schedule cannot serve.
+    Raises: ScheduleError if the name is taken.
+    """
+    if kind.name in _KINDS:
+        raise ScheduleError(f"a schedule {kind.name!r} is already registered", remedy="give it another name")
+    _KINDS[kind.name] = kind
+
+
+register(gpipe.KIND)
+register(one_f_one_b.KIND)
+register(eager_1f1b.KIND)
+register(interleaved.KIND)
+register(zero_bubble.KIND)
+register(pipedream.KIND)
+register(two_bw.KIND)
+register(custom.KIND)
+
+
+def make(name: str, spec: ScheduleSpec) -> Schedule:
+    """Return the schedule of that name for a spec.
+
+    Raises: ScheduleError for an unknown name or option, and for a spec that the schedule cannot serve.
     """
     kind = REGISTRY.get(name)
     if kind is None:
         raise ScheduleError(unknown_choice("schedule", name, REGISTRY))
-    return kind.make(kind.complete(request))
+    return kind.make(kind.complete(spec))

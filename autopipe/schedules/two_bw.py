@@ -42,6 +42,8 @@ KIND = ScheduleKind(
     description="no flush; two weight versions; gradients one step stale",
     source="PipeDream-2BW, arXiv:2006.09503, section 3.1",
     synchronous=False,
+    weight_versions=2,
+    min_microbatches=lambda num_stages, depth: depth * (num_stages - 1),
     example=line(3, 2, 2),
     options=(DEPTH,),
 )

@@ -51,6 +51,7 @@ KIND = ScheduleKind(
     description="backward in two halves, one of which fills the bubble; exact",
     source="ZB-H1, arXiv:2401.10241, section 2.3",
     synchronous=True,
+    in_flight="ranks",
     example=line(4, 6),
     options=(STAGES_PER_RANK,),
     several_stages=True,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 
 from autopipe.planning.cost.tables import Array, Tables
-from autopipe.planning.options import ScheduleNeeds
+from autopipe.schedules.kind import ScheduleKind
 
 GIB = 2**30
 _UNITS = (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")
@@ -55,15 +55,15 @@ def apart(needed: float, available: float) -> tuple[str, str]:
     return texts
 
 
-def in_flight(needs: ScheduleNeeds, num_microbatches: int, *, behind: int, num_ranks: int, replicas: int = 1) -> int:
+def in_flight(kind: ScheduleKind, num_microbatches: int, *, behind: int, num_ranks: int, replicas: int = 1) -> int:
     """Return how many microbatches a rank of a stage holds at most. ``behind``: the ranks of all later stages."""
     share = math.ceil(num_microbatches / replicas)
-    if needs.in_flight == "all":
+    if kind.in_flight == "all":
         return share
-    if needs.in_flight == "ranks":
+    if kind.in_flight == "ranks":
         return min(share, math.ceil(num_ranks / replicas))
-    depth = math.ceil(needs.depth * behind / replicas) + 1
-    return min(depth, share) if needs.flush else depth
+    depth = math.ceil(kind.depth * behind / replicas) + 1
+    return min(depth, share) if kind.synchronous else depth
 
 
 def in_flight_of_interleaved(stages_per_rank: int, num_ranks: int, num_microbatches: int, stage: int) -> int:
@@ -80,9 +80,9 @@ def in_flight_of_interleaved(stages_per_rank: int, num_ranks: int, num_microbatc
     return min(num_microbatches, rounds * c + min(max(rest - chunk * c, 0), c))
 
 
-def weight_versions(needs: ScheduleNeeds, num_microbatches: int, held: int, replicas: int = 1) -> int:
+def weight_versions(kind: ScheduleKind, num_microbatches: int, held: int, replicas: int = 1) -> int:
     """Return how many versions of its weights a stage keeps when ``held`` microbatches are in flight on each rank."""
-    fixed = needs.fixed_versions(num_microbatches)
+    fixed = kind.fixed_versions(num_microbatches)
     if fixed is not None:
         return fixed
     return 1 + math.ceil((held - 1) * replicas / num_microbatches)

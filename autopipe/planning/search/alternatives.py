@@ -108,8 +108,8 @@ def data_parallel_plan(problem: Problem) -> Plan:
     )
     free = dataclasses.replace(problem, options=options)
     tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
-    held = in_flight(problem.needs, m, behind=0, num_ranks=ranks, replicas=ranks)
-    versions = weight_versions(problem.needs, m, held, ranks)
+    held = in_flight(problem.kind, m, behind=0, num_ranks=ranks, replicas=ranks)
+    versions = weight_versions(problem.kind, m, held, ranks)
     if tau >= 1e300:
         peaks = peak_tables(problem.tables, problem.profile.optimizer_bytes_per_byte, held, versions)
         least = min(float(peak[0, n]) for peak in peaks)

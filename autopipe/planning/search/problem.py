@@ -24,12 +24,13 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Measurement, Profile
 from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, peak_tables, weight_versions
 from autopipe.planning.cost.tables import Array, Tables, build_tables
-from autopipe.planning.options import PlanOptions, ScheduleNeeds
+from autopipe.planning.options import PlanOptions
+from autopipe.schedules.kind import ScheduleKind
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that the search needs, for one number of microbatches."""
+    """Everything that the search kind, for one number of microbatches."""
 
     profile: Profile
     cluster: Cluster
@@ -38,9 +39,9 @@ class Problem:
     num_microbatches: int
 
     @property
-    def needs(self) -> ScheduleNeeds:
-        """What the schedule asks."""
-        return self.options.schedule_needs
+    def kind(self) -> ScheduleKind:
+        """The description of the schedule."""
+        return self.options.schedule_kind
 
     @property
     def microbatch_size(self) -> int:
@@ -68,12 +69,12 @@ class Problem:
     def held(self, stage: int, num_stages: int) -> tuple[int, int]:
         """Return (microbatches in flight, weight versions) of a stage of a straight plan."""
         v, p = self.options.stages_per_rank, self.options.num_ranks
-        if v > 1 and self.needs.in_flight == "depth":
+        if v > 1 and self.kind.in_flight == "depth":
             count = in_flight_of_interleaved(v, p, self.num_microbatches, stage)
         else:
             behind = num_stages - 1 - stage
-            count = in_flight(self.needs, self.num_microbatches, behind=behind, num_ranks=num_stages)
-        return count, weight_versions(self.needs, self.num_microbatches, count)
+            count = in_flight(self.kind, self.num_microbatches, behind=behind, num_ranks=num_stages)
+        return count, weight_versions(self.kind, self.num_microbatches, count)
 
     def transfer_seconds(self, stage: int, num_stages: int) -> Array:
         """Return c_in + c_out + c_tied of every pair."""
@@ -108,7 +109,7 @@ class Problem:
 
         The first stage has nobody to hurry for: it leaves all to the second half (arXiv:2401.10241, section 2.3).
         """
-        return min(stage + 1, self.num_microbatches) if self.needs.splits and stage else 0
+        return min(stage + 1, self.num_microbatches) if self.kind.splits_backward and stage else 0
 
     def limit(self, stage: int) -> float:
         """Return the bytes that a stage may use; infinite where the device has no limit.

@@ -24,17 +24,17 @@ MOST_PLACES = 128
 
 def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     """Return the solver's arrays for a problem; with ``width`` groups, those of the pipeline that each group runs."""
-    tables, options, needs = problem.tables, problem.options, problem.needs
+    tables, options, kind = problem.tables, problem.options, problem.kind
     cluster, G = problem.cluster, options.num_ranks // width
     equal = width == 1 and len(set(cluster.devices)) == 1 and _levels_in_use(cluster, G) <= 1
     outer = _span(cluster, 0, options.num_ranks - 1)
-    versions = needs.fixed_versions(problem.num_microbatches) or 0
+    versions = kind.fixed_versions(problem.num_microbatches) or 0
     rules = np.zeros(solver.NUM_RULES)
     rules[solver.MICROBATCHES] = problem.num_microbatches
     rules[solver.RANKS] = G
-    rules[solver.DEPTH] = needs.depth
-    rules[solver.ALL] = {"depth": 0, "all": 1, "ranks": 2}[needs.in_flight]
-    rules[solver.FLUSH] = needs.flush
+    rules[solver.DEPTH] = kind.depth
+    rules[solver.ALL] = {"depth": 0, "all": 1, "ranks": 2}[kind.in_flight]
+    rules[solver.FLUSH] = kind.synchronous
     rules[solver.VERSIONS] = versions
     rules[solver.MAY_KEEP] = options.recompute != "always"
     rules[solver.MAY_RECOMPUTE] = options.recompute != "never"
@@ -148,7 +148,7 @@ def solve(problem: Problem) -> list[StageChoice] | None:
     best: tuple[float, Arrays, list[Row]] | None = None
     for width in widths(problem):
         arrays = arrays_of(problem, width)
-        rows = flush(arrays, problem.options.tolerance) if problem.needs.flush else asynchronous(arrays)
+        rows = flush(arrays, problem.options.tolerance) if problem.kind.synchronous else asynchronous(arrays)
         if rows is not None and (best is None or objective(arrays, rows) < best[0]):
             best = objective(arrays, rows), arrays, rows
     if best is None:

@@ -10,9 +10,10 @@ from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.plan import Stage
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
-from autopipe.planning import NEEDS, PlanOptions, ScheduleNeeds, make_plan
+from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cost.memory import apart, at_least, gib
 from autopipe.planning.cost.ownership import check_every_parameter
+from autopipe.schedules import REGISTRY
 
 GIB = 2**30
 
@@ -93,19 +94,19 @@ def test_counts_that_contradict_each_other_are_refused():
 
 
 def test_fewer_microbatches_than_the_schedule_needs_are_refused():
-    needs = ScheduleNeeds("strict", min_microbatches=lambda p: 2 * p)
+    kind = dataclasses.replace(REGISTRY["1f1b"], name="strict", min_microbatches=lambda p, depth: 2 * p)
     error = refusal(
-        chain(), machine(2), PlanOptions(num_ranks=2, batch_size=16, num_microbatches=3, schedule="strict", needs=needs)
+        chain(), machine(2), PlanOptions(num_ranks=2, batch_size=16, num_microbatches=3, schedule="strict", kind=kind)
     )
     assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and 3 are planned"
     assert error.remedy == "use 4 microbatches (a batch of 4 samples or more), fewer ranks, or another schedule"
-    error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=3, schedule="strict", needs=needs))
+    error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=3, schedule="strict", kind=kind))
     assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and a batch of 3 gives 3"
 
 
-@pytest.mark.parametrize("schedule", sorted(NEEDS))
+@pytest.mark.parametrize("schedule", sorted(REGISTRY))
 def test_the_least_count_of_every_schedule_is_accepted_and_one_less_is_not(schedule):
-    least = max(1, NEEDS[schedule].least_microbatches(4))
+    least = max(1, REGISTRY[schedule].least_microbatches(4))
     assert (
         make_plan(
             chain(), machine(4), PlanOptions(num_ranks=4, batch_size=8, num_microbatches=least, schedule=schedule)
@@ -220,7 +221,7 @@ def test_sizes_are_told_apart_and_up():
         ({"schedule": "gpip"}, "Did you mean 'gpipe'"),
         ({"schedule": "interleaved", "straight": False}, "schedule 'interleaved' runs no replicated stages"),
         ({"stages_per_rank": 2, "straight": False}, "several stages a rank and replicated stages do not go together"),
-        ({"needs": ScheduleNeeds("other")}, "the needs of schedule 'other' were given for schedule '1f1b'"),
+        ({"kind": REGISTRY["gpipe"]}, "kind describes schedule 'gpipe', and schedule is '1f1b'"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(arguments, message):

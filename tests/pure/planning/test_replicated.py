@@ -14,7 +14,8 @@ from support.planning_cases import cluster_of, most_workspace, profile_of, rando
 
 from autopipe.errors import PlanError
 from autopipe.ir.cuts import Cuts
-from autopipe.planning import NEEDS, PlanOptions, make_plan
+from autopipe.planning import PlanOptions, make_plan
+from autopipe.schedules import REGISTRY
 
 SCHEDULES = ("gpipe", "1f1b", "2bw", "pipedream", "eager-1f1b", "zero-bubble")
 FLUSHES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble")
@@ -34,7 +35,7 @@ def random_case(seed):
         batch_size=4 * m,
         num_microbatches=m,
         schedule=name,
-        needs=dataclasses.replace(NEEDS[name], replicas=True),
+        kind=dataclasses.replace(REGISTRY[name], replicas=True),
         recompute=rng.choice(("auto", "auto", "never", "always")),
         straight=False,
         replica_choices=rng.choice(("any", "any", "powers")),

@@ -14,7 +14,7 @@ from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Level
 from autopipe.ir.plan import Plan
-from autopipe.planning import NEEDS, PlanOptions, SearchProgress, make_best_plan, make_plan
+from autopipe.planning import PlanOptions, SearchProgress, make_best_plan, make_plan
 from autopipe.planning.baselines import compared, explained
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
@@ -45,7 +45,7 @@ def test_what_auto_leaves_out_is_said():
     assert Space.of(PlanRequest(schedule="gpipe"), 2, 32).left_out == ()
 
 
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name in NEEDS and name != "custom"])
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "custom"])
 def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
     space = Space.of(PlanRequest(schedule=name), 2, 32)
     made, _ = search(FOUND, machine(2, 100), space.straight, silent)
@@ -56,13 +56,11 @@ def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
 
 @pytest.mark.parametrize("name", list(REGISTRY))
 def test_replicas_are_in_the_space_exactly_where_schedule_and_planner_have_them(name):
-    if name not in NEEDS:
-        return
     if name == "custom":
         assert Space.of(PlanRequest(schedule=name, grid=GRID), 2, 32).free == ()
         return
     space = Space.of(PlanRequest(schedule=name), 4, 32)
-    assert bool(space.free) == (REGISTRY[name].replicas and NEEDS[name].replicas)
+    assert bool(space.free) == REGISTRY[name].replicas
     assert all(not options.straight and takes_replicas(options) for options in space.rivals())
 
 

@@ -1,0 +1,107 @@
+"""A schedule takes one description and one call of `register`: then it is planned, simulated, trained and verified."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.planning_cases import profile_of, random_graph
+from support.schedule_cases import Case, hold
+
+from autopipe.errors import PlanError, ScheduleError
+from autopipe.ir.schedule import Schedule, ScheduleSpec
+from autopipe.planning import PlanOptions, make_plan, uniform_cluster
+from autopipe.planning.cost.predict import predict
+from autopipe.planning.requests import PlanRequest
+from autopipe.planning.space import Space
+from autopipe.schedules import REGISTRY, ScheduleKind, make, register, registry, validate
+from autopipe.schedules.kind import check_one_stage_a_rank, line
+from autopipe.schedules.rows import flushed, own_microbatches, stages_of
+from cli.types import SCHEDULE
+
+
+def pairs(spec: ScheduleSpec) -> Schedule:
+    """Two forwards, then their two backwards, and so on: a pipeline that drains after every second microbatch."""
+    check_one_stage_a_rank("pairs", spec)
+
+    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+        (stage,) = stages_of(spec, rank)
+        share = own_microbatches(spec, stage, rank, minibatch)
+        two = [share[first : first + 2] for first in range(0, len(share), 2)]
+        return [(op, stage, j) for group in two for op in "FB" for j in group]
+
+    return flushed("pairs", spec, order, [min(2, spec.num_microbatches)] * spec.num_stages)
+
+
+PROFILE, CLUSTER = profile_of(random_graph(random.Random(5), 16), random.Random(5)), uniform_cluster(3)
+PAIRS = ScheduleKind(
+    name="pairs",
+    make=pairs,
+    description="two microbatches at a time",
+    source="this test",
+    synchronous=True,
+    example=line(2, 4),
+    in_flight="all",
+    replicas=False,
+    tried_by_auto=True,
+    min_microbatches=lambda num_stages, depth: 2,
+)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Register the schedule for one test."""
+    register(PAIRS)
+    yield
+    del registry._KINDS["pairs"]
+
+
+def test_it_is_planned_by_its_own_description_and_simulated() -> None:
+    options = PlanOptions(num_ranks=3, batch_size=16, num_microbatches=4, schedule="pairs")
+    plan = make_plan(PROFILE, CLUSTER, options)
+    assert (plan.schedule, len(plan.stages)) == ("pairs", 3)
+    gpipe = make_plan(PROFILE, CLUSTER, PlanOptions(num_ranks=3, batch_size=16, num_microbatches=4, schedule="gpipe"))
+    drained, filled = (predict(each, PROFILE, CLUSTER) for each in (plan, gpipe))
+    assert drained.step_seconds > filled.step_seconds  # the pipeline drains twice as often
+    with pytest.raises(PlanError, match="needs at least 2 microbatches"):
+        make_plan(PROFILE, CLUSTER, PlanOptions(num_ranks=3, batch_size=16, num_microbatches=1, schedule="pairs"))
+    with pytest.raises(PlanError, match="'pairs' runs no replicated stages"):
+        PlanOptions(num_ranks=3, batch_size=16, schedule="pairs", straight=False)
+
+
+def test_the_command_line_and_auto_know_it() -> None:
+    assert "pairs" in SCHEDULE.known()
+    space = Space.of(PlanRequest(), 2, 16)
+    assert "pairs" in {options.schedule for options in space.straight}
+    assert "pairs" not in {options.schedule for options in space.free}
+    assert PlanRequest(schedule="pairs").schedule == "pairs"
+
+
+def test_it_keeps_the_rules_of_schedules() -> None:
+    validate(make("pairs", line(3, 5, 2)))
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1)])
+def test_it_trains_as_plain_training_bit_for_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
+    assert hold(Case("pairs", "gpt", replicas, "8"), tmp_path) == "plain"
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ScheduleError, match="'pairs' is already registered"):
+        register(PAIRS)
+
+
+def test_auto_refuses_a_schedule_with_stale_gradients() -> None:
+    assert not any(kind.tried_by_auto for kind in REGISTRY.values() if not kind.synchronous)
+    with pytest.raises(ValueError, match="stale gradients"):
+        ScheduleKind(
+            name="late",
+            make=pairs,
+            description="",
+            source="",
+            synchronous=False,
+            example=line(2, 4),
+            tried_by_auto=True,
+        )
