@@ -93,11 +93,13 @@ bench-restarts: $(READY) ## from kill -9 of a rank to the first step of the next
 bench-checkpoints: $(READY) ## what a checkpoint costs: against the disk's plain rate, and at every step of a training
 	$(BIN)/python benchmarks/checkpoints.py
 
-docs: $(READY) ## write docs/cli.md from the commands themselves
+docs: $(READY) ## write docs/cli.md from --help, and docs/troubleshooting.md from the messages
 	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_troubleshooting.py
 
-docs-check: $(READY) ## that docs/cli.md is what the commands say
+docs-check: $(READY) ## compare docs/cli.md and docs/troubleshooting.md with the source
 	$(BIN)/python docs/make_cli.py --check
+	$(BIN)/python docs/make_troubleshooting.py --check
 
 check: lint types docs-check ## everything that a change must pass: lint, types, docs, a dozen of the zoo, tests
 	@$(MAKE) --no-print-directory zoo-dozen

@@ -1,6 +1,8 @@
-"""The pages: their links lead somewhere, and their lines keep the width of the code."""
+"""The pages: their links lead somewhere, and the troubleshooting page has the messages of the source."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,14 @@ def test_links_lead_somewhere(page):
 def test_prose_keeps_the_width_of_the_code(page):
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith(("|", "!["))] == []
+
+
+def test_the_troubleshooting_page_is_what_the_source_says():
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "make_troubleshooting.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
