@@ -147,7 +147,7 @@ class Stage(Container):
         return self
 
     def place(self, device: torch.device) -> Self:
-        """Move to a device, where the forward then creates its tensors too."""
+        """Move to a device. The forward creates new tensors there, too."""
         self._autopipe_device = device
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():

@@ -44,9 +44,9 @@ def divisor_text(divisor: CapturedDivisor, plan: Plan) -> str:
     forward = _forward(divisor, imports, first.taken)
     imports.name("autopipe.stage", "Stage")
     lines = [
-        f'"""What the loss of {harmless(divisor.graph.name)} divides by: {harmless(divisor.text)}.',
+        f'"""The divisor of the loss of {harmless(divisor.graph.name)}: {harmless(divisor.text)}.',
         "",
-        "The share of a microbatch in the minibatch's loss is its divisor over that of the whole minibatch.",
+        "A microbatch is weighted by its divisor, relative to that of the whole minibatch.",
         f"Written by autopipe {autopipe.__version__}. `autopipe generate` writes it again.",
         '"""',
         "",

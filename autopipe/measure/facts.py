@@ -15,7 +15,7 @@ from autopipe.measure.walk import NodeTimer, explained
 
 @dataclass
 class NodeFacts:
-    """What one walk finds out about each node, by its name."""
+    """The results of one walk, by name of the node."""
 
     signatures: dict[str, Any] = field(default_factory=dict)  # equal for nodes that cost the same
     seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # rough forward and backward

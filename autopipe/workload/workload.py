@@ -142,7 +142,7 @@ class Workload:
     def example_item(self, batch_size: int | None = None) -> Item:
         """Return one batch of exactly ``batch_size`` samples (None: the data's own size). The same batch every time.
 
-        Raises: ModelFileError without a source of batches, or the batch has the wrong shape.
+        Raises: ModelFileError if no hook and no option gives batches, or the batch has the wrong shape.
         """
         return self.batches.example(batch_size)
 
@@ -236,7 +236,7 @@ class Workload:
             fits = isinstance(error, (AttributeError, NameError, KeyError, ImportError, OSError, ArithmeticError))
             what = f"{self.name} failed on a batch" if fits else f"the batch does not fit {self.name}"
             if fits:
-                remedy = "correct that line; calling the model on one batch by itself shows the same error"
+                remedy = "correct that line; calling the model on one batch in plain Python shows the same error"
             raise ModelFileError(
                 f"{what} ({items.shapes(item)}): {type(error).__name__}: {error}",
                 where=user_line(error, self._path),

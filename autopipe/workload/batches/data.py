@@ -34,7 +34,7 @@ _DATA = 1 << 40  # a draw position that no operation of a model has
 
 @dataclass(slots=True, kw_only=True)
 class Batches:
-    """The batches of one workload: read from the data or made up, checked, and cut into microbatches."""
+    """The batches of one workload: read from the data or drawn at random, checked, and cut into microbatches."""
 
     name: str  # of the model, for errors
     path: str  # of the model file, for errors
@@ -47,7 +47,7 @@ class Batches:
     #: How this training asks for its batches and cuts them; None until that is decided. Set it before the first batch.
     minibatch: Minibatch | None = None
     #: By hook, the iterator that it returned last, to detect one that is returned a second time.
-    read: dict[str, Any] = field(default_factory=dict)
+    iterators: dict[str, Any] = field(default_factory=dict)
     #: By hook, the number of batches in its last epoch, if the data has a length.
     lengths: dict[str, int] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Batches:
         If the number of samples is not a dimension of the inputs (lists of images, graphs), return the first microbatch
         of the training, of any size.
 
-        Raises: ModelFileError without a source of batches, or the batch has the wrong shape.
+        Raises: ModelFileError if no hook and no option gives batches, or the batch has the wrong shape.
         """
         item = self._first(batch_size)
         if batch_size is None:
@@ -188,14 +188,14 @@ class Batches:
         """Reject an iterator that was returned before: it cannot start again at the first batch of an epoch."""
         if iterator is not source or type(iterator).__module__ not in ("builtins", "itertools"):
             return  # a new iterator of an iterable, or a class of the user that may start again
-        if self.read.get(hook.name) is iterator:
+        if self.iterators.get(hook.name) is iterator:
             raise ModelFileError(
                 f"{hook.label} returned the same {type(source).__name__} again, which can be read only once",
                 where=hook.path,
                 remedy="create it inside the function, so that each call begins at the first batch; or return a list "
                 "or a DataLoader",
             )
-        self.read[hook.name] = iterator
+        self.iterators[hook.name] = iterator
 
     def _synthetic_epoch(self, batch_size: int | None, epoch: int) -> Iterator[Item]:
         private = PrivateRandom(self._stream(_TRAINING, epoch))

@@ -11,7 +11,7 @@ from autopipe.workload.hooks.hook import Hook
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """How a training reads and cuts its minibatches."""
+    """The size and the number of parts of the minibatches of a training."""
 
     parts: int = 1  # number of microbatches
     batch_size: int | None = None  # None for the data's own

@@ -1,4 +1,4 @@
-"""``Stepping``: how the parameters are stepped, by the user's hooks or by one of torch's optimizers."""
+"""``Stepping``: the optimizer and the scheduler, from the user's hooks or by the name of a torch optimizer."""
 
 from __future__ import annotations
 

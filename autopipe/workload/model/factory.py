@@ -49,7 +49,7 @@ class ModelFactory:
 
     @functools.cached_property
     def forward_names(self) -> tuple[str, ...]:
-        """The parameter names of the model's forward. Builds the model if only that can tell."""
+        """The parameter names of the model's forward. Builds the model if its class is not known."""
         value = self.builder.value
         if isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module)):
             return forward_names(value)

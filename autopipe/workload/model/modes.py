@@ -30,5 +30,5 @@ def for_training(model: nn.Module) -> tuple[nn.Module, str]:
     more = f" and {len(outermost) - _SHOWN} more" if len(outermost) > _SHOWN else ""
     return model, (
         f"{counted(len(fixed), 'module')} of {len(list(model.modules()))} in evaluation mode, as the model file sets "
-        f"them: {', '.join(named)}{more} (model.train() where the model is built changes that)"
+        f"them: {', '.join(named)}{more} (to change that, call model.train() where the model is built)"
     )

@@ -6,16 +6,11 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.samples import FOLDER, REQUIRED_PACKAGES, SAMPLES, load_sample
 
-from autopipe.workload import LoadOptions, load_workload
-
-FOLDER = Path(__file__).resolve().parents[3] / "sample_models"
-SAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
-NEEDS = {"resnet": "sklearn", "unet": "sklearn", "vgg16": "sklearn", "hf_llama": "transformers"}
 LEARNS = {  # steps of 16 samples, and what the mean loss of the last five must be below
     "gpt": (20, 4.2),
     "resnet": (60, 0.7),
@@ -29,12 +24,6 @@ LEARNS = {  # steps of 16 samples, and what the mean loss of the last five must 
 @pytest.fixture
 def load(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def load_sample(name):
-        if name in NEEDS:
-            pytest.importorskip(NEEDS[name])
-        return load_workload(LoadOptions(str(FOLDER / f"{name}.py")))
-
     return load_sample
 
 
@@ -92,7 +81,7 @@ print(found.hexdigest())
 
 @pytest.mark.slow
 def test_the_samples_are_the_same_in_every_process():
-    for module in set(NEEDS.values()):
+    for module in set(REQUIRED_PACKAGES.values()):
         pytest.importorskip(module)
     paths = [str(FOLDER / f"{name}.py") for name in SAMPLES]
     digests = {

@@ -1,26 +1,19 @@
 """Profiles of the sample models, as the tracer captures them."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.samples import SAMPLES, load_sample
 
 from autopipe.measure import measure
 from autopipe.trace import capture
-from autopipe.workload import LoadOptions, load_workload
-
-FOLDER = Path(__file__).resolve().parents[3] / "sample_models"
-SAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
-NEEDS = {"resnet": "sklearn", "unet": "sklearn", "vgg16": "sklearn", "hf_llama": "transformers"}
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_is_measured_and_its_saved_bytes_are_those_of_one_forward(name, monkeypatch):
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    workload = load_workload(LoadOptions(str(FOLDER / f"{name}.py")))
+    workload = load_sample(name)
     found = capture(workload, verify=False)
     profile = measure(found, workload, device="cpu", microbatch_sizes=(2,))
     sys.modules.pop(name, None)
