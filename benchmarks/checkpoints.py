@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.training import runs
+import autopipe
 from autopipe.runtime.checkpoint.directory import unfinished, write_stage
 from autopipe.runtime.checkpoint.snapshot import Snapshot
 
@@ -69,10 +68,15 @@ def writing(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
 def step_seconds(folder: Path, every: int, steps: int, batch_size: int) -> float:
     """Return the seconds per step of a training with a checkpoint after each ``every`` steps (0: none)."""
     times: list[float] = []
-    profile = ProfileSettings(ModelSettings(str(ROOT / "sample_models" / "gpt.py")), work_dir=folder, device="cpu")
-    plan = PlanSettings(profile, gpus=2, replicas="never", batch_size=batch_size, schedule="1f1b", num_microbatches=8)
-    settings = TrainSettings(plan, steps=steps, checkpoint_every=every)
-    runs.train(settings, lambda kind, fields: times.append(fields["seconds"]) if kind == "step" else None)
+    model = ROOT / "sample_models" / "gpt.py"
+    pipe = autopipe.Pipeline(model, work_dir=folder, device="cpu", gpus=2, replicas="never", schedule="1f1b")
+    pipe.train(
+        batch_size=batch_size,
+        num_microbatches=8,
+        steps=steps,
+        checkpoint_every=every,
+        on_event=lambda kind, fields: times.append(fields["seconds"]) if kind == "step" else None,
+    )
     return (times[-1] - times[0]) / (len(times) - 1)
 
 

@@ -16,9 +16,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.training import runs
-from autopipe.errors import AutopipeError
+import autopipe
 from autopipe.report.results import StagePeak
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,19 +38,21 @@ class Case:
 def measured(target: Path, schedule: str, folder: Path, options: argparse.Namespace) -> Case:
     """Train three steps, with the profile in the folder if it has one."""
     size = -(-options.batch_size // options.num_microbatches)
-    profile = ProfileSettings(ModelSettings(str(target)), folder, "cpu", (1, size), 1, verify=False)
-    plan = PlanSettings(
-        profile,
+    pipe = autopipe.Pipeline(
+        target,
+        work_dir=folder,
+        device="cpu",
+        microbatch_sizes=(1, size),
+        no_verify=True,
         gpus=2,
         replicas="never",
         batch_size=options.batch_size,
         schedule=schedule,
         num_microbatches=options.num_microbatches,
     )
-    settings = TrainSettings(plan, steps=STEPS, check_first=False, measure_memory=True)
     try:
-        peaks = runs.train(settings, lambda kind, fields: None).peaks
-    except AutopipeError as refused:
+        peaks = pipe.train(steps=STEPS, check=False, measure_memory=True).peaks
+    except autopipe.AutopipeError as refused:
         return Case(target.stem, schedule, refusal=refused.what)
     return Case(target.stem, schedule, tuple(sorted(peaks, key=lambda peak: peak.stage)))
 

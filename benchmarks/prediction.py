@@ -23,11 +23,8 @@ from typing import Any
 
 import torch
 
-from autopipe.commands import steps
+import autopipe
 from autopipe.commands.calibration import links
-from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.training import runs
-from autopipe.errors import AutopipeError
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "prediction.md"
@@ -78,7 +75,7 @@ class CoreSpeed:
         os.sched_setaffinity(0, cores)
 
 
-def train(settings: PlanSettings, num_steps: int) -> tuple[float, float]:
+def train(pipe: autopipe.Pipeline, num_steps: int) -> tuple[float, float]:
     """Train, and return the predicted and the median seconds per step."""
     ends: list[float] = []
     predicted: list[float] = []
@@ -89,7 +86,7 @@ def train(settings: PlanSettings, num_steps: int) -> tuple[float, float]:
         elif kind == "step":
             ends.append(fields["seconds"])
 
-    runs.train(TrainSettings(settings, steps=num_steps + WARM_UP, check_first=False), listen)
+    pipe.train(steps=num_steps + WARM_UP, check=False, on_event=listen)
     return predicted[0], statistics.median(b - a for a, b in itertools.pairwise(ends[WARM_UP - 1 :]))
 
 
@@ -100,13 +97,14 @@ def one_round(
     links.measure(folder, "cpu")
     size = -(-options.batch_size // options.num_microbatches)
     for target in targets:
-        profile = ProfileSettings(ModelSettings(str(target)), folder, "cpu", tuple(sorted({1, size})), 1, verify=False)
+        measurement = {"work_dir": folder, "device": "cpu", "microbatch_sizes": sorted({1, size}), "no_verify": True}
         own = [cases[target.stem, schedule] for schedule in SCHEDULES]
         try:
-            steps.profile(profile)
+            autopipe.Pipeline(target, **measurement).profile()
             for case in own:
-                plan = PlanSettings(
-                    profile,
+                pipe = autopipe.Pipeline(
+                    target,
+                    **measurement,
                     gpus=2,
                     replicas="never",
                     batch_size=options.batch_size,
@@ -115,12 +113,12 @@ def one_round(
                 )
                 before = statistics.median(case.measured) if case.measured else options.seconds
                 num_steps = min(max(round(options.seconds / before), LEAST_STEPS), MOST_STEPS)
-                predicted, measured = train(plan, num_steps)
+                predicted, measured = train(pipe, num_steps)
                 case.predicted.append(predicted)
                 case.measured.append(measured)
                 text = f"{case.model:14} {case.schedule:6} predicted {predicted:.4f} s, took {measured:.4f} s"
                 print(text, flush=True)
-        except AutopipeError as failed:
+        except autopipe.AutopipeError as failed:
             for case in own:
                 case.failure = failed.what
             print(f"{target.stem}: {failed}", flush=True)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.training import runs
+import autopipe
 from autopipe.verify.plain import PlainSettings, plain_training
 from autopipe.workload import LoadOptions, load_workload
 
@@ -44,12 +43,14 @@ def plain_rate(target: str, batch_size: int, num_microbatches: int, steps: int) 
 def piped_rate(target: str, batch_size: int, num_microbatches: int, steps: int, work_dir: Path) -> float:
     """Return the samples per second of two ranks, without the first step."""
     seconds: list[float] = []
-    profile = ProfileSettings(ModelSettings(target), work_dir=work_dir, device="cpu")
-    plan = PlanSettings(
-        profile, gpus=2, replicas="never", batch_size=batch_size, schedule="1f1b", num_microbatches=num_microbatches
+    pipe = autopipe.Pipeline(target, work_dir=work_dir, device="cpu", gpus=2, replicas="never")
+    pipe.train(
+        batch_size=batch_size,
+        num_microbatches=num_microbatches,
+        schedule="1f1b",
+        steps=steps,
+        on_event=lambda kind, fields: seconds.append(fields["seconds"]) if kind == "step" else None,
     )
-    settings = TrainSettings(plan, steps=steps, record_timeline=False)
-    runs.train(settings, lambda kind, fields: seconds.append(fields["seconds"]) if kind == "step" else None)
     return batch_size * (steps - 1) / (seconds[-1] - seconds[0])
 
 

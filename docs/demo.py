@@ -22,11 +22,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import autopipe
 from autopipe.cli.live import watching
 from autopipe.cli.terminal import Terminal
-from autopipe.commands import steps
-from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
-from autopipe.commands.training import runs
 from autopipe.report import tables
 from autopipe.verify.plain import PlainSettings, plain_training
 from autopipe.workload import LoadOptions, load_workload
@@ -35,7 +33,7 @@ MODEL = Path(__file__).resolve().parents[1] / "sample_models" / "gpt.py"
 WIDTH = 110
 
 
-def piped(settings: TrainSettings) -> tuple[list[float], float]:
+def piped(pipe: autopipe.Pipeline, steps: int) -> tuple[list[float], float]:
     """Train on two ranks. Returns the losses and the seconds from the first step's end to the last one's."""
     marks: list[float] = []
     with watching(Terminal()) as show:
@@ -46,7 +44,7 @@ def piped(settings: TrainSettings) -> tuple[list[float], float]:
             if kind != "note":
                 show(kind, fields)
 
-        result = runs.train(settings, events)
+        result = pipe.train(steps=steps, on_event=events)
     return list(result.losses), marks[-1] - marks[0]
 
 
@@ -88,9 +86,10 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
     with tempfile.TemporaryDirectory(prefix="autopipe-demo-") as folder:
-        profile = ProfileSettings(ModelSettings(str(MODEL)), Path(folder), device="cpu")
-        settings = PlanSettings(
-            profile,
+        pipe = autopipe.Pipeline(
+            MODEL,
+            work_dir=folder,
+            device="cpu",
             gpus=2,
             batch_size=options.batch_size,
             num_microbatches=options.num_microbatches,
@@ -100,14 +99,14 @@ def main() -> int:
         command = f"autopipe plan {MODEL.name} --gpus 2 --replicas never"
         console.print(f"1. {MODEL.name} is measured and cut into two stages ({command})")
         with terminal.progress() as progress:
-            planned = steps.plan(settings, progress)
+            planned = pipe.plan(on_progress=progress)
         console.print(tables.stage_table(planned.plan, planned.cluster))
         console.print(tables.prediction_lines(planned.plan, planned.comparison.alone if planned.comparison else None))
         console.print("\n2. The schedule: a row a rank, time to the right (autopipe simulate)")
-        for part in tables.simulation(steps.simulate(Path(folder))):
+        for part in tables.simulation(pipe.simulate()):
             console.print(part, soft_wrap=True)
         console.print(f"\n3. {options.steps} steps on two ranks (autopipe train --steps {options.steps})")
-        ours, our_seconds = piped(TrainSettings(settings, steps=options.steps))
+        ours, our_seconds = piped(pipe, options.steps)
         console.print(f"\n4. The plain loop on the untouched model, one process, {options.steps} steps")
         plainly, plain_seconds = plain(options.batch_size, options.num_microbatches, options.steps, terminal.say)
     console.print()

@@ -71,7 +71,7 @@ class ClusterDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class HostCosts:
+class RuntimeOverhead:
     """Seconds that the runtime itself takes of a rank, beyond what the model does.
 
     ``compute_seconds``: for each forward and each backward. ``send_seconds``, ``send_seconds_per_byte``,
@@ -108,7 +108,7 @@ class Links:
     latency_seconds: float
     bandwidth: float
     all_reduce_bandwidth: float
-    host: HostCosts = HostCosts()
+    host: RuntimeOverhead = RuntimeOverhead()
 
     def __post_init__(self) -> None:
         if not _is_rate(self.bandwidth, self.all_reduce_bandwidth) or not 0 <= self.latency_seconds <= _LONGEST_SECONDS:
@@ -131,7 +131,7 @@ class Cluster:
     levels: tuple[Level, ...]
     devices: tuple[ClusterDevice, ...]
     source: str
-    host: HostCosts = HostCosts()
+    host: RuntimeOverhead = RuntimeOverhead()
 
     def __post_init__(self) -> None:
         if not self.levels or not self.devices:

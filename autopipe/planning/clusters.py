@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe.errors import PlanError
-from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level, Links
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level, Links, RuntimeOverhead
 from autopipe.ir.profile import Device, Profile
 from autopipe.planning.cost.datasheets import datasheet, device_like, recognized, relative_speed
 from autopipe.planning.cost.roofline import describe, on_datasheet
@@ -14,7 +14,7 @@ from autopipe.planning.cost.roofline import describe, on_datasheet
 # data sheets
 HOST_BANDWIDTH = 2e9
 HOST_LATENCY_SECONDS = 200e-6
-HOST_COSTS = HostCosts(100e-6, 100e-6, 2e-9, 100e-6, 4e-3, 1.5e-3)
+HOST_COSTS = RuntimeOverhead(100e-6, 100e-6, 2e-9, 100e-6, 4e-3, 1.5e-3)
 GPU_BANDWIDTH = 16e9
 GPU_LATENCY_SECONDS = 10e-6
 LINK_LATENCY_SECONDS = 20e-6
@@ -109,7 +109,7 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
     """
     if device.kind == "cuda":
         level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
-        found, host = ClusterDevice(device.name, device.memory_bytes), HostCosts()
+        found, host = ClusterDevice(device.name, device.memory_bytes), RuntimeOverhead()
     else:
         import psutil
 

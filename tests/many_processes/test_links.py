@@ -13,7 +13,7 @@ from support.commands import Commands, assert_gone, descendants
 
 from autopipe.cli.main import autopipe
 from autopipe.commands.calibration import link_ranks as measuring
-from autopipe.commands.calibration import overheads
+from autopipe.commands.calibration import runtime_overhead
 from autopipe.commands.calibration.link_ranks import LARGE, SMALL, measure_links
 from autopipe.errors import RunError
 from autopipe.ir import artifact
@@ -80,9 +80,9 @@ def test_ctrl_c_ends_doctor_at_once(folder):
 
 def test_ctrl_c_that_a_small_run_took_ends_the_measurement(monkeypatch):
     stopped = TrainResult((), 0, 0.0, 0.0, 2, "1f1b", 2, "", "", stopped=True)
-    monkeypatch.setattr(overheads.runs, "train", lambda settings, events: stopped)
+    monkeypatch.setattr(runtime_overhead.runs, "train", lambda settings, events: stopped)
     with pytest.raises(KeyboardInterrupt):
-        overheads.host_costs("cpu")
+        runtime_overhead.measure_overhead("cpu")
 
 
 def test_the_bandwidth_is_that_of_the_difference_of_two_messages():

@@ -1,7 +1,7 @@
-"""Latency and bandwidth between two ranks of this machine, and of adding up over them, through the run's own transport.
+"""Latency and bandwidth of messages and all-reduces between two ranks of this machine, over the runtime's transport.
 
-A message of n bytes is taken to last ``latency + n / bandwidth``: the latency is that of a message of four bytes, the
-bandwidth that of the difference between a small and a large one. Medians over rounds.
+A message of n bytes takes ``latency + n / bandwidth`` in this model: the latency is measured with a message of four
+bytes, the bandwidth from the difference between a small and a large one. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAIR = (0, 1)
 
 
 def measure_links(device: str = "cpu") -> Links:
-    """Start two ranks, measure, end them. ``device``: cpu or cuda; two ranks may share one GPU, through the host.
+    """Start two ranks, measure, and end them. ``device``: cpu or cuda; two ranks may share one GPU, through the host.
 
     Raises: RunError when a rank fails or does not answer in two minutes.
     """
@@ -46,7 +46,7 @@ def measure_links(device: str = "cpu") -> Links:
         receive, send = context.Pipe(duplex=False)
         store = str(Path(scratch) / "store")
         ranks = [context.Process(target=_rank, args=(rank, store, device, send), daemon=True) for rank in _PAIR]
-        patience = 0.0  # with those that have not said what they are there for
+        patience = 0.0  # while the ranks have not reported
         try:
             for process in ranks:
                 process.start()
@@ -55,7 +55,7 @@ def measure_links(device: str = "cpu") -> Links:
                 raise RunError(
                     f"two ranks exchanged no messages within {TIMEOUT_SECONDS:.0f} s", remedy="autopipe doctor"
                 )
-            found = json.loads(receive.recv_bytes())
+            report = json.loads(receive.recv_bytes())
             patience = END_SECONDS
         except EOFError:
             raise RunError("a rank that measured the links died", remedy="autopipe doctor") from None
@@ -68,9 +68,9 @@ def measure_links(device: str = "cpu") -> Links:
                     process.kill()
                     process.join(END_SECONDS)
             receive.close()
-    if "error" in found:
-        raise RunError(f"the links could not be measured: {found['error']}", remedy="autopipe doctor")
-    return Links(**found)
+    if "error" in report:
+        raise RunError(f"the links could not be measured: {report['error']}", remedy="autopipe doctor")
+    return Links(**report)
 
 
 def _rank(rank: int, store: str, device: str, connection: Connection) -> None:
@@ -82,9 +82,9 @@ def _rank(rank: int, store: str, device: str, connection: Connection) -> None:
         use_batch_scheduler()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        found = _measure(rank, store, device)
+        report = _measure(rank, store, device)
         if rank == 0:
-            connection.send_bytes(json.dumps(found).encode())
+            connection.send_bytes(json.dumps(report).encode())
     except Exception as error:
         connection.send_bytes(json.dumps({"error": f"rank {rank}: {error}"}).encode())
     connection.close()
@@ -125,7 +125,7 @@ def _measure(rank: int, store: str, device: str) -> dict[str, str | float]:
 def _seconds(
     exchange: Callable[[torch.Tensor], None], size: int, device: torch.device, transport: ProcessTransport
 ) -> float:
-    """Return the median time of an exchange of so many bytes."""
+    """Return the median seconds of an exchange of ``size`` bytes."""
     tensor = torch.zeros(size // 4, device=device)
     times = []
     transport.barrier()
@@ -139,6 +139,6 @@ def _seconds(
 
 
 def _slope(seconds: dict[int, float]) -> float:
-    """Return bytes a second between the small and the large message; of the large one alone where noise is larger."""
+    """Return bytes per second, from the difference of the two messages; from the large one if noise exceeds it."""
     more = seconds[LARGE] - seconds[SMALL]
     return (LARGE - SMALL) / more if more > 0 else LARGE / seconds[LARGE]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.commands.calibration.overheads import Record, under_load
-from autopipe.ir.cluster import Cluster, ClusterDevice, HostCosts, Level
+from autopipe.commands.calibration.runtime_overhead import Record, fit_overhead
+from autopipe.ir.cluster import Cluster, ClusterDevice, Level, RuntimeOverhead
 from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
@@ -52,7 +52,9 @@ def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
     """Return a run of two ranks as the simulator has it, its computations ``factor`` times as long as profiled."""
     profile = even_profile(seconds=seconds, skips=skips)
     made = make_plan(
-        profile, cluster(HostCosts()), PlanOptions(num_ranks=2, batch_size=16, schedule=schedule, num_microbatches=4)
+        profile,
+        cluster(RuntimeOverhead()),
+        PlanOptions(num_ranks=2, batch_size=16, schedule=schedule, num_microbatches=4),
     )
     ran = replace(host, pace=factor * host.pace, compute_seconds=factor * host.compute_seconds)
     once = timeline_of(made, profile, cluster(ran))
@@ -68,10 +70,10 @@ def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
                 instruction = replace(span.instruction, minibatch=number)
                 row.append(replace(span, instruction=instruction, start_seconds=begin, end_seconds=end))
         rows.append(tuple(row))
-    return Record(made, profile, cluster(HostCosts()), tuple(rows))
+    return Record(made, profile, cluster(RuntimeOverhead()), tuple(rows))
 
 
-HOST = HostCosts(compute_seconds=1e-4, send_seconds=5e-5, receive_seconds=5e-5, step_seconds=3e-3)
+HOST = RuntimeOverhead(compute_seconds=1e-4, send_seconds=5e-5, receive_seconds=5e-5, step_seconds=3e-3)
 LATE = (0.0, 0.3e-3, 2e-3)
 
 
@@ -82,7 +84,7 @@ def test_what_was_planted_is_found(late, pace, odd):
         [record(planted, schedule, seconds, factor) for schedule in ("gpipe", "1f1b") for factor in (1.0, odd, 1.0)]
         for seconds in (1e-3, 8e-3)
     )
-    found = under_load(0.0, short, long, [record(planted, "1f1b", skips=True)])
+    found = fit_overhead(0.0, short, long, [record(planted, "1f1b", skips=True)])
     assert found.value_seconds == pytest.approx(2e-5, rel=0.01)
     assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
     assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
@@ -96,13 +98,13 @@ def test_what_was_planted_is_found(late, pace, odd):
 def test_no_run_need_have_the_pace_of_its_profile_for_the_delay(late, odd):
     planted = replace(HOST, delivery_seconds=late)
     short = [record(planted, "1f1b", factor=factor) for factor in (odd, 1.1, 1.2)]
-    found = under_load(0.0, short, [record(planted, "1f1b", 8e-3)], [record(planted, "1f1b", skips=True)])
+    found = fit_overhead(0.0, short, [record(planted, "1f1b", 8e-3)], [record(planted, "1f1b", skips=True)])
     assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
     assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
 
 
 def test_ranks_that_keep_the_pace_of_a_profile_in_long_stages_have_none_of_their_own():
-    found = under_load(
+    found = fit_overhead(
         0.0, [record(HOST, "1f1b", factor=1.3)], [record(HOST, "1f1b", 8e-3)], [record(HOST, "1f1b", skips=True)]
     )
     assert found.pace == 1
@@ -111,7 +113,7 @@ def test_ranks_that_keep_the_pace_of_a_profile_in_long_stages_have_none_of_their
 
 def test_no_pace_is_told_where_large_microbatches_take_as_long_as_small_ones():
     slow = replace(HOST, pace=1.5)
-    found = under_load(0.0, [record(HOST, "1f1b")], [record(slow, "1f1b", 1.001e-3)], [record(HOST, "1f1b")])
+    found = fit_overhead(0.0, [record(HOST, "1f1b")], [record(slow, "1f1b", 1.001e-3)], [record(HOST, "1f1b")])
     assert (found.pace, found.value_seconds) == (1, 0)
 
 
@@ -136,19 +138,21 @@ def test_a_send_that_is_held_up_in_each_minibatch_counts():
 def test_a_minibatch_in_which_the_machine_stood_still_does_not():
     made = record(HOST, "1f1b")
     found = held_up(made, {3: 1.0})
-    assert 3 not in found.usual
+    assert 3 not in found.typical
     assert found.send_seconds == pytest.approx(made.send_seconds)
     assert found.minibatch_seconds == pytest.approx(made.minibatch_seconds)
 
 
 def test_a_later_message_makes_a_longer_step():
-    made = record(HostCosts(), "1f1b")
-    seconds = [predict(made.plan, made.profile, cluster(HostCosts(delivery_seconds=d))).step_seconds for d in (0, 1e-3)]
+    made = record(RuntimeOverhead(), "1f1b")
+    seconds = [
+        predict(made.plan, made.profile, cluster(RuntimeOverhead(delivery_seconds=d))).step_seconds for d in (0, 1e-3)
+    ]
     assert seconds[1] > seconds[0] + 1e-3
 
 
 def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
-    host = HostCosts(send_seconds=1e-3, send_seconds_per_byte=1e-8, receive_seconds=2e-3, value_seconds=3e-4)
+    host = RuntimeOverhead(send_seconds=1e-3, send_seconds_per_byte=1e-8, receive_seconds=2e-3, value_seconds=3e-4)
     for skips, values in ((False, 1), (True, 2)):
         profile = even_profile(skips=skips)
         made = make_plan(
@@ -162,7 +166,9 @@ def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
 def test_the_pace_of_ranks_lengthens_what_was_profiled_and_nothing_else():
     profile = even_profile()
     made = make_plan(
-        profile, cluster(HostCosts()), PlanOptions(num_ranks=2, batch_size=16, schedule="1f1b", num_microbatches=4)
+        profile,
+        cluster(RuntimeOverhead()),
+        PlanOptions(num_ranks=2, batch_size=16, schedule="1f1b", num_microbatches=4),
     )
     alone, slower = (costs_of(made, profile, cluster(replace(HOST, pace=pace))) for pace in (1.0, 1.5))
     for stage, a, b in zip(made.stages, alone.stages, slower.stages, strict=True):
@@ -175,4 +181,4 @@ def test_the_pace_of_ranks_lengthens_what_was_profiled_and_nothing_else():
 @pytest.mark.parametrize("pace", [0.9, 0.0, float("nan"), float("inf")])
 def test_a_pace_below_one_is_refused(pace):
     with pytest.raises(ValueError, match="pace"):
-        HostCosts(pace=pace)
+        RuntimeOverhead(pace=pace)
