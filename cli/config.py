@@ -1,6 +1,6 @@
-"""The settings file: ``autopipe.toml``, or ``[tool.autopipe]`` in ``pyproject.toml``, as defaults of the options.
+"""The settings file: ``autopipe.toml``, or ``[tool.autopipe]`` in ``pyproject.toml``, gives defaults of the options.
 
-Keys at the top hold for every command that has such an option; a table such as ``[train]`` for that command alone.
+Top-level keys apply to every command that has the option; a table such as ``[train]`` applies to that command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopipe.errors import unknown_choice
 
 
 def apply(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Read the settings file into the context's ``default_map``. A key that no command knows is a usage error."""
+    """Read the settings file into the context's ``default_map``. An unknown key is a usage error."""
     path, table = _find(value)
     if path is None:
         return
@@ -48,13 +48,13 @@ def apply(ctx: click.Context, param: click.Parameter, value: str | None) -> None
 
 
 def _options(command: click.Command | None) -> dict[str, click.Option]:
-    """Return the options that a settings file may give, by the names that are typed."""
+    """Return the options that a settings file may set, by name."""
     params = command.params if command is not None else []
     return {param.name: param for param in params if isinstance(param, click.Option) and param.name}
 
 
 def _refuse_kind(ctx: click.Context, where: str, option: click.Option, entry: Any) -> None:
-    """Refuse a value that could not have been typed: click would take true for 1, and fail of a table."""
+    """Refuse a value that could not be typed: click would accept true as 1, and fail on a table."""
     if option.multiple and isinstance(entry, list):
         right = all(isinstance(item, str) for item in entry)
         wanted = "a list of texts"
@@ -65,7 +65,7 @@ def _refuse_kind(ctx: click.Context, where: str, option: click.Option, entry: An
     else:
         right, wanted = type(entry) in (str, int, float) and "\0" not in str(entry), "a number or a text"
     if not right:
-        raise click.UsageError(f"{where} is {entry!r:.60}; {wanted} is needed", ctx)
+        raise click.UsageError(f"{where} is {entry!r:.60}; it must be {wanted}", ctx)
 
 
 def _find(given: str | None) -> tuple[Path | None, dict[str, Any]]:
@@ -74,12 +74,12 @@ def _find(given: str | None) -> tuple[Path | None, dict[str, Any]]:
             continue
         try:
             table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, no date
-            raise click.UsageError(f"{path} is no TOML file: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML, or not a date
+            raise click.UsageError(f"{path} is not a TOML file: {error}") from None
         for key in ("tool", "autopipe") if path.name == "pyproject.toml" else ():
             table = table.get(key, {})
             if not isinstance(table, dict):
-                raise click.UsageError(f"{path}: {key} is {table!r:.60}; a table is needed")
+                raise click.UsageError(f"{path}: {key} is {table!r:.60}; it must be a table")
         if table:
             return path, table
     return None, {}

@@ -1,4 +1,4 @@
-"""doctor: what this machine or others have, and what is wrong with them."""
+"""``autopipe doctor``: examine this machine or others."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .terminal import Terminal
 @options.work_dir
 @options.output
 def doctor_command(terminal: Terminal, links: bool, work_dir: Path, **given: Any) -> int:
-    """Look at this machine: versions, devices, memory, disk, gloo; with --hosts at these, and what lies between them.
+    """Examine this machine: versions, devices, memory, disk, gloo. With --hosts, those hosts and their network.
 
-    Exit code 1 where something does not work.
+    The exit code is 1 if something does not work.
     """
     from autopipe.commands import doctor
     from autopipe.commands.calibration.links import measure as measure_links

@@ -1,4 +1,4 @@
-"""Results -> what ``--json`` prints. The keys are a contract: add freely, rename nothing."""
+"""Results -> the documents of ``--json``. The keys are a contract: add freely, rename nothing."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 def fields_of(result: Any) -> dict[str, Any]:
-    """Return a result that is as flat as its document."""
+    """Return the fields of a result whose document has the same keys."""
     return dataclasses.asdict(result)
 
 
 def profile(result: ProfileResult) -> dict[str, Any]:
-    """Return the profile in short; the file has it in full.
+    """Return a summary of the profile; the file holds all of it.
 
-    Sums over the nodes; ``workspace_bytes``, which a node gives back, is that of the node with most.
+    Costs are sums over the nodes. ``workspace_bytes``, which a node frees again, is the maximum over the nodes.
     """
-    found = result.profile
+    profile = result.profile
     return {
         "path": result.path,
-        "model": found.graph.name,
-        "graph_digest": found.graph.digest,
-        "device": dataclasses.asdict(found.device),
-        "nodes": len(found.graph.nodes),
-        "parameters": sum(spec.num_bytes({}) for spec in found.graph.parameters.values()),
+        "model": profile.graph.name,
+        "graph_digest": profile.graph.digest,
+        "device": dataclasses.asdict(profile.device),
+        "nodes": len(profile.graph.nodes),
+        "parameters": sum(spec.num_bytes({}) for spec in profile.graph.parameters.values()),
         "measurements": [
             {
                 "microbatch_size": m.microbatch_size,
@@ -52,21 +52,21 @@ def profile(result: ProfileResult) -> dict[str, Any]:
                 "flops": sum(work.forward.flops + work.backward.flops for work in m.work.values()),
                 "spread": m.spread,
             }
-            for m in found.measurements
+            for m in profile.measurements
         ],
         "optimizer": {
-            "trained_bytes": found.trained_bytes,
-            "step_seconds": found.optimizer_seconds_per_byte * found.trained_bytes,
-            "state_bytes": round(found.optimizer_bytes_per_byte * found.trained_bytes),
-            "seconds_per_byte": found.optimizer_seconds_per_byte,
-            "bytes_per_byte": found.optimizer_bytes_per_byte,
+            "trained_bytes": profile.trained_bytes,
+            "step_seconds": profile.optimizer_seconds_per_byte * profile.trained_bytes,
+            "state_bytes": round(profile.optimizer_bytes_per_byte * profile.trained_bytes),
+            "seconds_per_byte": profile.optimizer_seconds_per_byte,
+            "bytes_per_byte": profile.optimizer_bytes_per_byte,
         },
         "notes": result.notes,
         "warnings": result.warnings,
     }
 
 
-def _plan(found: Plan) -> dict[str, Any]:
+def _plan(plan: Plan) -> dict[str, Any]:
     return {
         "stages": [
             {
@@ -81,22 +81,22 @@ def _plan(found: Plan) -> dict[str, Any]:
                 "parameters": stage.parameters,
                 "recompute": stage.recompute,
             }
-            for stage in found.stages
+            for stage in plan.stages
         ],
         "boundaries": [
             {"value": b.value, "producer": b.producer, "consumers": b.consumers, "spec": str(b.spec), "bytes": b.bytes}
-            for b in found.boundaries
+            for b in plan.boundaries
         ],
-        "ties": [dataclasses.asdict(tie) for tie in found.ties],
-        "ranks": found.num_ranks,
-        "schedule": found.schedule,
-        "batch_size": found.batch_size,
-        "num_microbatches": found.num_microbatches,
-        "microbatch_size": found.microbatch_size,
-        "recompute": [stage.recompute for stage in found.stages],
-        "predicted": dataclasses.asdict(found.predicted),
-        "graph_digest": found.graph_digest,
-        "plan_digest": found.digest,
+        "ties": [dataclasses.asdict(tie) for tie in plan.ties],
+        "ranks": plan.num_ranks,
+        "schedule": plan.schedule,
+        "batch_size": plan.batch_size,
+        "num_microbatches": plan.num_microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "recompute": [stage.recompute for stage in plan.stages],
+        "predicted": dataclasses.asdict(plan.predicted),
+        "graph_digest": plan.graph_digest,
+        "plan_digest": plan.digest,
     }
 
 
@@ -115,13 +115,13 @@ def plan(result: PlanResult) -> dict[str, Any]:
     }
 
 
-def links(found: Links | None) -> dict[str, Any]:
-    """Return what was measured between two ranks; nothing where it was not."""
-    return {} if found is None else {"links": dataclasses.asdict(found)}
+def links(links: Links | None) -> dict[str, Any]:
+    """Return the measured links between two ranks; {} without a measurement."""
+    return {} if links is None else {"links": dataclasses.asdict(links)}
 
 
 def layer_plan(result: LayerPlanResult) -> dict[str, Any]:
-    """Return a plan under PipeDream's formulas, in the keys of a plan where there is such a thing."""
+    """Return a plan under PipeDream's formulas, with the keys of a plan where they apply."""
     layers, cost = result.layers, result.plan.cost_seconds
     place = {name: index for index, name in enumerate(layers.names)}
     stages = []
@@ -174,18 +174,19 @@ def scaling(result: Scaling) -> dict[str, Any]:
     }
 
 
-def comparison(found: Comparison | None) -> dict[str, Any] | None:
-    """Return the contenders, best known names first, and the verdict; None where nothing was compared."""
-    if found is None:
+def comparison(comparison: Comparison | None) -> dict[str, Any] | None:
+    """Return the contenders, best-known names first, and the verdict; None without a comparison."""
+    if comparison is None:
         return None
-    return {"contenders": [_contender(contender) for contender in found.contenders], "verdict": found.verdict}
+    contenders = [_contender(contender) for contender in comparison.contenders]
+    return {"contenders": contenders, "verdict": comparison.verdict}
 
 
-def _contender(found: Contender) -> dict[str, Any]:
+def _contender(contender: Contender) -> dict[str, Any]:
     return {
-        "name": found.name,
-        "plan": None if found.plan is None else _figures(found.plan),
-        "reason": found.reason,
+        "name": contender.name,
+        "plan": None if contender.plan is None else _figures(contender.plan),
+        "reason": contender.reason,
     }
 
 
@@ -201,18 +202,21 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _reasons(found: Explanation | None) -> dict[str, Any] | None:
-    if found is None:
+def _reasons(explanation: Explanation | None) -> dict[str, Any] | None:
+    if explanation is None:
         return None
-    other = found.runner_up
+    runner_up = explanation.runner_up
     return {
-        "cuts": [dataclasses.asdict(cut) for cut in found.cuts],
-        "limit": found.limit,
-        "bound_seconds": found.bound_seconds,
-        "gap": found.gap,
+        "cuts": [dataclasses.asdict(cut) for cut in explanation.cuts],
+        "limit": explanation.limit,
+        "bound_seconds": explanation.bound_seconds,
+        "gap": explanation.gap,
         "runner_up": None
-        if other is None
-        else {"cuts": [stage.first for stage in other.stages[1:]], "step_seconds": other.predicted.step_seconds},
+        if runner_up is None
+        else {
+            "cuts": [stage.first for stage in runner_up.stages[1:]],
+            "step_seconds": runner_up.predicted.step_seconds,
+        },
     }
 
 
@@ -222,10 +226,10 @@ def generate(result: GenerateResult) -> dict[str, Any]:
 
 
 def simulate(result: SimulateResult) -> dict[str, Any]:
-    """Return the plan with what the simulation says of it.
+    """Return the plan with the results of the simulation.
 
-    ``predicted``: of a step, in the steady state where steps overlap. ``seconds``, ``bubble_fraction``,
-    ``busy_seconds``: of ``timeline_of``, and so of a step only where it has a flush. ``peak_bytes``: of each rank.
+    ``predicted``: of a step; in the steady state if steps overlap. ``seconds``, ``bubble_fraction``, ``busy_seconds``:
+    of the timeline that ``timeline_of`` names, which is a step only if the schedule flushes. ``peak_bytes``: by rank.
     """
     timeline = result.timeline
     return _plan(result.plan) | {

@@ -1,8 +1,8 @@
-"""What went wrong becomes a text on stderr, with ``--json`` also a document on stdout, and an exit code.
+"""Failures -> a message on stderr, with ``--json`` also a document on stdout, and an exit code.
 
 ====  =============================================
 0     done
-1     our error: what, where, what to try
+1     an error: what happened, where, and what to try
 2     usage
 3     a rank failed
 75    stopped cleanly, with a checkpoint
@@ -33,7 +33,7 @@ INTERRUPTED = 130
 
 
 def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
-    """Run a command line and exit with its code. A command returns its code, or None for 0."""
+    """Run a command line and exit with its code; a command returns its code, or None for 0."""
     try:
         code = run()
     except click.UsageError as error:
@@ -61,7 +61,7 @@ def guarded(run: Callable[[], Any], terminal: Terminal) -> None:
         if users is not None:
             _show(users, terminal)
             sys.exit(users.exit_code)
-        # our own bug: the traceback is the report
+        # a bug in autopipe: the traceback is the report
         traceback.print_exc()
         tell(f"Error: a bug in autopipe: {type(error).__name__}: {error}")
         _document(terminal, {"type": "Bug", "what": f"{type(error).__name__}: {error}"})
@@ -84,18 +84,18 @@ def _show(error: AutopipeError, terminal: Terminal) -> None:
 
 
 def _environment(error: OSError) -> AutopipeError:
-    """Return the error for what the operating system refused: a folder, its space, its number of open files."""
+    """Return the error for a refusal of the operating system: a path, disk space, or open files."""
     reason = error.strerror or str(error) or type(error).__name__
     path = "" if error.filename is None else str(error.filename)
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
-        _, path, reason = error.args[0][0]  # of a folder that was copied, the first file
+        _, path, reason = error.args[0][0]  # for a copied folder, the first file
     full = disk_is_full(error, Path(path).parent) if path else error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full:
         what = f"the disk of {path} is full" if path else f"a disk is full: {reason}"
     else:
         what = f"cannot use {path}: {reason}" if path else f"operating system error: {reason}"
     remedy = _REMEDIES[errno.ENOSPC] if full else _REMEDIES.get(error.errno or 0)
-    return RunError(what, where=path, remedy=remedy or "--debug shows where; see the path, its owner and its disk")
+    return RunError(what, where=path, remedy=remedy or "--debug shows where; check the path, its owner and its disk")
 
 
 _REMEDIES = {
@@ -111,20 +111,21 @@ _REMEDIES = {
 
 
 def _of_the_users_code(error: Exception) -> AutopipeError | None:
-    """Return the error for what code of the user's raised; None where autopipe's own code did, or called what did.
+    """Return the error for an exception of the user's code; None if autopipe's own code raised it, or called a library.
 
-    What loads or runs a model says this itself; this is for what is called later, such as a hook on a parameter.
+    The code that loads or runs a model reports such errors itself. This is for code that is called later, such as a
+    hook on a parameter.
     """
-    short = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-    if short or type(error).__name__ == "OutOfMemoryError":
+    out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    if out_of_memory or type(error).__name__ == "OutOfMemoryError":
         return RunError(f"out of memory: {error}".rstrip(": "), remedy="use a smaller batch or model, or more ranks")
-    from autopipe.workload.target import targets  # torch is loaded where a user's code was running
+    from autopipe.workload.target import targets  # loads torch, which the user's code has loaded already
 
     own = Path(__file__).resolve().parent, Path(targets.__file__).resolve().parents[2]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if any(path.resolve().is_relative_to(folder) for folder in own):
-            return None  # whatever it called (a library's code) was called by autopipe
+            return None  # a library that autopipe called
         if not targets.is_installed(frame.filename):
             return ModelFileError(
                 f"your code raised {type(error).__name__}: {error}",
@@ -135,5 +136,5 @@ def _of_the_users_code(error: Exception) -> AutopipeError | None:
 
 
 def _document(terminal: Terminal, fields: dict[str, Any]) -> None:
-    with contextlib.suppress(RunError):  # standard output may be what failed
+    with contextlib.suppress(RunError):  # standard output itself may have failed
         terminal.document(terminal.command, {"error": fields})

@@ -1,4 +1,4 @@
-"""The options that say where the ranks run, the settings that they make, and what ``--dry-run`` shows."""
+"""The options of launchers and hosts, and the output of ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -21,53 +21,54 @@ host_options: tuple[Callable[[Any], Any], ...] = (
         "--hosts",
         type=types.HOSTS,
         metavar="h1:2,h2:2",
-        help="Machines that ssh reaches, and how many ranks each takes; implies --launcher ssh.",
+        help="Hosts to reach by ssh, and the number of ranks on each; implies --launcher ssh.",
     ),
     option(
         "--hostfile",
         type=types.HOSTFILE,
         metavar="FILE",
-        help="The same as a file of lines such as `h1 slots=2`.",
+        help="A file with the same content, in lines such as `h1 slots=2`.",
     ),
     option(
         "--ssh-config",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="For ssh, in place of your own ~/.ssh/config.",
+        help="Configuration of ssh that replaces ~/.ssh/config.",
     ),
     option(
         "--remote-python",
         metavar="PATH",
-        help="Python on the hosts, with autopipe installed. [default: the path of this one]",
+        help="Python with autopipe installed, on the hosts. [default: the path of this interpreter]",
     ),
-    option("--interface", metavar="NAME", help="Network interface between the ranks. [default: by the route]"),
+    option("--interface", metavar="NAME", help="Network interface between the ranks. [default: from the route]"),
     option(
         "--i-trust-this-network",
         "trust_network",
         is_flag=True,
-        help="Let ranks meet at an address of the public internet; their messages are neither secret nor protected.",
+        help="Allow a public internet address as the ranks' rendezvous. Their messages are not encrypted or "
+        "authenticated.",
     ),
 )
 launch_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--launcher",
         type=types.one_of("launcher", *table.CHOICES["launcher"]),
-        help="How ranks are started. [default: local]",
+        help="Method to start the ranks. [default: local]",
     ),
     *host_options,
     option(
         "--watchdog",
         type=click.FloatRange(min=0, min_open=True),
         metavar="SECONDS",
-        help="No progress for so long is a hang. [default: 20 predicted steps, 60 or more]",
+        help="Time without progress that counts as a hang. [default: 20 predicted steps, at least 60]",
     ),
     option(
         "--slurm-option",
         type=types.SLURM_OPTION,
         multiple=True,
         metavar="KEY=VALUE",
-        help="For sbatch, such as partition=gpu or nodes=2. Repeatable; implies --launcher slurm.",
+        help="Option of sbatch, e.g. partition=gpu or nodes=2. Repeatable; implies --launcher slurm.",
     ),
-    option("--dry-run", is_flag=True, help="Show what would be run on each host, and run nothing."),
+    option("--dry-run", is_flag=True, help="Print the commands for each host without running them."),
 )
 
 
@@ -88,21 +89,21 @@ def hosting(function: Function) -> Function:
 
 
 def _typed(name: str) -> bool:
-    """Whether an option was given on the command line itself."""
+    """Return whether an option was given on the command line itself."""
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def settings(given: dict[str, Any]) -> LaunchSettings:
     """Return the settings of the options that ``launching`` or ``hosting`` adds.
 
-    Raises: click.UsageError where they contradict each other.
+    Raises: click.UsageError if they contradict each other.
     """
     refuse_exclusive(given)
     hosts = given["hosts"] or given["hostfile"] or ()
     launcher = given.get("launcher") or ""
     if hosts and launcher not in ("", "ssh"):
         raise click.UsageError(f"--hosts is for --launcher ssh, not for {launcher}")
-    if given.get("slurm_option") and _typed("slurm_option"):  # what a settings file holds is for whenever it is SLURM
+    if given.get("slurm_option") and _typed("slurm_option"):  # a settings file may hold it for runs under SLURM
         if hosts or launcher not in ("", "slurm"):
             raise click.UsageError(f"--slurm-option is for --launcher slurm, not for {launcher or 'ssh'}")
         launcher = "slurm"
@@ -113,7 +114,7 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
 
 
 def show(terminal: Terminal, commands: Sequence[HostCommand]) -> None:
-    """Print what would be run: the command as it could be typed, and below it what it would read."""
+    """Print each command as it could be typed, followed by its standard input."""
     for entry in commands:
         ranks = ", ".join(map(str, entry.ranks))
         terminal.table(f"{entry.host or 'this machine'}{f', rank {ranks}' if ranks else ''}")

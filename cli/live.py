@@ -1,4 +1,4 @@
-"""A run while it runs: one live table on a terminal, plain lines elsewhere. All of it on stderr."""
+"""The display of a run in progress, on stderr: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 from .terminal import Subjects, Terminal
 
 LINE_EVERY_SECONDS = 1.0
-# later a line each time that the run has become longer by this part: a day makes some hundreds of them
+# later, one line each time the run has become longer by this fraction: some hundreds a day
 LINE_EVERY_PART = 0.02
 
 
 @dataclass(slots=True)
 class Lines:
-    """Prints a line for what happens; steps once a second, later less often, so that a log stays short."""
+    """Prints a line for each event; for steps, once a second and later less often, to keep logs short."""
 
     terminal: Terminal
     clock: Callable[[], float] = time.monotonic
@@ -35,7 +35,7 @@ class Lines:
         self.progress = Subjects(self.terminal.say)
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Show an event."""
         say = self.terminal.say
         if kind == "progress":
             self.progress(fields["what"], fields["fraction"])
@@ -63,7 +63,7 @@ class Lines:
 
 
 def step_line(fields: Mapping[str, Any], start: Mapping[str, Any]) -> str:
-    """Return a step as it is shown; there steps count from 1. ``start``: the event that came first, {} without it."""
+    """Return the line of a step, counted from 1. ``start``: the run's first event, or {}."""
     from autopipe.report.remaining import time_to_go
 
     of = f"/{start['steps']}" if start.get("steps") else ""
@@ -76,12 +76,12 @@ def step_line(fields: Mapping[str, Any], start: Mapping[str, Any]) -> str:
 
 
 def stopping_line(fields: Mapping[str, Any]) -> str:
-    """Say that a run is about to stop."""
+    """Return the line for a requested stop."""
     return f"{fields['signal']}: stopping after the minibatch that is under way; Ctrl-C ends at once"
 
 
 def restart_line(fields: Mapping[str, Any]) -> str:
-    """Say what failed and where the run goes on."""
+    """Return the lines for a restart: the failure, and the step the run resumes from."""
     start = f"from the checkpoint of step {fields['from_step']}" if fields["from_step"] else "from the beginning"
     return (
         f"rank {fields['rank']} failed at step {fields['reached'] + 1}: {fields['what']}\n"
@@ -90,13 +90,13 @@ def restart_line(fields: Mapping[str, Any]) -> str:
 
 
 def nonfinite_line(fields: Mapping[str, Any]) -> str:
-    """Say that a step was not finite."""
+    """Return the line for a step that is not finite."""
     after = "the step was left out by every rank" if fields["skipped"] else "training goes on"
     return f"warning: step {fields['step'] + 1} is not finite ({fields['what']}); {after}"
 
 
 def audit_line(fields: Mapping[str, Any]) -> str:
-    """Say what an audit has found."""
+    """Return the line for the result of an audit."""
     if not fields["equal"]:
         return f"audit of step {fields['step'] + 1}: not the step of plain training"
     how = "bit for bit" if fields["bitwise"] else f"within {fields['max_relative_error']:.1e}"
@@ -112,7 +112,7 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 class Table:
-    """The live table: step, loss, samples/s, and what every rank does."""
+    """The live table: step, loss, samples/s, and the activity of every rank."""
 
     def __init__(self, terminal: Terminal, console: Console) -> None:
         from rich.live import Live
@@ -121,17 +121,17 @@ class Table:
         self.start: Mapping[str, Any] = {}
         self.step: Mapping[str, Any] = {}
         self.states: tuple[str, ...] = ()
-        self.doing = ""
+        self.activity = ""
         self.live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._render)
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Show an event."""
         if kind == "progress":
-            self.doing = f"{fields['what']} {fields['fraction']:.0%}"
+            self.activity = f"{fields['what']} {fields['fraction']:.0%}"
         elif kind == "note":
             self.live.console.print(f"  {fields['text']}")
         elif kind == "start":
-            self.start, self.doing = fields, ""
+            self.start, self.activity = fields, ""
             self.live.console.print(f"training on {fields['ranks']} ranks, run directory {fields['run_dir']}")
         elif kind == "step":
             self.step = fields
@@ -145,12 +145,12 @@ class Table:
     def _render(self) -> Any:
         from autopipe.report.tables import live
 
-        return live(self.start, self.step, self.states, self.doing)
+        return live(self.start, self.step, self.states, self.activity)
 
 
 @contextlib.contextmanager
 def watching(terminal: Terminal) -> Iterator[Events]:
-    """Give the function that takes a run's events."""
+    """Yield the function that shows a run's events."""
     if terminal.verbosity < 0:
         yield lambda kind, fields: None
     elif not sys.stderr.isatty():

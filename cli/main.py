@@ -1,4 +1,4 @@
-"""The ``autopipe`` command: the list of commands, each imported when it is called for."""
+"""The ``autopipe`` command: the list of commands, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .terminal import Terminal
 
 # command -> (module, its one-line help): `autopipe --help` imports none of them
 COMMANDS: dict[str, tuple[str, str]] = {
-    "profile": ("planning", "Measure what each part of a model costs."),
-    "plan": ("planning", "Cut the model into stages, one or more ranks each."),
+    "profile": ("planning", "Measure the cost of each part of a model."),
+    "plan": ("planning", "Cut the model into stages, each on one or more ranks."),
     "generate": ("planning", "Write the stages as readable Python files."),
-    "simulate": ("planning", "Play the plan through without running it."),
+    "simulate": ("planning", "Simulate the plan without running it."),
     "check": ("running", "Compare the plan with plain training, parameter by parameter."),
-    "train": ("running", "Train; does every step that is missing or stale first."),
-    "eval": ("running", "Evaluate a run on held-out data, in its stages."),
-    "export": ("running", "Write a run's weights as one file for the untouched model."),
+    "train": ("running", "Train, after every step that is missing or stale."),
+    "eval": ("running", "Evaluate a run on held-out data, in stages."),
+    "export": ("running", "Write a run's weights as one file for the unmodified model."),
     "plain": ("plain", "Write the plain loop as a script that imports no autopipe."),
-    "doctor": ("doctor", "Look at this machine: versions, devices, memory, disk, gloo."),
+    "doctor": ("doctor", "Examine this machine: versions, devices, memory, disk, gloo."),
 }
 
-# \b keeps click from joining the lines
+# \b stops click from joining the lines
 HELP = """Train an existing PyTorch model, unchanged, in pipeline stages, and prove that it is the same training.
 
 \b
   autopipe train model.py --gpus 2      every step at once
   autopipe check model.py --gpus 2      is it the same as plain training?
-  autopipe export -o model.safetensors  one file for the untouched model
+  autopipe export -o model.safetensors  one file for the unmodified model
 """
 
 
@@ -47,20 +47,20 @@ class Commands(click.Group):
     """A group that imports a command's module when the command is called, and turns failures into exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of the work."""
+        """Return the names in the order of use."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command."""
         if cmd_name not in COMMANDS:
             return None
-        # not relative: mypy and the tests know this folder as cli, its users as autopipe.cli
+        # not relative: mypy and the tests import this folder as cli, users as autopipe.cli
         module = importlib.import_module(f"{__package__}.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name + "_command")
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find the command; an unknown one is answered with the nearest."""
+        """Find the command. Raises: click.UsageError for an unknown one, with the nearest name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(unknown_choice("command", args[0], COMMANDS), ctx)
         if args and args[0] in COMMANDS:
@@ -123,27 +123,27 @@ def main() -> None:
 
 
 def open_streams() -> None:
-    """Open what the caller has closed of standard input, output and error: onto nothing.
+    """Open /dev/null for each of standard input, output and error that the caller has closed.
 
-    Else the next file or socket would take its number, and get what is printed.
+    Otherwise the next file or socket would get its descriptor, and the text that is printed.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", closefd=False))
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once: to take torch apart takes a second or more, in which a run seems to hang at its end."""
+    """End the process at once: torch needs a second or more to shut down, during which a finished run seems to hang."""
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
             stream.flush()
-    # the folder of the fork server's socket, which multiprocessing takes away at an ordinary end only
+    # the folder of the fork server's socket: multiprocessing removes it at a normal exit only
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]  # no public way
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the settings that they make."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Option(click.Option):
     """An option whose variable is ``AUTOPIPE_<COMMAND>_<NAME>``, or ``AUTOPIPE_<NAME>`` for every command."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """Look for the command's own variable first."""
+        """Return the value of the command's own variable, else of the shared one."""
         import os
 
-        found = super().resolve_envvar_value(ctx)
-        return found if found is not None else os.environ.get(f"AUTOPIPE_{(self.name or '').upper()}") or None
+        own = super().resolve_envvar_value(ctx)
+        return own if own is not None else os.environ.get(f"AUTOPIPE_{(self.name or '').upper()}") or None
 
 
 option = functools.partial(click.option, cls=Option)
@@ -37,7 +37,7 @@ def _set_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     terminal = ctx.ensure_object(Terminal)
     terminal.json = bool(value)
     if terminal.json:
-        terminal.reserve()  # before code of the user's is imported
+        terminal.reserve()  # before the user's code is imported
 
 
 def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -64,23 +64,36 @@ def verbosity(function: Function) -> Function:
     """Add -v, -q and --debug."""
     return _apply(
         function,
-        option("-v", "--verbose", count=True, expose_value=False, callback=_add_verbosity(1), help="Say more."),
+        option(
+            "-v",
+            "--verbose",
+            count=True,
+            expose_value=False,
+            callback=_add_verbosity(1),
+            help="Verbose output; repeat for more.",
+        ),
         option(
             "-q",
             "--quiet",
             count=True,
             expose_value=False,
             callback=_add_verbosity(-1),
-            help="Say only results and errors.",
+            help="Print only results and errors.",
         ),
-        option("--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Errors with their traceback."),
+        option(
+            "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Print the traceback of an error."
+        ),
     )
 
 
 def output(function: Function) -> Function:
-    """Add --json and what ``verbosity`` adds; the function takes the ``Terminal`` first."""
+    """Add --json and the options of ``verbosity``; the function takes the ``Terminal`` as its first argument."""
     with_json = option(
-        "--json", is_flag=True, expose_value=False, callback=_set_json, help="One JSON document on stdout, no tables."
+        "--json",
+        is_flag=True,
+        expose_value=False,
+        callback=_set_json,
+        help="Print one JSON document on stdout instead of tables.",
     )
     return _apply(click.pass_obj(function), with_json, verbosity)  # type: ignore[return-value]  # same function, wrapped
 
@@ -90,110 +103,125 @@ work_dir = option(
     type=click.Path(file_okay=False, path_type=Path),
     default=WORK_DIRECTORY,
     show_default=True,
-    help="Where the artifacts are.",
+    help="Directory of the artifacts.",
 )
 
 model_options: tuple[Callable[[Any], Any], ...] = (
     option("--arg", type=types.PAIR, multiple=True, help="Argument of the model, name=value. Repeatable."),
-    option("--input", "input", multiple=True, help='A made-up input, such as "x:i64[8,128]<1000". Repeatable.'),
-    option("--loss", metavar="TARGET", help="(output, target) -> scalar, such as torch.nn:CrossEntropyLoss."),
-    option("--data", metavar="TARGET", help="Training data, instead of the file's `data`."),
-    option("--eval-data", metavar="TARGET", help="Held-out data, instead of the file's `evaluate_data`."),
-    option("--optimizer", metavar="NAME|TARGET", help="Such as adamw, or a function of the named parameters."),
-    option("--after-step", metavar="TARGET", help="(named_parameters, step), called behind each optimizer step."),
+    option("--input", "input", multiple=True, help='A synthetic input, e.g. "x:i64[8,128]<1000". Repeatable.'),
+    option("--loss", metavar="TARGET", help="(output, target) -> scalar, e.g. torch.nn:CrossEntropyLoss."),
+    option("--data", metavar="TARGET", help="Training data that replaces the file's `data`."),
+    option("--eval-data", metavar="TARGET", help="Held-out data that replaces the file's `evaluate_data`."),
+    option("--optimizer", metavar="NAME|TARGET", help="A name, e.g. adamw, or a function of the named parameters."),
+    option("--after-step", metavar="TARGET", help="(named_parameters, step), called after each optimizer step."),
     option(
         "--lr", type=types.NUMBER, metavar="RATE", help="Learning rate. [default: the optimizer's own; 1e-3 for AdamW]"
     ),
     option(
         "--precision",
         type=types.one_of("precision", *table.CHOICES["precision"]),
-        help="Of forward and loss: bf16 and fp16 run under autocast, fp16 with loss scaling. [default: fp32]",
+        help="Precision of forward and loss: bf16 and fp16 run under autocast, fp16 with loss scaling. [default: fp32]",
     ),
     option(
         "--seed",
         type=types.SEED,
         metavar="N",
-        help="Of the initial weights and of every random operation. [default: 0]",
+        help="Seed of the initial weights and of every random operation. [default: 0]",
     ),
 )
 profile_options: tuple[Callable[[Any], Any], ...] = (
-    option("--device", type=types.one_of("device", *table.CHOICES["device"]), help="What to run on. [default: auto]"),
-    option("--microbatch-sizes", type=types.SIZES, help="Sizes to measure. [default: 1,2,4,8]"),
-    option("--threads-per-rank", type=types.COUNT, help="Of each rank on a CPU. [default: 1]"),
-    option("--allow-data-dependent", is_flag=True, help="Accept branches that depend on the data, as first taken."),
+    option(
+        "--device", type=types.one_of("device", *table.CHOICES["device"]), help="Device of the ranks. [default: auto]"
+    ),
+    option("--microbatch-sizes", type=types.SIZES, help="Microbatch sizes to measure. [default: 1,2,4,8]"),
+    option("--threads-per-rank", type=types.COUNT, help="Threads of each rank on a CPU. [default: 1]"),
+    option(
+        "--allow-data-dependent", is_flag=True, help="Accept branches that depend on the data, fixed as first taken."
+    ),
     option(
         "--opaque",
         metavar="auto|never|MODULE",
-        help="Modules that run as they are, uncut, where their code cannot be one graph. MODULE: paths, separated by "
-        "commas, that do besides. [default: auto]",
+        help="Modules that run as the user's own code, uncut. auto: those that cannot be captured as one graph. "
+        "MODULE: "
+        "also these paths, separated by commas. [default: auto]",
     ),
-    option("--no-verify", is_flag=True, help="Skip the comparison of the captured model with the original."),
+    option("--no-verify", is_flag=True, help="Do not compare the captured model with the original."),
 )
 order_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--vertical-sync/--no-vertical-sync",
         default=None,
-        help="pipedream: every stage uses one version of the weights for a minibatch. [default: its own]",
+        help="pipedream: all stages use one version of the weights for a minibatch. [default: no]",
     ),
-    option("--stages-per-rank", type=types.COUNT, metavar="V", help="interleaved, zero-bubble: stages on each rank."),
+    option(
+        "--stages-per-rank",
+        type=types.COUNT,
+        metavar="V",
+        help="interleaved, zero-bubble: number of stages on each rank.",
+    ),
     option(
         "--warmup-depth",
         type=types.COUNT,
         metavar="D",
-        help="eager-1f1b, pipedream, 2bw: microbatches sent ahead, as a multiple of 1f1b's: more hide slow links.",
+        help="eager-1f1b, pipedream, 2bw: microbatches in flight, as a multiple of 1f1b's. More hide slow links.",
     ),
     option(
         "--schedule-file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Your own order, custom: a line a rank, cells such as 1F0 (stage, F, B, I or W, microbatch) and commas.",
+        help="Your own schedule: one line for each rank, with cells such as 1F0 (stage; F, B, I or W; microbatch) "
+        "separated "
+        "by commas.",
     ),
 )
 plan_options: tuple[Callable[[Any], Any], ...] = (
-    option("--gpus", type=types.RANKS, metavar="N", help="How many ranks; on a CPU, processes."),
-    option("--batch-size", type=types.COUNT, metavar="B", help="Samples of one optimizer step."),
-    option("--schedule", type=types.SCHEDULE, metavar="auto|NAME", help="Order of the work. [default: auto]"),
+    option("--gpus", type=types.RANKS, metavar="N", help="Number of ranks; on a CPU, processes."),
+    option("--batch-size", type=types.COUNT, metavar="B", help="Samples per optimizer step."),
+    option("--schedule", type=types.SCHEDULE, metavar="auto|NAME", help="Pipeline schedule. [default: auto]"),
     *order_options,
     option(
         "--cluster",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="File that describes devices and links.",
     ),
-    option("--gpu-memory", type=types.BYTES, metavar="SIZE", help="Of each device, such as 24GiB."),
-    option("--link", type=types.RATE, metavar="RATE", help="Between devices, such as 25Gbit/s."),
+    option("--gpu-memory", type=types.BYTES, metavar="SIZE", help="Memory per device, e.g. 24GiB."),
+    option("--link", type=types.RATE, metavar="RATE", help="Bandwidth between devices, e.g. 25Gbit/s."),
     option(
         "--device-name",
         metavar="NAME",
-        help="Plan for this device by its datasheet, such as H100-SXM: an estimate. A profile of a device with a "
-        "datasheet is scaled; of any other, a CPU for one, the operations and bytes of each node are priced.",
+        help="Plan for this device by its datasheet, e.g. H100-SXM: an estimate. A profile of a device with a "
+        "datasheet "
+        "is scaled; of any other device, such as a CPU, the times are computed from operations and bytes.",
     ),
     option(
         "--replicas",
         type=types.one_of("replicas setting", *table.CHOICES["replicas"]),
-        help="auto: the fastest plan, also with stages on several ranks, each with its share of the microbatches: "
-        "gradients are added up per replica first, in an order that check proves to the last bit, and BatchNorm's "
-        "running statistics are averaged. never: one rank a stage, to the last bit one process's training. "
-        "[default: auto; never where statistics would be averaged, and under --launcher env and slurm]",
+        help="auto: the fastest plan; a stage may run on several ranks, each with a share of the microbatches. "
+        "Gradients "
+        "are then summed per replica first, an order that check proves bit for bit, and BatchNorm's running statistics "
+        "are averaged. never: one rank per stage, bit for bit the training of one process. "
+        "[default: auto; never if statistics would be averaged, and under --launcher env and slurm]",
     ),
     option(
         "--ema",
         type=click.FloatRange(0, 1, max_open=True),
         metavar="DECAY",
         help="Keep averaged weights in float32: after each step average.lerp_(weight, 1 - DECAY), as torch's "
-        "AveragedModel does; buffers are the model's. 0: none. [default: none, or those of the run that goes on]",
+        "AveragedModel does. Buffers are the model's. 0: no averages. [default: 0, or as in the resumed run]",
     ),
-    option("--num-microbatches", type=types.COUNT, metavar="M", help="Parts of a minibatch."),
-    option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples of a part."),
+    option("--num-microbatches", type=types.COUNT, metavar="M", help="Microbatches per minibatch."),
+    option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples per microbatch."),
     option(
         "--recompute",
         type=types.one_of("recompute setting", *table.CHOICES["recompute"]),
-        help="Run forwards twice to save memory. [default: auto, where it does not fit without]",
+        help="Recompute forwards to save memory. auto: only if the plan does not fit otherwise. [default: auto]",
     ),
     option(
         "--exact-ties",
         type=types.one_of("setting of exact ties", *table.CHOICES["exact_ties"]),
-        help="always: the gradient of a tied parameter travels with every microbatch, in one process's order of sums, "
-        "however large it is. [default: auto, where it is small; else the stages' sums are added once a step]",
+        help="always: send the gradient of a tied parameter with every microbatch, which keeps one process's order of "
+        "sums at any size. auto: only if it is small; otherwise the stages' sums are added once per step. [default: "
+        "auto]",
     ),
 )
 
@@ -219,13 +247,13 @@ def planning(function: Function) -> Function:
 
 
 def shapes(function: Function) -> Function:
-    """Add the option of the commands whose ranks meet the data."""
+    """Add the option of the commands whose ranks read the data."""
     most = option(
         "--max-shapes",
         type=click.IntRange(min=0),
         default=MAX_SHAPES,
         show_default=True,
-        help="Further shapes of the batch, such as image sizes, for which stage code is made while training.",
+        help="Further shapes of the batch, such as image sizes, for which stage code is generated while training.",
     )
     return _apply(function, most)
 

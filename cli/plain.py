@@ -14,10 +14,17 @@ from .terminal import Terminal
 @click.command("plain")
 @click.argument("target", required=False)
 @options.option(
-    "-o", "--output", default=Path("loop.py"), show_default=True, type=click.Path(path_type=Path), help="The script."
+    "-o",
+    "--output",
+    default=Path("loop.py"),
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="The script to write.",
 )
-@options.option("--steps", type=types.COUNT, metavar="K", help="Steps. [default: those of the run, or 10]")
-@options.option("--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest norm. [default: no clipping]")
+@options.option("--steps", type=types.COUNT, metavar="K", help="Number of steps. [default: those of the run, or 10]")
+@options.option(
+    "--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest gradient norm. [default: no clipping]"
+)
 @options.planning
 @options.shapes
 @options.output
@@ -26,7 +33,7 @@ def plain_command(
 ) -> None:
     """Write the plain loop as a script that imports no autopipe: data order, seeds, masks, microbatches.
 
-    TARGET is a model, with the options of `train`; or the directory of a run, whose settings and steps it takes.
+    TARGET is a model, with the options of `train`, or the directory of a run, whose settings and steps are used.
     `python loop.py model.safetensors` trains and compares with exported weights. The model file is code, and it is run.
     """
     run = Path(target) if target is not None and (Path(target) / "job.json").is_file() else None

@@ -1,4 +1,4 @@
-"""profile, plan, generate, simulate: the commands that run no ranks."""
+"""``autopipe profile``, ``plan``, ``generate`` and ``simulate``: the commands that run no ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 @options.option(
     "--estimate",
     is_flag=True,
-    help="Time nothing and make no weights: count operations and bytes, for plan --device-name. Also for models that "
-    "are larger than this machine's memory.",
+    help="Count operations and bytes for plan --device-name; time nothing and allocate no weights. Works for models "
+    "that "
+    "exceed this machine's memory.",
 )
 @options.profiling
 @options.output
 def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool, **given: Any) -> None:
-    """Measure what each part of the model TARGET costs -> profile.json.
+    """Measure the cost of each part of the model TARGET -> profile.json.
 
     TARGET is path/to/file.py[:ATTR] or package.module[:ATTR]. The file is code, and it is run. A model whose weights
-    do not fit this machine's memory is refused with its size before they are made; --estimate takes it.
+    exceed this machine's memory is refused, with its size, before they are allocated; use --estimate.
     """
     from autopipe.commands.calibration.links import measure as measure_links
     from autopipe.report import estimates, plans, tables
@@ -68,11 +69,16 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
 @options.option(
     "--cost-model",
     type=types.one_of("cost model", "autopipe", "pipedream"),
-    help="For --from-pipedream: our own costs, or PipeDream's formulas. [default: autopipe]",
+    help="For --from-pipedream: autopipe's costs, or PipeDream's formulas. [default: autopipe]",
 )
-@options.option("--sweep-gpus", type=types.SIZES, metavar="N,N,...", help="Step time and cost for each; no plan.json.")
 @options.option(
-    "--explain", is_flag=True, help="Say why each cut is there, what limits the plan, and what came second."
+    "--sweep-gpus",
+    type=types.SIZES,
+    metavar="N,N,...",
+    help="Predict step time and cost for each number; writes no plan.json.",
+)
+@options.option(
+    "--explain", is_flag=True, help="Print the reason for each cut, the bottleneck, and the second best plan."
 )
 @options.output
 def plan_command(
@@ -86,10 +92,10 @@ def plan_command(
 ) -> None:
     """Cut the model into stages for N ranks -> plan.json.
 
-    TARGET's file is code, and it is run. Without TARGET, the stored profile is planned on, and no model file is read:
-    also for devices that are not here (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With --device-name, or a
-    datasheet in the cluster file, times are estimated for that device, also from a profile taken on a CPU. With
-    --from-pipedream, a profile in PipeDream's format; nothing is written then, nor with --sweep-gpus.
+    TARGET's file is code, and it is run. Without TARGET, the plan is made from the stored profile and no model file is
+    read, which also works for devices of other machines (--gpus 512 --gpu-memory 80GiB --link 400Gbit/s). With
+    --device-name, or a datasheet in the cluster file, times are estimated for that device, even from a profile taken on
+    a CPU. --from-pipedream plans a profile in PipeDream's format. It writes nothing, and neither does --sweep-gpus.
     """
     from autopipe.commands.planning.request import request_of
 
@@ -111,7 +117,7 @@ def plan_command(
         result = options.pipeline(target, given).plan(explain=explain, on_progress=progress)
     _show(terminal, result)
     if request_of(settings).of_other_devices:
-        terminal.next("autopipe simulate", "where such devices are, autopipe train", work_dir=settings.work_dir)
+        terminal.next("autopipe simulate", "on a machine with such devices, autopipe train", work_dir=settings.work_dir)
     else:
         terminal.next("autopipe check", "autopipe train", work_dir=settings.work_dir)
 
@@ -143,7 +149,7 @@ def _sweep(terminal: Terminal, settings: PlanSettings, counts: tuple[int, ...]) 
     terminal.document("plan", documents.scaling(result))
 
 
-# what --from-pipedream reads: of the output, of the machine, and with our own costs of the schedule
+# the options that --from-pipedream uses: its own, those of the output, and with autopipe's costs those of the schedule
 _OF_FOREIGN = ("from_pipedream", "cost_model", "gpus", "cluster", "gpu_memory", "link", "replicas", "work_dir")
 _OF_OUTPUT = ("json", "verbose", "quiet", "debug")
 _OF_OUR_COSTS = (
@@ -153,7 +159,7 @@ _OF_OUR_COSTS = (
 
 
 def _refuse_without_effect(cost_model: str) -> None:
-    """Refuse what was typed and would change nothing; a settings file may hold it for other commands."""
+    """Refuse options that were typed and have no effect; a settings file may hold them for other commands."""
     context = click.get_current_context()
     ours = cost_model == "autopipe"
     known = _OF_FOREIGN + _OF_OUTPUT + (_OF_OUR_COSTS if ours else ())
@@ -174,14 +180,14 @@ def _plan_pipedream(terminal: Terminal, settings: PlanSettings, path: Path, cost
     from autopipe.report import plans
 
     if cost_model == "pipedream":
-        found = foreign.plan_layers_with_their_formulas(settings, path)
-        terminal.notes(found.notes)
-        terminal.table(*plans.layer_plan(found))
-        terminal.document("plan", documents.layer_plan(found))
+        result = foreign.plan_layers_with_their_formulas(settings, path)
+        terminal.notes(result.notes)
+        terminal.table(*plans.layer_plan(result))
+        terminal.document("plan", documents.layer_plan(result))
         return
     with terminal.progress() as progress:
-        result = foreign.plan_layers_with_our_costs(settings, path, progress, explained=explain)
-    _show(terminal, result)
+        plan = foreign.plan_layers_with_our_costs(settings, path, progress, explained=explain)
+    _show(terminal, plan)
 
 
 @click.command("generate")
@@ -190,7 +196,7 @@ def _plan_pipedream(terminal: Terminal, settings: PlanSettings, path: Path, cost
 def generate_command(terminal: Terminal, work_dir: Path) -> None:
     """Write the stages of the stored plan as Python files -> stages/stage_0.py, ...
 
-    What is written is what runs. The model file is code, and it is run.
+    These files are the code that runs. The model file is code, and it is run.
     """
     with terminal.progress() as progress:
         result = Pipeline(work_dir=work_dir).generate(on_progress=progress)
@@ -201,23 +207,23 @@ def generate_command(terminal: Terminal, work_dir: Path) -> None:
 
 
 @click.command("simulate")
-@options.option("--schedule", type=types.SCHEDULE, metavar="NAME", help="Another schedule than the plan's.")
+@options.option("--schedule", type=types.SCHEDULE, metavar="NAME", help="Simulate this schedule instead of the plan's.")
 @options.ordering
 @options.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also write the timeline as JSON that ui.perfetto.dev and chrome://tracing open.",
+    help="Also write the timeline as JSON for ui.perfetto.dev and chrome://tracing.",
 )
 @options.work_dir
 @options.output
 def simulate_command(
     terminal: Terminal, schedule: str | None, trace: Path | None, work_dir: Path, **given: Any
 ) -> None:
-    """Play the stored plan through, without running the model -> timeline.json.
+    """Simulate the stored plan without running the model -> timeline.json.
 
-    The timeline is of one minibatch, with the peak bytes of each rank. Where steps overlap (pipedream, 2bw) that is the
-    first one alone, and the step that is printed is one of the steady state behind it.
+    The timeline is of one minibatch, with the peak bytes of each rank. If steps overlap (pipedream, 2bw), it is the
+    first minibatch alone, and the printed step time is that of the steady state.
     """
     from autopipe.report import tables
 
@@ -231,7 +237,7 @@ def simulate_command(
     else:
         terminal.say(f"wrote {result.path} (--trace FILE writes it for ui.perfetto.dev as well)")
     if result.misfit:
-        anew = f"autopipe plan {result.reordered}".rstrip()
-        terminal.say(f"next: {anew}, with the --gpus and the memory of this plan")
+        command = f"autopipe plan {result.reordered}".rstrip()
+        terminal.say(f"next: {command}, with the --gpus and the memory of this plan")
     else:
         terminal.next(f"autopipe train {result.reordered}".rstrip(), work_dir=work_dir)

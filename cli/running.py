@@ -1,4 +1,4 @@
-"""check, train, eval, export: the commands that run ranks, or use what a run left."""
+"""``autopipe check``, ``train``, ``eval`` and ``export``: the commands that run ranks or use a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .terminal import Terminal
 LOADING = {
     "safetensors": 'model.load_state_dict(safetensors.torch.load_file("{path}"))',
     "pt": 'model.load_state_dict(torch.load("{path}", weights_only=True))',
-    "hf": 'from_pretrained("{path}") of transformers, once the config.json of the model lies there too',
+    "hf": 'from_pretrained("{path}") of transformers, once the config.json of the model is in the folder',
     "dcp": 'torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id="{path}")',
 }
 named_again = (
-    options.option("--target", metavar="TARGET", help="The model, named again: where the run is not your own."),
+    options.option("--target", metavar="TARGET", help="The model, named again; needed if the run is not your own."),
     options.option("--arg", type=types.PAIR, multiple=True, help="Argument of --target, name=value. Repeatable."),
 )
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
@@ -34,22 +34,24 @@ run_argument = click.argument("run", required=False, type=click.Path(file_okay=F
 @click.argument("target", required=False)
 @options.planning
 @options.shapes
-@options.option("--steps", type=types.COUNT, default=2, show_default=True, metavar="K", help="Optimizer steps.")
-@options.option("--full-batch", is_flag=True, help="Compare every parameter with one step of the whole batch as well.")
-@options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest norm.")
+@options.option(
+    "--steps", type=types.COUNT, default=2, show_default=True, metavar="K", help="Optimizer steps to compare."
+)
+@options.option("--full-batch", is_flag=True, help="Also compare every parameter with one step of the full batch.")
+@options.option("--clip-grad-norm", type=types.NUMBER, default=0.0, metavar="X", help="Largest gradient norm.")
 @options.output
 def check_command(
     terminal: Terminal, target: str | None, steps: int, full_batch: bool, clip_grad_norm: float, **given: Any
 ) -> int:
     """Train a few steps plainly and in stages, and compare every parameter.
 
-    Exit code 1 where they are not equal. On a CPU in float32 equal means to the last bit; replicas and large tied
-    parameters add up in another order than one process, and the plain loop then adds in that order. With bf16 or fp16,
-    or on a GPU, a tensor may differ by 1e-6 of its largest value, or by what adding the microbatches up in reverse
-    changes: 4 times for the tensor itself, 16 times for the median tensor.
+    The exit code is 1 if they are not equal. On a CPU in float32, equal means bit for bit. Replicas and large tied
+    parameters sum gradients in a different order than one process; the plain loop then uses that order. With bf16 or
+    fp16, or on a GPU, a tensor may differ by 1e-6 of its largest value, or by a multiple of the change that summing the
+    microbatches in reverse order makes: 4 times for the tensor itself, 16 times for the median tensor.
 
-    The plain loop runs the same microbatches; by how much the gradient of the whole batch differs from theirs is
-    reported beside it. The model file is code, and it is run.
+    The plain loop runs the same microbatches. The report also says how much their gradient differs from that of the
+    full batch. The model file is code, and it is run.
     """
     from autopipe.report import tables
 
@@ -65,10 +67,10 @@ def check_command(
 
 
 class Resuming(click.Command):
-    """A command whose ``--resume`` may stand alone: then it means the newest checkpoint, whatever follows it."""
+    """A command whose ``--resume`` may have no value, which means the newest checkpoint."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give a lone ``--resume`` its value before click takes the next word for it."""
+        """Add the value of a lone ``--resume``, so that click does not take the next word for it."""
         end = args.index("--") if "--" in args else len(args)
         words = list(args)
         for index in range(end):
@@ -83,21 +85,25 @@ class Resuming(click.Command):
 @options.shapes
 @options.option("--steps", type=types.COUNT, metavar="K", help="Optimizer steps.")
 @options.option("--epochs", type=types.COUNT, metavar="E", help="Passes over the data. [default: 1]")
-@options.option("--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest norm. [default: no clipping]")
+@options.option(
+    "--clip-grad-norm", type=types.NUMBER, metavar="X", help="Largest gradient norm. [default: no clipping]"
+)
 @options.option(
     "--checkpoint-every",
     type=click.IntRange(min=0),
     metavar="K",
-    help="Steps; 0: at the end only. [default: about every 10 minutes, as the plan predicts]",
+    help="Steps between checkpoints; 0: at the end only. [default: about 10 minutes by the plan's prediction]",
 )
-@options.option("--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps; 0: never.")
+@options.option(
+    "--eval-every", type=click.IntRange(min=0), default=0, metavar="K", help="Steps between evaluations; 0: never."
+)
 @options.option(
     "--audit-every",
     type=types.AUDITS,
     default="auto",
     show_default=True,
     metavar="K|auto|0",
-    help="Compare a step with plain training from the run's own weights every K steps, in another process; auto: as "
+    help="Every K steps, compare one step with plain training from the run's own weights, in another process. auto: as "
     "often as costs at most 0.5 % of the time; 0: never.",
 )
 @options.option(
@@ -106,60 +112,61 @@ class Resuming(click.Command):
     show_default=True,
     help="Compare the first steps of a new plan with plain training, and probe its optimizer.",
 )
-@options.option("--deferred-batch-norm", is_flag=True, help="Update running statistics once a minibatch.")
-@options.option("--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="0 keeps all.")
+@options.option("--deferred-batch-norm", is_flag=True, help="Update BatchNorm's running statistics once per minibatch.")
+@options.option(
+    "--keep-checkpoints", type=click.IntRange(min=0), default=3, show_default=True, help="Number to keep; 0: all."
+)
 @options.option(
     "--resume",
     type=types.RESUME,
     metavar="[STEP]",
-    help="Go on from a checkpoint; without STEP from the newest. Options that are left out are as the run had them.",
+    help="Resume from a checkpoint; without STEP, the newest. Options that are not given are those of the run.",
 )
 @options.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Go on from the last checkpoint, up to N times, after a rank has failed. [default: 0; 3 with --elastic]",
+    help="After a rank failed, resume from the last checkpoint, up to N times. [default: 0; 3 with --elastic]",
 )
-@options.option("--elastic", is_flag=True, help="Go on with the ranks that are left, under a new plan.")
+@options.option("--elastic", is_flag=True, help="After a failure, continue on the remaining ranks with a new plan.")
 @options.option(
     "--on-nonfinite",
     type=types.one_of("policy", *table.CHOICES["on_nonfinite"]),
     default="stop",
     show_default=True,
-    help="What a loss of NaN or infinity leads to; skip: every rank leaves the step out.",
+    help="Reaction to a NaN or infinite loss or gradient; skip: no rank takes the step.",
 )
 @options.option(
     "--init-from",
     type=click.Path(exists=True, path_type=Path),
     metavar="PATH",
-    help="Weights to start from: .safetensors, a state_dict (.pt), a Hugging Face folder, a checkpoint. Each rank "
-    "reads its own part. Left alone by --resume.",
+    help="Initial weights: .safetensors, a state_dict (.pt), a Hugging Face folder, or a checkpoint. Each rank reads "
+    "its "
+    "own part. Ignored with --resume.",
 )
-@options.option("--trust", is_flag=True, help="Read --init-from also where its format can run code (torch DCP).")
+@options.option("--trust", is_flag=True, help="Read --init-from even if its format can run code (torch DCP).")
 @options.option(
     "--data-reader",
     type=types.one_of("reader", *DATA_READERS),
     default="auto",
     show_default=True,
-    help="Who reads the data: each rank for itself, or one (rank 0) for all; auto: each, where the data repeats.",
+    help="The reader of the data: each rank, or one (rank 0) for all ranks; auto: each if the data repeats.",
 )
-@options.option(
-    "--allow-other-data", is_flag=True, help="Let --resume go on although the data is not what the run had read."
-)
+@options.option("--allow-other-data", is_flag=True, help="Let --resume continue with other data than the run has read.")
 @launching.launching
-@options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is kept.")
-@options.option("--timeline", is_flag=True, help="Record what each rank did when.")
-@options.option("--measure-memory", is_flag=True, help="Measure what each stage holds at most; slows ranks down.")
+@options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Directory of the run.")
+@options.option("--timeline", is_flag=True, help="Record the timeline of every rank.")
+@options.option("--measure-memory", is_flag=True, help="Measure the peak memory of each stage; slows the ranks down.")
 @options.output
 def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
-    """Train in stages. Every step that is missing or stale is done first, and said.
+    """Train in stages, after every step that is missing or stale.
 
-    Without TARGET, the stored plan. The model file is code, and it is run.
+    Without TARGET, the stored plan is used. The model file is code, and it is run.
     """
     options.refuse_exclusive(given)
     given_options = options.of(table.TrainOptions, given)
     settings = table.train_settings(target, given_options, launch=launching.settings(given))
-    if LAUNCHERS[settings.launch.name].load is None:  # the command starts again elsewhere
+    if LAUNCHERS[settings.launch.name].load is None:  # the command runs again elsewhere
         return submitting.start(terminal, settings, dict(given["slurm_option"]))
     from autopipe.commands.training import together
     from autopipe.commands.training.placement import placed, rehearse
@@ -190,12 +197,12 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
 @click.command("eval")
 @run_argument
-@options.option("--batch-size", type=types.COUNT, metavar="B", help="Samples at a time.")
-@options.option("--eval-data", metavar="TARGET", help="Data, instead of the file's `evaluate_data`.")
+@options.option("--batch-size", type=types.COUNT, metavar="B", help="Samples per batch.")
+@options.option("--eval-data", metavar="TARGET", help="Held-out data that replaces the file's `evaluate_data`.")
 @options.option("--ema", "averaged", is_flag=True, help="Evaluate the averaged weights of `train --ema`.")
 @named_again[0]
 @named_again[1]
-@options.option("--loss", metavar="TARGET", help="Loss of --target, instead of the file's `loss`.")
+@options.option("--loss", metavar="TARGET", help="Loss of --target that replaces the file's `loss`.")
 @options.work_dir
 @options.output
 def eval_command(
@@ -209,7 +216,7 @@ def eval_command(
 ) -> None:
     """Evaluate RUN (default: the newest) on held-out data, from its newest checkpoint.
 
-    The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
+    The model file of the run is code. It is run if you have named it on this machine, unchanged since, or name it now.
     """
     from autopipe.report import tables
 
@@ -230,14 +237,14 @@ def eval_command(
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="The file; .safetensors or .pt says the format. A name without ending is a folder, of torch's DCP.",
+    help="The file; .safetensors or .pt selects the format. A name without a suffix is a folder in torch's DCP format.",
 )
 @options.option(
     "--format",
     type=types.one_of("format", *EXPORT_FORMATS),
-    help="hf: a folder of safetensors with an index, as Hugging Face has it. [default: by the name]",
+    help="hf: a folder of safetensors files with an index, as Hugging Face uses. [default: by the name]",
 )
-@options.option("--step", type=click.IntRange(min=0), help="Of the checkpoint. [default: the newest]")
+@options.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. [default: the newest]")
 @options.option("--ema", "averaged", is_flag=True, help="Write the averaged weights of `train --ema`.")
 @named_again[0]
 @named_again[1]
@@ -255,10 +262,10 @@ def export_command(
 ) -> None:
     """Write the weights of RUN (default: the newest) as one file, or as a folder.
 
-    The untouched model loads it with strict=True. It counts the names of the state_dict: two for a tied weight, none
-    for a buffer that is not saved; `check` counts each tensor once.
+    The unmodified model loads it with strict=True. The reported count is of the names of the state_dict: two for a tied
+    weight, and not one for a buffer that is not saved; `check` counts each tensor once.
 
-    The model file of the run is code, and it is run where you have named it before, unchanged, or name it now.
+    The model file of the run is code. It is run if you have named it on this machine, unchanged since, or name it now.
     """
     from autopipe.report import tables
 

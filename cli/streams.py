@@ -1,4 +1,4 @@
-"""Standard output reserved for one JSON document: everything else that is written there goes to standard error."""
+"""Standard output reserved for one JSON document: all other output to it goes to standard error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _STDOUT, _STDERR = 1, 2
 
 
 class ReservedOutput:
-    """Takes standard output from everybody else until ``release``. ``stream``: where the document is written.
+    """Redirects standard output to standard error until ``release``, except for ``stream``, which takes the document.
 
-    Code of the user's prints when it is imported, when it builds the model, and in every forward; extensions in C write
-    to file descriptor 1 without asking Python. So the descriptor itself is redirected, and processes that are started
-    meanwhile inherit it. Where ``sys.stdout`` is another stream than that descriptor (a test), only that stream is
-    replaced.
+    The user's code prints when it is imported, when it builds the model, and in every forward; C extensions write to
+    file descriptor 1 directly. So the descriptor itself is redirected, and child processes inherit it. If
+    ``sys.stdout`` does not write to that descriptor, as in tests, only the Python stream is replaced.
     """
 
     def __init__(self) -> None:
@@ -31,17 +30,19 @@ class ReservedOutput:
             self.stream = os.fdopen(os.dup(_STDOUT), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
             os.dup2(_STDERR, _STDOUT)
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(line_buffering=True)  # prints keep their place between the lines of stderr
+                sys.stdout.reconfigure(line_buffering=True)  # keep the order of prints among the lines of stderr
         else:
             sys.stdout = sys.stderr
 
     def release(self) -> None:
-        """Give standard output back."""
+        """End the redirection."""
         if self._descriptor >= 0:
             self._before.flush()
             with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).fflush(None)  # what C code has printed and not written yet
-            with contextlib.suppress(OSError):  # its reader may be gone, which was said when the document was written
+                ctypes.CDLL(None).fflush(None)  # flush the buffer of C code
+            with contextlib.suppress(
+                OSError
+            ):  # its reader may be gone, which was reported when the document was written
                 self.stream.close()
             os.dup2(self._descriptor, _STDOUT)
             os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""Launchers that start this command again elsewhere: into SLURM's queue, in its allocation, or on a Ray cluster."""
+"""The launchers that run this command again elsewhere: in SLURM's queue, in an allocation, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str]) -> int:
-    """Start the run, and return the exit code; in an allocation, become the command that starts the ranks."""
+    """Start the run and return the exit code; in an allocation, exec the command that starts the ranks."""
     from autopipe.commands.training import submission
 
     words = submission.Words.of(terminal.typed)
@@ -31,12 +31,12 @@ def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str
         return submission.on_ray(settings, words, lambda name, line: click.echo(line, streams[name], nl=False))
     if inside:
         command = submission.srun(settings, words)
-        terminal.release()  # the command itself reserves it
+        terminal.release()  # the new command reserves it
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execv(submission.program(command[0]), command)  # noqa: S606  # no shell is wanted
-    found = submission.submit(settings, words, options)
-    terminal.table(f"job {found.job} is in the queue", f"script: {found.script}", f"output: {found.output}")
-    terminal.document("train", {"submitted": dataclasses.asdict(found)})
-    terminal.next(f"squeue --job {found.job}")
+        os.execv(submission.program(command[0]), command)  # noqa: S606  # no shell is needed
+    job = submission.submit(settings, words, options)
+    terminal.table(f"job {job.job} is in the queue", f"script: {job.script}", f"output: {job.output}")
+    terminal.document("train", {"submitted": dataclasses.asdict(job)})
+    terminal.next(f"squeue --job {job.job}")
     return 0

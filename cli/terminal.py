@@ -1,4 +1,4 @@
-"""``Terminal``: what a command says, and where. Tables, or else the one JSON document, go to stdout; the rest not."""
+"""``Terminal``: the output of a command. Tables, or the one JSON document, go to stdout; all else goes to stderr."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _NARROWEST = 40  # columns; a narrower terminal breaks lines itself
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr. One that cannot take it (its disk is full) ends nothing.
+    """Write a line to stderr. If it cannot be written, as on a full disk, it is dropped.
 
-    Raises: BrokenPipeError where the reader has gone.
+    Raises: BrokenPipeError if the reader has gone.
     """
     try:
         click.echo(text, err=True)
@@ -46,9 +46,9 @@ def tell(text: str) -> None:
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """Return text with each line wrapped at the width of the terminal; as it is where the stream is no terminal.
+    """Return text with each line wrapped at the width of the terminal; unchanged if the stream is not a terminal.
 
-    A wrapped line goes on two columns further in. Words (paths, names) are never broken.
+    Continuation lines are indented by two more columns. Words (paths, names) are never broken.
     """
     if not stream.isatty():
         return text
@@ -65,7 +65,7 @@ def _parts(line: str, width: int) -> list[str]:
 
 @contextlib.contextmanager
 def _standard_output(stream: TextIO) -> Iterator[None]:
-    """Say that it is standard output that cannot be written. Raises: RunError; BrokenPipeError as it is."""
+    """Turn an OSError into a RunError that names standard output. A BrokenPipeError passes."""
     try:
         yield
         stream.flush()
@@ -80,13 +80,13 @@ def _standard_output(stream: TextIO) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Subjects:
-    """Says a line for each new thing that is done; what stands behind a colon is left out."""
+    """Prints a line for each new activity, without the details behind its colon."""
 
     say: Callable[[str], None]
     last: str = ""
 
     def __call__(self, what: str, fraction: float) -> None:
-        """Take progress."""
+        """Print the activity if it is new."""
         subject = what.partition(":")[0]
         if subject != self.last and fraction < 1:
             self.last = subject
@@ -95,37 +95,33 @@ class Subjects:
 
 @dataclass(slots=True)
 class Terminal:
-    """One invocation's output. ``verbosity``: -1 quiet, 0 normal, 1 and 2 with the library's log.
-
-    ``command``: which one runs, "" until that is known. ``typed``: the words behind the program's name.
-    ``reserved``: standard output, where only the JSON document may be written.
-    """
+    """The output of one invocation."""
 
     json: bool = False
-    verbosity: int = 0
+    verbosity: int = 0  # -1: quiet; 0: normal; 1 and 2: with the library's log
     debug: bool = False
-    command: str = ""
-    typed: tuple[str, ...] = ()
-    reserved: ReservedOutput | None = None
+    command: str = ""  # the command that runs; "" until it is known
+    typed: tuple[str, ...] = ()  # the words after the program's name
+    reserved: ReservedOutput | None = None  # standard output while only the JSON document may be written to it
 
     @property
     def output(self) -> TextIO:
-        """Standard output, also while it is reserved."""
+        """Standard output, even while it is reserved."""
         return self.reserved.stream if self.reserved is not None else sys.stdout
 
     def reserve(self) -> None:
-        """Keep standard output for the JSON document: from now on, whatever else prints there prints to stderr."""
+        """Reserve standard output for the JSON document: from now on, all other output to it goes to stderr."""
         if self.reserved is None:
             self.reserved = ReservedOutput()
 
     def release(self) -> None:
-        """Give standard output back to everybody."""
+        """End the reservation of standard output."""
         if self.reserved is not None:
             self.reserved.release()
             self.reserved = None
 
     def table(self, *renderables: RenderableType) -> None:
-        """Print for people on stdout; nothing with ``--json``."""
+        """Print tables and lines on stdout; nothing with ``--json``."""
         if not self.json:
             console = self.console(stderr=False)
             with _standard_output(sys.stdout):
@@ -136,31 +132,31 @@ class Terminal:
                         console.print(renderable)
 
     def document(self, command: str, fields: Mapping[str, Any]) -> None:
-        """Print the one JSON document, where it was asked for."""
+        """Print the JSON document if ``--json`` is given."""
         if self.json:
             document = {"schema_version": SCHEMA_VERSION, "command": command, **fields}
             with _standard_output(self.output):
                 click.echo(json.dumps(plain(document), indent=1), self.output)
 
     def say(self, text: str) -> None:
-        """Say something on stderr, unless quiet."""
+        """Print a line on stderr, unless quiet."""
         if self.verbosity >= 0:
             tell(text)
 
     def notes(self, notes: tuple[str, ...], warnings: tuple[str, ...] = ()) -> None:
-        """Say what was done, and what is to know. Warnings are said even when quiet."""
+        """Print notes, and warnings even with --quiet."""
         for note in notes:
             self.say(wrapped(f"  {note}", sys.stderr))
         for warning in warnings:
             tell(wrapped(f"warning: {warning}", sys.stderr))
 
     def next(self, *commands: str, work_dir: Path = WORK_DIRECTORY) -> None:
-        """Say what to run next; a work directory that is not the usual one is part of it."""
+        """Print the next command, with the work directory if it is not the default."""
         more = "" if work_dir == WORK_DIRECTORY else f" --work-dir {shlex.quote(str(work_dir))}"
         self.say(f"next: {', then '.join(command + more for command in commands)}")
 
     def start_log(self) -> None:
-        """Let the library's log through as far as was asked for."""
+        """Print the library's log at the level of ``verbosity``."""
         levels = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO, 2: logging.DEBUG}
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_Format())
@@ -168,7 +164,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Show progress on stderr: a bar on a terminal, a line for each new thing elsewhere."""
+        """Show progress on stderr: a bar on a terminal, elsewhere a line for each new activity."""
         if self.verbosity < 0:
             yield lambda what, fraction: None
         elif not sys.stderr.isatty():
@@ -182,7 +178,7 @@ class Terminal:
                 yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
 
     def console(self, *, stderr: bool) -> Console:
-        """Return a console of a stream; where it is no terminal, of a fixed width and without colour."""
+        """Return a console of a stream, with a fixed width and no colour if it is not a terminal."""
         from rich.console import Console
 
         stream = sys.stderr if stderr else sys.stdout
@@ -190,7 +186,7 @@ class Terminal:
 
 
 class _Format(logging.Formatter):
-    """A warning is for people and looks like ours; what is asked for with -v says where it comes from."""
+    """Formats warnings like autopipe's own, and other records, which -v requests, with the name of their logger."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -199,7 +195,7 @@ class _Format(logging.Formatter):
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can hold: paths as text, and null for what is no number."""
+    """Return a value that JSON can represent: paths as texts, NaN and infinities as None."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Kinds of option values: sizes, rates, lists, names with the nearest one suggested."""
+"""Types of option values: sizes, rates, lists, and names with suggestions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autopipe.errors import AutopipeError, unknown_choice
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
-    """A value that a function of one text makes; the error it raises is the usage error."""
+    """A value that a function parses from its text; a ValueError of the function becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self.parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse what was typed; a number from a settings file is taken as its text."""
+        """Parse a text, or a number from a settings file."""
         if not isinstance(value, (str, int, float)):
             return value
         try:
@@ -31,22 +31,24 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newe
 
 
 class Count(click.IntRange):
-    """A whole number from 1 on; its limit is said only to whoever goes beyond it."""
+    """A whole number of at least 1. Its upper limit appears only in the error for a larger number."""
 
     def __init__(self, most: int) -> None:
         super().__init__(min=1)
         self.most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Take a number."""
-        found = int(super().convert(value, param, ctx))
-        if found > self.most:
-            self.fail(f"{found} is more than {self.most}", param, ctx)
-        return found
+        """Return the number."""
+        number = int(super().convert(value, param, ctx))
+        if number > self.most:
+            self.fail(f"{number} is more than {self.most}", param, ctx)
+        return number
 
 
 class Names(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
-    """One of some names, which are looked up when they are needed. Any other is answered with the nearest."""
+    """One of several names, which are looked up when they are needed. The error for another name suggests the
+    nearest.
+    """
 
     name = "name"
 
@@ -55,13 +57,13 @@ class Names(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
         self.known = known
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Take a known name."""
+        """Return the name if it is known."""
         if value not in self.known():
             self.fail(unknown_choice(self.kind, str(value), self.known()), param, ctx)
         return str(value)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Show the names."""
+        """Return the names as the metavar."""
         return f"[{'|'.join(self.known())}]"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
@@ -72,18 +74,18 @@ class Names(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
 
 
 def one_of(kind: str, *names: str) -> Names:
-    """Return the type of a fixed list of names."""
+    """Return the type for a fixed list of names."""
     return Names(kind, lambda: names)
 
 
 def _schedules() -> list[str]:
-    from autopipe.schedules import REGISTRY  # only when a schedule is named: --help must not wait
+    from autopipe.schedules import REGISTRY  # imported when a schedule is given, to keep --help fast
 
     return ["auto", *REGISTRY]
 
 
 def _bytes(text: str) -> int:
-    from autopipe.planning.cluster_file import parse_bytes  # the planner's tables need numpy: --help must not wait
+    from autopipe.planning.cluster_file import parse_bytes  # needs numpy: imported late to keep --help fast
 
     return parse_bytes(text)
 
@@ -97,24 +99,24 @@ def _rate(text: str) -> float:
 def _number(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{text} is no number from 0 on")
+        raise ValueError(f"{text} is not a finite number of at least 0")
     return value
 
 
 def _seed(text: str) -> int:
     value = int(text)
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{text} has more than 64 bits")
+        raise ValueError(f"{text} does not fit in 64 bits")
     return value
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{text!r} is no list of sizes such as 1,2,4")
+        raise ValueError(f"{text!r} is not a list of sizes such as 1,2,4")
     sizes = tuple(int(part) for part in parts)
     if not 1 <= min(sizes) <= max(sizes) < 2**31:
-        raise ValueError(f"{text!r}: sizes are 1 or more, and no more than memory holds")
+        raise ValueError(f"{text!r}: sizes must be between 1 and 2**31 - 1")
     return sizes
 
 
@@ -131,7 +133,7 @@ def _resume(text: str) -> int | None:
     if text.lower() in ("false", "no", "off", "never"):
         return None
     if not text.isdecimal():
-        raise ValueError(f"{text!r} is no step")
+        raise ValueError(f"{text!r} is not a step")
     return int(text)
 
 

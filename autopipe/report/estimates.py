@@ -1,4 +1,4 @@
-"""A profile that was counted and not timed, as a table."""
+"""The table of an estimated profile, which was counted and not timed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autopipe.ir.profile import PassWork, Profile
 from autopipe.units import in_bytes
 
 
-def profile(found: Profile) -> tuple[Any, ...]:
-    """Return one row a microbatch size: what the model computes, moves and keeps; and its parameters."""
+def profile(profile: Profile) -> tuple[Any, ...]:
+    """Return one row per microbatch size, with operations, memory traffic and memory, and a line on the parameters."""
     table = Table(
-        title=f"{found.graph.name}, counted: nothing was timed",
+        title=f"{profile.graph.name}, counted: nothing was timed",
         box=box.SIMPLE_HEAD,
         title_justify="left",
         pad_edge=False,
     )
     for name in ("microbatch", "forward", "backward", "memory traffic", "kept for backward", "workspace"):
         table.add_column(name, justify="right")
-    for measurement in found.measurements:
+    for measurement in profile.measurements:
         costs, work = measurement.costs.values(), measurement.work.values()
         table.add_row(
             str(measurement.microbatch_size),
@@ -31,8 +31,8 @@ def profile(found: Profile) -> tuple[Any, ...]:
             in_bytes(sum(cost.saved_bytes for cost in costs)),
             in_bytes(max((cost.workspace_bytes for cost in costs), default=0)),
         )
-    state = found.optimizer_bytes_per_byte * found.trained_bytes
-    every = sum(spec.num_bytes({}) for spec in found.graph.parameters.values())
+    state = profile.optimizer_bytes_per_byte * profile.trained_bytes
+    every = sum(spec.num_bytes({}) for spec in profile.graph.parameters.values())
     return table, f"{in_bytes(every)} of parameters; the optimizer keeps {in_bytes(state)}"
 
 

@@ -1,20 +1,16 @@
-"""Profiles and metrics as pandas frames: for tables, and for whoever wants to look further in a notebook."""
+"""Profiles as pandas frames, for tables."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pandas as pd
 
-from autopipe.errors import RunError
 from autopipe.ir.profile import Profile
 
 
 def cost_frame(profile: Profile, microbatch_size: int | None = None) -> pd.DataFrame:
-    """Return one row a node, in the order they run: module, target, seconds, bytes made, kept, at work, of parameters.
+    """Return one row per node, in execution order: module, target, seconds, and bytes by kind.
 
-    ``microbatch_size`` None: the largest that was measured. Seconds and bytes are of one microbatch.
+    ``microbatch_size`` None: the largest measured one. Seconds and bytes are of one microbatch.
     """
     size = profile.measurements[-1].microbatch_size if microbatch_size is None else microbatch_size
     costs = profile.at(size).costs
@@ -41,7 +37,7 @@ def cost_frame(profile: Profile, microbatch_size: int | None = None) -> pd.DataF
 
 
 def block_of(path: str) -> str:
-    """Return the block that a module belongs to: up to the first number of its path (``h.3`` of ``h.3.attn.qkv``)."""
+    """Return the block of a module: its path up to the first number (``h.3`` of ``h.3.attn.qkv``)."""
     parts = path.split(".")
     for index, part in enumerate(parts):
         if part.isdecimal():
@@ -50,9 +46,9 @@ def block_of(path: str) -> str:
 
 
 def block_frame(profile: Profile, microbatch_size: int | None = None) -> pd.DataFrame:
-    """Return one row a block of the model, in the order they first run, with its share of the time.
+    """Return one row per block of the model, in order of first execution, with its share of the time.
 
-    Sums of its nodes; of ``workspace_bytes``, which a node gives back, the most.
+    Figures are sums over the nodes; ``workspace_bytes``, which a node frees again, is the maximum.
     """
     costs = cost_frame(profile, microbatch_size)
     blocks = costs["module"].map(block_of).rename("block")
@@ -63,16 +59,3 @@ def block_frame(profile: Profile, microbatch_size: int | None = None) -> pd.Data
     seconds = frame["forward_seconds"] + frame["backward_seconds"]
     frame["share"] = seconds / max(seconds.sum(), 1e-30)
     return frame
-
-
-def metrics_frame(run: Path) -> pd.DataFrame:
-    """Return a run's metrics.jsonl, one row an optimizer step (a step repeated after a restart: the last one).
-
-    Raises: RunError where the directory has none.
-    """
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise RunError(f"{run} has no metrics.jsonl", remedy="name a directory that autopipe train made")
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    frame = pd.DataFrame([line for line in lines if "loss" in line])
-    return frame.drop_duplicates("step", keep="last").set_index("step") if len(frame) else frame

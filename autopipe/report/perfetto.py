@@ -1,10 +1,10 @@
-"""``Timeline`` to Chrome trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""``Timeline`` -> Chrome trace JSON for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A process a rank; in it three threads: what it computes, sends and receives. An arrow goes from a send to the receive
-that waited for it. Where a send took no time (simulated timelines leave it out) the arrow starts at the computation
-that made the message; where a receive did not wait there is no arrow.
+Each rank is a process with three threads: compute, send and receive. An arrow connects a send with the receive that
+waited for it. If a send took no time (simulated timelines omit it), the arrow starts at the computation that produced
+the message. A receive that did not wait has no arrow.
 
-Source: the Trace Event Format, object form; the same that torch's profiler (Kineto) writes, so the two can be merged.
+Source: the Trace Event Format, object form. torch's profiler (Kineto) writes the same format, so the two can be merged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = tuple[str, int, int, int]
 
 
 def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> str:
-    """Return the JSON text. ``rank_names``: such as ``stage 1 (h0:cuda:1)``; else the stages that the rank ran.
+    """Return the JSON text. ``rank_names``: e.g. ``stage 1 (h0:cuda:1)``; by default the stages that the rank ran.
 
     Units: ``ts`` and ``dur`` are microseconds from the first start; a counter holds each rank's peak bytes.
     """
@@ -49,8 +49,8 @@ def _metadata(timeline: Timeline, rank_names: Sequence[str]) -> Iterator[Event]:
     stages: list[set[int]] = [set() for _ in range(timeline.num_ranks)]
     for span in timeline.spans:
         stages[span.rank].add(span.instruction.stage)
-    for rank, found in enumerate(stages):
-        listed = ", ".join(str(stage) for stage in sorted(found))
+    for rank, own in enumerate(stages):
+        listed = ", ".join(str(stage) for stage in sorted(own))
         given = rank_names[rank] if rank < len(rank_names) else f"stage {listed} (rank {rank})"
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": given}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
@@ -88,20 +88,20 @@ def _slice(span: Span, begin: float) -> Event:
 
 def _arrows(timeline: Timeline, begin: float) -> Iterator[Event]:
     sent: dict[tuple[Key, int], Span] = {}
-    made: dict[Key, Span] = {}
+    computed: dict[Key, Span] = {}
     for span in timeline.spans:
         i = span.instruction
         if i.op in SENDS:
             sent[(i.op[1], i.stage, i.minibatch, i.microbatch), i.peer] = span
         elif i.op in ("F", "B", "I"):
-            made["F" if i.op == "F" else "B", i.stage, i.minibatch, i.microbatch] = span
+            computed["F" if i.op == "F" else "B", i.stage, i.minibatch, i.microbatch] = span
     number = 0
     for span in timeline.spans:
         i = span.instruction
         if i.op not in RECEIVES:
             continue
         key = (i.op[1], i.peer, i.minibatch, i.microbatch)
-        source = sent.get((key, i.stage)) or made.get(key)
+        source = sent.get((key, i.stage)) or computed.get(key)
         if source is None:
             continue
         number += 1
@@ -111,6 +111,6 @@ def _arrows(timeline: Timeline, begin: float) -> Iterator[Event]:
 
 
 def _end(span: Span, begin: float) -> Event:
-    """Return a place just inside the end of a slice, which is what an arrow is tied to."""
+    """Return a point just inside the end of a slice: arrows attach to the slice that contains their end."""
     inside = span.end_seconds - (span.end_seconds - span.start_seconds) / 100
     return {"pid": span.rank, "tid": _thread(span.instruction), "ts": _microseconds(inside - begin)}

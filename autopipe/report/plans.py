@@ -1,4 +1,4 @@
-"""Plans side by side, and why one is as it is: what ``plan`` prints below its stages."""
+"""The output of ``plan`` below its stages: comparisons with other plans, and explanations."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ BAR = 50
 
 
 def configuration(plan: Plan) -> str:
-    """Return the ranks a stage as the papers write them: ``3-1``; ``8x1`` for eight stages of one."""
+    """Return the ranks of each stage in the notation of the papers: ``3-1``, or ``8x1`` for eight stages of one."""
     counts = [str(stage.replicas) for stage in plan.stages]
     if len(counts) > 4 and set(counts) == {"1"}:
         return f"{len(counts)}x1"
     return "-".join(counts)
 
 
-def comparison(found: Comparison | None) -> tuple[Any, ...]:
-    """Return one row a contender, and in words whether a pipeline pays."""
-    if found is None:
+def comparison(comparison: Comparison | None) -> tuple[Any, ...]:
+    """Return one row per contender, and a verdict on whether a pipeline pays off."""
+    if comparison is None:
         return ()
     table = Table(title="compared, same minibatch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for name in ("plan", "ranks a stage", "schedule"):
@@ -36,14 +36,14 @@ def comparison(found: Comparison | None) -> tuple[Any, ...]:
     for name in ("microbatches", "a step", "samples/s", "idle", "most memory"):
         table.add_column(name, justify="right")
     reasons: list[str] = []
-    for contender in found.contenders:
+    for contender in comparison.contenders:
         plan = contender.plan
         if plan is None:
             table.add_row(contender.name, "none")
             reasons.append(f"no {contender.name}: {contender.reason}")
             continue
         table.add_row(
-            found.title(contender),
+            comparison.title(contender),
             configuration(plan),
             plan.schedule,
             str(plan.num_microbatches),
@@ -52,20 +52,20 @@ def comparison(found: Comparison | None) -> tuple[Any, ...]:
             f"{plan.predicted.bubble_fraction:.0%}" if plan.num_ranks > 1 else "-",
             in_bytes(max(stage.peak_bytes for stage in plan.stages)),
         )
-    return (table, *reasons, found.verdict)
+    return (table, *reasons, comparison.verdict)
 
 
-def explanation(found: Explanation | None) -> tuple[str, ...]:
-    """Return why the cuts are where they are, one line each."""
-    return () if found is None else ("why:", *(f"  {line}" for line in found.lines()))
+def explanation(explanation: Explanation | None) -> tuple[str, ...]:
+    """Return the reasons for the cuts, one line each."""
+    return () if explanation is None else ("why:", *(f"  {line}" for line in explanation.lines()))
 
 
-def layer_plan(found: LayerPlanResult) -> tuple[Any, ...]:
-    """Return the stages of a plan under PipeDream's formulas, and what it costs against the plain ways."""
-    plan, layers = found.plan, found.layers
+def layer_plan(result: LayerPlanResult) -> tuple[Any, ...]:
+    """Return the stages of a plan under PipeDream's formulas, and its cost next to one device and data parallelism."""
+    plan, layers = result.plan, result.layers
     place = {name: index for index, name in enumerate(layers.names)}
     table = Table(
-        title=f"{found.name}: {plan.configuration} ({plan.space}), PipeDream's formulas",
+        title=f"{result.name}: {plan.configuration} ({plan.space}), PipeDream's formulas",
         box=box.SIMPLE_HEAD,
         title_justify="left",
         pad_edge=False,
@@ -87,9 +87,9 @@ def layer_plan(found: LayerPlanResult) -> tuple[Any, ...]:
     cost = plan.cost_seconds
     return (
         table,
-        f"predicted: {in_seconds(cost)} a minibatch; one device {in_seconds(found.alone_seconds)} "
-        f"({_speed(found.alone_seconds / cost)}), data parallel {in_seconds(found.parallel_seconds)} "
-        f"({_speed(found.parallel_seconds / cost)})",
+        f"predicted: {in_seconds(cost)} a minibatch; one device {in_seconds(result.alone_seconds)} "
+        f"({_speed(result.alone_seconds / cost)}), data parallel {in_seconds(result.parallel_seconds)} "
+        f"({_speed(result.parallel_seconds / cost)})",
     )
 
 
@@ -97,10 +97,10 @@ def _speed(ratio: float) -> str:
     return f"the plan is slower: {ratio:.2f}x" if ratio < 1 else f"{ratio:.2f} times as fast"
 
 
-def scaling(found: Scaling) -> tuple[Any, ...]:
-    """Return one row a number of devices, and bars: the longer, the more samples a second."""
+def scaling(scaling: Scaling) -> tuple[Any, ...]:
+    """Return one row per number of devices, and bars of the samples per second."""
     table = Table(
-        title=f"{found.name}, minibatch of {found.batch_size}",
+        title=f"{scaling.name}, minibatch of {scaling.batch_size}",
         box=box.SIMPLE_HEAD,
         title_justify="left",
         pad_edge=False,
@@ -111,7 +111,7 @@ def scaling(found: Scaling) -> tuple[Any, ...]:
     for name in ("microbatches", "a step", "samples/s", "device-hours a million", "most memory"):
         table.add_column(name, justify="right")
     reasons: list[str] = []
-    for point in found.points:
+    for point in scaling.points:
         plan = point.plan
         if plan is None:
             table.add_row(str(point.gpus), "none")
@@ -130,15 +130,15 @@ def scaling(found: Scaling) -> tuple[Any, ...]:
     return (
         table,
         *reasons,
-        "samples a second, and what part of the straight line from the first row they are:",
-        bars(found),
+        "samples per second, and the fraction of linear scaling from the first row:",
+        bars(scaling),
     )
 
 
-def bars(found: Scaling) -> str:
-    """Return a bar a number of devices."""
+def bars(scaling: Scaling) -> str:
+    """Return one bar per number of devices."""
     planned = [
-        (point.gpus, point.plan.predicted.samples_per_second) for point in found.points if point.plan is not None
+        (point.gpus, point.plan.predicted.samples_per_second) for point in scaling.points if point.plan is not None
     ]
     most, (first, base) = max(rate for _, rate in planned), planned[0]
     width = max(len(str(gpus)) for gpus, _ in planned)
@@ -149,17 +149,17 @@ def bars(found: Scaling) -> str:
     return "\n".join(lines)
 
 
-def links(found: Links | None) -> tuple[str, ...]:
-    """Return what was measured between two ranks."""
-    if found is None:
+def links(links: Links | None) -> tuple[str, ...]:
+    """Return the measurements between two ranks."""
+    if links is None:
         return ()
-    host = found.host
+    host = links.host
     return (
-        f"between two {found.device_kind} ranks: {in_seconds(found.latency_seconds)} latency, "
-        f"{found.bandwidth / 1e9:.3g} GB/s; adding up over both {found.all_reduce_bandwidth / 1e9:.3g} GB/s",
-        f"ranks that work on and on take {host.pace - 1:.0%} longer than the quietest moment of a profile; "
-        f"the runtime takes {in_seconds(host.compute_seconds)} a forward or backward, "
-        f"{in_seconds(host.send_seconds)} a send, {in_seconds(host.receive_seconds)} a receive, "
-        f"{in_seconds(host.step_seconds)} a minibatch; to ranks that compute a message "
-        f"comes {in_seconds(host.delivery_seconds)} later",
+        f"between two {links.device_kind} ranks: {in_seconds(links.latency_seconds)} latency, "
+        f"{links.bandwidth / 1e9:.3g} GB/s; all-reduce {links.all_reduce_bandwidth / 1e9:.3g} GB/s",
+        f"under load, computation takes {host.pace - 1:.0%} longer than in the fastest window of a profile; "
+        f"the runtime adds {in_seconds(host.compute_seconds)} to a forward or backward, "
+        f"{in_seconds(host.send_seconds)} to a send, {in_seconds(host.receive_seconds)} to a receive, "
+        f"{in_seconds(host.step_seconds)} to a minibatch; while ranks compute, a message "
+        f"arrives {in_seconds(host.delivery_seconds)} later",
     )

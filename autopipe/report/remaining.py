@@ -1,4 +1,4 @@
-"""How long a run still takes."""
+"""The remaining time of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from autopipe.report.text import in_minutes
 
-# before what is left of a run is said, so many steps and seconds
+# no estimate before this many steps and seconds
 LEAST_STEPS, LEAST_SECONDS = 2, 3.0
 
 
 def seconds_left(start: Mapping[str, Any], step: Mapping[str, Any]) -> float | None:
-    """Return what the steps that are left should take, as those so far did; None where that is not known yet."""
+    """Return the estimated seconds of the remaining steps, from the mean so far; None if it is not known yet."""
     if not start.get("steps") or step["seconds"] < LEAST_SECONDS:
         return None
     done = step["step"] + 1 - start["start_step"]
@@ -22,9 +22,9 @@ def seconds_left(start: Mapping[str, Any], step: Mapping[str, Any]) -> float | N
 
 
 def time_to_go(start: Mapping[str, Any], step: Mapping[str, Any]) -> str:
-    """Return in words how long the rest takes: ``12 min left``, or the pace of data that does not say its length.
+    """Return the remaining time, ``12 min left``, or the rate of steps if the length of the data is unknown.
 
-    "" where neither is known yet.
+    "" if neither is known yet.
     """
     left = seconds_left(start, step)
     if left is not None:

@@ -1,4 +1,4 @@
-"""What each command answers with: the values behind ``--json`` and the tables. The key names are a contract."""
+"""The results of the commands, from which ``--json`` and the tables are made. The field names are a contract."""
 
 from __future__ import annotations
 
@@ -11,66 +11,63 @@ from autopipe.ir.profile import Profile
 from autopipe.ir.timeline import Timeline
 from autopipe.planning import Comparison, Explanation
 
-if TYPE_CHECKING:  # its search loads numba, which takes its time
+if TYPE_CHECKING:  # its search loads numba, which is slow to import
     from autopipe.planning.pipedream.file_format import LayerGraph
     from autopipe.planning.pipedream.model import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """``path``: the file. ``notes``: what was done or reused. ``warnings``: what is to know of the model."""
+    """The result of ``profile``."""
 
     profile: Profile
-    path: str
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    path: str  # of the file
+    notes: tuple[str, ...] = ()  # work that was done or reused
+    warnings: tuple[str, ...] = ()  # about the model
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """``planning_seconds``: of the search alone. ``comparison``: None where it was interrupted.
-
-    ``explanation``: None where it was not asked for.
-    """
+    """The result of ``plan``."""
 
     plan: Plan
     profile: Profile
     cluster: Cluster
-    path: str
-    planning_seconds: float
+    path: str  # of the file
+    planning_seconds: float  # of the search alone
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    comparison: Comparison | None = None
-    explanation: Explanation | None = None
+    comparison: Comparison | None = None  # None if it was interrupted
+    explanation: Explanation | None = None  # None if it was not requested
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlanResult:
-    """A plan under PipeDream's formulas. ``alone_seconds``, ``parallel_seconds``: one device, data parallelism."""
+    """A plan under PipeDream's formulas."""
 
     name: str
     layers: LayerGraph
     plan: LayerPlan
     cluster: Cluster
-    alone_seconds: float
-    parallel_seconds: float
+    alone_seconds: float  # of a minibatch on one device
+    parallel_seconds: float  # of a minibatch under data parallelism
     planning_seconds: float
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The best plan for ``gpus`` devices, or why there is none. ``device_hours``: of a million samples."""
+    """The best plan for a number of devices, or the reason why there is none."""
 
     gpus: int
     plan: Plan | None
-    device_hours: float
+    device_hours: float  # of a million samples
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Step time and cost against the number of devices."""
+    """Step time and cost for each number of devices."""
 
     name: str
     batch_size: int
@@ -81,172 +78,130 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """``files``: in stage order."""
+    """The result of ``generate``."""
 
     plan: Plan
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # in stage order
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateResult:
-    """``grid``: the schedule as text, one row a rank. ``trace``: the file for Perfetto, "" where none was asked for.
+    """The result of ``simulate``."""
 
-    ``timeline``: of one minibatch, which finds the pipeline empty. That is a step of a schedule with a flush; of one
-    without (``overlaps``) it is the first minibatch alone, and ``plan.predicted`` is of the steady state behind it.
-    ``reordered``: the options that name the schedule, where it is not the plan's. ``misfit``: what does not fit the
-    memory of ``cluster``, "" where all does.
-    """
-
-    plan: Plan
+    plan: Plan  # with the prediction of a step; of the steady state if steps overlap
     cluster: Cluster
-    timeline: Timeline
-    grid: str
+    timeline: Timeline  # of one minibatch that finds the pipeline empty
+    grid: str  # the schedule as text, one row per rank
     path: str
     notes: tuple[str, ...] = ()
-    trace: str = ""
-    overlaps: bool = False
-    reordered: str = ""
-    misfit: str = ""
+    trace: str = ""  # the file for Perfetto; "" if none was requested
+    overlaps: bool = False  # the schedule does not flush: the timeline is of the first minibatch alone
+    reordered: str = ""  # the options of the schedule, if it is not the plan's
+    misfit: str = ""  # the memory shortfall on ``cluster``; "" if the plan fits
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterError:
-    """How far one parameter is from plain training. ``error``: the largest relative one; ``owner``: its stage.
-
-    ``order``: by how much the plan's order of sums differs from one process's, 0 where it is the same;
-    ``order_gradient``: the same of the first step's gradient, ``order_weight``: of the weight after the last step.
-    ``gradient``: the largest relative error of its gradients.
-    """
+    """The differences between one parameter and plain training."""
 
     name: str
-    error: float
-    owner: int
-    order: float = 0.0
-    order_gradient: float = 0.0
-    order_weight: float = 0.0
-    gradient: float = 0.0
+    error: float  # the largest relative error of the parameter
+    owner: int  # its stage
+    order: float = 0.0  # the difference between the plan's order of sums and one process's; 0 if it is the same
+    order_gradient: float = 0.0  # the same for the gradient of the first step
+    order_weight: float = 0.0  # the same for the weight after the last step
+    gradient: float = 0.0  # the largest relative error of its gradients
 
 
 @dataclass(frozen=True, slots=True)
 class FullBatchParameter:
-    """How far microbatches are from the whole batch: the gradient, and the weight after a step. None: not a number."""
+    """The differences between microbatches and the full batch, for one parameter. None: not a number."""
 
     name: str
     gradient_error: float | None
-    weight_error: float | None
+    weight_error: float | None  # after one step
 
 
 @dataclass(frozen=True, slots=True)
 class FullBatchReport:
-    """The plain loop that a plan is compared with, beside the step of one whole batch.
-
-    ``samples``: in each microbatch. ``error``: of the gradient, relative to its size; None where it is not a number.
-    ``divisor``: what microbatches are weighted by. ``statistics``: layers that take statistics of each microbatch.
-    ``parameters``: where they were asked for (``--full-batch``). ``reason``: why nothing was compared, else "".
-    """
+    """The plain loop over microbatches, compared with one step of the full batch."""
 
     microbatches: int
-    samples: tuple[int, ...]
-    error: float | None
-    divisor: str
-    statistics: tuple[str, ...] = ()
-    parameters: tuple[FullBatchParameter, ...] = ()
-    reason: str = ""
+    samples: tuple[int, ...]  # in each microbatch
+    error: float | None  # of the gradient, relative to its size; None: not a number
+    divisor: str  # the weight of a microbatch
+    statistics: tuple[str, ...] = ()  # layers that use statistics of each microbatch
+    parameters: tuple[FullBatchParameter, ...] = ()  # only with --full-batch
+    reason: str = ""  # the reason why nothing was compared
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """``bitwise``: not one bit differs from a plain loop. ``equal``: that, or as close as can be promised.
+    """The result of ``check``: a comparison with the plain loop, which sums in the plan's order."""
 
-    The plain loop adds up in the plan's order. ``orders``: why that is not one process's, empty where it is;
-    ``order_error``: by how much the two differ. ``gradient_error``: the largest error of a gradient.
-    ``tolerance``, ``gradient_tolerance``: the largest differences that were allowed (``ir.rounding``), 0 where every
-    bit has to agree.
-    ``cause``: why it is not equal, where, and what to do about it.
-    ``modules``: what each stage runs in the words of the model.
-    ``nonfinite``: what is no finite number, and so proves nothing; "" where all is. ``full_batch``: what the loop is
-    beside the step of one whole batch.
-    """
-
-    equal: bool
-    bitwise: bool
+    equal: bool  # bitwise, or within the tolerances
+    bitwise: bool  # no bit differs from the plain loop
     max_relative_error: float
     parameters: tuple[ParameterError, ...]
     warnings: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
-    nonfinite: str = ""
-    orders: tuple[str, ...] = ()
-    order_error: float = 0.0
-    cause: str = ""
-    gradient_error: float = 0.0
-    tolerance: float = 0.0
-    gradient_tolerance: float = 0.0
+    nonfinite: str = ""  # the value that is not finite, and so proves nothing; "" if all are finite
+    orders: tuple[str, ...] = ()  # the reasons why the plan's order of sums is not one process's
+    order_error: float = 0.0  # the difference between the two orders
+    cause: str = ""  # of an inequality, with its location and a remedy
+    gradient_error: float = 0.0  # the largest error of a gradient
+    tolerance: float = 0.0  # the largest error allowed (``ir.rounding``); 0 if every bit must agree
+    gradient_tolerance: float = 0.0  # the same for gradients
     full_batch: FullBatchReport | None = None
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # of each stage, in the words of the model
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A failure that a run went on after. ``number`` counts from 1. ``rank``, ``what``, ``where``: of the failure.
+    """A failure after which a run resumed."""
 
-    ``reached``: how many steps were done when it came. ``from_step``: where the run went on. ``ranks``: on how many.
-    """
-
-    number: int
-    rank: int
-    what: str
+    number: int  # from 1
+    rank: int  # that failed
+    what: str  # the failure
     where: str
-    reached: int
-    from_step: int
-    ranks: int
+    reached: int  # steps done before the failure
+    from_step: int  # the step the run resumed from
+    ranks: int  # the number of ranks of the new attempt
 
 
 @dataclass(frozen=True, slots=True)
 class StagePeak:
-    """Memory of one stage on one rank. ``bytes``: at most; ``held_bytes``: with nothing in flight, at the end.
-
-    ``weight_bytes``: of one version; ``versions``, ``in_flight``: the most of them, and of microbatches, at once.
-    ``planned_bytes``: what the plan says of ``bytes``.
-    """
+    """The memory of one stage on one rank."""
 
     stage: int
     rank: int
-    bytes: int
-    held_bytes: int
-    weight_bytes: int
-    versions: int
-    in_flight: int
-    planned_bytes: int
+    bytes: int  # the peak
+    held_bytes: int  # at the end, with no microbatch in flight
+    weight_bytes: int  # of one version of the weights
+    versions: int  # the largest number of versions at once
+    in_flight: int  # the largest number of microbatches at once
+    planned_bytes: int  # the peak by the plan
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Minibatch ``step`` (from 0) computed again by the plain loop, from the run's own weights.
+    """A minibatch that the plain loop computed again, from the run's own weights."""
 
-    ``bitwise``: not one bit differs. ``max_relative_error``: of any tensor behind the step. ``seconds``: of CPU time.
-    """
-
-    step: int
+    step: int  # of the minibatch, from 0
     equal: bool
     bitwise: bool
-    max_relative_error: float
-    seconds: float
+    max_relative_error: float  # of any tensor after the step
+    seconds: float  # of CPU time
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """``losses``: one an optimizer step. ``stopped``: it was asked to stop and wrote a checkpoint (exit code 75).
+    """The result of ``train``. ``ranks``, ``schedule`` and ``stages`` are those of the last attempt."""
 
-    ``ranks``, ``schedule``, ``stages``: of the last attempt. ``step``: optimizer steps of the whole run so far.
-    ``predicted_samples_per_second``: what the plan of the last attempt said.
-    ``skipped``: the steps that were left out because they were not finite. ``peaks``: where memory was measured.
-    ``audits``: in the order of their ends. ``modules``: what each stage runs in the words of the model.
-    """
-
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # one per optimizer step
     steps: int
     seconds: float
     samples_per_second: float
@@ -255,27 +210,27 @@ class TrainResult:
     stages: int
     run_dir: str
     checkpoint: str
-    stopped: bool = False
+    stopped: bool = False  # a clean stop was requested, and a checkpoint written (exit code 75)
     notes: tuple[str, ...] = ()
     restarts: tuple[Restart, ...] = ()
-    step: int = 0
-    skipped: tuple[int, ...] = ()
-    peaks: tuple[StagePeak, ...] = ()
-    audits: tuple[AuditReport, ...] = ()
-    predicted_samples_per_second: float = 0.0
-    modules: tuple[str, ...] = ()
+    step: int = 0  # optimizer steps of the run, earlier invocations included
+    skipped: tuple[int, ...] = ()  # steps that were skipped because they were not finite
+    peaks: tuple[StagePeak, ...] = ()  # if memory was measured
+    audits: tuple[AuditReport, ...] = ()  # in order of completion
+    predicted_samples_per_second: float = 0.0  # by the plan of the last attempt
+    modules: tuple[str, ...] = ()  # of each stage, in the words of the model
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateResult:
-    """The mean loss over all evaluation data."""
+    """The result of ``eval``."""
 
-    loss: float
+    loss: float  # the mean over all evaluation data
     samples: int
     batches: int
     seconds: float
     run_dir: str
-    step: int
+    step: int  # of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,16 +240,16 @@ class ExportResult:
     path: str
     tensors: int
     bytes: int
-    step: int
+    step: int  # of the checkpoint
     run_dir: str
     format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainResult:
-    """A script that was written. ``steps``: that it trains; ``lines``: of the file; ``notes``: what differs from it."""
+    """A script that ``plain`` wrote."""
 
     path: str
-    steps: int
-    lines: int
-    notes: tuple[str, ...] = ()
+    steps: int  # that the script trains
+    lines: int  # of the file
+    notes: tuple[str, ...] = ()  # differences between the script and the run

@@ -1,4 +1,4 @@
-"""Tables for people, as rich renderables."""
+"""Results as human-readable tables and lines, as rich renderables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def profile_table(profile: Profile) -> Table:
-    """Return one row a measured microbatch size."""
+    """Return one row per measured microbatch size."""
     device = f"{profile.device.name}, {counted(profile.device.threads, 'thread')}"
     table = _table(
         f"{profile.graph.name} on {device if profile.device.kind == 'cpu' else profile.device.name}",
@@ -68,7 +68,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def optimizer_line(profile: Profile) -> str:
-    """Return what a step of the optimizer takes and keeps, for the whole model."""
+    """Return the time and the state of the optimizer, for the complete model."""
     trained = profile.trained_bytes
     return (
         f"optimizer: {in_seconds(profile.optimizer_seconds_per_byte * trained)} a step for "
@@ -77,7 +77,7 @@ def optimizer_line(profile: Profile) -> str:
 
 
 def block_table(profile: Profile, most: int = 12) -> Table:
-    """Return where the time goes: one row a block of the model, the ``most`` largest, in the order they run."""
+    """Return one row per block of the model, for the ``most`` most expensive, in execution order."""
     from autopipe.report.frames import block_frame
 
     frame = block_frame(profile)
@@ -110,7 +110,7 @@ def block_table(profile: Profile, most: int = 12) -> Table:
 
 
 def stage_table(plan: Plan, cluster: Cluster) -> Table:
-    """Return one row a stage: what it holds, how long a microbatch takes, what it needs, what it sends on."""
+    """Return one row per stage: its modules, the time of a microbatch, its memory, and the bytes that it sends."""
     table = _table(
         f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, {plan.schedule}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
@@ -139,9 +139,9 @@ def stage_table(plan: Plan, cluster: Cluster) -> Table:
 
 
 def prediction_lines(plan: Plan, alone: Plan | None, *, estimated: bool = False) -> str:
-    """Return what the plan should do, against the plan of one rank alone where there is one.
+    """Return the prediction of a plan, compared with the plan of one rank if there is one.
 
-    ``estimated``: its times come from a datasheet.
+    ``estimated``: the times come from a datasheet.
     """
     predicted = plan.predicted
     one = alone.predicted.step_seconds if alone is not None else 0.0
@@ -162,7 +162,7 @@ def prediction_lines(plan: Plan, alone: Plan | None, *, estimated: bool = False)
 
 
 def simulation(result: SimulateResult) -> tuple[Any, ...]:
-    """Return the schedule as a grid, what the simulation says of a step, and what each stage needs."""
+    """Return the schedule as a grid, the prediction of a step, and the memory of each stage."""
     plan, timeline = result.plan, result.timeline
     predicted = plan.predicted
     busy = ", ".join(f"{timeline.busy_seconds(rank) / (timeline.seconds or 1):.0%}" for rank in range(plan.num_ranks))
@@ -186,7 +186,7 @@ def simulation(result: SimulateResult) -> tuple[Any, ...]:
 
 
 def _memory(plan: Plan, cluster: Cluster) -> Table:
-    """Return one row a stage: the most that it holds, and what is left of its device, other stages there included."""
+    """Return one row per stage: its peak memory, and the free memory of its device with all stages on it."""
     used = bytes_by_rank(plan.stages)
     table = _table(f"memory with {plan.schedule}", "stage", "ranks", "modules", "at most", "to spare", left=3)
     for stage in plan.stages:
@@ -199,7 +199,7 @@ def _memory(plan: Plan, cluster: Cluster) -> Table:
 
 
 def check(report: CheckReport) -> tuple[Any, ...]:
-    """Return the verdict, the worst parameters, and what was compared."""
+    """Return the verdict, the parameters with the largest errors, and the reference of the comparison."""
     verdict = _verdict(report)
     if report.full_batch is None:
         return verdict
@@ -207,7 +207,7 @@ def check(report: CheckReport) -> tuple[Any, ...]:
 
 
 def compared_with(full: FullBatchReport) -> str:
-    """Return which plain loop it was, and how far a whole batch is from it."""
+    """Return the reference of the comparison, and the difference between it and a full batch."""
     sizes = str(max(full.samples)) if len(set(full.samples)) == 1 else f"{min(full.samples)} to {max(full.samples)}"
     if full.microbatches == 1:
         return f"compared with plain training over whole batches of {sizes}"
@@ -220,8 +220,8 @@ def compared_with(full: FullBatchReport) -> str:
     if not full.statistics:
         return text_of_all
     layers = counted(len(full.statistics), "layer")
-    taken = "with" if full.parameters else "but for"
-    return f"{text_of_all}, {taken} the batch statistics of {layers}, which every microbatch takes for itself"
+    relation = "with" if full.parameters else "apart from"
+    return f"{text_of_all}, {relation} the batch statistics of {layers}, which every microbatch takes for itself"
 
 
 def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
@@ -234,7 +234,7 @@ def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
     return (table,)
 
 
-# weights that are so many times as far off as gradients are so by the optimizer
+# if weights differ by more than this many times as much as gradients, the optimizer enlarged the difference
 _ENLARGED = 4.0
 
 
@@ -253,7 +253,7 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
     for entry in worst:
         table.add_row(entry.name, _stage_of(entry, report), f"{entry.error:.3g}")
     verdict = f"{word}: largest relative error {report.max_relative_error:.3g}, {_losses(report)}"
-    if report.cause and report.max_relative_error == 0:  # the optimizer's probe found what these steps do not show
+    if report.cause and report.max_relative_error == 0:  # found by the optimizer's probe, not by these steps
         return (f"{word}\n{report.cause}",)
     if report.equal:
         verdict += (
@@ -265,13 +265,13 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
 
 
 def _stage_of(entry: ParameterError, report: CheckReport) -> str:
-    """Return the index of the stage that owns a parameter and, behind it, the modules that the stage runs."""
+    """Return the index of the stage that owns a parameter, followed by the modules of the stage."""
     name = report.modules[entry.owner] if 0 <= entry.owner < len(report.modules) else ""
     return f"{entry.owner} ({name})" if name else str(entry.owner)
 
 
 def _order(report: CheckReport) -> str:
-    """Return how far the plan's order of sums is from one process's: rounding, and what the optimizer makes of it."""
+    """Return the difference between the plan's order of sums and one process's, in gradients and in weights."""
     gradient = max(report.parameters, key=lambda entry: entry.order_gradient)
     weight = max(report.parameters, key=lambda entry: entry.order_weight)
     rounding = f"by up to {gradient.order_gradient:.1e} ({gradient.name})" if gradient.order_gradient else "by nothing"
@@ -284,14 +284,14 @@ def _order(report: CheckReport) -> str:
 
 
 def _plain_order(report: CheckReport) -> str:
-    """Return the options that make a plan add up as one process does."""
+    """Return the options with which a plan sums in one process's order."""
     options = (("is tied over", "--exact-ties always"), ("are replicated", "--replicas never"))
     given = [option for words, option in options if any(words in reason for reason in report.orders)]
     return f"\n{' '.join(given)} adds up as one process does" if given else ""
 
 
 def _enlarged(gradient: float, weight: float) -> str:
-    """Return why weights differ by more than gradients do, "" where they do not."""
+    """Return the reason why weights differ by more than gradients, or "" if they do not."""
     if not gradient or weight <= _ENLARGED * gradient:
         return ""
     return (
@@ -305,7 +305,7 @@ def _losses(report: CheckReport) -> str:
 
 
 def training(result: TrainResult) -> str:
-    """Return a run in one paragraph."""
+    """Return the summary of a run."""
     if not result.losses:
         return f"no step was left to do; run directory {result.run_dir}"
     return (
@@ -318,13 +318,13 @@ def training(result: TrainResult) -> str:
 
 
 def _of_predicted(result: TrainResult) -> str:
-    """Return what the plan said of a run, behind what was measured."""
+    """Return the predicted rate, to print after the measured one."""
     predicted = result.predicted_samples_per_second
     return f" (predicted: {predicted:.1f})" if predicted else ""
 
 
 def peaks(result: TrainResult) -> tuple[Table, ...]:
-    """Return one row a stage and rank of what memory was measured; nothing where it was not."""
+    """Return one row per stage and rank of measured memory; () without a measurement."""
     if not result.peaks:
         return ()
     names = "modules", "stage", "rank", "at most", "planned", "between steps", "one version", "versions", "in flight"
@@ -346,14 +346,14 @@ def evaluation(result: EvaluateResult) -> str:
 
 
 def exported(result: ExportResult) -> str:
-    """Return what was written."""
+    """Return the line for an export."""
     return (
         f"{result.path}: {counted(result.tensors, 'tensor')}, {in_bytes(result.bytes)}, weights of step {result.step}"
     )
 
 
 def findings(result: Examination) -> Table:
-    """Return one row a finding of ``doctor``, here or on other hosts."""
+    """Return one row per finding of ``doctor``."""
     elsewhere = any(finding.host for finding in result.findings)
     table = _table("the hosts" if elsewhere else "this machine", "", "what", "found", "try", left=4)
     for finding in result.findings:
@@ -362,13 +362,13 @@ def findings(result: Examination) -> Table:
     return table
 
 
-def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str], doing: str) -> Table:
-    """Return the table that is shown while a run runs."""
+def live(start: Mapping[str, Any], step: Mapping[str, Any], states: Sequence[str], activity: str) -> Table:
+    """Return the table of a run in progress."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     table.add_column(justify="right", style="bold")
     table.add_column()
-    if doing:
-        table.add_row("now", doing)
+    if activity:
+        table.add_row("now", activity)
     if start:
         of = f" of {start['steps']}" if start["steps"] else ""
         table.add_row("step", f"{step['step'] + 1 if step else start['start_step']}{of}")

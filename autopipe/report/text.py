@@ -1,4 +1,4 @@
-"""Numbers for people, with their unit."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def in_minutes(seconds: float) -> str:
-    """Return a time to wait: ``45 s``, ``12 min``, ``3.4 h``."""
+    """Return a waiting time: ``45 s``, ``12 min``, ``3.4 h``."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers, runs of three and more as ``4-7``: ``0,1,4-7``."""
+    """Return ascending numbers, with runs of three or more as ranges: ``0,1,4-7``."""
     parts: list[str] = []
     start = 0
     for place in range(1, len(numbers) + 1):

@@ -1,4 +1,4 @@
-"""Takes the ranks' events: keeps what the result needs, writes the metrics, passes on what people see."""
+"""The listener of a run: collects the ranks' events for the result, writes the metrics, and forwards progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,21 +25,16 @@ from autopipe.runtime.job import RunDirectory
 
 @dataclass(slots=True)
 class Listener:
-    """The events of a run. ``started``: when all ranks were ready to train, 0 where nothing is trained.
-
-    ``losses``: by step; of a step that was done again, the last. ``reached``: the steps done in the latest attempt.
-    ``other_data``: what a rank said that did not find the data which the run had read before, in the latest attempt.
-    ``devices``: by rank, the GPU that it uses in the latest attempt, and how many others it could have used.
-    """
+    """The events of a run, collected over all its attempts."""
 
     run: RunDirectory
     events: Events
     world_size: int
-    losses: dict[int, float] = field(default_factory=dict)
-    reached: int = 0
+    losses: dict[int, float] = field(default_factory=dict)  # by step; of a repeated step, the last one
+    reached: int = 0  # steps done in the latest attempt
     samples: int = 0
-    ready: int = 0
-    started: float = 0.0
+    ready: int = 0  # ranks that are ready to train
+    started: float = 0.0  # when all ranks were ready; 0 if nothing is trained
     ended: float = 0.0
     checkpoint: str = ""
     stopped: bool = False
@@ -48,7 +43,9 @@ class Listener:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     peaks: list[StagePeak] = field(default_factory=list)
+    # rank -> the index of its GPU in the latest attempt, and the number of other GPUs it could have used
     devices: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # the event of a rank that read other data than the run before its checkpoint, in the latest attempt
     other_data: Mapping[str, Any] | None = None
     auditor: Auditor | None = None
     audits: list[AuditReport] = field(default_factory=list)
@@ -60,83 +57,97 @@ class Listener:
         self.other_data = None
 
     def restarted(self, restart: Restart) -> None:
-        """Forget the steps that are done again, and note it in the metrics."""
+        """Discard the losses of the steps that will be repeated, and record the restart in the metrics."""
         self.losses = {step: loss for step, loss in self.losses.items() if step < restart.from_step}
         self._write({"restart": restart.number, "from_step": restart.from_step, "ranks": restart.ranks})
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """Take one event of a rank, or a tick of the supervisor."""
-        kind = event["kind"]
-        if kind == "tick":
-            states = [f"waits in {doing}" if waiting else doing for doing, waiting in event["ranks"]]
-            self.events("ranks", {"states": states})
-            if self.auditor is not None:
-                self.auditor.poll()
-        elif kind == "ready":
-            self.ready += 1
-            if self.ready == self.world_size and not self.started:
-                self.started = time.time()
-        elif kind == "device":
-            self.devices[event["rank"]] = event["index"], event["others"]
-        elif kind == "step":
-            self._step(event)
-        elif kind == "checkpoint":
-            self.checkpoint = event["path"]
-            self.events("checkpoint", {"step": event["step"], "path": event["path"]})
-        elif kind == "evaluation":
-            self.evaluation = event
-            if self.started:  # in the middle of training; an evaluation by itself leaves the run's files alone
-                self._write({"step": event["step"], "evaluation_loss": event["loss"], "samples": event["samples"]})
-            self.events("evaluation", {key: event[key] for key in ("step", "loss", "samples")})
-        elif kind == "audit" and self.auditor is not None:
+        """Take an event of a rank, or a tick of the supervisor. An event without a handler is ignored."""
+        handler = _HANDLERS.get(event["kind"])
+        if handler is not None:
+            handler(self, event)
+
+    def _tick(self, event: Mapping[str, Any]) -> None:
+        states = [f"waits in {activity}" if waiting else activity for activity, waiting in event["ranks"]]
+        self.events("ranks", {"states": states})
+        if self.auditor is not None:
+            self.auditor.poll()
+
+    def _ready(self, event: Mapping[str, Any]) -> None:
+        self.ready += 1
+        if self.ready == self.world_size and not self.started:
+            self.started = time.time()
+
+    def _device(self, event: Mapping[str, Any]) -> None:
+        self.devices[event["rank"]] = event["index"], event["others"]
+
+    def _checkpoint(self, event: Mapping[str, Any]) -> None:
+        self.checkpoint = event["path"]
+        self.events("checkpoint", {"step": event["step"], "path": event["path"]})
+
+    def _evaluation(self, event: Mapping[str, Any]) -> None:
+        self.evaluation = event
+        if self.started:  # an evaluation without training leaves the files of the run unchanged
+            self._write({"step": event["step"], "evaluation_loss": event["loss"], "samples": event["samples"]})
+        self.events("evaluation", {key: event[key] for key in ("step", "loss", "samples")})
+
+    def _audit(self, event: Mapping[str, Any]) -> None:
+        if self.auditor is not None:
             self.auditor.add(event["step"], event["loss"])
-        elif kind == "audit-left-out" and self.auditor is not None:
+
+    def _audit_left_out(self, event: Mapping[str, Any]) -> None:
+        if self.auditor is not None:
             self.auditor.left_out(event["reason"])
-        elif kind == "round":
-            if event["rank"] == 0 and event["epoch"] == 1:
-                given = counted(event["minibatches"], "minibatch")
-                self.events("note", {"text": f"the data ended after {given}, and is read again from its start"})
-        elif kind == "note":
-            self.events("note", {"text": event["text"]})
-        elif kind == "nonfinite":
-            self._nonfinite(event)
-        elif kind == OTHER_DATA:
-            self.other_data = event
-        elif kind == "stopping":
-            self.events("stopping", {"signal": event["signal"]})
-        elif kind == "stopped":
-            self.stopped = True
-        elif kind == "peak":
-            found = StagePeak(**{f.name: event[f.name] for f in dataclasses.fields(StagePeak)})
-            self.peaks.append(found)
-            self._write({"peak": dataclasses.asdict(found)})
-            self.events("peak", dataclasses.asdict(found))
-        elif kind == "spans":
-            self.spans.extend(
-                Span(event["rank"], artifact.decode(Instruction, instruction, "span"), start, end)
-                for instruction, start, end in event["spans"]
-            )
+
+    def _round(self, event: Mapping[str, Any]) -> None:
+        if event["rank"] == 0 and event["epoch"] == 1:
+            count = counted(event["minibatches"], "minibatch")
+            self.events("note", {"text": f"the data ended after {count}, and is read again from its start"})
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        self.events("note", {"text": event["text"]})
+
+    def _other_data(self, event: Mapping[str, Any]) -> None:
+        self.other_data = event
+
+    def _stopping(self, event: Mapping[str, Any]) -> None:
+        self.events("stopping", {"signal": event["signal"]})
+
+    def _stopped(self, event: Mapping[str, Any]) -> None:
+        self.stopped = True
+
+    def _peak(self, event: Mapping[str, Any]) -> None:
+        peak = StagePeak(**{field.name: event[field.name] for field in dataclasses.fields(StagePeak)})
+        self.peaks.append(peak)
+        self._write({"peak": dataclasses.asdict(peak)})
+        self.events("peak", dataclasses.asdict(peak))
+
+    def _spans(self, event: Mapping[str, Any]) -> None:
+        self.spans.extend(
+            Span(event["rank"], artifact.decode(Instruction, instruction, "span"), start, end)
+            for instruction, start, end in event["spans"]
+        )
 
     def audited(self, result: AuditResult) -> None:
-        """Take the result of an audit."""
+        """Record the result of an audit."""
         self.audits.append(report_of(result))
         fields = fields_of(result)
         self._write({"audit": fields["step"], **{key: value for key, value in fields.items() if key != "step"}})
         self.events("audit", fields)
 
     def nonfinite(self) -> RunError | None:
-        """Return why the run ended, where that is a step that was not finite: where it began, of all that ranks saw."""
+        """Return the error of a step that was not finite and ended the run: the earliest that a rank reported."""
         if not self._nonfinite_seen:
             return None
         first = max(self._nonfinite_seen, key=lambda event: (-event["step"], event["place"]))
         return RunError(
             f"step {first['step'] + 1} is not finite: {first['what']}",
             where=f"the last checkpoint before it: {self._before() or 'none'}",
-            remedy="look at the data of that step, lower --lr, add --clip-grad-norm, or choose --on-nonfinite skip",
+            remedy="inspect the data of that step, lower --lr, add --clip-grad-norm, or choose --on-nonfinite skip",
         )
 
     def _nonfinite(self, event: Mapping[str, Any]) -> None:
-        if event["policy"] == "stop":  # the rank fails with it
+        if event["policy"] == "stop":  # the rank fails as well
             self._nonfinite_seen.append(event)
             return
         if event["policy"] == "skip":
@@ -145,9 +156,9 @@ class Listener:
         self.events("nonfinite", fields)
 
     def _before(self) -> str:
-        """Return the newest checkpoint there is: that of this run, or the one it started from."""
-        found = checkpoints.steps(self.run.checkpoints)
-        return str(checkpoints.directory_of(self.run.checkpoints, found[-1])) if found else ""
+        """Return the newest checkpoint of the run, or ""."""
+        steps = checkpoints.steps(self.run.checkpoints)
+        return str(checkpoints.directory_of(self.run.checkpoints, steps[-1])) if steps else ""
 
     def _step(self, event: Mapping[str, Any]) -> None:
         self.losses[event["step"]] = event["loss"]
@@ -169,7 +180,7 @@ class Listener:
         try:
             with self.run.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({key: _number(value) for key, value in line.items()}) + "\n")
-        except OSError as error:  # which file it was, the system does not say of a full disk
+        except OSError as error:  # for a full disk, the system names no file
             raise RunError(
                 f"the metrics cannot be written: {error.strerror}",
                 where=str(self.run.metrics),
@@ -178,5 +189,25 @@ class Listener:
 
 
 def _number(value: Any) -> Any:
-    """Return what JSON can hold: null for what is no number."""
+    """Return a value that JSON can represent: None for NaN and infinities."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_HANDLERS: dict[str, Callable[[Listener, Mapping[str, Any]], None]] = {
+    "tick": Listener._tick,
+    "ready": Listener._ready,
+    "device": Listener._device,
+    "step": Listener._step,
+    "checkpoint": Listener._checkpoint,
+    "evaluation": Listener._evaluation,
+    "audit": Listener._audit,
+    "audit-left-out": Listener._audit_left_out,
+    "round": Listener._round,
+    "note": Listener._note,
+    "nonfinite": Listener._nonfinite,
+    OTHER_DATA: Listener._other_data,
+    "stopping": Listener._stopping,
+    "stopped": Listener._stopped,
+    "peak": Listener._peak,
+    "spans": Listener._spans,
+}

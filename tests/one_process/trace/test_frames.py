@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 from support.pipelines import captured
 
 from autopipe.cli import documents
-from autopipe.errors import RunError
 from autopipe.report import tables
-from autopipe.report.frames import block_frame, block_of, cost_frame, metrics_frame
+from autopipe.report.frames import block_frame, block_of, cost_frame
 from autopipe.report.results import ProfileResult
 from autopipe.units import in_bytes, in_seconds
 
@@ -65,16 +62,3 @@ def test_the_short_profile_has_outputs_workspace_and_the_optimizer() -> None:
 )
 def test_a_block_ends_at_the_first_number(path: str, block: str) -> None:
     assert block_of(path) == block
-
-
-def test_metrics_keep_the_last_word_on_a_step_and_leave_evaluations_out(tmp_path: Path) -> None:
-    lines = [
-        {"step": 0, "loss": 3.0},
-        {"step": 1, "loss": 2.0},
-        {"step": 1, "evaluation_loss": 9.0},
-        {"step": 1, "loss": 1.5},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert metrics_frame(tmp_path)["loss"].to_dict() == {0: 3.0, 1: 1.5}
-    with pytest.raises(RunError, match=r"has no metrics\.jsonl"):
-        metrics_frame(tmp_path / "nothing")
