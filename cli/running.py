@@ -216,7 +216,7 @@ def eval_command(
 ) -> None:
     """Evaluate RUN (default: the newest) on held-out data, from its newest checkpoint.
 
-    The model file of the run is code. It is run if you have named it on this machine, unchanged since, or name it now.
+    The model file of the run is code, and it is run if you have named it on this machine, unchanged, or name it now.
     """
     from autopipe.report import tables
 
@@ -265,7 +265,7 @@ def export_command(
     The unmodified model loads it with strict=True. The reported count is of the names of the state_dict: two for a tied
     weight, and not one for a buffer that is not saved; `check` counts each tensor once.
 
-    The model file of the run is code. It is run if you have named it on this machine, unchanged since, or name it now.
+    The model file of the run is code, and it is run if you have named it on this machine, unchanged, or name it now.
     """
     from autopipe.report import tables
 

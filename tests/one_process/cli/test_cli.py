@@ -106,7 +106,7 @@ def test_the_reference_is_what_the_commands_say():
         (["plan", "--gpu-memory", "24 apples"], "unknown unit 'apples'"),
         (["plan", "--link", "25"], "write a bandwidth such as 10GB/s or 400Gbit/s"),
         (["plan", "--gpus", "0"], "0 is not in the range x>=1"),
-        (["profile", "x.py", "--microbatch-sizes", "1,zero"], "'1,zero' is no list of sizes such as 1,2,4"),
+        (["profile", "x.py", "--microbatch-sizes", "1,zero"], "'1,zero' is not a list of sizes such as 1,2,4"),
         (["profile", "x.py", "--arg", "depth"], "'depth' is not name=value"),
         (["plan", "--num-microbatches", "4", "--microbatch-size", "2"], "exclude each other"),
         (["train", "--steps", "4", "--epochs", "2"], "--steps and --epochs exclude each other"),
@@ -169,7 +169,7 @@ def test_pyproject_is_a_settings_file_too(run, checked):
         ("gpu = 2\n", "unknown option 'gpu'"),
         ("[trian]\nsteps = 2\n", "Did you mean 'train'?"),
         ("[simulate]\ngpus = 2\n", "[simulate] unknown option 'gpus'"),
-        ("gpus = \n", "is no TOML file"),
+        ("gpus = \n", "is not a TOML file"),
     ],
 )
 def test_a_settings_file_with_a_slip_is_a_usage_error(run, text, shown):
