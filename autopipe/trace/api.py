@@ -1,4 +1,4 @@
-"""``capture``: the user's workload -> the graph of its training forward, checked against the model itself."""
+"""Capture the training forward of a workload as a graph, and check the graph against the model."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def capture(
     lengths: bool = True,
     training: bool = True,
 ) -> Capture:
-    """Follow the loss of one batch and return its graph. The model, where one is given, is left exactly as it was.
+    """Capture the loss of one batch as a graph. A model that is passed in is restored afterwards.
 
-    ``batch_size``: of the batch that is followed; the next number that no size of the model equals is taken, so that
-    none is mistaken for the batch. ``lengths``: leave sequence lengths free where the model allows it. ``training``:
-    False follows the model in evaluation mode. Memory: no weight is copied; ``verify`` keeps one gradient per
-    parameter, twice.
+    ``batch_size``: the minimum size of the captured batch. The next number that equals no size of the model is used, so
+    that no other size is mistaken for it. ``lengths``: let sequence lengths vary if the model supports it.
+    ``training``: False captures the model in evaluation mode. Memory: weights are not copied; ``verify`` keeps two
+    gradients per parameter.
 
-    Raises: TraceError with the user's line when the model cannot be followed, or when the graph is not the model.
+    Raises: TraceError with the user's line if the model cannot be captured, or if the graph differs from the model.
     """
     model = workload.build_model() if model is None else model
     if training:
@@ -125,7 +125,7 @@ def _refuse_sparse_parameters(model: nn.Module) -> None:
 
 
 def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, lengths: tuple[Length, ...]) -> Opaque:
-    """Return the modules that run as they are before anything was followed: those that were named, or ran so before."""
+    """Return the initial opaque modules: those that the user named, and those of an earlier capture."""
 
     def others() -> list[Item]:
         if workload.is_fixed(item):
@@ -133,7 +133,7 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
         return [_other(workload, item, batch_size), workload.example_item(batch_size + 3)]
 
     spec = workload.spec
-    workload.run_opaque(())  # while modules are observed, each draw is counted by itself
+    workload.run_opaque(())  # count each draw separately while modules are observed
     opaque = Opaque(workload, model, item, spec.opaque, lengths, others)
     if not any(parameter.is_meta for parameter in model.parameters()):
         opaque.require(paths_of(spec.opaque))
@@ -142,14 +142,14 @@ def _opaque(workload: Workload, model: nn.Module, item: Item, batch_size: int, l
 
 
 def _with_after_step(workload: Workload, model: nn.Module, captured: Capture) -> Capture:
-    """Add what the hook after each step changes, and what that depends on. Raises: ModelFileError."""
+    """Add the effects of the ``after_step`` hook, and what they depend on. Raises: ModelFileError."""
     effects = effects_of(workload, model)
     graph = dataclasses.replace(captured.graph, after_step=effects.reads)
     return dataclasses.replace(captured, graph=graph, notes=(*captured.notes, *effects.notes))
 
 
 def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Capture:
-    """Add what the loss divides by. One that cannot be computed on real batches is left out."""
+    """Add the divisor of the loss. A divisor that cannot be computed on real batches is omitted."""
     divisor = find_divisor(captured.graph, captured.module)
     try:
         for item in items:
@@ -164,10 +164,10 @@ def _with_divisor(workload: Workload, captured: Capture, *items: Item) -> Captur
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keep the collector of garbage out.
+    """Disable garbage collection.
 
-    A pass makes tens of thousands of objects that stay until it is over, and each of its looks for garbage goes through
-    all that the process holds: it took up to a third of the time.
+    Capture allocates tens of thousands of live objects; each collection would rescan the whole heap (up to a third of
+    the capture time).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -181,9 +181,9 @@ def _nothing_collected() -> Iterator[None]:
 def _verified_at(
     workload: Workload, model: nn.Module, item: Item, captured: Capture, lengths: tuple[Length, ...]
 ) -> int | None:
-    """Return which of the shorter lengths equals the model on real numbers, the shortest first; None where none does.
+    """Return the index of the shortest length at which graph and model agree on real numbers, or None.
 
-    The model itself may not take such a batch (a label that lies behind the end); then nothing is known of lengths.
+    The model itself may reject such a batch (a label beyond its end, for example); the lengths are then unverified.
     """
     for part in range(min(len(shorter(length.size)) for length in lengths)):
         leaves = cut(workload.leaves(item), lengths, part)
@@ -199,7 +199,7 @@ def _verified_at(
 
 
 def _bounded(captured: Capture, lengths: tuple[Length, ...], part: int) -> Capture:
-    """Write down from which length on the graph is known to be the model: that of the shortest batch compared."""
+    """Set the lower bound of each length to that of the shortest batch on which the graph was verified."""
     symbols = list(captured.graph.symbols[:1])
     for symbol, length in zip(captured.graph.symbols[1:], lengths, strict=False):
         symbols.append(dataclasses.replace(symbol, low=shorter(length.size)[part]))
@@ -208,7 +208,7 @@ def _bounded(captured: Capture, lengths: tuple[Length, ...], part: int) -> Captu
 
 
 def _distinct(sizes: Container[int], start: int) -> int:
-    """Return the first number from ``start`` on that is none of ``sizes``."""
+    """Return the first number from ``start`` on that is not in ``sizes``."""
     candidate = max(start, 2)
     while candidate in sizes:
         candidate += 1
@@ -216,14 +216,14 @@ def _distinct(sizes: Container[int], start: int) -> int:
 
 
 def _other(workload: Workload, item: Item, batch_size: int) -> Item:
-    """Return a batch of another size, of other samples where the data has them.
+    """Return a batch of another size, with other samples if the data has enough.
 
-    What in it is no tensor is as in ``item``, which the graph was captured with: a number such as the count of labels
-    in a batch is a constant of the graph.
+    Values that are not tensors are those of ``item``, with which the graph was captured: a number such as the count of
+    labels in a batch is a constant of the graph.
     """
     other = 3 if batch_size != 3 else 4
     if not workload.cuts_by_dimension(workload.example_item(batch_size)):
-        return workload.example_item(other)  # part of a batch may be no batch
+        return workload.example_item(other)  # a part of such a batch may not be valid
     both = workload.example_item(batch_size + other)
     leaves, dimensions = workload.leaves(both), workload.batch_dims(both)
     other_leaves = {

@@ -1,4 +1,4 @@
-"""The same model in evaluation mode: which arguments of the recorded calls differ."""
+"""Compare a recording in evaluation mode with the graph: which arguments of the calls differ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def evaluation_arguments(
 ) -> tuple[dict[fx.Node, Arguments], str]:
     """Return node -> its arguments in evaluation mode where they differ, and why the graph cannot serve, or "".
 
-    ``same``: node of the evaluation pass -> node of the training pass. ``raw``: the latter's arguments as they were
-    recorded, before sizes were written into the graph.
+    ``same``: node of the evaluation recording -> node of the training recording. ``raw``: the arguments of the latter
+    as recorded, before sizes were written into the graph.
     """
     differing: dict[fx.Node, Arguments] = {}
     try:

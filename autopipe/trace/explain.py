@@ -1,4 +1,4 @@
-"""What went wrong in the user's model -> a ``TraceError``: the construct, the line, and the smallest edit."""
+"""Convert a failure in the user's model to a ``TraceError``: the construct, the line, and the smallest edit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _START = str(Path(__file__).parent / "record" / "follow.py")
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
-_CONCRETE = "SymIntArrayRef expected to contain only concrete integers"  # what torch's C++ says of an unknown size
+_CONCRETE = "SymIntArrayRef expected to contain only concrete integers"  # torch's C++ error for an unknown size
 
 _READS = {
     "item": "keep the value a tensor instead of calling .item()",
@@ -56,14 +56,15 @@ _READS = {
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Tell whether a file is the user's (or a model library's), not torch's or ours."""
+    """Return whether a file belongs to the user or a model library, rather than to torch or autopipe."""
     return not filename.startswith(_SKIPPED)
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from ``frame`` outwards, that is the user's.
+    """Return the innermost user frame, from ``frame`` outwards.
 
-    Whoever called the tracer is not: a model whose forward is all torch's (a plain ``Sequential``) has no such frame.
+    The caller of the tracer does not count: a model whose forward is entirely torch's (a plain ``Sequential``) has no
+    user frame.
     """
     while frame is not None and not is_users(frame.f_code.co_filename):
         if frame.f_code.co_filename == _START:
@@ -73,14 +74,15 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def calling_frame() -> FrameType | None:
-    """Return the user's frame that is running now."""
+    """Return the user frame that is running now."""
     return users_frame(sys._getframe(1))
 
 
 def places_of(frame: FrameType) -> dict[str, Any]:
-    """Return where a call stands in the user's code, as it is kept in ``node.meta``; see ``recorder``.
+    """Return the place of a call in the user's code, as stored in ``node.meta``; see ``recorder``.
 
-    A place is (file, line), the frame by number, and the instruction in it, which tells two calls of a line apart.
+    A place is (file, line), the number of the frame, and the instruction in it, which distinguishes two calls on a
+    line.
     """
     in_library = library_of(frame.f_code.co_filename)
     outer = _frames_of(frame.f_back) if in_library else []
@@ -105,7 +107,7 @@ Line = tuple[str, int]
 
 
 def lines_of(frame: FrameType | None) -> list[Line]:
-    """Return the user's lines that are running, innermost first: (file, line)."""
+    """Return the user's running lines, innermost first: (file, line)."""
     return [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames_of(frame)]
 
 
@@ -118,25 +120,25 @@ def _frames_of(frame: FrameType | None) -> list[FrameType]:
 
 
 def own_and_inner(lines: list[Line]) -> tuple[Line, Line | None]:
-    """Return the model's own line, and the line of the library that it leads to; None where it leads to none."""
+    """Return the model's own line, and the library line that it leads to, or None."""
     own, inner = own_and_library([filename for filename, _ in lines])
     return lines[own], None if inner is None else lines[inner]
 
 
 def place_in(own: Line, inner: Line | None) -> str:
-    """Return the model's own line with its text and, behind it, that of a library: for errors."""
+    """Return the model's own line with its text, followed by that of the library, for errors."""
     text = place(*own)
     return text if inner is None else f"{text}, which runs {short_path(inner[0])}:{place(*inner)[len(inner[0]) + 1 :]}"
 
 
 def short_place_in(own: Line, inner: Line | None) -> str:
-    """Return ``file:line`` of the model's own line and, behind it, of a library's."""
+    """Return ``file:line`` of the model's own line, followed by that of the library."""
     text = f"{short_path(own[0])}:{own[1]}"
     return text if inner is None else f"{text} ({short_path(inner[0])}:{inner[1]})"
 
 
 def short_path(filename: str) -> str:
-    """Return a path that says no more than it must: below the working directory, or below ``site-packages``."""
+    """Return a path relative to the working directory or to ``site-packages``, if it lies below either."""
     installed = _below_packages(filename)
     if installed:
         return installed
@@ -156,7 +158,7 @@ def _below_packages(filename: str) -> str:
 
 
 def place(filename: str, line: int) -> str:
-    """Return ``file:line: source line`` for people."""
+    """Return ``file:line: source line``, the human-readable form of a place."""
     text = linecache.getline(filename, line).strip()
     return f"{filename}:{line}" + (f": {text}" if text else "")
 
@@ -168,30 +170,30 @@ def here() -> str:
 
 
 def where_short() -> str:
-    """Return ``file:line`` of the user's code that is running now, with a short path."""
+    """Return ``file:line`` of the running user code, with a short path."""
     lines = lines_of(sys._getframe(1))
     return short_place_in(*own_and_inner(lines)) if lines else ""
 
 
 def place_of(error: BaseException) -> str:
-    """Return the user's line that an exception came through last, and behind it that of a library."""
+    """Return the last user line that an exception passed through, followed by that of a library."""
     walked = traceback.walk_tb(error.__traceback__)
     lines = [(f.f_code.co_filename, line) for f, line in walked if is_users(f.f_code.co_filename)]
     return place_in(*own_and_inner(lines[::-1])) if lines else ""
 
 
 def depends_on_data(error: BaseException | None) -> bool:
-    """Tell whether a call failed because a number, or a size, is only known when it runs."""
+    """Return whether a call failed because a number, or a size, is only known at run time."""
     if isinstance(error, (LookupError, AttributeError)):
-        return "FakeTensor(" in str(error)  # a name that holds a number of the data's: f"expert_{index}"
+        return "FakeTensor(" in str(error)  # a name with a number from the data: f"expert_{index}"
     return isinstance(error, DATA_DEPENDENT) or (isinstance(error, RuntimeError) and _CONCRETE in str(error))
 
 
 def explained(error: Exception, construct: str, *, drawn: bool = False) -> TraceError:
-    """Return the ``TraceError`` for what the user's forward raised while it was followed.
+    """Return the ``TraceError`` for an exception that the user's forward raised while it was recorded.
 
-    ``construct``: the torch call that was running, by name, or "". ``drawn``: what it read was drawn at random, and the
-    batch has no part in it.
+    ``construct``: the name of the torch call that was running, or "". ``drawn``: the value was drawn at random and does
+    not depend on the batch.
     """
     if isinstance(error, TraceError):
         return error
@@ -237,9 +239,9 @@ UNSEEN = "was made by a call that cannot be followed"
 
 
 def went_unseen(error: TraceError) -> bool:
-    """Tell whether a call could not be recorded, so that another way to capture the model may see more.
+    """Return whether a call could not be recorded, so that another capture strategy may succeed.
 
-    Not where the model does what no capture can cut (a backward in the forward), nor where it draws a coin.
+    False for a construct that no strategy can split (a backward in the forward), and for a random decision.
     """
     cause = error.__cause__
     return UNSEEN in error.what or (
@@ -248,7 +250,7 @@ def went_unseen(error: TraceError) -> bool:
 
 
 def unsupported(what: str, remedy: str) -> TraceError:
-    """Return a ``TraceError`` for a construct, at the user's line that runs now."""
+    """Return a ``TraceError`` for a construct, at the user's current line."""
     return TraceError(what, where=here(), remedy=remedy)
 
 

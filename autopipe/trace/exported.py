@@ -1,10 +1,10 @@
-"""``torch.export``'s graph of a model, run again so that the recorder sees its calls.
+"""Run the graph of ``torch.export`` under the recorder.
 
-Export follows a model below the public API, at the calls into ATen, and so sees what scripted functions and C++ code
-do. Its graph holds the user's own parameters. Running it call by call under the recorder gives the same kind of
-recording as the model itself, which is then cut, written and verified like any other.
+Export captures a model below the public API, at the calls into ATen, and so captures scripted functions and C++ code.
+Its graph holds the user's own parameters. Running it call by call under the recorder gives the same kind of recording
+as the model itself, which is then split, written and verified like any other.
 
-It is not trusted with a custom ``autograd.Function``: it follows the forward of one and differentiates that, with the
+Export is not used for a custom ``autograd.Function``: it traces the forward and differentiates that, which gives the
 right loss and wrong gradients (straight-through estimators, gradient reversal).
 """
 
@@ -31,26 +31,26 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size"}
 
 
-class NotExportable(Exception):  # noqa: N818  # a finding that the caller turns into the error of the model
-    """Why ``torch.export`` cannot stand in; the text says it in one line."""
+class NotExportable(Exception):  # noqa: N818  # the caller turns it into a TraceError
+    """``torch.export`` cannot replace the recording; the message gives the reason in one line."""
 
 
 def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
-    """Return a forward that runs what ``torch.export`` made of the loss of one batch.
+    """Return a forward that runs the exported loss of one batch.
 
-    Raises: NotExportable where it fails, or the model has a custom ``autograd.Function``.
+    Raises: NotExportable if export fails, or if the model has a custom ``autograd.Function``.
     """
     leaves = {name: laid_out(leaf, leaf) for name, leaf in workload.leaves(item).items()}
     dimensions = workload.batch_dims(item)
     free = {name: {dimensions[name]: torch.export.Dim.AUTO} if name in dimensions else None for name in leaves}
-    before, whole = Snapshot(model), _Whole(workload, model, item)
+    before, whole = Snapshot(model), _Loss(workload, model, item)
     try:
         with _custom_functions_refused(), quiet_fakes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(whole, (leaves,), dynamic_shapes=(free,), strict=False)
             if any(_is_transform(node) for node in program.graph.nodes):
-                # written as calls that change torch's state; one level lower they are plain calls. Only then, as
-                # more is written otherwise there
+                # Export writes transforms as calls that change torch's state; decomposed, they are plain calls. Other
+                # models are not decomposed, because decomposition rewrites more calls than these.
                 program = program.run_decompositions({})
             module = program.module(check_guards=False)
             _read_before_written(module)
@@ -65,14 +65,14 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
     _rebind(module, whole)
 
     def forward(recorder: Recorder, faked: Item) -> tuple[Tensor, Tensor | None]:
-        loss, *weight = _Again(module, recorder).run(workload.leaves(faked))
+        loss, *weight = _Rerun(module, recorder).run(workload.leaves(faked))
         recorder.given = None
         return loss, (weight[0] if weight else None)
 
     return forward
 
 
-class _Whole(nn.Module):
+class _Loss(nn.Module):
     """The loss of a batch as a function of its tensors."""
 
     def __init__(self, workload: Workload, model: nn.Module, item: Item) -> None:
@@ -86,14 +86,15 @@ class _Whole(nn.Module):
 
 
 def _is_transform(node: fx.Node) -> bool:
-    """Tell whether a call is part of torch.vmap."""
+    """Return whether a call is part of torch.vmap."""
     return "_functorch" in str(getattr(node.target, "__module__", ""))
 
 
 def _read_before_written(module: fx.GraphModule) -> None:
-    """Write buffers as soon as their new values are there, and let the calls read a copy of the old ones.
+    """Write each buffer as soon as its new value is available, and let other calls read a copy of the old value.
 
-    Export writes them at the end, so that no cut could lie in between; and autograd may have saved what they read.
+    Export writes buffers at the end, which would rule out every split before it; and autograd may have saved their old
+    values.
     """
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not torch.ops.aten.copy_.default:
@@ -130,7 +131,7 @@ def _custom_functions_refused() -> Iterator[None]:
 
 
 def _rebind(module: nn.Module, whole: nn.Module) -> None:
-    """Put the user's own parameters and buffers where export may have put copies."""
+    """Replace copies that export made by the user's own parameters and buffers."""
     own: dict[str, Tensor] = dict(whole.named_parameters(remove_duplicate=False))
     own.update(whole.named_buffers(remove_duplicate=False))
     for path, part in module.named_modules(remove_duplicate=False):
@@ -142,20 +143,20 @@ def _rebind(module: nn.Module, whole: nn.Module) -> None:
                     registry[name] = own[full]
 
 
-class _Again(fx.Interpreter):
-    """Runs an exported graph; the recorder is told which of the user's lines and modules each call came from."""
+class _Rerun(fx.Interpreter):
+    """Runs an exported graph and sets the user's line and modules of each call on the recorder."""
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
         super().__init__(module)
         self._recorder = recorder
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node at the user's place."""
+        """Run one node at its place in the user's code."""
         self._recorder.given = _line(n.meta.get("stack_trace")), _modules(n.meta.get("nn_module_stack"))
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call; regions of another grad mode or autocast are opened here, and their inside is run as well."""
+        """Run a call. A region with another grad mode or autocast is entered, and its graph is run as well."""
         name = str(getattr(target, "_opname", getattr(target, "__name__", "")))
         if name in _CHECKS:
             return None
@@ -179,7 +180,7 @@ def _line(stack_trace: str | None) -> tuple[str, int] | None:
 
 
 def _modules(stack: Mapping[str, tuple[str, Any]] | None) -> tuple[tuple[str, str, int], ...]:
-    """Return the modules around a call, outermost first, as the recorder keeps them."""
+    """Return the modules around a call, outermost first, in the form that the recorder uses."""
     modules = []
     for path, kind in (stack or {}).values():
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"

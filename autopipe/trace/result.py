@@ -1,4 +1,4 @@
-"""``Capture``: what the tracer hands over."""
+"""``Capture``: the result of the tracer."""
 
 from __future__ import annotations
 
@@ -13,29 +13,22 @@ from autopipe.trace.loss.divisor import Divisor
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """The training forward of one microbatch: as data (``graph``) and as something that runs (``module``).
-
-    ``module``: node names are those of ``graph``, placeholders its inputs; it holds the user's own modules and tensors
-    under their original paths. ``constants``: tensors that are neither parameter nor buffer, by attribute name.
-    ``method``: how it was captured, for people. ``evaluation``: node -> its (args, kwargs) in evaluation mode, where
-    they differ; ``evaluation_note``: why evaluation cannot use this graph, or "". ``notes``: what people should know.
-    ``exact``: every bit was as in the model where it was verified; None where it was not. ``divisor``: what the loss
-    divides by; None where that is the number of samples.
-    """
+    """The training forward of one microbatch, as data (``graph``) and as code (``module``)."""
 
     graph: Graph
     module: fx.GraphModule
-    constants: dict[str, Tensor]
-    method: str
-    evaluation: dict[str, Arguments]
-    evaluation_note: str
-    notes: tuple[str, ...]
-    exact: bool | None = None
-    divisor: Divisor | None = None
+    """Has the node names of ``graph``. Holds the user's own modules and tensors under their original paths."""
+    constants: dict[str, Tensor]  # tensors that are neither parameters nor buffers, by attribute name
+    method: str  # human-readable name of the strategy
+    evaluation: dict[str, Arguments]  # node -> its (args, kwargs) in evaluation mode, where they differ
+    evaluation_note: str  # why evaluation cannot use this graph, or ""
+    notes: tuple[str, ...]  # messages for the user
+    exact: bool | None = None  # whether verification found every bit equal; None if it did not run
+    divisor: Divisor | None = None  # divisor of the loss; None for the number of samples
 
 
 def with_own_constants(capture: Capture, suffix: str) -> Capture:
-    """Return a capture whose constants have names of their own, so that a stage can hold another capture's as well."""
+    """Return a capture with unique constant names, so that one stage can hold the constants of two captures."""
     names = {name: f"{name}_{suffix}" for name in capture.constants}
     if not names:
         return capture

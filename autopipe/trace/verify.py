@@ -1,8 +1,8 @@
-"""The captured graph against the user's model itself: loss, every gradient, every buffer, on real numbers.
+"""Compare the captured graph with the user's model: loss, every gradient and every buffer, on real numbers.
 
-Both sides run the same three microbatches one after the other: the batch that was captured, another batch size with
-other samples, and the first batch with other random numbers. A difference is an error, never a warning:
-most wrong captures have the right loss, and only their gradients differ.
+Both run the same three microbatches in turn: the captured batch, a batch of another size with other samples, and the
+first batch with other random numbers. A difference is an error, never a warning: most wrong captures compute the right
+loss and wrong gradients.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from autopipe.workload.batches.layouts import laid_out
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4
 BUFFER_TOLERANCE = 1e-4
-_SHOWN = 4  # hooks that an error names
+_SHOWN = 4  # hooks listed in an error
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One microbatch: what came out, by name for people (``loss``, ``gradient of w``, ``buffer b``)."""
+    """The outcome of one microbatch."""
 
-    values: dict[str, Tensor | None]
-    draws: int
+    values: dict[str, Tensor | None]  # by readable name: "loss", "gradient of w", "buffer b"
+    draws: int  # random draws that the forward made
 
 
 def verify(
     workload: Workload, model: nn.Module, module: fx.GraphModule, graph: Graph, items: list[Item], *, seeds: int = 2
 ) -> tuple[bool, list[str]]:
-    """Compare the graph with the model on ``items``: whether every bit is the same, and notes for people.
+    """Compare the graph with the model on ``items``. Return whether every bit is equal, and notes.
 
-    ``seeds``: how many random seeds the first item is compared with; the others with one.
+    ``seeds``: the number of random seeds for the first item; the other items use one.
 
-    The model is left as it was. A guard (``autopipe.guards``) may stop any microbatch but the first: then the graph
-    has said itself that it is not meant for it.
+    The model is restored. A guard (``autopipe.guards``) may stop any microbatch except the first: the graph then
+    detects by itself that it does not apply.
 
-    Raises: TraceError naming the first thing that differs, and both numbers.
+    Raises: TraceError with the first value that differs, and both numbers.
     """
     wheres = [(workload.spec.seed, 0, index) for index in range(len(items))]
     wheres += [(workload.spec.seed + more, 0, 0) for more in range(1, seeds)]
@@ -87,7 +87,7 @@ def verify(
 
 
 def _with_hooks(error: TraceError, model: nn.Module) -> TraceError:
-    """Name the backward hooks where a gradient differs: of a module that is cut open, stages run none."""
+    """Name the backward hooks if a gradient differs: stages do not run the hooks of a split module."""
     hooks = hooks_of(model)
     if not hooks or "gradient" not in error.what:
         return error
@@ -107,7 +107,7 @@ def _run(
 ) -> Outcome:
     for parameter in model.parameters():
         parameter.grad = None
-    item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)  # a forward may change its batch
+    item = pytree.tree_map_only(Tensor, lambda leaf: laid_out(leaf, leaf), item)  # a forward may modify its batch
     bound = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -165,7 +165,7 @@ def _compare(wanted: Outcome, actual: Outcome, label: str, graph: Graph) -> bool
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Name the hooks that may change gradients: of modules and of parameters, each with its function and line."""
+    """Describe the module and parameter hooks that may change gradients, each with its function and line."""
     descriptions = []
     for path, module in model.named_modules():
         hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
@@ -177,7 +177,7 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 
 def _function(hook: Any) -> str:
-    """Return a function's name with its file and line."""
+    """Return the name of a function with its file and line."""
     hook = getattr(hook, "func", hook)
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     name = getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]

@@ -89,7 +89,7 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _is_returned(node: fx.Node, following: fx.Node | None) -> bool:
-    """Tell whether a line of the user's is ``return`` with one value, and that is what this node makes."""
+    """Return whether a line of the user's is ``return`` with one value, and that is what this node makes."""
     if following is not None and all(node.meta[key] == following.meta[key] for key in ("frame", "source", "stack")):
         return False
     try:
@@ -100,7 +100,7 @@ def _is_returned(node: fx.Node, following: fx.Node | None) -> bool:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Tell whether a node takes one tensor out of the tuple that a call returned."""
+    """Return whether a node takes one tensor out of the tuple that a call returned."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem

@@ -86,7 +86,7 @@ class DrawingLine:
 
 
 def is_drawn(recorder: Recorder, error: Exception) -> bool:
-    """Tell whether torch drew what the failed call or comparison reads, and the batch has no part in it."""
+    """Return whether torch drew what the failed call or comparison reads, and the batch has no part in it."""
     known = recorder.known
     stack = [known.node(tensor) for tensor in recorder.operands if known.has(tensor)]
     if isinstance(error, GuardOnDataDependentSymNode):

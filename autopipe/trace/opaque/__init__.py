@@ -1,14 +1,14 @@
-"""Modules that run as they are: their code cannot be one graph, so it stays the user's own, inside of one stage.
+"""Opaque modules: their code cannot be one graph, so it remains user code, inside one stage.
 
-A loop over the experts that the data chose, a layer that is dropped at random, ``torch.unique``: what such a module
-calls differs from batch to batch. What comes in and goes out does not, so its call is one node::
+Examples are a loop over the experts that the data selects, a layer that is dropped at random, and ``torch.unique``: the
+calls of such a module differ from batch to batch. Its inputs and outputs do not, so its call is one node::
 
-    choose    which modules: the smallest around the line that failed whose inputs and outputs are tensors
-    observe   the model runs on real batches; what came in and went out of every module
-    results   from that, the results that stand for the module's while the model is followed
-    record    its call as one node of the graph
+    choose    which modules: the smallest around the failed line whose inputs and outputs are tensors
+    observe   run the model on real batches; record the inputs and outputs of every module
+    results   derive the fake results that replace the module's while the model is recorded
+    record    write its call as one node of the graph
 
-The node holds all of the module's parameters and buffers, is never cut, draws from its own place (``draws.inside``),
-and is compared with the model like every other. ``fakes`` is about single calls of torch whose results torch cannot
-make without numbers.
+The node holds all parameters and buffers of the module, is never split, draws from its own random position
+(``draws.inside``), and is compared with the model like every other. ``fakes`` handles single torch calls whose results
+torch cannot fake without data.
 """

@@ -1,4 +1,4 @@
-"""Which modules run as they are: the smallest around the code that cannot be one graph, tensors going in and out."""
+"""Choose the opaque modules: the smallest around code that cannot be one graph, with tensors as inputs and outputs."""
 
 from __future__ import annotations
 
@@ -31,20 +31,17 @@ _RANDOM, _DATA, _BATCH, _UNSEEN = (
 
 @dataclass
 class Opaque:
-    """The modules of one capture that run as they are. ``forms``: path -> what each of its calls gives.
-
-    ``policy``: auto, never, or paths separated by commas. ``lengths``: sizes of the batch that should stay free.
-    ``others``: makes two batches of other sizes: a line goes through any two points, and is believed through three.
-    """
+    """The opaque modules of one capture."""
 
     workload: Workload
     model: nn.Module
     item: Item
-    policy: str = AUTO
-    lengths: tuple[Length, ...] = ()
+    policy: str = AUTO  # auto, never, or paths separated by commas
+    lengths: tuple[Length, ...] = ()  # sizes of the batch that may vary
+    # makes two batches of other sizes: any two points lie on a line, so that a size is accepted from three
     others: Callable[[], list[Item]] = list
-    forms: dict[str, list[Form]] = field(default_factory=dict)
-    whys: dict[str, tuple[str, str]] = field(default_factory=dict)
+    forms: dict[str, list[Form]] = field(default_factory=dict)  # path -> the results of each of its calls
+    whys: dict[str, tuple[str, str]] = field(default_factory=dict)  # path -> (reason, place)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -52,9 +49,9 @@ class Opaque:
         return tuple(path for path, _ in self.model.named_modules() if path in self.forms)
 
     def require(self, paths: Iterable[str], why: str = "") -> None:
-        """Let modules run as they are, whatever they call.
+        """Make modules opaque regardless of what they call.
 
-        Raises: TraceError where the model has no such module, or more than tensors comes in or goes out.
+        Raises: TraceError if the model has no such module, or if its inputs or outputs are not only tensors.
         """
         known = dict(self.model.named_modules())
         for path in paths:
@@ -65,7 +62,7 @@ class Opaque:
                     remedy="give auto, never, or paths of modules as model.named_modules() has them",
                 )
             if not known[path]._modules and type(known[path]).__module__.startswith("torch.nn."):
-                continue  # a layer of torch's is one node as it is
+                continue  # a layer of torch.nn is one node already
             try:
                 self._add(path, self._forms(path), why or "named by --opaque", "")
             except Unfit as unfit:
@@ -74,9 +71,10 @@ class Opaque:
                 ) from unfit
 
     def take(self, error: TraceError) -> bool:
-        """Let the smallest module around what failed run as it is; False where that is no way out.
+        """Make the smallest module around the failure opaque. Return False if that cannot help.
 
-        Modules of the same class fail in the same way: they are taken with it. The error is told why there is no way.
+        Modules of the same class fail in the same way and are included. If it cannot help, the remedy of the error says
+        why.
         """
         why = self._why(error)
         if not why or not error.within or any(parameter.is_meta for parameter in self.model.parameters()):
@@ -107,7 +105,7 @@ class Opaque:
         return False
 
     def notes(self) -> tuple[str, ...]:
-        """Say which modules run as they are, and why."""
+        """Describe which modules are opaque, and why."""
         groups: dict[tuple[str, str], list[str]] = {}
         for path in self.modules:
             groups.setdefault(self.whys[path], []).append(path)
@@ -120,13 +118,13 @@ class Opaque:
         return tuple(candidates)
 
     def form(self, path: str, number: int) -> Form | None:
-        """Return what a call of a module gives, None where no batch made so many calls."""
+        """Return the results of one call of a module, or None if no batch made that call."""
         forms = self.forms[path]
         return forms[number] if number < len(forms) else None
 
     @property
     def written(self) -> Mapping[str, set[str]]:
-        """Path -> first names of the buffers that its calls write."""
+        """Path -> first names of the buffers that the calls of the module write."""
         return self._observed.written
 
     # --- choosing -----------------------------------------------------------------------------------------------------
@@ -142,9 +140,9 @@ class Opaque:
         return _UNSEEN if went_unseen(error) or error.what in _GRADIENTS else ""
 
     def _candidates(self, error: TraceError) -> list[str]:
-        """Return the modules around what failed, the smallest first, without what runs as it is already."""
+        """Return the modules around the failure, the smallest first, without those that are opaque already."""
         around = list(reversed(error.within))
-        if UNSEEN in error.what:  # what such a module leaves in an attribute is read outside of it
+        if UNSEEN in error.what:  # code outside of an opaque module reads an attribute that it sets
             for path, forms in self.forms.items():
                 if any(form.left or any(entry.why for entry in form.entries) for form in forms):
                     parents = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
@@ -153,7 +151,7 @@ class Opaque:
         return [path for path in dict.fromkeys(around) if path and not self._covered(path)]
 
     def _left(self) -> tuple[str, str] | None:
-        """Return a module that runs as it is and an attribute that it binds to a tensor; None where there is none."""
+        """Return an opaque module and an attribute that it binds to a tensor, or None."""
         for path, forms in self.forms.items():
             for owner, attribute in (entry for form in forms for entry in form.left):
                 return path, f"{owner}.{attribute}" if owner else attribute
@@ -176,7 +174,7 @@ class Opaque:
             logger.info("%s does not run as it is: %s", path, unfit)
 
     def _forms(self, path: str) -> list[Form]:
-        """Return what the calls of a module give. Raises: Unfit where it cannot be one node."""
+        """Return the results of the calls of a module. Raises: Unfit if it cannot be one node."""
         module = self.model.get_submodule(path)
         if isinstance(module, torch.jit.ScriptModule):
             raise Unfit("it was compiled by torch.jit.script")
@@ -216,7 +214,7 @@ class Opaque:
 
 
 def _advise(error: TraceError, text: str) -> None:
-    """Add a way out to an error."""
+    """Add an alternative to the remedy of an error."""
     if text not in error.remedy:
         error.remedy = f"{error.remedy}; or {text}" if error.remedy else text
 

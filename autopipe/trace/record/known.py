@@ -29,11 +29,11 @@ class Known:
         self._alive.append(value)
 
     def has(self, value: Any) -> bool:
-        """Tell whether a node of the graph makes this very tensor."""
+        """Return whether a node of the graph makes this very tensor."""
         return id(value) in self._nodes
 
     def is_state(self, value: Tensor) -> bool:
-        """Tell whether a tensor is the model's own."""
+        """Return whether a tensor is the model's own."""
         return id(value) in self.borrowed.state or id(value) in self.borrowed.plain
 
     def node(self, value: Tensor) -> fx.Node:

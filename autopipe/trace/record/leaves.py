@@ -16,7 +16,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn
 
 
 def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
-    """Tell whether a module is one node. ``state``: ids of the tensors that the graph knows as the model's own.
+    """Return whether a module is one node. ``state``: ids of the tensors that the graph knows as the model's own.
 
     A forward hook of the user's is seen only from inside. A module whose tensors were exchanged
     (``torch.func.functional_call``) is not the module that a stage would have.

@@ -34,7 +34,7 @@ REFUSED = {
 
 
 def is_answered(name: str, args: tuple[Any, ...]) -> bool:
-    """Tell whether a call reads numbers in a way that a real batch can answer.
+    """Return whether a call reads numbers in a way that a real batch can answer.
 
     Text of a whole number may name a layer (``f"expert_{index}"``); that of any other is printed, and decides nothing.
     """

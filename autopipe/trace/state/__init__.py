@@ -1,11 +1,11 @@
-"""Python state that a forward, a loss or a data hook changes from call to call, and that a forward or loss reads.
+"""Detect Python state that a forward, a loss or a data hook changes between calls, and that a forward or loss reads.
 
-A captured graph is one fixed computation. A counter in the forward, an annealed weight in the loss or a generator of
-the model's own makes it another one later, after every comparison has been made::
+A captured graph is one fixed computation. A counter in the forward, an annealed weight in the loss or a generator that
+the model owns changes the computation later, after the capture was verified::
 
-    observe   the model runs, at most three times; which functions of the user's did run
+    observe   run the model at most three times; record which user functions run
     snapshot  what changed with every run: attributes, globals, closures, containers, generators
-    source    where those functions write and read it, branches that were not taken included
-    check     changed and read is refused with both lines; a counter that nothing reads is not
+    source    where those functions write and read it, including branches that were not taken
+    check     refuse state that is both changed and read, with both lines; accept a counter that nothing reads
     unread    values of the batch that no forward and no loss reads: they may differ from batch to batch
 """

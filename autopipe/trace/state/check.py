@@ -25,8 +25,8 @@ from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
 _MOST_FUNCTIONS = 2000
-_ENOUGH = 5  # samples, of which a half and its half are two batches of several samples
-_MOST_PLACES = 64  # changed ones that are looked for in the source
+_ENOUGH = 5  # samples; a half of them, and its half, are batches of more than one sample
+_MOST_PLACES = 64  # changed places that are searched for in the source
 _NO_FORWARD = ("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters")
 _FORWARD, _DATA = "the forward or the loss", "the data hook"
 _KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"
@@ -38,11 +38,11 @@ _FREEZE = "freeze and switch parts where the model is built; another set of trai
 def refuse_changing_state(
     workload: Workload, model: nn.Module, item: Item, data: dict[types.CodeType, Ran] | None = None
 ) -> None:
-    """Run forward and loss a few times, and refuse state that they change and read. The model is left as it was.
+    """Run forward and loss a few times, and refuse state that they change and read. The model is restored.
 
-    ``data``: the functions that ran when the batch was made.
+    ``data``: the functions that ran when the batch was created.
 
-    Raises: TraceError naming the state, the line that writes it and the line that reads it.
+    Raises: TraceError with the state, the line that writes it and the line that reads it.
     """
     hooks = workload.functions() if hasattr(workload, "functions") else {}
     halves = workload.num_samples(item) >= _ENOUGH and not workload.is_fixed(item)
@@ -51,7 +51,7 @@ def refuse_changing_state(
     with look.restored(compared=True) as before:
         try:
             second, last = look.run_until_filled(before)
-        except Exception:  # what fails by itself is explained where it is followed
+        except Exception:  # the recording reports a model that fails
             return
         look.refuse_changes(second, last)
         look.refuse_data(last, data or {})
@@ -59,22 +59,18 @@ def refuse_changing_state(
 
 @dataclass
 class Look:
-    """One look at a model.
-
-    ``ran``: the functions of the user's that run in forward and loss. ``has_generator``: whether they can reach a
-    generator of torch's other than the global one.
-    """
+    """Runs a model on one batch and compares the Python state before and after each run."""
 
     workload: Workload
     model: nn.Module
     item: Item
     hooks: dict[str, Any]
-    ran: dict[types.CodeType, Ran] = field(default_factory=dict)
-    has_generator: bool = False
+    ran: dict[types.CodeType, Ran] = field(default_factory=dict)  # user functions that run in forward and loss
+    has_generator: bool = False  # they can reach a torch generator other than the global one
     _accesses: list[tuple[Reader, Access]] | None = None
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot of what model, loss, the user's modules and the functions that ran can reach."""
+        """Take a snapshot of what the model, the loss, the user's modules and the recorded functions reach."""
         snapshot = Snapshot.of(self._roots())
         snapshot.extend(root for ran in self.ran.values() if is_package(ran.code.co_filename) for root in _named(ran))
         self.has_generator |= snapshot.has_generator()
@@ -82,7 +78,7 @@ class Look:
 
     @contextlib.contextmanager
     def restored(self, *, compared: bool = False) -> Iterator[Snapshot]:
-        """Leave model, loss and the user's modules as they were before the block. Gives the snapshot before it."""
+        """Restore model, loss and the user's modules after the block. Yields the snapshot before it."""
         model_before = ModelSnapshot(self.model)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         before = Snapshot.of(self._roots(), compared=compared)
@@ -106,11 +102,11 @@ class Look:
         yield from _modules(names)
 
     def run_until_filled(self, before: Snapshot) -> tuple[Snapshot, Snapshot]:
-        """Run the batch until what is filled once is there; return the snapshots behind the last two runs.
+        """Run the batch until caches are filled; return the snapshots after the last two runs.
 
-        A run that changes nothing is the last one: another would begin as it did. There are at most three.
-        ``before``: the snapshot before the first run. What only functions reach that were not known to run is looked
-        at when the first run is about to call them.
+        A run that changes nothing is the last one, because the next would start from the same state. There are at most
+        three. ``before``: the snapshot before the first run. State that only newly discovered functions reach is
+        recorded when the first run is about to call them.
         """
         met = Snapshot()
 
@@ -138,8 +134,8 @@ class Look:
     def _seeded(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which every run draws the same numbers.
 
-        One seed suffices where all are drawn from torch's global generator. To seed every operation by itself takes
-        longer than a small model's forward.
+        One seed suffices if all numbers come from torch's global generator. Seeding every operation separately takes
+        longer than the forward of a small model.
         """
         seed = self.workload.spec.seed, 0, 0
         if self.workload.spec.opaque_modules or self.has_generator:
@@ -149,7 +145,7 @@ class Look:
     # --- forward and loss ---------------------------------------------------------------------------------------------
 
     def refuse_changes(self, second: Snapshot, last: Snapshot) -> None:
-        """Refuse what a run of the same batch, weights and random numbers changes, and is read."""
+        """Refuse state that changes between runs of the same batch, weights and random numbers, and is read."""
         if second is last:
             return
         changed = [place for place in last.changed_since(second) if place[0] in second.owners]
@@ -168,16 +164,16 @@ class Look:
         writes = [access for _, access in self._all(last) if access.kind != "read" and _meets(access, key)]
         read = self._really_read(key, last, set()) or (_read_by_torch(key) if writes else None)
         if read is None or (is_tensor and not writes):
-            return  # a tensor that is changed in place is seen where the model is followed
+            return  # the recording detects tensors that are changed in place
         carried = self._carried(place, last)
         if carried is None:
             carried = any(access.kind == "update" for access in writes)
         if not carried:
-            return  # every run writes it before it reads it
+            return  # every run writes it before reading it
         self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
 
     def _really_read(self, key: Key, last: Snapshot, seen: set[Key]) -> Access | None:
-        """Return a read of a place that goes anywhere but into state that nothing reads."""
+        """Return a read of a place whose value reaches anything except state that nothing reads."""
         if key in seen:
             return None
         seen.add(key)
@@ -192,9 +188,9 @@ class Look:
         return None
 
     def _carried(self, place: Place, last: Snapshot) -> bool | None:
-        """Tell whether a run reads what the run before it left: with a value there that nothing can use it fails.
+        """Return whether a run reads what the previous run left: with an unusable value in its place, the run fails.
 
-        None where no other value can be put there.
+        None if the value cannot be replaced.
         """
         owner, key = last.owners[place[0]], place[1]
         try:
@@ -209,12 +205,12 @@ class Look:
         return not torch.equal(wanted, loss)
 
     def _uses(self, generator: Any, last: Snapshot) -> list[Access]:
-        """Return where forward and loss have a generator of their own in hand."""
+        """Return where forward and loss reference a generator other than the global one."""
         places = (Reader(ran, last).place_of(generator) for ran in self.ran.values())
         return [Access("read", frozenset(), where) for where in places if where]
 
     def _all(self, last: Snapshot) -> list[tuple[Reader, Access]]:
-        """Return every access of the functions that ran, and of those that they call in branches not taken."""
+        """Return every access in the functions that ran, and in those that they call in branches not taken."""
         if self._accesses is None:
             readers = list(_readers(self.ran, last))
             self._accesses = [(reader, access) for reader in readers for access in reader.accesses()]
@@ -235,7 +231,7 @@ class Look:
         for reader in _readers(ran, last):
             for access in reader.accesses():
                 if access.kind == "read" or (access.kind == "write" and not access.repeated):
-                    continue  # what is set once for each call of data() is the same each time
+                    continue  # state set once in each call of data() is equal in every call
                 changes_model = access.changes_model and id(access.owner) in parts
                 if changes_model and _is_torchs(access.owner):
                     self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
@@ -249,7 +245,7 @@ class Look:
                     self._refuse(_DATA, f"the model ({access.changes_model})", [access], [], _FREEZE)
 
     def _parts(self, last: Snapshot) -> set[int]:
-        """Return what belongs to the model, or to another one of its class, which a global may hold."""
+        """Return the ids of the parts of the model, and of other instances of its class that a global may hold."""
         whole = [owner for owner in last.owners.values() if type(owner) is type(self.model)]
         return {id(part) for model in (self.model, *whole) for part in (*model.modules(), *model.parameters())}
 
@@ -268,7 +264,7 @@ class Look:
 
 
 class _Unusable:
-    """Stands for a value that a run should not read. It can be printed, and nothing else."""
+    """A placeholder for a value that a run should not read. It can only be printed."""
 
     def __repr__(self) -> str:
         return "a value of the run before"
@@ -282,11 +278,11 @@ class _Unusable:
     def __eq__(self, other: object) -> bool:
         raise ValueError("the value of the run before is read")
 
-    __hash__ = None  # type: ignore[assignment]  # a value that cannot be looked up
+    __hash__ = None  # type: ignore[assignment]  # the value must not be usable as a key
 
 
 def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Reader]:
-    """Give a reader for each function, and for those of the user's own files that they call anywhere."""
+    """Yield a reader for each function, and for the functions in the user's own files that they call."""
     pending, seen = list(ran.values()), set(ran)
     while pending and len(seen) < _MOST_FUNCTIONS:
         reader = Reader(pending.pop(0), snapshot)
@@ -306,7 +302,7 @@ def _module_name(ran: Ran) -> str:
 
 
 def _modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
-    """Give modules of the user's, and those in their globals that are the user's own files."""
+    """Yield the user's modules of these names, and the modules in their globals that are the user's own files."""
     pending, seen = sorted(names), set(names)
     while pending:
         module = sys.modules.get(pending.pop(0))
@@ -315,7 +311,7 @@ def _modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
         yield module.__name__, module
         if not is_own_file(getattr(module, "__file__", None)):
             continue
-        for value in vars(module).values():  # a module of the user's that holds nothing but state
+        for value in vars(module).values():  # a user module may contain only state
             if isinstance(value, types.ModuleType) and value.__name__ not in seen:
                 seen.add(value.__name__)
                 if is_own_file(getattr(value, "__file__", None)):
@@ -323,7 +319,7 @@ def _modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
 
 
 def _named(ran: Ran) -> Iterator[tuple[str, Any]]:
-    """Give what a function of an installed package can reach by a name: globals, also of modules, and its class."""
+    """Yield what a function of an installed package reaches by name: globals, also of modules, and its class."""
     names = frozenset((*ran.code.co_names, ran.code.co_qualname.partition(".")[0]))
     pending, seen = [sys.modules.get(_module_name(ran))], set()
     while pending:
@@ -344,13 +340,13 @@ def _meets(access: Access, key: Key) -> bool:
 
 
 def _is_helper(reader: Reader) -> bool:
-    """Tell whether a function belongs to a helper of an installed package: a progress bar reads its own counters."""
+    """Return whether a function belongs to a helper of an installed package: a progress bar reads its own counters."""
     owners = reader.ran.names.get("self", [])
     return is_package(reader.filename) and bool(owners) and not any(isinstance(owner, nn.Module) for owner in owners)
 
 
 def _read_by_torch(key: Key) -> Access | None:
-    """Return the read of an attribute by torch's own module that has it, such as ``p`` of a dropout; None for none."""
+    """Return the read of an attribute by the torch module that defines it (``p`` of a dropout), or None."""
     owner, name = key
     for base in owner.__mro__ if isinstance(owner, type) else ():
         if base is nn.Module or not base.__module__.startswith("torch."):
@@ -367,7 +363,7 @@ def _is_torchs(owner: Any) -> bool:
 
 
 def _put(owner: Any, key: Any, value: Any) -> bool:
-    """Put a value at a place; False where that cannot be done."""
+    """Replace the value at a place. Return False if that is impossible."""
     if isinstance(owner, types.CellType):
         owner.cell_contents = value
     elif isinstance(owner, dict) and key in owner:
@@ -384,7 +380,7 @@ def _put(owner: Any, key: Any, value: Any) -> bool:
 
 
 def _value(owner: Any, key: Any) -> Any:
-    """Return what is at a place now, None where that cannot be said."""
+    """Return the current value at a place, or None if it is unknown."""
     if isinstance(owner, dict):
         return dict.get(owner, key)
     return getattr(owner, "__dict__", {}).get(key)

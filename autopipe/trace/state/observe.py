@@ -1,4 +1,4 @@
-"""Which functions of the user's run in a call, and with what arguments."""
+"""Record which user functions run in a call, and with which arguments."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from torch import Tensor
 
 from autopipe.trace.explain import is_users
 
-_MOST_FRAMES = 32  # of one function, whose arguments are kept
+_MOST_FRAMES = 32  # calls of one function whose arguments are kept
 _LIBRARY = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("purelib", "platlib"))
 
 
 @dataclass
 class Ran:
-    """One function that ran.
-
-    ``names``: the objects that its arguments were, tensors left out. ``classes``: those that ``self`` was of.
-    """
+    """One function that ran."""
 
     code: types.CodeType
     globals: dict[str, Any]
-    names: dict[str, list[Any]] = field(default_factory=dict)
-    frames: int = 0
-    classes: list[type] = field(default_factory=list)
+    names: dict[str, list[Any]] = field(default_factory=dict)  # argument -> its values, without tensors
+    frames: int = 0  # calls so far
+    classes: list[type] = field(default_factory=list)  # classes of ``self``
 
     def keep(self, local: dict[str, Any]) -> bool:
-        """Keep the arguments of one call. Return whether ``self`` is of a class that it was not of before."""
+        """Keep the arguments of one call. Return whether the class of ``self`` is new."""
         self.frames += 1
         code = self.code
         count = code.co_argcount + code.co_kwonlyargcount
@@ -53,10 +50,10 @@ class Ran:
 def observed(
     call: Callable[[], Any], into: dict[types.CodeType, Ran], first: Callable[[Ran], None] = lambda ran: None
 ) -> Any:
-    """Call a function and note every function of the user's that runs on the way.
+    """Call a function and record every user function that runs in it.
 
-    ``first``: called with each of those functions just before it runs for the first time, and before it runs for the
-    first time with an object of another class.
+    ``first``: called with each of those functions just before its first run, and before its first run with an object of
+    another class.
     """
     files: dict[str, bool] = {}
 
@@ -86,17 +83,17 @@ def observed(
 
 
 def is_users_file(filename: str) -> bool:
-    """Tell whether a file is the user's or a model library's, not torch's, ours or the standard library's."""
+    """Return whether a file belongs to the user or a model library: not to torch, autopipe or the standard library."""
     if filename.startswith("<") or not is_users(filename):
         return False
     return is_package(filename) or not filename.startswith(_LIBRARY)
 
 
 def is_package(filename: str) -> bool:
-    """Tell whether a file belongs to an installed package."""
+    """Return whether a file belongs to an installed package."""
     return filename.startswith(_PACKAGES)
 
 
 def is_own_file(filename: str | None) -> bool:
-    """Tell whether a file is one that the user wrote: no library's."""
+    """Return whether the user wrote a file, rather than a library."""
     return filename is not None and is_users_file(filename) and not is_package(filename)

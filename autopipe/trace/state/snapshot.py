@@ -1,7 +1,7 @@
-"""What Python state there is: every attribute, global, closure cell and container that a model and its loss can reach.
+"""Snapshots of Python state: every attribute, global, closure cell and container that a model and its loss reach.
 
 A *place* is an owner and a key: (object, attribute), (list, index), (dict, key), (closure cell, ""). ``Snapshot`` keeps
-a fingerprint of the value at each, so that two snapshots tell which places changed, and puts all of it back.
+a fingerprint of the value at each place, so that two snapshots show which places changed, and can restore them all.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopipe.trace.record.containers import CONTAINERS, attributes, copied, ent
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
-ANY = "(any entry)"  # the key of an entry whose place is not known
+ANY = "(any entry)"  # the key of an entry at an unknown index
 DRAWN = "(its state)"  # the key of a generator's state
 _DEEPEST = 6
 _MOST_PLACES = 200_000
-_MOST_ENTRIES = 256  # of one container, beyond which only its length and first entries are looked at
-_LARGEST = 65_536  # elements of a tensor whose content is compared
+_MOST_ENTRIES = 256  # entries of one container that are compared, with its length
+_LARGEST = 65_536  # elements of the largest tensor whose content is compared
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_STATE = frozenset(("_parameters", "_buffers", "_modules", "_abc_impl"))
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
@@ -48,7 +48,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 
 @dataclass(frozen=True)
 class Names:
-    """A root that stands for some globals of a module, where the whole module is too much to look at."""
+    """A root that represents some globals of a module that is too large to inspect completely."""
 
     module: types.ModuleType
     names: frozenset[str]
@@ -56,17 +56,13 @@ class Names:
 
 @dataclass
 class Snapshot:
-    """The state below some roots. ``values``: place -> fingerprint. ``names``: place -> its readable path.
+    """The state below some roots."""
 
-    ``owners``: id of an owner -> the owner, which also keeps it alive. ``functions``: by code, those that were met.
-    ``compared``: whether there are fingerprints; without them it can only be put back.
-    """
-
-    values: dict[Place, tuple[Any, ...]] = field(default_factory=dict)
-    names: dict[Place, str] = field(default_factory=dict)
-    owners: dict[int, Any] = field(default_factory=dict)
-    functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)
-    compared: bool = True
+    values: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # fingerprints
+    names: dict[Place, str] = field(default_factory=dict)  # readable paths
+    owners: dict[int, Any] = field(default_factory=dict)  # by id; this also keeps them alive
+    functions: dict[types.CodeType, types.FunctionType] = field(default_factory=dict)  # functions that were reached
+    compared: bool = True  # whether there are fingerprints; without them the snapshot can only be restored
     _kept: list[tuple[Any, Any]] = field(default_factory=list)
     _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -84,7 +80,7 @@ class Snapshot:
         return snapshot
 
     def extend(self, roots: Iterable[tuple[str, Any]], beyond: Snapshot | None = None) -> None:
-        """Add what some more roots reach now. ``beyond``: another snapshot, whose owners and places are left out."""
+        """Add what more roots reach now. ``beyond``: another snapshot, whose owners and places are skipped."""
         owners, elsewhere = self.owners, {} if beyond is None else beyond.owners
         whole = self._whole if beyond is None else beyond._whole
         pending = deque((path, value, 0) for path, value in roots)
@@ -99,14 +95,13 @@ class Snapshot:
                     pending.append((name, entry, depth + 1))
 
     def has_generator(self) -> bool:
-        """Tell whether one of the owners is a generator of torch's."""
+        """Return whether one of the owners is a torch generator."""
         return any(isinstance(owner, torch.Generator) for owner in self.owners.values())
 
     def changed_since(self, *others: Snapshot) -> list[Place]:
         """Return the places whose value differs from that in each of the other snapshots.
 
-        An object that was replaced by one of the same content is no change, as in a registry that copies itself at
-        every use.
+        Replacing an object by an equal one does not count as a change: some registries copy themselves at every use.
         """
         return [
             place
@@ -137,14 +132,14 @@ class Snapshot:
 
     @functools.cached_property
     def _complete(self) -> dict[int, dict[Any, tuple[Any, ...]]]:
-        """The contents of each owner of which every entry is known: id -> key -> fingerprint."""
+        """The contents of each owner whose entries are all known: id -> key -> fingerprint."""
         contents: dict[int, dict[Any, tuple[Any, ...]]] = {}
         for (owner, key), value in self.values.items():
             contents.setdefault(owner, {})[key] = value
         return {owner: content for owner, content in contents.items() if _is_known(self.owners.get(owner), content)}
 
     def restore(self) -> None:
-        """Put containers, attributes and closure cells back. Generators of the user's own are left as they are."""
+        """Restore containers, attributes and closure cells. Generators that the user owns are not restored."""
         for container, before in self._kept:
             refill(container, before)
         for cell, before in self._cells:
@@ -294,7 +289,7 @@ class Snapshot:
 
 
 def fingerprint(value: Any) -> tuple[Any, ...]:
-    """Return what tells one value from another: the content of what is plain, the identity of what is not."""
+    """Return the fingerprint of a value: the content of a plain value, the identity of any other."""
     if type(value) in _PLAIN:
         return "==", (type(value), repr(value) if isinstance(value, (float, complex)) else value)
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -319,21 +314,21 @@ def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _may_be_state(entry: Any) -> bool:
-    """Tell whether a global or an attribute of a class may be state: it is no module, method or plain function."""
+    """Return whether a global or class attribute may be state, unlike a module, method or plain function."""
     if isinstance(entry, types.FunctionType):
         return bool(entry.__closure__ or vars(entry))
     return not isinstance(entry, (types.ModuleType, property, classmethod, staticmethod))
 
 
 def _is_plain_key(key: Any) -> bool:
-    """Tell whether a dict key can be compared without asking the user's code: plain, a class, or a row of those."""
+    """Return whether a dict key can be compared without running user code: plain, a class, or a tuple of those."""
     if type(key) in (tuple, frozenset):
         return all(_is_plain_key(entry) for entry in key)
     return type(key) in _PLAIN or (isinstance(key, type) and type(key).__eq__ is object.__eq__)
 
 
 def _is_known(owner: Any, content: dict[Any, Any]) -> bool:
-    """Tell whether the places of an object are all that it holds."""
+    """Return whether the recorded places of an object are all that it holds."""
     if isinstance(owner, (*CONTAINERS, tuple)):
         return isinstance(owner, set) or len(content) == length(owner) + 1  # its entries, and WHOLE
     if isinstance(owner, types.FunctionType):
@@ -342,19 +337,19 @@ def _is_known(owner: Any, content: dict[Any, Any]) -> bool:
 
 
 def is_users_object(value: Any) -> bool:
-    """Tell whether an object is of a class of the user's or a model library's, with attributes of its own."""
+    """Return whether an object has attributes and a class of the user's or of a model library."""
     return attributes(value) is not None and is_users_module(type(value).__module__)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_users_module(name: str) -> bool:
-    """Tell whether a module is neither torch's, numpy's, ours nor the standard library's."""
+    """Return whether a module does not belong to torch, numpy, autopipe or the standard library."""
     top = name.partition(".")[0]
     return top not in {"torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names} or name == "__main__"
 
 
 def _drawn(value: Any) -> Any:
-    """Return the state of a generator of random numbers, or how far an iterator has come."""
+    """Return the state of a random generator, or the progress of an iterator."""
     if isinstance(value, random.Random):
         return value.getstate() if type(value) is not random.SystemRandom else None
     if isinstance(value, np.random.Generator):

@@ -1,7 +1,6 @@
-"""Where a function's source writes and reads state: its syntax tree, with names resolved to the objects they stand for.
+"""Find where the source of a function writes and reads state, with names resolved to objects.
 
-Branches that were not taken are read like those that were. Only what resolves to an object for certain counts: an
-access through a name whose object is not known is left out.
+Branches that were not taken are included. An access through a name that cannot be resolved to an object is ignored.
 """
 
 from __future__ import annotations
@@ -53,28 +52,24 @@ Key = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access. ``kind``: "write", "update" (the new value depends on the old one) or "read".
+    """One access to state."""
 
-    ``feeds``: of a read that goes into other state only, the places of that state; None where it goes elsewhere.
-    ``repeated``: of a write, whether it stands in a loop, or depends on a condition.
-    """
-
-    kind: str
+    kind: str  # "write", "update" (the new value depends on the old one) or "read"
     places: frozenset[Key]
-    where: str
-    owner: Any = None
-    feeds: frozenset[Key] | None = None
-    repeated: bool = False
-    changes_model: str = ""
+    where: str  # file, line and source text
+    owner: Any = None  # object that is written
+    feeds: frozenset[Key] | None = None  # state that a read only goes into; None if it goes elsewhere
+    repeated: bool = False  # a write in a loop or under a condition
+    changes_model: str = ""  # source form of the change to a part of the model, such as ".train()"
 
 
 def owner_key(owner: Any) -> Any:
-    """Return what names an owner: its identity; of a module its class, since a model may be built more than once."""
+    """Return the key of an owner: its identity, or the class of a module, since a model may be built more than once."""
     return type(owner) if isinstance(owner, nn.Module) else id(owner)
 
 
 class Reader:
-    """Reads one function that ran, or that others may call."""
+    """Analyses one function that ran, or that such a function may call."""
 
     def __init__(self, ran: Ran, snapshot: Snapshot) -> None:
         self.ran, self.snapshot = ran, snapshot
@@ -104,7 +99,7 @@ class Reader:
     # --- names -> objects ---------------------------------------------------------------------------------------------
 
     def objects(self, node: ast.AST, depth: int = 0) -> list[Any]:
-        """Return the objects that an expression may stand for, [] where that is not known."""
+        """Return the objects that an expression may refer to, or [] if they are unknown."""
         if depth > _DEEPEST:
             return []
         if isinstance(node, ast.Name):
@@ -156,7 +151,7 @@ class Reader:
     # --- accesses -----------------------------------------------------------------------------------------------------
 
     def accesses(self) -> Iterator[Access]:
-        """Give every access to state in this function."""
+        """Yield every access to state in this function."""
         if self.tree is None:
             return
         for node, above in chains(self.tree):
@@ -169,7 +164,7 @@ class Reader:
                     yield Access(kind, frozenset(places), self._where(call), next(iter(places.values())), None, True)
 
     def called(self) -> Iterator[tuple[types.FunctionType, dict[str, list[Any]]]]:
-        """Give the functions that this one calls somewhere, as far as they are known, with their arguments by name."""
+        """Yield the known functions that this one calls, with their arguments by name."""
         if self.tree is None:
             return
         for node in walk(self.tree):
@@ -187,14 +182,14 @@ class Reader:
                 yield function, dict(zip(names, arguments, strict=False))
 
     def place_of(self, value: Any) -> str:
-        """Return the first line that has an object in hand, "" where none is known to."""
+        """Return the first line that references an object, or ""."""
         for node, _ in chains(self.tree) if self.tree is not None else ():
             if any(linked is value for link in links(node) for linked in self.objects(link)):
                 return self._where(node)
         return ""
 
     def places(self, node: ast.AST) -> dict[Key, Any]:
-        """Return the places that an attribute, an entry or a global name stands for, each with its owner."""
+        """Return the places that an attribute, an entry or a global name refers to, each with its owner."""
         if isinstance(node, ast.Attribute):
             return {(owner_key(o), node.attr): o for o in map(holder_of(node.attr), self.objects(node.value))}
         if isinstance(node, ast.Subscript):
@@ -243,20 +238,20 @@ class Reader:
                 repeated = repeated and kind == "update"
                 yield Access(kind, frozenset(content), where, containers[0], None, repeated)
                 if isinstance(statement, ast.Expr) and statement.value is call:
-                    chain = chain[2:]  # the container is not read otherwise
+                    chain = chain[2:]  # the statement does not read the container in another way
         feeds = self._feeds(node, statement, above)
         if feeds is not None and not feeds:
-            return  # it is only printed
+            return  # the value is only printed
         for index, link in enumerate(chain):
             read = self.places(link)
-            # what ends the chain, or is asked for an attribute, is read as a whole where it is a container
+            # a container at the end of the chain, or with an attribute access, is read completely
             if index == 0 or isinstance(chain[index - 1], ast.Attribute):
                 read |= {(id(o), ANY): o for o in self.objects(link) if has_items(o)}
             if read:
                 yield Access("read", frozenset(read), where, None, feeds)
 
     def _fills(self, above: tuple[ast.AST, ...], states: dict[Key, Any]) -> bool:
-        """Tell whether a write stands behind a question whether there is something yet: a cache, filled once."""
+        """Return whether a write is guarded by a test for absence: a cache that is filled once."""
         owners = {owner for owner, _ in states} | {id(value) for value in states.values()}
         for branch in above:
             if not isinstance(branch, ast.If) or not asks_for_nothing(branch.test):
@@ -268,13 +263,13 @@ class Reader:
         return False
 
     def _feeds(self, node: ast.AST, statement: ast.stmt, above: tuple[ast.AST, ...]) -> frozenset[Key] | None:
-        """Return the state that a read goes into where it goes nowhere else; empty where it is only printed."""
+        """Return the state that a read only goes into (empty if it is only printed), or None if it goes elsewhere."""
         if isinstance(statement, (ast.If, ast.While)):  # the test of a branch
             return self._quiet_all([*statement.body, *statement.orelse])
         return self._quiet(statement)
 
     def _quiet(self, statement: ast.stmt) -> frozenset[Key] | None:
-        """Return the state that a statement writes where it does nothing else; None where it does."""
+        """Return the state that a statement writes if that is its only effect, or None."""
         if isinstance(statement, (ast.Pass, ast.Assert, ast.Global, ast.Nonlocal)):
             return frozenset()
         if isinstance(statement, (ast.Assign, ast.AugAssign)):

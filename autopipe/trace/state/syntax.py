@@ -1,4 +1,4 @@
-"""A function's syntax tree, and the objects that attributes and entries of an object stand for."""
+"""The syntax tree of a function, and the objects that attributes and entries in it refer to."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def functions(filename: str) -> dict[int, list[ast.AST]]:
 
 
 def function_node(filename: str, code: types.CodeType) -> ast.AST | None:
-    """Return the function of a code object; None where its source is not there, or two lambdas share the line."""
+    """Return the function of a code object, or None if its source is missing or two lambdas share the line."""
     nodes = functions(filename).get(code.co_firstlineno, [])
     named = [node for node in nodes if getattr(node, "name", "<lambda>") == code.co_name]
     return named[0] if len(named) == 1 else None
 
 
 def asks_for_nothing(test: ast.expr) -> bool:
-    """Tell whether a condition asks that something is not there: ``not x``, ``x is None``, ``key not in x``."""
+    """Return whether a condition tests for absence: ``not x``, ``x is None``, ``key not in x``."""
     if isinstance(test, ast.BoolOp):
         return any(asks_for_nothing(value) for value in test.values)
     if isinstance(test, ast.Compare):
@@ -55,7 +55,7 @@ def asks_for_nothing(test: ast.expr) -> bool:
 
 
 def by_name(node: ast.Call) -> ast.Attribute | None:
-    """Return the attribute that ``getattr(x, "name")`` and ``setattr(x, "name", value)`` stand for."""
+    """Return the attribute access that ``getattr(x, "name")`` or ``setattr(x, "name", value)`` performs."""
     kinds: dict[str, ast.expr_context] = {"getattr": ast.Load(), "setattr": ast.Store()}
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if name not in kinds or len(node.args) < 2 or not isinstance(node.args[1], ast.Constant):
@@ -65,7 +65,7 @@ def by_name(node: ast.Call) -> ast.Attribute | None:
 
 
 def walk(tree: ast.AST) -> Iterator[ast.AST]:
-    """Give every node of a function, but for those of functions and classes defined in it."""
+    """Yield every node of a function, except those of functions and classes defined in it."""
     for child in ast.iter_child_nodes(tree):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield child
@@ -73,7 +73,7 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def chains(tree: ast.AST, above: tuple[ast.AST, ...] = ()) -> Iterator[tuple[ast.expr, tuple[ast.AST, ...]]]:
-    """Give the longest chains of attributes and entries (``a.b[0].c``), with the nodes above each, innermost last."""
+    """Yield the longest chains of attributes and entries (``a.b[0].c``), with the enclosing nodes, innermost last."""
     if isinstance(tree, (ast.Attribute, ast.Subscript, ast.Name)):
         yield tree, above
         for link in links(tree):
@@ -88,7 +88,7 @@ def chains(tree: ast.AST, above: tuple[ast.AST, ...] = ()) -> Iterator[tuple[ast
 
 
 def links(node: ast.AST) -> list[Any]:
-    """Return a chain's expressions, the whole first and its root last."""
+    """Return the expressions of a chain, from the complete chain to its root."""
     expressions = [node]
     while isinstance(expressions[-1], (ast.Attribute, ast.Subscript)):
         expressions.append(expressions[-1].value)
@@ -99,7 +99,7 @@ def links(node: ast.AST) -> list[Any]:
 
 
 def attribute(value: Any, name: str) -> list[Any]:
-    """Return what an attribute of an object is, without running a property or a method; [] where it is not known."""
+    """Return the value of an attribute without running a property or a method, or [] if it is unknown."""
     if isinstance(value, nn.Module):
         for registry in (value._modules, value._parameters, value._buffers):
             if name in registry:
@@ -117,7 +117,7 @@ def attribute(value: Any, name: str) -> list[Any]:
 
 
 def item(value: Any, index: ast.expr) -> list[Any]:
-    """Return what an entry of a container is: all of them where the index is no constant."""
+    """Return an entry of a container, or all entries if the index is not a constant."""
     if isinstance(value, (nn.ModuleList, nn.Sequential)):
         value = list(value)
     if isinstance(value, nn.ModuleDict):
@@ -132,7 +132,7 @@ def item(value: Any, index: ast.expr) -> list[Any]:
 
 
 def elements(value: Any) -> list[Any]:
-    """Return the entries of a container, the values of a dict."""
+    """Return the entries of a container, or the values of a dict."""
     if isinstance(value, (nn.ModuleList, nn.Sequential)):
         return list(value)[:MOST_OBJECTS]
     if isinstance(value, dict):
@@ -141,19 +141,19 @@ def elements(value: Any) -> list[Any]:
 
 
 def has_items(value: Any) -> bool:
-    """Tell whether a value is a container that can be changed in place."""
+    """Return whether a value is a container that can be changed in place."""
     return isinstance(value, (list, dict, set, deque, np.ndarray))
 
 
 def is_model(value: Any) -> bool:
-    """Tell whether a value is a part of a model, or a list of such parts."""
+    """Return whether a value is a part of a model, or a list of such parts."""
     return isinstance(value, (nn.Module, nn.Parameter)) or (
         isinstance(value, list) and bool(value) and all(isinstance(entry, (nn.Module, nn.Parameter)) for entry in value)
     )
 
 
 def holder_of(name: str) -> Any:
-    """Return a function that finds who holds an attribute: the object itself, or the class that it comes from."""
+    """Return a function that finds the owner of an attribute: the object itself, or the class that defines it."""
 
     def holder(value: Any) -> Any:
         if isinstance(value, (type, types.ModuleType, Tensor)) or name in getattr(value, "__dict__", {name: 0}):
@@ -166,6 +166,6 @@ def holder_of(name: str) -> Any:
 
 
 def module_of(namespace: dict[str, Any]) -> types.ModuleType | None:
-    """Return the module whose globals these are."""
+    """Return the module that owns these globals."""
     module = sys.modules.get(namespace.get("__name__", ""))
     return module if module is not None and vars(module) is namespace else None

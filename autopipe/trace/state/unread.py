@@ -1,8 +1,7 @@
-"""Values of a batch that neither forward nor loss reads: file names, ids, lines of text beside their tokens.
+"""Find values of a batch that neither forward nor loss reads: file names, ids, lines of text that accompany tokens.
 
-A Python value of the batch is a constant of the captured graph, so another value needs another capture. One that
-nothing reads needs none. To tell, forward and loss run with an object in its place that fails whenever anything is
-asked of it but its type.
+A Python value of the batch is a constant of the captured graph, so another value needs another capture, unless nothing
+reads it. To find out, forward and loss run with a placeholder that fails on any access except to its type.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from autopipe.workload import Item, Workload
 from autopipe.workload.batches.items import paths
 
 TYPES = (str, bytes, int, float)
-"""Of these types no two values are told apart by identity, as ``None``, ``True`` and members of an enum are."""
-_MOST_GROUPS = 16  # of values, each of which takes two runs
-_DEEPEST = 4  # containers inside of containers that are searched for a value
+"""Types whose values are not compared by identity, unlike ``None``, ``True`` and enum members."""
+_MOST_GROUPS = 16  # groups of values; each needs two runs
+_DEEPEST = 4  # nesting depth of containers that are searched for a value
 _OTHERS = (
     "__array__", "__call__", "__complex__", "__copy__", "__deepcopy__", "__fspath__", "__matmul__", "__rmatmul__",
     "__reversed__", "__next__", "__setitem__", "__delitem__", "__enter__", "__exit__", "__await__",
@@ -33,9 +32,9 @@ _NEEDED = ("__new__", "__init__", "__class__", "__init_subclass__", "__subclassh
 
 
 def unread_paths(workload: Workload, model: nn.Module, item: Item, module: fx.GraphModule) -> tuple[str, ...]:
-    """Return the paths of the values in a batch that forward and loss do not read. The model is left as it was.
+    """Return the paths of the values in a batch that forward and loss do not read. The model is restored.
 
-    ``module``: the captured graph. Where it calls functions of the user's own, nothing is known of any value.
+    ``module``: the captured graph. If it calls the user's own functions, the result is empty: they may read any value.
     """
     leaves, structure = pytree.tree_flatten(item)
     named = list(paths(item))
@@ -59,13 +58,13 @@ def unread_paths(workload: Workload, model: nn.Module, item: Item, module: fx.Gr
 
 
 def _container(path: str) -> str:
-    """Return the path of the list or tuple that a leaf is in, that of the leaf itself where it is in none."""
+    """Return the path of the list or tuple that contains a leaf, or the leaf's own path."""
     head, bracket, key = path.rpartition("[")
     return head if bracket and key[:-1].isdigit() else path
 
 
 def _is_users_call(node: fx.Node) -> bool:
-    """Tell whether a node calls code that is no operation of torch's, or an autograd function: it may look inside."""
+    """Return whether a node calls user code or an autograd function, which may read Python values."""
     if node.op != "call_function":
         return False
     owner = getattr(node.target, "__self__", None)
@@ -76,14 +75,14 @@ def _is_users_call(node: fx.Node) -> bool:
 
 
 def _runs(look: Look, item: Item, seen: list[str]) -> bool:
-    """Tell whether forward and loss run twice and read no stand-in. The second run may read what the first one kept."""
+    """Return whether forward and loss run twice without reading a placeholder; the second run may use kept state."""
 
     def profile(frame: types.FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "return" or "type" not in code.co_names or not is_users_file(code.co_filename):
             return
         if code.co_name.startswith("<") or _holds(frame.f_locals, _DEEPEST):
-            seen.append("type")  # type(value), which no object can notice
+            seen.append("type")  # type(value), which an object cannot intercept
 
     before = sys.getprofile()
     with look.restored():
@@ -99,7 +98,7 @@ def _runs(look: Look, item: Item, seen: list[str]) -> bool:
 
 
 def _holds(value: Any, depth: int) -> bool:
-    """Tell whether a value is a stand-in, or a container that one is in."""
+    """Return whether a value is a placeholder or a container with one."""
     if isinstance(type(value), _Kind):
         return True
     if depth and isinstance(value, (Mapping, list, tuple, set, frozenset)):
@@ -108,11 +107,11 @@ def _holds(value: Any, depth: int) -> bool:
 
 
 class _Kind(type):
-    """The class of the classes of stand-ins, by which they are known."""
+    """The metaclass that identifies the classes of placeholders."""
 
 
 def _stand_in(kind: type, seen: list[str]) -> Any:
-    """Return an object that passes for one of ``kind`` in ``isinstance``; any other use is noted and raises."""
+    """Return an object that passes ``isinstance(value, kind)``; any other use is recorded and raises."""
 
     def read(self: Any, *_: Any, **__: Any) -> Any:
         seen.append("value")
