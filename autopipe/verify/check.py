@@ -1,10 +1,10 @@
-"""Equality with plain training, tensor by tensor: losses, gradients of every step, weights and buffers at the end.
+"""Compare a plan with plain training by tensor: losses, gradients of every step, weights and buffers at the end.
 
-Gradients are compared as well as weights because an adaptive optimizer hides a gradient that is wrong by a factor.
+Gradients are compared as well as weights, because an adaptive optimizer hides a gradient that is wrong by a factor.
 
-Where a plan adds up in another order than one process (replicas, ties over stages), it is compared with a plain loop
-that adds in the plan's order (``verify.order``), to the last bit; by how much that order differs from one process's is
-measured between the two plain loops, and reported apart.
+If a plan adds up in another order than one process (replicas, ties over stages), it is compared, to the last bit, with
+a plain loop in the plan's order (``verify.order``). The difference between that order and one process's is measured
+between the two plain loops, and reported separately.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from autopipe.workload import Workload
 
 logger = logging.getLogger(__name__)
 
-# of the lines that ask whether the model is captured: tried by themselves, and named
+# how many lines that ask whether the model is captured are tried one by one, and named
 _MOST_PLACES, _SHOWN_PLACES = 8, 3
 
 
 def why_another_order(context: RunContext) -> tuple[str, ...]:
-    """Say what makes a plan add up in another order than one process."""
+    """Return the reasons why a plan adds up in another order than one process."""
     reasons = []
     replicated = [stage.index for stage in context.plan.stages if stage.replicas > 1]
     if replicated:
@@ -54,17 +54,17 @@ def why_another_order(context: RunContext) -> tuple[str, ...]:
 
 
 def why_not_bitwise(context: RunContext, job: Job) -> tuple[str, ...]:
-    """Say what makes the order of a sum unknown, so that only closeness is promised."""
+    """Return the reasons why the order of a sum is unknown, so that equality is promised only up to rounding."""
     reasons = []
     if not context.graph.exact:
-        reasons.append("the model takes another way with the same numbers when it is not captured (a mask of ones)")
+        reasons.append("the model takes another path with the same values when it is not captured (a mask of ones)")
     if context.plan.workload.precision != "fp32":
         reasons.append("autocast: a weight's cast is shared within a stage, not over the whole model")
     if job.device != "cpu":
         reasons.append(f"{job.device} kernels may add up in another order from run to run")
     dtypes = {context.graph.parameters[name].dtype for stage in context.plan.stages for name in stage.parameters}
     if job.clip_grad_norm and len(dtypes) > 1:
-        reasons.append(f"the norm of gradients of several types ({', '.join(sorted(dtypes))}) is rounded otherwise")
+        reasons.append(f"the norm of gradients of several types ({', '.join(sorted(dtypes))}) is rounded differently")
     return tuple(reasons)
 
 
@@ -73,43 +73,47 @@ Gradients = dict[tuple[int, str], torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Trained:
-    """What a run left: gradients by (step, name), weights after the first step and at the end, buffers, losses."""
+    """The results of a run."""
 
+    # by (step, name)
     gradients: Gradients = field(default_factory=dict)
+    # the weights after the first step
     after_first: dict[str, torch.Tensor] = field(default_factory=dict)
+    # the weights at the end
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: tuple[float, ...] = ()
 
     def keep(self, step: int, parameters: Mapping[str, Any]) -> None:
-        """Take the gradients of a step, and the weights before the second one."""
+        """Store the gradients of a step, and the weights before the second step."""
         for name, parameter in parameters.items():
             self.gradients[step, name] = None if parameter.grad is None else parameter.grad.detach().clone()
             if step == 1:
                 self.after_first[name] = parameter.detach().clone()
 
     def finish(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], losses: Any) -> _Trained:
-        """Take what is there at the end."""
+        """Store the results at the end."""
         self.parameters, self.buffers, self.losses = parameters, buffers, tuple(losses)
         self.after_first = self.after_first or parameters
         return self
 
 
 def _fresh(items: Sequence[Any]) -> Iterator[Any]:
-    """Iterate copies of the minibatches: a forward may change its batch in place, and the next run is not to see it."""
+    """Iterate copies of the minibatches: a forward may change its batch in place, which the next run must not see."""
     for item in items:
         yield pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, item)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """Plain runs over the same minibatches. ``settings``: in one process's order."""
+    """Plain runs over the same minibatches."""
 
     workload: Workload
     run: RunDirectory
     job: Job
     context: RunContext
     items: Sequence[Any]
+    # in the order of sums of one process
     settings: PlainSettings
 
     def train(self, subject: Subject | None = None, **changes: Any) -> _Trained:
@@ -129,7 +133,7 @@ class _Plain:
         return trained.finish(parameters, run.subject.buffers(), run.losses)
 
     def in_order(self, order: SumOrder, **changes: Any) -> _Trained:
-        """Train once in the order of a plan: the user's own model, or its stages joined where they share parameters."""
+        """Train once in the order of a plan: the user's model, or its stages joined if they share parameters."""
         subject = self.joined(shared=False) if order.shared else None
         return self.train(subject, order=order, **changes)
 
@@ -142,7 +146,7 @@ class _Plain:
 def compare(
     workload: Workload, run: RunDirectory, job: Job, context: RunContext, items: Sequence[Any], *, draws: bool
 ) -> Comparison:
-    """Train ``items`` plainly and through the plan with ranks as threads, both on one thread a rank, and compare."""
+    """Train ``items`` by the plain loop and in stages with ranks as threads, and compare the results."""
     plan, order = context.plan, SumOrder.of(context)
     settings = PlainSettings(
         plan.num_microbatches,
@@ -158,19 +162,19 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
-        trained, shares = _in_stages(loop)  # first: the rule for a batch of another shape is found while they run
+        trained, shares = _in_stages(loop)  # first: the ranks determine the shares of batches of other shapes
         loop = replace(loop, settings=replace(settings, shares=shares))
         plain = loop.train()
         orders = _Orders()
         reference = plain
-        if order.shared and (why := _unlike_joined(loop, plain)):
+        if order.shared and (why := _joined_difference(loop, plain)):
             reasons, order = (*reasons, why), order.without_shared()
         if not order.plain:
             reference = loop.in_order(order)
             orders = _Orders.between(plain, reference)
         worst = _differences(trained, reference, context, job)
-        if not reasons and _unlike(trained, reference, loop):
-            reasons = _other_way(loop, order, trained)
+        if not reasons and _differ(trained, reference, loop):
+            reasons = _other_path(loop, order, trained)
         noise = Worst()
         if reasons:
             noise = _noise(reference, loop.in_order(order, reverse=True))
@@ -212,7 +216,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """How far the plan's order of sums is from one process's, by tensor: see ``comparison.TensorDifference``."""
+    """The effect of the plan's order of sums, by tensor; see ``comparison.TensorDifference``."""
 
     errors: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
@@ -234,19 +238,19 @@ def _finite(errors: Mapping[str, float]) -> dict[str, float]:
     return {name: error for name, error in errors.items() if math.isfinite(error)}
 
 
-def _unlike_joined(loop: _Plain, plain: _Trained) -> str:
-    """Say why the stages, joined in one process, are not plain training to the last bit; "" where they are."""
+def _joined_difference(loop: _Plain, plain: _Trained) -> str:
+    """Return why the stages, joined in one process, differ from plain training, "" if no bit differs."""
     try:
         joined = loop.train(loop.joined(shared=True))
-    except Exception as error:  # that the order of sums cannot be proven is no reason to refuse a plan
+    except Exception as error:  # a plan is not refused because its order of sums cannot be proven
         logger.info("the stages cannot be joined in one process: %s", error)
         return f"the stages that share parameters cannot be joined in one process ({type(error).__name__})"
-    unlike = _unlike(joined, plain, loop)
-    return "the calls of the model, joined again in one process, round otherwise" if unlike else ""
+    unlike = _differ(joined, plain, loop)
+    return "the stages of the model, joined in one process, round differently" if unlike else ""
 
 
 def _in_stages(loop: _Plain) -> tuple[_Trained, Callable[[Any, Sequence[Any]], Sequence[float]]]:
-    """Train through the plan, with ranks as threads. Return what the parts of a minibatch weigh too."""
+    """Train in stages, with ranks as threads. Return the results, and the shares of the parts of a minibatch."""
     trained = _Trained()
     sessions = run_in_threads(
         loop.run,
@@ -268,8 +272,8 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return sparse.equal(one, other)
 
 
-def _unlike(one: _Trained, other: _Trained, loop: _Plain) -> bool:
-    """Whether a bit differs."""
+def _differ(one: _Trained, other: _Trained, loop: _Plain) -> bool:
+    """Return whether any bit differs."""
     return bool(_differences(one, other, loop.context, loop.job).unequal) or one.losses != other.losses
 
 
@@ -287,28 +291,28 @@ def _differences(trained: _Trained, plain: _Trained, context: RunContext, job: J
     return worst
 
 
-def _other_way(loop: _Plain, order: SumOrder, trained: _Trained) -> tuple[str, ...]:
-    """Say where a model decides by the data as long as nobody captures it, where that is all that differs.
+def _other_path(loop: _Plain, order: SumOrder, trained: _Trained) -> tuple[str, ...]:
+    """Return where a model takes another path when it is not captured, if this explains all differences.
 
-    It is where plain training equals the stages as soon as the model is told, as it was when it was captured, that it
-    is compiled. Whether the other way is the same but for rounding is for the comparison to say.
+    It does if plain training equals the stages once the model runs as it does during capture, where
+    ``torch.compiler.is_compiling()`` is True. The comparison decides whether the two paths differ only by rounding.
     """
     asked: list[str] = []
 
     def explains(only: str = "") -> bool:
         as_captured = loop.in_order(order, within=functools.partial(as_compiled, asked, only))
-        return not _unlike(trained, as_captured, loop)
+        return not _differ(trained, as_captured, loop)
 
     try:
         if not explains() or not asked:
             return ()
         places = [place for place in asked[:_MOST_PLACES] if explains(place)] or asked
-    except Exception as error:  # a way that nobody takes may fail
+    except Exception as error:  # a path that is never taken may fail
         logger.info("plain training as it is captured: %s", error)
         return ()
     return (
-        f"the model takes another way when it is not captured: it asks at {', '.join(places[:_SHOWN_PLACES])}, as "
-        "transformers does to leave out a mask of ones",
+        f"the model takes another path when it is not captured: it asks at {', '.join(places[:_SHOWN_PLACES])}, as "
+        "transformers does to skip a mask of ones",
     )
 
 
@@ -318,15 +322,15 @@ def _noise(one: _Trained, other: _Trained) -> Worst:
         worst.add_gradient(key[1], other.gradients.get(key), gradient)
     for name, parameter in one.parameters.items():
         worst.add(name, other.parameters[name], parameter)
-    # what is not finite is no noise: else it would excuse every difference
+    # infinite noise would allow every difference
     worst.errors, worst.gradients = _finite(worst.errors), _finite(worst.gradients)
     return worst
 
 
 def _averaged_in_flight(context: RunContext) -> set[str]:
-    """Return the buffers that replicas average while later microbatches are under way, so that no loop has them.
+    """Return the buffers that replicas average while later microbatches run, which no plain loop reproduces.
 
-    It is where steps overlap; where the pipeline drains, the loop averages them as docs/semantics.md defines.
+    There are some if steps overlap. If the pipeline drains, the loop averages them as docs/semantics.md defines.
     """
     if not any(make(context.plan.schedule, context.request).staleness):
         return set()
@@ -334,7 +338,7 @@ def _averaged_in_flight(context: RunContext) -> set[str]:
 
 
 def staleness(context: RunContext) -> dict[str, int]:
-    """Return delta by parameter name, where it is not 0."""
+    """Return the staleness by parameter name, without zeros."""
     schedule = make(context.plan.schedule, context.request)
     owners = _owners(context)
     return {
@@ -343,7 +347,7 @@ def staleness(context: RunContext) -> dict[str, int]:
 
 
 def _owners(context: RunContext) -> dict[str, int]:
-    """Return the stage that steps each parameter: of a tied one the first."""
+    """Return the stage that steps each parameter: for a tied one, the first."""
     owners: dict[str, int] = {}
     for stage in context.plan.stages:
         for name in stage.parameters:

@@ -1,4 +1,4 @@
-"""``Comparison``: how far training in stages is from plain training, tensor by tensor, and how far it may be."""
+"""``Comparison``: the differences between training in stages and plain training, by tensor, and their tolerance."""
 
 from __future__ import annotations
 
@@ -14,75 +14,79 @@ from autopipe.ir.rounding import allowed
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One parameter or buffer. ``error``: largest difference over steps, relative to the tensor's largest value.
-
-    ``gradient``: the same of its gradients alone. ``noise``, ``gradient_noise``: these two between two plain runs that
-    add up in another order, where that was measured. ``order``: ``error`` between the plain loop in the plan's order of
-    sums and the plain loop in one process's; 0 where the two are one. ``order_gradient``: the same of the first step's
-    gradient alone, which is rounding and nothing else; ``order_weight``: of the tensor after the last step, where the
-    optimizer has enlarged it.
-    """
+    """The differences of one parameter or buffer. Errors are relative to the largest value of the tensor."""
 
     name: str
+    # the largest over all steps, gradients included
     error: float
+    # whether it is equal to the last bit
     bitwise: bool
+    # the stage that steps it; -1: none
     owner: int
+    # ``error`` and ``gradient`` between two plain runs that add up in different orders, if measured
     noise: float = 0.0
+    # ``error`` of the gradients alone
     gradient: float = 0.0
     gradient_noise: float = 0.0
+    # ``error`` between plain loops in the plan's order of sums and in that of one process; 0 if these are the same
     order: float = 0.0
+    # the same for the gradient of the first step, which is rounding alone
     order_gradient: float = 0.0
+    # the same for the tensor after the last step, where the optimizer has amplified it
     order_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``promised``: the result should be equal to the last bit. ``reasons``: why it is not promised.
+    """The result of comparing a run in stages with plain training.
 
-    ``noise``, ``gradient_noise``: what the order of additions alone changes in the middle tensor, and in its gradients,
-    measured where bits are not promised: the plain loop against itself with its microbatches added up in reverse. An
-    optimizer that divides by the gradient's size enlarges it, so gradients are held to the noise of gradients. A tensor
-    whose true gradient is zero is nothing but noise, and excuses no other one.
-    ``nonfinite``: what is no finite number, "" where all is finite; then nothing is proven, whatever agrees.
-    ``orders``: why the plan adds up in another order than one process, empty where it does not; the comparison is with
-    a plain loop in the plan's order then.
-    ``first_gradients``, ``first_weights``: whether the first step's gradients, and the weights after it, are equal to
-    the last bit. ``unequal_gradients``: parameters whose first gradient is not, by name.
+    Noise is the effect of the order of additions alone. It is measured if bitwise equality is not promised, between the
+    plain loop and the same loop with its microbatches added in reverse. An optimizer that divides by the size of the
+    gradient amplifies it, so gradients are compared with the noise of gradients. A tensor whose true gradient is zero
+    consists of noise, and must not raise the tolerance of other tensors: hence the median.
     """
 
     differences: tuple[TensorDifference, ...]
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...]
+    # the result must be equal to the last bit
     promised: bool
+    # why it need not be
     reasons: tuple[str, ...]
+    # of the median tensor
     noise: float = 0.0
+    # what is not finite, "" if everything is finite; if not, nothing is proven
     nonfinite: str = ""
+    # of the gradients of the median tensor
     gradient_noise: float = 0.0
+    # why the plan adds up in another order than one process; if any, the reference is a plain loop in the plan's order
     orders: tuple[str, ...] = ()
+    # whether the gradients of the first step, and the weights after it, are equal to the last bit
     first_gradients: bool = True
     first_weights: bool = True
+    # parameters whose first gradient is not
     unequal_gradients: tuple[str, ...] = ()
 
     @property
     def order_error(self) -> float:
-        """The largest difference between the plan's order of sums and one process's, of any tensor."""
+        """The largest difference of any tensor between the plan's order of sums and that of one process."""
         return max((d.order for d in self.differences), default=0.0)
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that any tensor was allowed; 0 where every bit has to agree."""
+        """The largest tolerance of any tensor. 0: every bit must agree."""
         return 0.0 if self.promised else max(allowed(self.noise, d.noise) for d in self.differences)
 
     @property
     def gradient_tolerance(self) -> float:
-        """The same of gradients."""
+        """The largest tolerance of the gradients of any tensor."""
         if self.promised:
             return 0.0
         return max(allowed(self.gradient_noise, d.gradient_noise) for d in self.differences)
 
     @property
     def bitwise(self) -> bool:
-        """Not one bit differs, losses included."""
+        """Whether everything is equal to the last bit, losses included."""
         return not self.nonfinite and all(d.bitwise for d in self.differences) and self.losses == self.reference_losses
 
     @property
@@ -93,7 +97,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all is as equal as docs/semantics.md promises. A value that is not finite is never equal."""
+        """Whether everything is as equal as docs/semantics.md promises. A value that is not finite is never equal."""
         if self.nonfinite:
             return False
         if self.promised:
@@ -107,7 +111,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class Worst:
-    """The largest difference seen of each tensor, and of the gradients alone."""
+    """Collects the largest difference of each tensor, and of its gradients alone."""
 
     errors: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
@@ -117,14 +121,14 @@ class Worst:
     def add_gradient(
         self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, may_overflow: bool = False
     ) -> None:
-        """Compare a gradient. ``may_overflow``: it may be too large for float16, on both sides."""
+        """Compare a gradient. ``may_overflow``: both sides may exceed the range of float16."""
         error = self.add(name, ours, theirs, may_overflow=may_overflow)
         self.gradients[name] = max(self.gradients.get(name, 0.0), error)
 
     def add(
         self, name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, *, may_overflow: bool = False
     ) -> float:
-        """Compare a tensor; return its relative error."""
+        """Compare a tensor and return its relative error."""
         if ours is None or theirs is None:
             same = ours is None and theirs is None
             error = 0.0 if same else float("inf")
@@ -141,7 +145,7 @@ class Worst:
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return max |a - b| / max |b|; infinite where shapes differ, and where a value is NaN: that equals nothing."""
+    """Return max |a - b| / max |b|. Infinite if shapes differ or a value is NaN."""
     if ours.shape != theirs.shape:
         return float("inf")
     a, b = sparse.dense(ours).double(), sparse.dense(theirs).double()
@@ -157,12 +161,12 @@ def _holds_nan(tensor: torch.Tensor) -> bool:
 
 
 def _overflowed(tensor: torch.Tensor) -> bool:
-    """Whether a gradient was too large for float16: the step is left out and the scale comes down, on both sides."""
+    """Return whether a gradient exceeded the range of float16: both sides skip the step and reduce the scale."""
     return not bool(sparse.dense(tensor).isfinite().all())
 
 
 def nonfinite(losses: Sequence[float], reference: Sequence[float], tensors: Sequence[str]) -> str:
-    """Say what is no finite number, first of all in which step; "" where all is."""
+    """Return what is not finite, with its step for losses; "" if everything is finite."""
     for step, pair in enumerate(zip(losses, reference, strict=True), start=1):
         ours, theirs = (math.isfinite(loss) for loss in pair)
         if not ours and not theirs:

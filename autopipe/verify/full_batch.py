@@ -1,7 +1,7 @@
-"""One minibatch as a whole against its microbatches: what accumulation itself changes, whatever the plan.
+"""Compare a complete minibatch with its microbatches: the effect of gradient accumulation itself, for any plan.
 
-Random operations give every sample the same numbers in both, since the masks of a whole batch cannot be those of its
-microbatches. See ``trace.loss.steady``.
+In both, random operations draw the same numbers for every sample, because the masks of a complete batch cannot be those
+of its microbatches. See ``trace.loss.steady``.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from autopipe.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """How far a parameter's gradient, and the parameter after one optimizer step, are apart; None where not a number.
-
-    Both are the largest differences, relative to the largest value in the whole batch's.
-    """
+    """The largest differences of one parameter, relative to its largest value with the complete batch. None: NaN."""
 
     name: str
+    # of its gradient
     gradient: float | None
+    # of its value after one optimizer step
     weight: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class FullBatch:
-    """``error``: of the gradient, all parameters together, relative to its size; None where it is not a number.
+    """The comparison of a minibatch with its parts."""
 
-    ``parameters``: each one, where that was asked for.
-    """
-
+    # of the gradient of all parameters, relative to its norm; None: NaN
     error: float | None
+    # each parameter, if requested
     parameters: tuple[TensorPair, ...] = ()
 
 
@@ -50,8 +48,9 @@ def full_batch(
 ) -> FullBatch:
     """Compare a minibatch with its weighted parts. Memory: a model, and its gradients in float64 on the CPU, twice.
 
-    ``step``: make the optimizer step of each, from the initial weights, and with batch statistics as they fall out;
-    else the weights are moved away from where they start, and layers with batch statistics use the whole batch's.
+    ``step``: take one optimizer step with each, from the initial weights, and with the batch statistics of each.
+    Otherwise the weights are moved away from their initial values, and layers with batch statistics use those of the
+    complete batch.
     """
     item, *moved = (_on(device, workload, each) for each in (item, *parts))
     model = workload.build_model().to(device)

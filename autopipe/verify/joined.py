@@ -1,8 +1,8 @@
 """The stages of a plan joined in one process: one autograd graph, one loop, no ranks and no schedule.
 
-It is what tells apart which stage reads a tied parameter: the user's model has one tensor for all of them. With
-``shared`` all stages read that one tensor, and training is that of the user's model to the last bit. Without, each
-stage reads a tensor of its own with the same value, and its part of the gradient is added up by itself, as ranks do.
+They distinguish which stage reads a tied parameter; the user's model has one tensor for all of them. With ``shared``,
+all stages read that one tensor, and training equals that of the user's model to the last bit. Without, each stage reads
+its own tensor of the same value, and its part of the gradient is summed separately, as on ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopipe.workload.batches.forms import form_of
 
 
 class JoinedStages(Subject):
-    """``run``: where the stage files are, and those for batches of other shapes, once ranks have made them."""
+    """``run`` holds the stage files, and those for batches of other shapes that ranks have generated."""
 
     def __init__(
         self, run: RunDirectory, context: RunContext, workload: Workload, device: torch.device, *, shared: bool
@@ -46,7 +46,7 @@ class JoinedStages(Subject):
                     model = workload.build_model().to(device)
             adopted = cls.adopt(model, constants).place(device)
             self.stages.append(adopted)
-            self._hold(stage.index, adopted)
+            self._register(stage.index, adopted)
         self.model = nn.ModuleList(self.stages)
         order = [name for name in context.graph.parameters if name in self._leaves]
         self.parameters = {name: next(iter(self._leaves[name].values())) for name in order}
@@ -55,8 +55,8 @@ class JoinedStages(Subject):
         for folder in sorted(run.stages.glob("shape_*")):
             self._take_over(folder)
 
-    def _hold(self, index: int, stage: Stage) -> None:
-        """Note the parameters of a stage; it reads the owner's own tensor where the gradients are added in a chain."""
+    def _register(self, index: int, stage: Stage) -> None:
+        """Register the parameters of a stage. An exactly tied copy is replaced by the tensor of its owner."""
         owners = {tie.parameter: tie.owner for tie in self.context.plan.ties if tie.exact and index in tie.copies}
         for path, module in list(stage.named_modules(remove_duplicate=False)):
             for key, parameter in list(module._parameters.items()):
@@ -104,7 +104,7 @@ class JoinedStages(Subject):
         for stage, code in zip(self.stages, codes, strict=True):
             stage.seed(draws or (0, 0, 0))
             arguments = [leaves[name] for name in code.INPUTS] + [values[name] for name in code.RECEIVES]
-            # what the model returns goes by the names that the plan's own recording gives it
+            # what the model returns is named as in the recording of the plan
             values.update(zip((*code.SENDS, *stage.RETURNS), stage.run(code, *arguments), strict=True))
         loss, *weight = (values[name] for name in self.stages[-1].RETURNS)
         return loss, weight[0] if weight else None

@@ -1,12 +1,12 @@
-"""Does the user's optimizer step a parameter by itself? Asked without a forward, with gradients made up.
+"""Check that the user's optimizer steps each parameter independently of the others, with synthetic gradients.
 
-An optimizer is built over the parameters of one stage. Where it looks at more than each parameter alone (a norm over
-all gradients, a rate by position in the list, one scale for everything), a stage steps otherwise than one process does.
-One step of training may not show it: a warm-up begins with a rate of 0, and a clip or a scale may act later. So the
-optimizer is built once over all parameters and once over each stage's, both are given the same gradients of several
-sizes for a dozen steps, at rates that are not 0, and the weights are compared after every step.
+In a pipeline, an optimizer is built over the parameters of one stage. If it uses more than each parameter alone (a norm
+over all gradients, a rate by position in the list, one scale for all), a stage steps differently from one process. One
+step of training may not show this: a warm-up starts at a rate of 0, and a clip or a scale may act later. So the
+optimizer is built over all parameters and over those of each stage. Both get the same gradients of several sizes for a
+dozen steps, at rates other than 0, and the weights are compared after every step.
 
-Nothing but the optimizer runs. Large models are probed on tensors whose dimensions are cut down.
+Only the optimizer runs. Large models are probed on tensors with truncated dimensions.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from autopipe.workload.batches.isolation import PrivateRandom
 
 log = logging.getLogger(__name__)
 
-# by step: how large the gradients are; None: some parameters have none
+# the size of the gradients by step; None: some parameters have no gradient
 SCALES: tuple[float | None, ...] = (1.0, 1e-3, 1e3, 1.0, 1.0, 1e-3, 1e3, 1.0, 0.0, 1.0, None, 1.0)
-# beyond so many bytes of parameters, every dimension of every tensor is cut down to so many elements
+# above WHOLE_BYTES of parameters, every dimension of every tensor is truncated to CUT elements
 WHOLE_BYTES, CUT = 4 * 2**20, 16
-# a learning rate in place of 0
+# the learning rate that replaces 0
 _RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``parameter`` of ``stage`` was stepped otherwise in step ``step`` (from 1), by ``error`` relative to it.
-
-    ``draws``: the optimizer draws random numbers in its steps.
-    """
+    """A parameter that is stepped differently."""
 
     parameter: str
     stage: int
+    # from 1
     step: int
+    # relative to the largest value of the parameter
     error: float
+    # whether the optimizer draws random numbers
     draws: bool
 
 
 class _Stepped:
-    """Some of the parameters, copied, with an optimizer and a scheduler of their own."""
+    """Copies of some parameters, with their own optimizer and scheduler."""
 
     def __init__(self, workload: Workload, parameters: Mapping[str, nn.Parameter], *, cut: bool) -> None:
         self.parameters = {name: _copy(parameter, cut=cut) for name, parameter in parameters.items()}
@@ -62,19 +62,19 @@ class _Stepped:
         if self.optimizer is not None:
             try:
                 self.scheduler = workload.scheduler(self.optimizer)
-            except Exception as error:  # a run shows it, and says more
+            except Exception as error:  # a run reports it in detail
                 log.info("the scheduler was left out of the probe: %s", error)
         self.random = PrivateRandom(0)
         self.drew = False
 
     def step(self, number: int, scale: float | None) -> None:
-        """Carry out one step."""
+        """Take one step."""
         if self.optimizer is None:
             return
         for name, parameter in self.parameters.items():
             parameter.grad = _gradient(name, parameter, number, scale)
         for group in self.optimizer.param_groups:
-            _enliven(group)
+            _replace_zero_rate(group)
         with self.random.active():
             before = _generators()
             self.optimizer.step()
@@ -88,9 +88,10 @@ class _Stepped:
 
 
 def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module | None = None) -> Finding | None:
-    """Return where an optimizer over the parameters of one stage steps otherwise than one over all; None: nowhere.
+    """Return the first difference between an optimizer over one stage and one over all parameters, or None.
 
-    ``stages``: by stage, the names of the parameters that it steps. ``model``: a build of it; None: one is made.
+    ``stages``: by stage, the names of the parameters that it steps. ``model``: the model, built if None.
+
     Raises: ModelFileError as the optimizer hook does.
     """
     with exclusive():
@@ -108,7 +109,7 @@ def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module 
             try:
                 for stepped in (whole, *parts):
                     stepped.step(number, scale)
-            except Exception as error:  # gradients that it never gets in training: nothing is proven by them
+            except Exception as error:  # it may never get such gradients in training, so this proves nothing
                 log.info("the probe of the optimizer ended in step %d: %s", number, error)
                 return None
             for part in parts:
@@ -121,12 +122,12 @@ def probe(workload: Workload, stages: Sequence[Sequence[str]], model: nn.Module 
 
 
 def _generators() -> tuple[bytes, str, int]:
-    """Return what changes as soon as one of the global generators is drawn from."""
+    """Return the states of the global generators, which change with every draw."""
     return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), hash(random.getstate())
 
 
 def _copy(parameter: nn.Parameter, *, cut: bool) -> nn.Parameter:
-    """Return a parameter with the same value and the same attributes of the user's, on the CPU."""
+    """Return a copy of a parameter on the CPU, with its Python attributes."""
     data = parameter.detach()
     if cut:
         data = data[tuple(slice(0, CUT) for _ in range(data.dim()))]
@@ -136,7 +137,7 @@ def _copy(parameter: nn.Parameter, *, cut: bool) -> nn.Parameter:
 
 
 def _gradient(name: str, parameter: nn.Parameter, number: int, scale: float | None) -> torch.Tensor | None:
-    """Return a gradient that depends on name and step alone."""
+    """Return a gradient that depends only on name and step."""
     seed = zlib.crc32(f"{name} {number}".encode())
     if scale is None and seed % 3 == 0:
         return None
@@ -144,8 +145,8 @@ def _gradient(name: str, parameter: nn.Parameter, number: int, scale: float | No
     return (values * (1.0 if scale is None else scale)).to(parameter.dtype)
 
 
-def _enliven(group: dict[str, Any]) -> None:
-    """Give a group a learning rate where it has 0: at that rate every optimizer is the same."""
+def _replace_zero_rate(group: dict[str, Any]) -> None:
+    """Replace a learning rate of 0, at which all optimizers are equal."""
     rate = group.get("lr")
     if rate is None or float(rate) != 0:
         return

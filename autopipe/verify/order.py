@@ -1,4 +1,4 @@
-"""``SumOrder``: in which order a plan adds gradients up, for a loop in one process that adds in the same order.
+"""``SumOrder``: the order in which a plan adds gradients, for a loop in one process that adds in the same order.
 
 ::
 
@@ -6,9 +6,9 @@
     replica 0       g0        g2                 two replicas      (g0 + g2) + (g1 + g3)
     replica 1            g1        g3
 
-Each replica accumulates its own microbatches in their order; replicas are added in the order of their ranks. Where
-stages share a parameter and each adds up its own part (``Tie.exact`` false), the sums of the stages are added from the
-last stage to the owner. Everything else is added as one process does.
+Each replica accumulates its own microbatches in order, and replicas are added in the order of their ranks. If stages
+share a parameter and each sums its own part (``Tie.exact`` is False), the sums of the stages are added from the last
+stage to the owner. Everything else is added as in one process.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from autopipe.ir.schedule import ScheduleSpec
 from autopipe.runtime.context import RunContext
 
 Key = tuple[str, int, int]
-"""(parameter, stage, replica): whose gradients are accumulated in one tensor."""
+"""(parameter, stage, replica), whose gradients are accumulated in one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class SumOrder:
-    """``homes``: by parameter, the stages that accumulate a gradient of it, its owner first.
-
-    ``written``: by replicated stage, the buffers that its forwards write: each replica has its own until the step.
-    """
+    """The order of sums of one plan."""
 
     request: ScheduleSpec
+    # by parameter, the stages that accumulate its gradient, the owner first
     homes: Mapping[str, tuple[int, ...]]
+    # by replicated stage, the buffers that its forwards write; each replica has its own until the step
     written: Mapping[int, frozenset[str]]
 
     @staticmethod
     def of(context: RunContext) -> SumOrder:
-        """Read it off a plan."""
+        """Return the order of a plan."""
         homes: dict[str, tuple[int, ...]] = {}
         for stage in context.plan.stages:
             for name in stage.parameters:
@@ -57,7 +56,7 @@ class SumOrder:
 
     @property
     def plain(self) -> bool:
-        """Whether it is the order of one process."""
+        """Whether this is the order of one process."""
         return not self.shared and all(len(ranks) == 1 for ranks in self.request.stage_ranks)
 
     def without_shared(self) -> SumOrder:
@@ -69,7 +68,7 @@ class SumOrder:
         return len(self.request.stage_ranks[stage])
 
     def replica(self, stage: int, minibatch: int, microbatch: int) -> int:
-        """Return which replica of a stage runs a microbatch: its place among the stage's ranks, in their order."""
+        """Return the replica of a stage that runs a microbatch: its index among the ranks of the stage, ascending."""
         ranks = sorted(self.request.stage_ranks[stage])
         return ranks.index(self.request.rank_of(stage, minibatch, microbatch))
 
@@ -79,12 +78,12 @@ class SumOrder:
         return sorted(ranks).index(ranks[0])
 
     def keys(self, minibatch: int, microbatch: int) -> list[Key]:
-        """Return where a microbatch's gradients are accumulated."""
+        """Return the keys under which the gradients of a microbatch are accumulated."""
         where = {s: self.replica(s, minibatch, microbatch) for s in range(self.request.num_stages)}
         return [(name, stage, where[stage]) for name, stages in self.homes.items() for stage in stages]
 
     def total(self, name: str, parts: Mapping[Key, torch.Tensor | None]) -> torch.Tensor | None:
-        """Add up what was accumulated of one parameter; None where nothing was."""
+        """Return the sum of the parts of one parameter, None if there are no parts."""
         total = None
         for stage in reversed(self.homes[name]):
             part = self._over_replicas(name, stage, parts)
@@ -94,10 +93,10 @@ class SumOrder:
 
     def _over_replicas(self, name: str, stage: int, parts: Mapping[Key, torch.Tensor | None]) -> torch.Tensor | None:
         each = [parts.get((name, stage, replica)) for replica in range(self.replicas(stage))]
-        there = [part for part in each if part is not None]
-        if len(each) == 1 or not there:
-            return there[0] if there else None
-        zeros = torch.zeros(there[0].shape, dtype=there[0].dtype, device=there[0].device)
+        present = [part for part in each if part is not None]
+        if len(each) == 1 or not present:
+            return present[0] if present else None
+        zeros = torch.zeros(present[0].shape, dtype=present[0].dtype, device=present[0].device)
         total, *others = (zeros if part is None else part.contiguous() for part in each)
         for other in others:
             total = total + other
@@ -105,10 +104,10 @@ class SumOrder:
 
 
 class ReplicaBuffers:
-    """What the replicas of one stage write in their forwards: a value each, and the mean of them after the step.
+    """The buffers that the replicas of one stage write: one value per replica, and their mean after the step.
 
-    ``written``: by first name; ``first``: other name -> first name. ``module``: holds the buffers under those names;
-    after the step those of replica ``shown``.
+    ``written`` names the buffers of ``module`` by first name; ``first``: other name -> first name. After the step, the
+    module holds the buffers of replica ``shown``.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class ReplicaBuffers:
         return {name: buffer for name, buffer in current.items() if buffer is not None}
 
     def use(self, replica: int) -> None:
-        """Give the module a replica's buffers; what it holds is kept for the replica whose they were."""
+        """Give the module the buffers of a replica, after storing those of the previous replica."""
         self.keep()
         self._used = replica
         for name, tensor in self._each[replica].items():
@@ -139,13 +138,13 @@ class ReplicaBuffers:
                 owner._buffers[key] = tensor
 
     def keep(self) -> None:
-        """Take what the module holds now for the replica whose buffers it was given."""
+        """Store the buffers of the module for the current replica."""
         if self._used >= 0:
             self._each[self._used] = self._current()
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give every replica the mean of what is written, in the order of the ranks; a count stays each one's own."""
+        """Give every replica the mean of the floating-point buffers, added in the order of the ranks."""
         self.keep()
         for name, buffer in self._each[0].items():
             if buffer.is_floating_point():

@@ -1,8 +1,8 @@
-"""Plain training: one process, the user's own model, the loop anyone would write. What every plan is compared with.
+"""Plain training: one process, the user's model, the usual loop. Every plan is compared with it.
 
 For schedules with staleness it keeps old weights, as docs/semantics.md defines: minibatch t reads version
-max(t - delta, 0) of each parameter, where delta belongs to the stage that owns it. With a ``SumOrder`` the same loop
-adds as a plan does: each microbatch's gradients go to the sum of its replica and stage.
+max(t - delta, 0) of each parameter, where delta is that of the stage that owns it. With a ``SumOrder``, the loop adds
+gradients as a plan does: those of each microbatch go to the sum of its replica and stage.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ OnGradients = Callable[[int, Mapping[str, nn.Parameter]], None]
 
 
 class Subject:
-    """What is trained: the user's model in one piece. ``joined.JoinedStages`` is the other kind.
-
-    ``parameters``: what the optimizer steps. ``buffers``: those of the model, by first name.
-    """
+    """The module that is trained: here the user's model. The other kind is ``joined.JoinedStages``."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self.workload = workload
         self.model = workload.build_model().to(device)
+        # those that the optimizer steps
         self.parameters = dict(self.model.named_parameters())
 
     def modules(self, stage: int) -> nn.Module:
-        """Return what holds the buffers that a stage writes."""
+        """Return the module that holds the buffers that a stage writes."""
         return self.model
 
     def leaves(self, name: str) -> Mapping[int, nn.Parameter]:
@@ -45,13 +43,13 @@ class Subject:
         return {-1: self.parameters[name]}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers as they are now."""
+        """Return the current buffers by first name."""
         return dict(self.model.named_buffers())
 
     def loss(self, part: Any, draws: tuple[int, int, int] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a microbatch. ``draws``: its (seed, minibatch, microbatch); None where nothing is drawn.
+        """Run a microbatch. ``draws``: its (seed, minibatch, microbatch); None if the model draws nothing.
 
-        A user-level ``checkpoint()`` keeps everything: its recompute would draw again.
+        A ``checkpoint()`` in the user's code keeps its activations, because a recompute would draw again.
         """
         if draws is None:
             return self.workload.loss(self.model, part)
@@ -61,13 +59,13 @@ class Subject:
 
 @dataclass(slots=True)
 class PlainRun:
-    """``model``: as it is after the last step. ``losses``: one a step. ``subject``: what was trained.
+    """A finished run."""
 
-    ``averages``: of its parameters, by name, where they are averaged.
-    """
-
+    # after the last step
     subject: Subject
+    # one per step
     losses: list[float] = field(default_factory=list)
+    # of the parameters, by name, if weights are averaged
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -78,36 +76,37 @@ class PlainRun:
 
 @dataclass(frozen=True, slots=True)
 class PlainSettings:
-    """``draws``: give every random operation the seed of its position; needed only where the model draws at all.
-
-    ``staleness``: per parameter name, absent ones 0. ``clip_norm`` 0: no clipping. ``reverse``: add the microbatches up
-    in reverse, which is as right, and shows how much the order of a sum alone changes. ``within``: opened around every
-    forward. ``order``: the order in which a plan adds up; None for that of one process. ``shares``: of a minibatch and
-    its parts, what each part counts; None for its share of the samples. ``ema``: decay of averaged weights, 0: none.
-    """
+    """The settings of plain training."""
 
     num_microbatches: int
     seed: int
+    # seed every random operation by its position; needed only if the model draws
     draws: bool = True
+    # 0: no clipping
     clip_norm: float = 0.0
+    # by parameter name; 0 if absent
     staleness: Mapping[str, int] = field(default_factory=dict)
+    # add the microbatches in reverse: equally correct, it shows the effect of the order of a sum
     reverse: bool = False
     deferred_batch_norm: bool = False
+    # a context for every forward
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    # the order of sums of a plan; None: that of one process
     order: SumOrder | None = None
+    # (minibatch, parts) -> the share of each part; None: its share of the samples
     shares: Callable[[Any, Sequence[Any]], Sequence[float]] | None = None
+    # decay of averaged weights; 0: no averages
     ema: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where training goes on. ``step``: of the first minibatch.
+    """The point where training resumes."""
 
-    ``restore``: called once with the subject, optimizer, scheduler and scaler, gives them the state before that step
-    and returns the older weight versions that are still read, by name, oldest first.
-    """
-
+    # of the first minibatch
     step: int
+    # called once with (subject, optimizer, scheduler, scaler): restores their state before that step, and returns the
+    # older weight versions that are still read, by name, oldest first
     restore: Callable[
         [Subject, torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None, Any],
         list[dict[str, torch.Tensor]],
@@ -125,10 +124,10 @@ def plain_training(
     on_step: Callable[[int, float], None] | None = None,
     resumed: Resumed | None = None,
 ) -> PlainRun:
-    """Train over ``items``, one optimizer step each, from the start or where ``resumed`` goes on.
+    """Train over ``items``, one optimizer step each, from the start or from ``resumed``.
 
-    ``subject``: what is trained; a new model where it is None. ``on_gradients``: (step, parameters) when a step's
-    gradients are complete, before clipping.
+    ``subject`` is trained, or a new model if it is None. ``on_gradients`` is called with (step, parameters) when the
+    gradients of a step are complete, before clipping.
     """
     run = PlainRun(subject or Subject(workload, device or torch.device("cpu")))
     parameters = run.subject.parameters
@@ -158,7 +157,7 @@ def plain_training(
         if settings.clip_norm:
             torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], settings.clip_norm)
         stepped = optimizer is None or _step(optimizer, scaler)
-        run.model.zero_grad(set_to_none=True)  # of parameters that the optimizer leaves out too
+        run.model.zero_grad(set_to_none=True)  # including parameters that the optimizer does not step
         if stepped:
             workload.after_step(list(parameters.items()), step)
             if settings.ema:
@@ -175,7 +174,7 @@ def plain_training(
 
 
 def _average(averages: dict[str, torch.Tensor], parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-    """Update averages by torch's own function; the first ones are copies."""
+    """Update averages by the function of torch. The first ones are copies."""
     update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch has no annotation for it
     for name, parameter in parameters.items():
         weight = parameter.detach().to(average_dtype(parameter.dtype), copy=True)
@@ -186,7 +185,7 @@ def _average(averages: dict[str, torch.Tensor], parameters: Mapping[str, nn.Para
 
 
 class _Sums:
-    """Where the gradients of a minibatch are accumulated: one tensor a parameter, or as many as a plan has."""
+    """The sums of the gradients of a minibatch: one tensor per parameter, or as many as the plan has."""
 
     def __init__(self, subject: Subject, settings: PlainSettings) -> None:
         self.subject, self.order = subject, settings.order
@@ -206,7 +205,7 @@ class _Sums:
                 self._replicas[stage] = ReplicaStatistics(self._deferred, module, written, first, count)
 
     def begin(self, step: int, index: int) -> None:
-        """Let what follows accumulate where this microbatch belongs."""
+        """Let backward accumulate in the sums of this microbatch."""
         if self.order is None:
             return
         self.end()
@@ -217,14 +216,14 @@ class _Sums:
             buffers.use(self.order.replica(stage, step, index))
 
     def end(self) -> None:
-        """Keep what the microbatch accumulated."""
+        """Store the sums of the current microbatch."""
         for key in self._keys:
             leaf = self._leaf(key)
             self._kept[key], leaf.grad = leaf.grad, None
         self._keys = []
 
     def complete(self) -> None:
-        """Give every parameter the gradient of the minibatch."""
+        """Set the gradient of every parameter to that of the minibatch."""
         if self.order is None:
             return
         self.end()
@@ -235,7 +234,7 @@ class _Sums:
             buffers.average()
 
     def commit(self) -> None:
-        """Update the statistics that are deferred to the end of a minibatch."""
+        """Update the deferred statistics at the end of a minibatch."""
         if self._deferred is not None:
             self._deferred.commit()
 
@@ -258,7 +257,7 @@ def _kind(device: torch.device | None) -> str:
 
 
 def _step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
-    """Step, unless the scaler has found a gradient that is not finite; tell whether the optimizer has stepped."""
+    """Step, unless the scaler detects a gradient that is not finite. Return whether the optimizer has stepped."""
     if scaler is None:
         optimizer.step()
         return True
@@ -272,9 +271,9 @@ def _data(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in parameters.items()}
 
 
-def _version(step: int, staleness: int, held: int) -> int:
-    """Return the place in the history of version max(step - staleness, 0); the newest, of version ``step``, is last."""
-    return held - 1 - min(staleness, step)
+def _version(step: int, staleness: int, count: int) -> int:
+    """Return the index of version max(step - staleness, 0) in a history of ``count`` versions up to ``step``."""
+    return count - 1 - min(staleness, step)
 
 
 def _minibatch(
@@ -286,7 +285,7 @@ def _minibatch(
     device: torch.device | None,
     scaler: torch.amp.GradScaler | None,
 ) -> tuple[float, float]:
-    """Run forward and backward of a minibatch; return its loss, and what the gradients are to be divided by."""
+    """Run forward and backward of a minibatch. Return its loss, and the divisor of the gradients."""
     parts = workload.split(item, settings.num_microbatches)
     if settings.shares is None:
         total = sum(workload.num_samples(part) for part in parts)

@@ -1,8 +1,8 @@
-"""One step of a run by the plain loop, from the run's own state and batch, compared with what the run came to.
+"""One step of a run by the plain loop, from the state and batch of the run, compared with the result of the run.
 
-What it proves: from this state and this minibatch, the user's model, loss, optimizer and scheduler, each rebuilt,
-come to the weights that the run came to. What it cannot see: state that only the run's process had, such as a counter
-in the user's file, as far as both sides would start it alike; and whether the minibatch was the right one.
+It proves that from this state and this minibatch, the user's model, loss, optimizer and scheduler, each rebuilt, lead
+to the weights of the run. It cannot detect state that existed only in the process of the run, such as a counter in the
+user's file, nor a wrong minibatch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from autopipe.verify.order import SumOrder
 from autopipe.verify.plain import PlainSettings, Resumed, Subject, plain_training
 from autopipe.workload import Workload
 
-# of the memory that is free, the part that an audit may take
+# the part of the free memory that an audit may use
 MEMORY_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What a step has led to. ``tensors``: parameters and buffers by first name."""
+    """The result of a step."""
 
+    # parameters and buffers by first name
     tensors: dict[str, torch.Tensor]
     loss: float
 
@@ -52,9 +53,9 @@ class _Step:
 def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResult:
     """Compare minibatch ``step`` of the run at ``path``, whose loss was ``loss``, with the plain loop.
 
-    ``elsewhere``: why the ranks' processors may round otherwise than this one, "" where they are this machine's.
+    ``elsewhere``: why the processors of the ranks may round differently from this one, "" if they are the same.
 
-    Raises: ArtifactError where a file of the audit is damaged; what the user's code raises.
+    Raises: ArtifactError if a file of the audit is damaged; the errors of the user's code.
     """
     run = RunDirectory(path)
     job, plan, graph = run.job(), run.plan(), run.graph()
@@ -88,13 +89,13 @@ def audit(path: Path, step: int, loss: float, elsewhere: str = "") -> AuditResul
         asked: list[str] = []
         captured = take(replace(settings, within=functools.partial(as_compiled, asked, "")))
         if asked and _compared(run_after, loss, captured, context, (), take, settings).equal:
-            reasons = (f"the model takes another way when it is not captured: it asks at {asked[0]}",)
+            reasons = (f"the model takes another path when it is not captured: it asks at {asked[0]}",)
             compared = _compared(run_after, loss, plain, context, reasons, take, settings)
     return _result(step, compared)
 
 
 def memory_bytes(context: RunContext) -> int:
-    """Return about how much memory the plain step takes: that of all stages together, and the tensors to compare."""
+    """Return an estimate of the memory of the plain step: that of all stages, and the tensors to compare."""
     parameters = sum(spec.num_bytes({}) for spec in context.graph.parameters.values())
     return sum(stage.peak_bytes for stage in context.plan.stages) + 3 * parameters
 
@@ -118,12 +119,11 @@ def _after(files: AuditFiles, num_stages: int) -> dict[str, torch.Tensor]:
 def _plain(
     run: RunDirectory, context: RunContext, files: AuditFiles, device: torch.device, settings: PlainSettings
 ) -> _Step:
-    """Make the step with a model, an optimizer and a scheduler that are built for it, adding up in the plan's order."""
+    """Take the step with a new model, optimizer and scheduler, in the plan's order of sums."""
     workload = Workload.from_spec(context.plan.workload)
     item, factors = batch.load(files.batch)
     settings = replace(settings, shares=lambda item, parts: factors)
-    # the user's model has one tensor for all stages that share a parameter; where each adds up its own, there is no way
-    # but through the stages
+    # the user's model has one tensor for all stages that share a parameter; if each sums its own part, the stages run
     shared = settings.order is not None and settings.order.shared
     subject = JoinedStages(run, context, workload, device, shared=False) if shared else Subject(workload, device)
     restore = functools.partial(_restore, Checkpoint(files.before), max(settings.staleness.values(), default=0))
@@ -136,13 +136,13 @@ def _plain(
 
 @dataclass(slots=True)
 class _Weights:
-    """The weights of a whole model, in place of the versions that a stage keeps."""
+    """The weights of a complete model, with the interface of ``WeightVersions``."""
 
     masters: dict[str, nn.Parameter]
     staleness: int = 0
 
     def start_at(self, version: int) -> None:
-        """Versions are of no concern here."""
+        """Do nothing: there is one version."""
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         """Return the weights."""
@@ -157,7 +157,7 @@ def _restore(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
     scaler: Any,
 ) -> list[dict[str, torch.Tensor]]:
-    """Give a whole model the state of a checkpoint, and return the older versions, ``depth`` at most, oldest first."""
+    """Restore a complete model from a checkpoint, and return at most ``depth`` older versions, oldest first."""
     parameters = subject.parameters
     stage = SimpleNamespace(named_buffers=lambda: subject.buffers().items(), constants=())
     whole = cast(StageRunner, SimpleNamespace(stage=stage, versions=_Weights(parameters)))
@@ -185,7 +185,7 @@ def _compared(
     take: functools.partial[_Step],
     settings: PlainSettings,
 ) -> Comparison:
-    """Compare what the run and the plain loop have come to, with the noise of another order where bits may differ."""
+    """Compare the results of the run and the plain loop, with the noise of another order if bits may differ."""
     names = [name for name in ours if name in plain.tensors]
     names += [name for name in context.graph.parameters if name not in ours]
     noise: dict[str, float] = {}

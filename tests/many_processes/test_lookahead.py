@@ -121,7 +121,7 @@ def test_layers_that_two_stages_need_are_refused_before_training(
         assert done.exit_code == 1, done.output
         assert "a batch of another form: ['extra'] is new (tensor float32, 2 dimensions) cannot be followed" in said
         assert "minibatch 2 of data, before training" in said
-        assert "let the first batch be one that uses all of the model" in said
+        assert "let the first batch use the complete model" in said
         assert "training on 2 ranks" not in done.output
     # steps that end before that batch comes are trained; and so is data whose first batch uses all of the model
     assert run("train", "model.py", *WORDS, "--steps", "2").exit_code == 0

@@ -54,7 +54,7 @@ def test_processes_train_over_mixed_shapes_like_a_plain_loop(
     torch.set_num_threads(1)
     losses, model, _ = plain(MODELS / f"{name}.py", items_of(name), 3)
     assert list(result.losses) == losses
-    assert sum("stage code made for a batch of another shape" in note for note in notes) == further
+    assert sum("generated stage code for a batch of another shape" in note for note in notes) == further
     exported = runs.export(ExportSettings(tmp_path / "model.safetensors", run=tmp_path / "run"))
     read, expected = load_file(exported.path), model.state_dict()
     assert all(torch.equal(read[key], expected[key]) for key in expected)

@@ -1,4 +1,4 @@
-"""What happens behind an optimizer step: the user's ``after_step`` hook, and averaged weights."""
+"""After an optimizer step: the user's ``after_step`` hook, and averaged weights."""
 
 from autopipe.ir.loans import Loan, borrowed, loans
 from autopipe.runtime.after_step.average import Averages

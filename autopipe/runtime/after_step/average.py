@@ -1,8 +1,8 @@
-"""Averaged weights (``--ema DECAY``): an exponential moving average of a stage's parameters, updated behind each step.
+"""Averaged weights (``--ema DECAY``): an exponential moving average of a stage's parameters, updated after each step.
 
 The definition is that of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``: the first update
-copies the weights, every later one is ``average.lerp_(weight, 1 - decay)``. Averages are float32, of float64 weights
-float64. Buffers are not averaged: they are the model's, as in ``AveragedModel`` with ``use_buffers=False``.
+copies the weights, every later one is ``average.lerp_(weight, 1 - decay)``. Averages are float32, or float64 for
+float64 weights. Buffers are not averaged, as in ``AveragedModel`` with ``use_buffers=False``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 
-PREFIX = "average."  # of their names in a checkpoint
+PREFIX = "average."
+"""Of their names in a checkpoint."""
 
 
 def average_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return in which dtype a weight is averaged."""
+    """Return the dtype of the average of a weight."""
     return dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
 
 
 class Averages:
-    """``decay``: in (0, 1). ``averaged``: by stage of a rank, the parameters that it steps and that change."""
+    """The averages of one rank.
+
+    ``decay`` is in (0, 1). ``averaged`` holds, by stage, the parameters that it steps and that change.
+    """
 
     def __init__(self, decay: float, averaged: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
         self.decay = decay
@@ -32,7 +36,7 @@ class Averages:
 
     @torch.no_grad()
     def update(self, stage: int) -> None:
-        """Take in the weights of a stage as they are now."""
+        """Update the averages of a stage from its current weights."""
         values = self._values[stage]
         for name, parameter in self._averaged[stage].items():
             weight = parameter.detach().to(average_dtype(parameter.dtype))
@@ -42,11 +46,11 @@ class Averages:
                 values[name] = weight.clone()
 
     def of(self, stage: int) -> dict[str, Tensor]:
-        """Return the averages of a stage by name of the parameter; none before the first step."""
+        """Return the averages of a stage by name of the parameter. Empty before the first step."""
         return self._values[stage]
 
     def restore(self, stage: int, source: Checkpoint) -> None:
-        """Take over a stage's averages from a checkpoint; one without any leaves them to begin with the next step."""
+        """Restore the averages of a stage. If the checkpoint holds no averages, they start with the next step."""
         wanted = [f"{PREFIX}{name}" for name in self._averaged[stage]]
         if not any(name.startswith(PREFIX) for name in source.names):
             return

@@ -1,4 +1,4 @@
-"""``AfterStep``: calls the user's hook for each stage of a rank, at the moment when its optimizer has stepped."""
+"""``AfterStep``: calls the user's hook for each stage of a rank, after its optimizer has stepped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Parameters = Mapping[int, Mapping[str, nn.Parameter]]
 
 
 class AfterStep:
-    """``owned``: by stage of this rank, the parameters that it steps, frozen ones included. ``loans``: of the plan."""
+    """The hook of one rank.
+
+    ``owned``: by stage, the parameters that it steps, frozen ones included. ``loans``: of the plan.
+    """
 
     def __init__(
         self,
@@ -40,11 +43,11 @@ class AfterStep:
 
     @property
     def exchanges(self) -> bool:
-        """Whether this rank lends or borrows anything: then all its optimizers step before the first hook is called."""
+        """Whether this rank lends or borrows a parameter. If so, all its optimizers step before the first hook."""
         return bool(self._loans)
 
     def lend(self) -> None:
-        """Send what other stages need, as it is behind the optimizer's step and before any hook has changed it."""
+        """Send the parameters that other stages read, after the optimizer's step and before any hook changes them."""
         for loan in self._loans:
             if loan.owner not in self._owned:
                 continue
@@ -60,9 +63,10 @@ class AfterStep:
     def call(self, stage: int, step: int) -> None:
         """Call the hook with the parameters of a stage and those that they depend on, in the order of the model.
 
-        A stage without a parameter that the hook changes is left out, where it changes any.
+        If the hook changes parameters, a stage that holds none of these is skipped.
 
-        Raises: ModelFileError where the hook fails; RunError where it changes what it was not seen to change.
+        Raises: ModelFileError if the hook fails; RunError if it changes a parameter that it did not change in the
+        trial.
         """
         owned, changed = self._owned[stage], self._graph.after_step
         if changed and not owned.keys() & changed.keys():
@@ -75,10 +79,10 @@ class AfterStep:
         for name, memory in watched.items():
             if memory in writes.memories or _memory(owned[name]) != memory:
                 raise RunError(
-                    f"after_step changed {name} at step {step}, which it did not when it was tried",
+                    f"after_step changed {name} at step {step}, which it did not change in the trial",
                     where=self._workload.hooks["after_step"].place,
-                    remedy="it is tried at steps 0 to 32 and at round numbers, and the stages exchange what it was "
-                    "seen to read: let it change the same parameters at the first step at which it changes any",
+                    remedy="the trial covers steps 0 to 32 and round numbers, and decides what the stages exchange: "
+                    "let the hook change the same parameters at the first step at which it changes any",
                 )
 
     def _borrow(self, stage: int) -> dict[str, nn.Parameter]:
@@ -102,7 +106,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
-    """``memories``: those that were written in place."""
+    """Records the storages that are written in place."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Does ``after_step`` do in stages what it does over the whole model? Asked without training, on changed weights.
+"""Check, without training, that ``after_step`` does the same in stages as over the complete model.
 
-Each stage's parameters, with those that it borrows, go through the hook beside the parameters of the whole model; the
-stage's own must come out equal to the last bit. What the recording of operations cannot see is seen here: numbers taken
-out of tensors (a norm over all parameters by ``item()``), places in the list, how many parameters there are.
+The hook runs over the parameters of each stage, with those that it borrows, and over the parameters of the complete
+model. The stage's own must be equal to the last bit. This detects what the recording of operations cannot see: numbers
+read from tensors (a norm over all parameters by ``item()``), positions in the list, the number of parameters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autopipe.trace.after_step.effects import WHOLE_BYTES, copies, state_restore
 from autopipe.workload import Workload
 
 STEPS = (0, 1, 2, 9, 10, 99, 100, 1000)
-# how far weights move before each call, relative to their largest value
+# the change of the weights before each call, relative to their largest value
 _MOVES = (0.1, 3.0, 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``parameter`` of ``stage`` came out otherwise in step ``step``; ``failure``: what the hook raised, or ""."""
+    """``parameter`` of ``stage`` differs after step ``step``. ``failure``: the error of the hook, or ""."""
 
     parameter: str
     stage: int
@@ -37,14 +37,14 @@ class Finding:
 
 
 def probe(workload: Workload, plan: Plan, graph: Graph, model: nn.Module) -> Finding | None:
-    """Return where a stage's hook does otherwise than that of the whole model; None: nowhere."""
+    """Return the first difference between the hook over a stage and over the complete model, or None."""
     parameters = dict(model.named_parameters())
     cut = sum(p.numel() * p.element_size() for p in parameters.values()) > WHOLE_BYTES
     with exclusive(), state_restored(workload):
         if cut:
             try:
                 return _probe(workload, plan, graph, copies(parameters, cut=True))
-            except (AutopipeError, RuntimeError):  # it takes numbers of elements for granted
+            except (AutopipeError, RuntimeError):  # it relies on the numbers of elements
                 pass
         return _probe(workload, plan, graph, copies(parameters, cut=False))
 
@@ -79,7 +79,7 @@ def _probe(workload: Workload, plan: Plan, graph: Graph, whole: dict[str, nn.Par
 
 
 def _move(parameters: dict[str, nn.Parameter], step: int, by: float) -> None:
-    """Change every value, by name and step alone."""
+    """Change every value, depending only on name and step."""
     for name, parameter in parameters.items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)

@@ -88,7 +88,7 @@ class AuditFiles:
         return self.after / f"stage-{stage}.failed"
 
     def first_failure(self) -> str:
-        """Return the first failure that a rank has reported, "" if there is none."""
+        """Return the first failure that a rank has reported, "" if no rank has."""
         with contextlib.suppress(OSError):
             for path in sorted(self.after.glob("stage-*.failed")):
                 return path.read_text(encoding="utf-8", errors="replace") or "a rank could not write its part"

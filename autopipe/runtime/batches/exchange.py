@@ -1,8 +1,8 @@
-"""``DigestExchange``: before a step is made, every rank knows that all ranks have read the same minibatches.
+"""``DigestExchange``: verifies before each step that all ranks have read the same minibatches.
 
-At the begin of a window each rank puts the digests of what it has read into its row of a table of zeros; the tables are
-added up in the background while the ranks compute, and looked at just before the first step of the window. A
-difference ends the run there: the ranks that differ from the majority fail with it, the others because of them.
+At the start of a window, each rank writes the digests of its minibatches into its row of a table of zeros. The tables
+are summed in the background while the ranks compute, and compared just before the first step of the window. A
+difference ends the run: the ranks that differ from the majority fail with it, the others because of them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _REMEDY = (
 
 
 class OtherRanksDiffer(TransportClosed):
-    """Another rank has read another minibatch than this one: its failure, and this one's for that reason."""
+    """Another rank has read a different minibatch. It fails, and this rank fails because of it."""
 
 
 class DigestExchange:
-    """One rank's end. ``evaluating``: what is read is evaluation data."""
+    """One rank's end. ``evaluating``: the data is evaluation data."""
 
     def __init__(self, transport: Transport, *, evaluating: bool = False) -> None:
         self._transport, self._evaluating = transport, evaluating
@@ -40,9 +40,9 @@ class DigestExchange:
         self._pending: Pending | None = None
 
     def start(self, first: int, taken: Sequence[Taken], length: int) -> None:
-        """Say what this rank has read for the steps from ``first`` to before ``first + length``, and return at once.
+        """Start to compare what this rank has read for the steps from ``first`` to before ``first + length``.
 
-        Every rank calls it with the same ``first`` and ``length``; ``taken`` is shorter where its data has ended.
+        Every rank calls it with the same ``first`` and ``length``. ``taken`` is shorter if its data has ended.
         """
         world = self._transport.world_size
         if world == 1:
@@ -55,9 +55,9 @@ class DigestExchange:
         self._first, self._pending = first, self._transport.start_all_reduce(range(world), table)
 
     def settle(self) -> None:
-        """Return once it is known that all ranks have read the same.
+        """Wait until all ranks are known to have read the same.
 
-        Raises: RunError on a rank that has read another minibatch than most; OtherRanksDiffer on the others.
+        Raises: RunError on a rank that has read another minibatch than the majority; OtherRanksDiffer on the others.
         """
         if self._pending is None:
             return
@@ -67,7 +67,7 @@ class DigestExchange:
             return
         index = int((table != table[:1]).any(dim=2).any(dim=0).nonzero()[0])
         rows: list[Row] = [tuple(row) for row in table[:, index].tolist()]
-        (usual, _), *_ = Counter(rows).most_common()  # of two that are as common the one that comes first
+        (usual, _), *_ = Counter(rows).most_common()  # in a tie, the first
         odd = [rank for rank, row in enumerate(rows) if row != usual]
         text = self._difference(odd, rows, rows.index(usual), self._first + index)
         kind = RunError if self._transport.rank in odd else OtherRanksDiffer
@@ -79,7 +79,7 @@ class DigestExchange:
         mine, theirs = _place_of(rows[odd[0]]), _place_of(rows[reference])
         if mine == theirs:
             return f"{who} read another minibatch {what} than rank {reference} did ({mine})"
-        return f"{who} came to {mine} {what}, and rank {reference} to {theirs}"
+        return f"{who} reached {mine} {what}, and rank {reference} reached {theirs}"
 
 
 def _place_of(row: Row) -> str:

@@ -1,14 +1,14 @@
-"""Who reads the minibatches: each rank for itself, or rank 0 for all of them.
+"""``Reader``: reads the minibatches of a rank. Each rank reads, or rank 0 reads for all.
 
 ::
 
     EachReads   every rank: Source -> Recordings -> microbatches; digests are compared (``exchange``)
     OneReads    rank 0:     Source -> Recordings -> microbatches; sends
                 the others: a header (JSON: recording, factor and sizes of each part), then the leaves that their
-                stages read, whole and in the memory layout that they have on rank 0; cut there as rank 0 cuts them
+                stages read, complete and with their strides on rank 0; each rank cuts them as rank 0 does
 
-All of them give the same ``Minibatch``. Whether a source can be read by each rank is found out before the ranks start
-(``commands.training.repeating``).
+All readers return the same ``Minibatch``. ``commands.training.repeating`` decides before the ranks start whether each
+rank can read.
 """
 
 from __future__ import annotations
@@ -33,37 +33,36 @@ from autopipe.runtime.executor import Microbatch
 from autopipe.runtime.transport.base import Transport
 from autopipe.runtime.transport.strides import memory_order, packed, unpacked
 
-# of a microbatch: what is not a number or text, and travels in another way
+# the fields of a microbatch that are not numbers or text, and are sent separately
 _NOT_IN_HEADER = ("leaves", "recording")
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """A minibatch that is ready to run. ``place``: where the data goes on behind it.
-
-    ``weight``: what it weighs beside others, in an evaluation.
-    """
+    """A minibatch that is ready to run."""
 
     parts: list[Microbatch]
     samples: int
+    # its weight in the mean loss of an evaluation
     weight: float
+    # where the data continues after it
     place: Place
 
 
 class Reader(Protocol):
-    """Gives a rank its minibatches."""
+    """Reads the minibatches of one rank."""
 
     def seek(self, place: Place, *, compare: bool) -> None:
-        """Go to where a run was interrupted. Raises: RunError as ``Source.seek`` does."""
+        """Continue where a run was interrupted. Raises: RunError as ``Source.seek`` does."""
 
     def read(self, first: int, length: int) -> list[Minibatch]:
-        """Return the minibatches of the steps from ``first`` on: fewer than ``length`` where the data ends.
+        """Return the minibatches of the steps from ``first`` on: fewer than ``length`` if the data ends.
 
-        Every rank calls it with the same numbers, and gets as many.
+        Every rank calls it with the same numbers, and gets the same number of minibatches.
         """
 
     def settle(self) -> None:
-        """Return once no rank can have read anything else: before a step is made with what ``read`` returned last.
+        """Wait until all ranks are known to have read the same. Called before a step with what ``read`` returned last.
 
         Raises: RunError, TransportClosed as ``DigestExchange.settle`` does.
         """
@@ -71,7 +70,7 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class EachReads:
-    """Every rank reads for itself."""
+    """Every rank reads its own copy of the data."""
 
     source: Source
     recordings: Recordings
@@ -80,14 +79,14 @@ class EachReads:
     training: bool = True
 
     def seek(self, place: Place, *, compare: bool) -> None:
-        """Go to where a run was interrupted."""
+        """Continue where a run was interrupted."""
         self.source.seek(place, compare=compare)
 
     def read(self, first: int, length: int) -> list[Minibatch]:
-        """Read, and start to compare."""
+        """Read, and start to compare digests."""
         taken = self.source.read(first, length)
         self.exchange.start(first, taken, length)
-        # a rank must not meet a new structure, and wait for the others to capture it, alone
+        # a rank that alone meets a new structure must not wait for the others to capture it
         self.recordings.before_recording, self.recordings.announce = self.settle, None
         if len(taken) < length:
             self.settle()
@@ -106,7 +105,7 @@ def _cut(minibatch: Taken, recordings: Recordings, device: torch.device, *, trai
 
 @dataclass(slots=True)
 class OneReads:
-    """Rank 0 reads for all. ``source``: on the other ranks it is never opened."""
+    """Rank 0 reads for all. The other ranks never open their ``source``."""
 
     source: Source
     recordings: Recordings
@@ -117,7 +116,7 @@ class OneReads:
     _inputs: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
 
     def seek(self, place: Place, *, compare: bool) -> None:
-        """Go to where a run was interrupted."""
+        """Continue where a run was interrupted."""
         if self.transport.rank == 0:
             self.source.seek(place, compare=compare)
 
@@ -132,11 +131,11 @@ class OneReads:
             minibatches.append(_cut(minibatch, self.recordings, self.device, training=self.training))
             self._send(first + index, minibatch.item, minibatches[-1])
         if len(taken) < length:
-            self._tell_all({"kind": "end"})
+            self._send_header_to_all({"kind": "end"})
         return minibatches
 
     def settle(self) -> None:
-        """Nothing can differ."""
+        """Do nothing: only one rank reads."""
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
@@ -147,13 +146,13 @@ class OneReads:
         return self._inputs[recording.name][stage]
 
     def _announce(self, name: str, training: bool) -> None:
-        self._tell_all({"kind": "recording", "name": name, "training": training})
+        self._send_header_to_all({"kind": "recording", "name": name, "training": training})
 
-    def _tell_all(self, header: Mapping[str, Any]) -> None:
+    def _send_header_to_all(self, header: Mapping[str, Any]) -> None:
         for rank in range(1, self.transport.world_size):
-            self._tell(rank, header)
+            self._send_header(rank, header)
 
-    def _tell(self, rank: int, header: Mapping[str, Any]) -> None:
+    def _send_header(self, rank: int, header: Mapping[str, Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         self.transport.send(batch_channel(rank), torch.tensor([text.numel()]))
         self.transport.send(batch_channel(rank), text)
@@ -161,7 +160,7 @@ class OneReads:
     def _send(self, step: int, item: Any, minibatch: Minibatch) -> None:
         workload, context = self.recordings.workload, self.recordings.context
         count, parts = workload.num_samples(item), minibatch.parts
-        # what each part reads: of the whole minibatch, to be cut there, or of the part itself
+        # the leaves of the minibatch, if the receiver can cut them, else those of each part
         shared = workload.cuts_by_dimension(item)
         dimensions = workload.batch_dims(item) if shared else {}
         sources = [workload.leaves(item)] if shared else [part.leaves for part in parts]
@@ -204,7 +203,7 @@ class OneReads:
                 "leaves": described_leaves,
             }
             header["weight"] = minibatch.weight
-            self._tell(rank, header)
+            self._send_header(rank, header)
             for _, _, leaf, order in leaves:
                 # the user may fill the same memory with the next minibatch
                 self.transport.send(batch_channel(rank), packed(leaf, order).clone())
@@ -215,7 +214,7 @@ class OneReads:
         minibatches: list[Minibatch] = []
         while len(minibatches) < length:
             self.reporter.at("waiting for data from rank 0", waiting=True)
-            header = self._hear()
+            header = self._receive_header()
             if header["kind"] == "end":
                 break
             if header["kind"] == "recording":
@@ -224,7 +223,7 @@ class OneReads:
                 minibatches.append(self._minibatch(header))
         return minibatches
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive_header(self) -> dict[str, Any]:
         channel = batch_channel(self.transport.rank)
         size = int(self.transport.receive(channel, (1,), torch.int64).wait())
         text = self.transport.receive(channel, (size,), torch.uint8).wait()

@@ -1,7 +1,7 @@
-"""``Recording``: one capture of the model, cut as the plan says. What ranks follow for batches of its shape.
+"""``Recording``: one capture of the model, cut by a plan. Ranks follow it for all batches of its shape.
 
-There is one to begin with, the plan's own. Batches of another shape, and evaluation where it takes another way through
-the model, get one of their own (``recordings``): other calls, over the same parameters on the same ranks.
+A run starts with the recording of its plan. Batches of another shape get their own (``recordings``), and so does
+evaluation if it takes another path through the model: other calls, over the same parameters on the same ranks.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from autopipe.stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """``name``: of its folder beside the stage files, "" for the plan's own. ``specs``: of every value that crosses.
+    """A capture with its plan."""
 
-    ``divisor``: computes what the loss divides by; None where that is the number of samples.
-    """
-
+    # of its folder in the folder of stage files; "" for the recording of the plan
     name: str
     plan: Plan
     graph: Graph
     routes: MessagePlan
+    # of every value that crosses from stage to stage
     specs: Mapping[str, TensorSpec]
+    # computes the divisor of the loss; None: the number of samples
     divisor: Stage | None = None
 
     @staticmethod
     def of(plan: Plan, graph: Graph, name: str = "", divisor: Stage | None = None) -> Recording:
-        """Read it off a plan for this graph."""
+        """Return the recording of a graph and its plan."""
         specs = {boundary.value: boundary.spec for boundary in plan.boundaries}
         specs.update({tied(tie.parameter): graph.parameters[tie.parameter] for tie in plan.ties})
         return Recording(name, plan, graph, MessagePlan.of(plan, graph), specs, divisor)
 
     @property
     def carries_gradient(self) -> frozenset[str]:
-        """The values through which a gradient comes back."""
+        """The values through which a gradient flows."""
         return frozenset(value for values in self.routes.backward.values() for value in values)
 
     def sizes(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -51,7 +51,7 @@ class Recording:
         return {s.name: int(leaves[s.input].shape[s.dimension]) for s in self.graph.symbols if leaves[s.input].dim()}
 
     def fits(self, leaves: Mapping[str, torch.Tensor], form: BatchForm) -> bool:
-        """Tell whether a batch has the form and the shapes that this stands for."""
+        """Return whether a batch has the form and the shapes of this recording."""
         if not self.graph.batch.fits(form) or not _are_kinds(self.graph, leaves):
             return False
         sizes = self.sizes(leaves)
@@ -61,7 +61,7 @@ class Recording:
 
 
 def _are_kinds(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether the tensors that a graph reads are there, of the same dtypes and numbers of dimensions."""
+    """Return whether the batch has the tensors that a graph reads, with the same dtypes and numbers of dimensions."""
     return all(entry.name in leaves and _is_kind(entry, leaves[entry.name]) for entry in graph.inputs)
 
 

@@ -1,10 +1,10 @@
-"""Recordings made while a run goes on: a batch of a shape or form not seen before gets stage code of its own.
+"""``Recordings``: the recordings of a run. A batch of a new shape or form gets its own stage code during the run.
 
-All ranks meet the same batches in the same order, so all come to a new shape together, between two minibatches. Rank 0
-captures the model at that shape, compares it with the model as every capture is, cuts it as the plan is cut, and writes
-it beside the stage files; the others wait, and then each takes over its part. The parameters stay where they are.
+All ranks read the same batches in the same order, so they meet a new shape together, between two minibatches. Rank 0
+captures the model at that shape, verifies the capture, cuts it like the plan, and writes it to the folder of stage
+files. The other ranks wait and then load their parts. The parameters stay where they are.
 
-Of evaluation the first recording may already be there: ``generate`` wrote it because the model takes another way then.
+``generate`` writes the first recording for evaluation if the model takes another path in evaluation mode.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ EVALUATION = "evaluation"
 
 
 def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -> None:
-    """Cut a capture as a plan of ``graph`` is cut, and write its stage files, graph and plan into a folder of its own.
+    """Cut a capture like a plan of ``graph``, and write its stage files, graph and plan into a folder.
 
-    Raises: PlanError where it cannot be cut so.
+    Raises: PlanError if it cannot be cut so.
     """
     captured = with_own_constants(captured, folder.name)
     cut = map_cuts_to(plan, graph, captured.graph)
@@ -56,14 +56,7 @@ def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -
 
 @dataclass(slots=True)
 class Recordings:
-    """The recordings of one rank. ``training``, ``evaluation``: those that a batch may follow, the plan's own first.
-
-    ``weight``: what the minibatch that was cut last weighs beside others, in an evaluation.
-    ``before_recording``: called when a batch fits no recording, before this rank refuses it, or waits for the others
-    to record it.
-    ``announce``: (name, training), called then where this rank alone sees the batches: the others call ``follow``.
-    ``latest``: the minibatch of training that was cut last.
-    """
+    """The recordings of one rank."""
 
     run: RunDirectory
     job: Job
@@ -72,13 +65,18 @@ class Recordings:
     transport: Transport
     reporter: Reporter
     runners: dict[int, StageRunner]
+    # the recordings that batches may follow, that of the plan first
     training: list[Recording] = field(default_factory=list)
     evaluation: list[Recording] = field(default_factory=list)
+    # of the last minibatch, in the mean loss of an evaluation
     weight: float = 0.0
+    # called when a batch fits no recording, before this rank refuses it or waits for the others to record it
     before_recording: Callable[[], None] | None = None
+    # called with (name, training) before a recording if only this rank reads; the other ranks call ``follow``
     announce: Callable[[str, bool], None] | None = None
+    # the last minibatch of training
     latest: Any = None
-    _made: int = 0
+    _count: int = 0
     _disagreement: float = 0.0
 
     def __post_init__(self) -> None:
@@ -87,30 +85,30 @@ class Recordings:
         self.training = [own]
         self.evaluation = self.training
         if (self.run.stages / EVALUATION / "plan.json").is_file():
-            self.evaluation = [self._taken_over(EVALUATION)]
+            self.evaluation = [self._load(EVALUATION)]
 
     def microbatches(self, item: Any, device: torch.device, *, training: bool = True) -> list[Microbatch]:
-        """Cut a minibatch. The factor of each part is its share of the loss: see ``runtime.step.shares``.
+        """Cut a minibatch. The factor of each part is its share of the loss (``runtime.step.shares``).
 
-        Raises: RunError where a part has other tensors than the captured batch, or more shapes come than are allowed.
+        Raises: RunError if a part has other tensors than the captured batch, or if there are too many shapes.
         """
         if training:
             self.latest = item
         parts = self.workload.split(item, self.context.plan.num_microbatches)
         followed = [self._of(part, training=training) for part in parts]
         shares = self.shares(item, parts, followed)
-        found = []
+        microbatches = []
         for part, recording, factor in zip(parts, followed, shares.factors, strict=True):
             leaves = self.workload.leaves(part)
             on_device = {name: leaf.to(device, non_blocking=True) for name, leaf in leaves.items()}
-            found.append(Microbatch(on_device, factor, recording.sizes(leaves), recording))
+            microbatches.append(Microbatch(on_device, factor, recording.sizes(leaves), recording))
         self.weight = shares.total
-        return found
+        return microbatches
 
     def shares(self, item: Any, parts: Sequence[Any], followed: Sequence[Recording] | None = None) -> Shares:
-        """Return what the parts of a minibatch weigh. ``followed``: their recordings, found where they are None.
+        """Return the shares of the parts of a minibatch. ``followed``: their recordings, looked up if None.
 
-        The first minibatch whose loss has terms that ask for different shares is reported.
+        Reports the first minibatch whose loss terms require different shares.
         """
         followed = followed or [self._of(part, training=True) for part in parts]
         recording = followed[0]
@@ -131,12 +129,12 @@ class Recordings:
         return self.training if training else self.evaluation
 
     def follow(self, name: str, *, training: bool) -> None:
-        """Take part in a recording that rank 0 makes of a batch which this rank does not see."""
-        self._made += 1
+        """Wait for a recording that rank 0 makes of a batch that this rank does not read, and load it."""
+        self._count += 1
         self.reporter.at(f"waiting for {name}", waiting=True)
         self.transport.barrier()
         self.transport.barrier()
-        self.known(training=training).append(self._taken_over(name))
+        self.known(training=training).append(self._load(name))
 
     def _of(self, part: Any, *, training: bool) -> Recording:
         leaves, form = self.workload.leaves(part), form_of(part)
@@ -147,53 +145,53 @@ class Recordings:
         if self.before_recording is not None:
             self.before_recording()
         refuse_other_kinds(known[0].graph, leaves)
-        if self._made >= self.job.max_shapes:
-            raise too_many(self.training[0].graph.batch, part, form, self._made)
-        self._made += 1
+        if self._count >= self.job.max_shapes:
+            raise too_many(self.training[0].graph.batch, part, form, self._count)
+        self._count += 1
         known.append(self._record(part, form, training=training))
         return known[-1]
 
     def _record(self, part: Any, form: BatchForm, *, training: bool) -> Recording:
-        """Make the recording of a new shape or form, together with the other ranks."""
-        name = f"shape_{self._made}" if training or self.evaluation is self.training else f"{EVALUATION}_{self._made}"
+        """Record a new shape or form, together with the other ranks."""
+        name = f"shape_{self._count}" if training or self.evaluation is self.training else f"{EVALUATION}_{self._count}"
         if self.announce is not None:
             self.announce(name, training)
         self.reporter.at(f"capturing {name}", waiting=False)
-        self.transport.barrier()  # ranks may be threads: none of them may run the model while it is followed
+        self.transport.barrier()  # ranks may be threads, and none may run the model while it is captured
         other = other_batch(self.training[0].graph.batch, part, form)
         if self.transport.rank == 0:
             as_trained = training or self.evaluation is self.training
             try:
                 with exclusive(), torch.enable_grad():
                     captured = capture(
-                        OneBatch(self.workload, part),  # type: ignore[arg-type]  # a workload in all but its examples
+                        OneBatch(self.workload, part),  # type: ignore[arg-type]  # it has the interface of a workload
                         allow_data_dependent=self.job.allow_data_dependent,
                         training=as_trained,
                     )
-                    # how a batch of few samples lies in memory is not always how one of more samples does
+                    # the strides of a batch of few samples may differ from those of more samples
                     followed = captured.graph.batch
                     form = replace(form, reads=followed.reads, unread=followed.unread)
                     captured = replace(captured, graph=replace(captured.graph, batch=form))
                     write_recording(captured, self.context.plan, self.context.graph, self.run.stages / name)
             except AutopipeError as error:
                 raise RunError(
-                    f"{other} cannot be followed in these stages: {error.what}",
+                    f"{other} cannot run in these stages: {error.what}",
                     where=error.where,
                     remedy=error.remedy or "pad the batches to one shape, with the entries of the first one",
                 ) from error
-            self.reporter.event("note", text=f"stage code made for {other} ({captured.method}): stages/{name}")
+            self.reporter.event("note", text=f"generated stage code for {other} ({captured.method}): stages/{name}")
         self.reporter.at(f"waiting for {name}", waiting=True)
         self.transport.barrier()
         try:
-            return self._taken_over(name)
+            return self._load(name)
         except ArtifactError as error:
             raise RunError(
-                f"{other} cannot be followed in these stages: {error.what}",
+                f"{other} cannot run in these stages: {error.what}",
                 remedy=OTHER_LAYERS,
             ) from error
 
-    def _taken_over(self, name: str) -> Recording:
-        """Load a recording that was written, and let this rank's stages take its code over."""
+    def _load(self, name: str) -> Recording:
+        """Load a recording and give its code to the stages of this rank."""
         folder = self.run.stages / name
         plan = artifact.load(Plan, folder / "plan.json", renew="autopipe train")
         graph = artifact.load(Graph, folder / "graph.json", renew="autopipe train")

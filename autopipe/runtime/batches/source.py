@@ -1,8 +1,8 @@
-"""``Source``: the minibatches of a job in order, as one process reads them, and the place where a run goes on.
+"""``Source``: the minibatches of a job in order, read by one process, with the place where a run resumes.
 
-A checkpoint keeps the epoch, how many minibatches of it were used, and a digest of these. A run that goes on reads them
-again and compares. Data may have state over epochs (a generator at module level, a loader that counts its epochs),
-which a fresh process does not have; so the epochs before are replayed first, as far as ``Job.replay`` says.
+A checkpoint stores the epoch, the number of its minibatches that were used, and a digest of these. A resumed run reads
+them again and compares. Data may have state over epochs (a generator at module level, a loader that counts epochs),
+which a new process lacks. So earlier epochs are replayed first, as far as ``Job.replay`` says.
 """
 
 from __future__ import annotations
@@ -20,62 +20,67 @@ from autopipe.workload.batches.digests import chained, digest_of
 from autopipe.workload.batches.items import kept
 
 REPLAY_SECONDS = 60.0
-"""How long earlier epochs are read again in full, where the digest does not ask for it."""
+"""How long earlier epochs are replayed in full, if the digest does not require more."""
 OTHER_DATA = "other-data"
-"""The event of a rank that did not find what a checkpoint's run had read."""
+"""The event of a rank whose data differs from what the run of the checkpoint had read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where data goes on: ``position`` minibatches of ``epoch`` were used. ``digest``: of these, "" where not known."""
+    """Where data continues."""
 
     epoch: int = 0
+    # how many minibatches of the epoch were used
     position: int = 0
+    # of these minibatches; "" if unknown
     digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A minibatch that was read. ``digest``: of it alone; ``place``: where the data goes on behind it."""
+    """A minibatch that was read."""
 
     item: Any
+    # of this minibatch alone
     digest: bytes
+    # where the data continues after it
     place: Place
 
 
 @dataclass(slots=True)
 class Source:
-    """One process's way through the data. ``open``: epoch -> its minibatches.
+    """The data as one process reads it."""
 
-    ``name``: of the model, for errors. ``epochs``, ``steps``: of the job, 0 for no limit. ``replay``: as in ``Job``.
-    ``speaks``: reports notes; one of the processes that read does.
-    """
-
+    # epoch -> its minibatches
     open: Callable[[int], Iterator[Any]]
+    # of the model, for errors
     name: str
     reporter: Reporter
+    # of the job; 0: no limit
     epochs: int = 0
     steps: int = 0
+    # as in ``Job``
     replay: str = "some"
+    # report notes; set for one of the processes that read
     speaks: bool = False
     place: Place = field(default_factory=Place)
     _iterator: Iterator[Any] | None = None
     _least: int = 1
 
     def seek(self, place: Place, *, compare: bool = True) -> None:
-        """Go to the place where a run was interrupted, over what comes before it. ``compare``: with its digest.
+        """Read up to the place where a run was interrupted. ``compare``: compare the digest.
 
-        Raises: RunError where the data gives fewer minibatches than before, or other ones.
+        Raises: RunError if the data gives fewer minibatches than before, or different ones.
         """
         deadline = time.monotonic() + REPLAY_SECONDS if self.replay == "some" else math.inf
-        whole = True
+        complete = True
         for epoch in range(place.epoch):
             self.reporter.at(f"replaying epoch {epoch} of {place.epoch}", waiting=False)
-            whole &= self._replay(epoch, deadline)
-        if not whole and self.speaks:
+            complete &= self._replay(epoch, deadline)
+        if not complete and self.speaks:
             text = (
-                f"earlier epochs were read again for {REPLAY_SECONDS:.0f} s, and of the others the first minibatch: "
-                "data that counts its minibatches goes on from another count"
+                f"earlier epochs were replayed for {REPLAY_SECONDS:.0f} s, and only the first minibatch of the rest: "
+                "data that counts its minibatches continues from another count"
             )
             self.reporter.event("note", text=text)
         self.place, self._least = Place(place.epoch), max(place.position, 1)
@@ -89,19 +94,19 @@ class Source:
         self.place = Place(place.epoch, place.position, digest.hex())
         if compare and place.digest and place.digest != self.place.digest:
             self.reporter.event(
-                OTHER_DATA, epoch=place.epoch, position=place.position, replay="all" if whole else "some"
+                OTHER_DATA, epoch=place.epoch, position=place.position, replay="all" if complete else "some"
             )
             raise RunError(
                 f"the data is not that of the interrupted run: the first {counted(place.position, 'minibatch')} of "
-                f"epoch {place.epoch} are others"
+                f"epoch {place.epoch} differ"
             )
 
     def read(self, step: int, most: int) -> list[Taken]:
         """Return the next minibatches, the first for step ``step``: fewer than ``most`` at the end of the last epoch.
 
-        Several at a time are copies: data may fill the memory of a minibatch with the next one.
+        If several are read, they are copies: data may overwrite the memory of a minibatch with the next one.
 
-        Raises: RunError where an epoch gives nothing.
+        Raises: RunError if an epoch gives no minibatches.
         """
         taken: list[Taken] = []
         while len(taken) < most and not self._ended:
@@ -129,7 +134,7 @@ class Source:
             return next(self._iterator, None)
 
     def _replay(self, epoch: int, deadline: float) -> bool:
-        """Read an earlier epoch again, past the deadline its first minibatch only. Return whether it was read whole."""
+        """Replay an earlier epoch, after the deadline only its first minibatch. Return whether it was complete."""
         with exclusive():
             minibatches = self.open(epoch)
         while True:

@@ -73,7 +73,7 @@ class Checkpoint:
 
     @staticmethod
     def latest(checkpoints: Path) -> Checkpoint | None:
-        """Return the newest finished checkpoint, None if there is none."""
+        """Return the newest finished checkpoint, or None."""
         finished = steps(checkpoints)
         return Checkpoint(directory_of(checkpoints, finished[-1])) if finished else None
 

@@ -1,8 +1,8 @@
-"""The whole state of an optimizer and its scheduler, as JSON and tensors, and back into what the user's hooks build.
+"""The complete state of an optimizer and its scheduler as JSON and tensors, restored into what the user's hooks build.
 
-``describe`` reads the objects, ``restore`` puts a description into freshly built ones, ``merge`` makes one description
-of several where a stage owns what several stages owned, and ``trial`` proves on a sample that nothing was lost.
-Code never comes out of a checkpoint: functions and classes are those that the hooks build, and only what they hold is
+``describe`` reads the objects. ``restore`` writes a description into newly built ones. ``merge`` combines the
+descriptions of several stages for a stage with other parameters. ``trial`` proves on a sample that nothing is lost.
+Code is never loaded from a checkpoint: functions and classes are those that the hooks build, and only their state is
 stored.
 """
 

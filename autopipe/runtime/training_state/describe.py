@@ -1,4 +1,4 @@
-"""Objects -> description: every value that an optimizer and its scheduler reach is described, or refused by name."""
+"""Objects -> description. Every value that an optimizer and its scheduler reach is described, or refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IMMUTABLE, _HEAP_TYPE = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 FACTORIES = {"dict": dict, "list": list, "int": int, "float": float, "set": set}
-# they hold no state of the training: the hook's own are right
+# no training state: those of the hook are used
 _CODE = (type, types.ModuleType, logging.Logger, weakref.ReferenceType, RemovableHandle, property, staticmethod)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _CONSTANTS = (
@@ -47,19 +47,22 @@ _CONSTANTS = (
 
 @dataclass(slots=True)
 class Description:
-    """``tree``: the nodes, under ``optimizer`` and ``scheduler``. ``tensors``: those it names, as they are."""
+    """Nodes and the tensors that they name."""
 
+    # under ``optimizer`` and ``scheduler``
     tree: dict[str, Node]
+    # not copied
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def describe(
     roots: Mapping[str, object], parameters: Mapping[str, nn.Parameter], suffix: str = "", *, values: bool = True
 ) -> Description:
-    """Describe what ``roots`` reach. ``parameters``: what the optimizer steps, under the model's own names.
+    """Describe every value that ``roots`` reach.
 
-    ``suffix`` makes the names of tensors unique that belong to the stage and not to one parameter. Without ``values``
-    tensors and generators are described by their type alone: enough to compare what two hooks build.
+    ``parameters`` are those that the optimizer steps, under the model's own names. ``suffix`` makes the names of
+    tensors unique that belong to the stage rather than to one parameter. Without ``values``, tensors and generators
+    are described by their type alone, which is enough to compare what two hooks build.
 
     Raises: UnstorableError for the first value that JSON and tensors cannot hold.
     """
@@ -80,7 +83,7 @@ class _Describer:
         self.suffix, self.values = suffix, values
         self.tensors: dict[str, torch.Tensor] = {}
         self.seen: dict[int, str] = {}
-        self.alive: list[object] = []  # else an identity could be used twice
+        self.alive: list[object] = []  # keeps the objects alive, so that no id is reused
         self.inside = ""  # the parameter whose state is described
         self.count = 0
 
@@ -158,7 +161,7 @@ class _Describer:
             what = f"{value.dtype}, {value.layout}" if kind is torch.Tensor else name_of(kind)
             raise UnstorableError(path, f"is a tensor ({what}) that a checkpoint cannot hold")
         node: Node = {"is": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        if kind is nn.Parameter:  # of the optimizer's own, such as a copy that it averages into
+        if kind is nn.Parameter:  # a parameter of the optimizer, such as a copy that it averages into
             node["trained"] = value.requires_grad
         if not self.values:
             if value.numel() == 1 and not value.is_meta:
@@ -229,7 +232,7 @@ class _Describer:
         return node
 
     def is_groups(self, value: list[Any]) -> bool:
-        """Whether a list is a ``param_groups`` that was not described before."""
+        """Return whether a list is a ``param_groups`` that has not been described."""
         return bool(value) and all(
             type(group) is dict
             and isinstance(group.get("params"), list)
@@ -292,7 +295,7 @@ class _Describer:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
-            except ValueError:  # it is not filled yet
+            except ValueError:  # not assigned yet
                 continue
             cells[name] = self.node(content, f"{path}.{name}")
         attributes = {k: self.node(v, f"{path}.{k}") for k, v in vars(value).items() if k != "__wrapped__"}
@@ -314,9 +317,9 @@ class _Describer:
 
 
 def _of_python(cls: type) -> bool:
-    """Whether a class was made by a class statement, so that all that its objects hold are attributes and slots.
+    """Return whether a class comes from a class statement, so that attributes and slots are its complete state.
 
-    Classes of extensions may be heap types too, and keep their state in C (``array.array``, files since Python 3.12).
+    Classes of extensions may be heap types too, with state in C (``array.array``, files since Python 3.12).
     """
     if not cls.__flags__ & _HEAP_TYPE or cls.__flags__ & _IMMUTABLE:
         return False
@@ -324,7 +327,7 @@ def _of_python(cls: type) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object holds: its ``__dict__`` and its slots."""
+    """Return the attributes of an object: its ``__dict__`` and its slots."""
     attributes = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())

@@ -1,8 +1,8 @@
-"""The states of several stages -> one state for a stage that owns other parameters than any of them.
+"""Merge the states of several stages into one, for a stage that owns other parameters than any of them.
 
-Per parameter and per group there is one answer: that of the stage which owned the parameter. What belongs to an
-optimizer as a whole (a step count, a generator) is restored where all stages agree on it, and refused where they do
-not: then it is the state of one cut, and only that cut can go on with it.
+The state of a parameter or group comes from the stage that owned the parameter. State of the complete optimizer (a step
+count, a generator) is restored if all stages agree on it, and refused otherwise: such a state belongs to one cut of the
+model, and only that cut can continue from it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ _PER_GROUP = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "lr_lambdas", "base_
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One stage of the checkpoint. ``groups``: the names of each group of its optimizer; ``initial``: before step 1."""
+    """One stage of the checkpoint."""
 
     tree: Mapping[str, Node]
+    # before the first step
     initial: Mapping[str, Node]
 
     @property
     def groups(self) -> list[list[str]]:
-        """The parameters of each group of the optimizer."""
+        """The names of the parameters in each group of the optimizer."""
         return groups_of(self.tree["optimizer"])
 
 
 def groups_of(node: Node) -> list[list[str]]:
-    """Return the parameters of each group of a described optimizer, or of the first one inside of it."""
+    """Return the parameters of each group of a described optimizer, or of the first optimizer nested in it."""
     if kind_of(node) == "groups":
         return [group["params"] for group in node["groups"]]
     return next((groups for child in children(node) if (groups := groups_of(child))), [])
@@ -41,9 +42,9 @@ def groups_of(node: Node) -> list[list[str]]:
 def merge(
     sources: Sequence[Source], live: Mapping[str, Node], names: Sequence[str], same_tensor: SameTensor
 ) -> dict[str, Node]:
-    """Return the description for a stage that owns ``names``. ``live``: what its hooks have just built, described.
+    """Return the description for a stage that owns ``names``. ``live`` describes what its hooks build now.
 
-    Raises: MisfitError where the stages differ in what belongs to all parameters.
+    Raises: MisfitError if the stages differ in state that belongs to all parameters.
     """
     merger = _Merger(sources, live, set(names), same_tensor)
     return {
@@ -75,9 +76,9 @@ class _Merger:
             self.paths.append(known)
 
     def node(self, nodes: Sequence[Node], initials: Sequence[Node], live: Node, path: str) -> Node:
-        """Return what the nodes of all stages say together."""
+        """Return the merged node of all stages."""
         if all(node == initial for node, initial in zip(nodes, initials, strict=True)):
-            return LIVE  # tensors and generators have names: no initial description is equal to theirs
+            return LIVE  # never for tensors and generators: their names are not in an initial description
         nodes = [self.resolved(stage, node) for stage, node in enumerate(nodes)]
         kinds = {kind_of(node) for node in nodes}
         if kinds <= {"by_parameter", "dict"} and "by_parameter" in kinds:
@@ -93,7 +94,7 @@ class _Merger:
         return self.one(nodes, path)
 
     def resolved(self, stage: int, node: Node) -> Node:
-        """Return what an alias stands for, where the path that it names is another in another cut."""
+        """Return the node that an alias names, if its path depends on the cut."""
         if kind_of(node) == "same" and "[" in node["as"]:
             return self.paths[stage].get(node["as"], node)
         return node
@@ -111,7 +112,7 @@ class _Merger:
 
     def differs(self, path: str) -> MisfitError:
         return MisfitError(
-            path, "is not the same in all stages of the checkpoint, so only the same stages can go on with it"
+            path, "differs between the stages of the checkpoint, so only the same stages can resume from it"
         )
 
     # -- per parameter and per group -------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class _Merger:
                 raise MisfitError(f"{path}[{key!r}]", f"is one value for {who} now, and was two in the checkpoint")
 
     def per_group(self, items: Sequence[Sequence[Node]], live: int | None, path: str) -> list[Node] | None:
-        """Return a list's entries by the groups of the new stage, None where it is no list with one entry a group."""
+        """Return the entries of a list by the groups of the new stage. None: it does not have one entry per group."""
         counts = [len(groups) for groups in self.membership]
         if not self.groups or [len(entries) for entries in items] != counts:
             return None
@@ -285,7 +286,7 @@ def _inner(node: Node, *keys: str) -> Node:
 
 
 def _index(node: Node, path: str, known: dict[str, Node]) -> None:
-    """Note what lies at every path, as ``describe`` names it."""
+    """Record the node at every path, with the paths of ``describe``."""
     if not isinstance(node, dict):
         return
     known[path] = node

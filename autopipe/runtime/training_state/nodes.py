@@ -1,19 +1,19 @@
-"""The typed JSON of a state. Plain values stand for themselves; the rest is an object whose ``is`` names its kind.
+"""The typed JSON of a state. Plain values represent themselves; all others are objects whose ``is`` names the kind.
 
 ==================  ================================================================================================
 kind                further keys
 ==================  ================================================================================================
-float, complex      ``value``: the text of a number that JSON does not know
+float, complex      ``value``: the text of a number that JSON does not support
 bytes               ``hex``
-list, tuple, set,   ``items``; deque also ``maxlen``; ``class`` where it is a subclass, or for a named tuple
+list, tuple, set,   ``items``; deque also ``maxlen``; ``class`` for a subclass or a named tuple
 frozenset, deque
 dict                ``items``: pairs; ``class``: dict, OrderedDict, defaultdict, Counter or a subclass; ``factory``
 by_parameter        a dict whose keys are parameters. ``items``: pairs of the parameter's name and a node; ``class``
 parameter           ``name``
 groups              ``param_groups``: ``groups``, each with ``params`` (names) and ``values`` (name -> node)
 hooks               ``items``: the hooks of an optimizer, in order
-tensor              ``name`` in the file, ``dtype``, ``shape``, ``strides``, ``host``: it lies on the CPU although its
-                    parameter does not; ``trained``, of a parameter that is not the model's: whether it takes gradients
+tensor              ``name`` in the file, ``dtype``, ``shape``, ``strides``, ``host``: it is on the CPU although its
+                    parameter is not; ``trained``, of a parameter that is not the model's: whether it has gradients
 array, scalar       numpy's: ``dtype``, ``shape``, and ``name`` of a tensor of bytes, or ``hex``
 generator           ``device`` and ``name``, the tensor of its state
 random              ``random.Random`` and numpy's generators: ``class``, ``state``
@@ -23,8 +23,8 @@ method              ``name``, ``self``
 partial             ``function``, ``arguments``, ``keywords``
 enum                ``class``, ``name``
 same                ``as``: the path of an object that was described before
-code                ``name``: what holds no state, such as a class or a module
-live                what the hook builds is right as it is; only ``merge`` writes it
+code                ``name``: a value without state, such as a class or a module
+live                use what the hook builds; only ``merge`` writes it
 ==================  ================================================================================================
 """
 
@@ -40,9 +40,10 @@ LIVE: Node = {"is": "live"}
 
 
 class UnstorableError(Exception):
-    """What a checkpoint cannot hold. ``path``: where it is, such as ``optimizer.log``; ``why``: the rest of a sentence.
+    """A value that a checkpoint cannot hold.
 
-    ``remedy``: what the user can do about this kind, "" for the usual advice.
+    ``path``: of the value, such as ``optimizer.log``. ``why``: the reason, as the rest of a sentence. ``remedy``: the
+    advice for this kind, "" for the usual one.
     """
 
     def __init__(self, path: str, why: str, remedy: str = "") -> None:
@@ -51,7 +52,7 @@ class UnstorableError(Exception):
 
 
 def kind_of(node: Node) -> str:
-    """Return the kind of a node, "plain" for a value that stands for itself."""
+    """Return the kind of a node, "plain" for a value that represents itself."""
     return str(node["is"]) if isinstance(node, dict) else "plain"
 
 
@@ -111,7 +112,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 def malformed(node: Node) -> str:
-    """Say what is wrong with a node from a file, "" where it has the form that ``describe`` writes."""
+    """Return the error in a node from a file, "" if it has the form that ``describe`` writes."""
     if isinstance(node, list):
         return "a list without a kind"
     if not isinstance(node, dict):
@@ -126,7 +127,7 @@ def malformed(node: Node) -> str:
     named = kind in ("object", "by_parameter")
     for pair in pairs or ():
         if not isinstance(pair, list) or len(pair) != 2 or (named and not isinstance(pair[0], str)):
-            return f"a {kind} whose entries are no pairs"
+            return f"a {kind} whose entries are not pairs"
     for group in node["groups"] if kind == "groups" else ():
         names = group.get("params") if isinstance(group, dict) else None
         if not isinstance(names, list) or not isinstance(group.get("values"), dict):

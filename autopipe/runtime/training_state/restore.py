@@ -1,4 +1,4 @@
-"""Description -> objects: what the user's hooks have just built takes over the values of a checkpoint, in place."""
+"""Description -> objects. Writes the values of a checkpoint into what the user's hooks have just built, in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _MISSING: Any = object()
 
 
 class MisfitError(Exception):
-    """What the hooks build now has no place for a value of the checkpoint. ``path``: where; ``why``: the rest."""
+    """A value of the checkpoint does not fit what the hooks build now.
+
+    ``path``: of the value. ``why``: the reason, as the rest of a sentence.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path} {why}")
@@ -45,15 +48,17 @@ def restore(
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Give ``roots`` the values of a description. ``tensors``: what it names, by name.
+    """Write the values of a description into ``roots``. ``tensors``: those that it names, by name.
 
-    Raises: MisfitError where the two do not have the same structure.
+    Raises: MisfitError if the two do not have the same structure.
     """
     reader = _Restorer(parameters, tensors)
     present = {name for name, value in roots.items() if value is not None}
     for name in (*tree, *present):
         if (name in tree) != (name in present):
-            where = "is in the checkpoint, and the hooks give none now" if name in tree else "is not in the checkpoint"
+            where = (
+                "is in the checkpoint, and the hooks return none now" if name in tree else "is not in the checkpoint"
+            )
             raise MisfitError(f"the {name}", where)
     with torch.no_grad():
         for name, node in tree.items():
@@ -70,17 +75,19 @@ class _Restorer:
         self.inside: nn.Parameter | None = None
 
     def value(self, node: Node, live: Any, path: str) -> Any:
-        """Return the value of a node; what is mutable and there (``live``) is changed in place."""
+        """Return the value of a node. A mutable ``live`` value is changed in place."""
         if not isinstance(node, dict):
             return node
         kind = node["is"]
         if kind == "live":
             if live is _MISSING:
-                raise MisfitError(path, "was made while training, and what it belongs to is another stage's now")
+                raise MisfitError(
+                    path, "was created during training, and the object that it belongs to is in another stage now"
+                )
             return live
         if kind == "same":
             if node["as"] not in self.seen:
-                raise MisfitError(path, f"is the same object as {node['as']}, which is not there")
+                raise MisfitError(path, f"is the same object as {node['as']}, which does not exist")
             return self.seen[node["as"]]
         result = getattr(self, f"_{kind}")(node, live, path)
         self.seen[path] = result
@@ -106,7 +113,7 @@ class _Restorer:
         if live is _MISSING:
             result = _constant(node["name"])
             if result is None:
-                raise MisfitError(path, f"is {node['name']}, which was made while training")
+                raise MisfitError(path, f"is {node['name']}, which was created during training")
             return result
         return live
 
@@ -147,7 +154,7 @@ class _Restorer:
         return loaded.to(device, copy=True)
 
     def _device(self, node: Node, loaded: torch.Tensor) -> torch.device:
-        """Where a tensor lies now: with the parameters, but for what torch keeps on the CPU (AdamW's step count)."""
+        """Return the device for a tensor: that of the parameters, or the CPU (where torch keeps the step of AdamW)."""
         host = node.get("host", False)
         if not host and loaded.dim() == 0 and self.device.type != "cpu":
             host = not (self.group.get("fused") or self.group.get("capturable"))
@@ -245,7 +252,7 @@ class _Restorer:
         return result
 
     def _dictionary(self, node: Node, live: Any, path: str) -> Any:
-        """Return the dict to fill: the hook's own, or a new one of a class that is known."""
+        """Return the dict to fill: that of the hook, or a new one of a known class."""
         name = node["class"]
         if isinstance(live, dict) and name in (type(live).__name__, name_of(type(live))):
             self.seen[path] = live
@@ -265,7 +272,7 @@ class _Restorer:
         groups = [group for group in live if isinstance(group, dict)] if isinstance(live, list) else []
         present = [[names.get(id(p), "?") for p in group.get("params", ())] for group in groups]
         if present != wanted:
-            raise MisfitError(path, f"groups the parameters otherwise: {_grouping(wanted)} -> {_grouping(present)}")
+            raise MisfitError(path, f"groups the parameters differently: {_grouping(wanted)} -> {_grouping(present)}")
         self.seen[path] = live
         for index, (group, stored) in enumerate(zip(groups, node["groups"], strict=True)):
             place = f"{path}[{index}]"
@@ -349,7 +356,9 @@ class _Restorer:
 
     def _other(self, name: str, live: Any, path: str) -> MisfitError:
         if live is _MISSING:
-            return MisfitError(path, f"is {name}, made while training: the hook builds none, and code is not stored")
+            return MisfitError(
+                path, f"is {name}, created during training: the hook builds none, and code is not stored"
+            )
         present = name_of(live) if isinstance(live, types.FunctionType) else name_of(type(live))
         return MisfitError(path, f"was {name} and is {present} now")
 
@@ -372,7 +381,7 @@ def _constant(text: str) -> Any:
 
 
 def _dense(shape: list[int], strides: list[int]) -> bool:
-    """Whether strides fill memory without gaps and without overlap."""
+    """Return whether strides fill memory without gaps and without overlap."""
     size = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length != 1 and stride != size:

@@ -1,4 +1,4 @@
-"""The optimizer and scheduler of one stage: what a checkpoint stores of them, and how it comes back."""
+"""``Training``: the optimizer and scheduler of one stage, stored in a checkpoint and restored from it."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from autopipe.runtime.training_state.restore import MisfitError, restore
 
 _HOLDS = (
     "keep it as numbers, text, tensors, lists, dicts or generators, in optimizer.state, in param_groups or in "
-    "attributes; a handle that is not part of the training, such as a log file, belongs into a global of the file"
+    "attributes; a handle that is not training state, such as a log file, belongs in a global of the file"
 )
 _RATES = ("lr", "initial_lr")
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What steps the parameters of a stage. ``owned``: the parameters, under the model's own names."""
+    """The optimizer and scheduler of one stage."""
 
+    # the parameters that the optimizer steps, under the model's own names
     owned: Mapping[str, nn.Parameter]
     optimizer: Optimizer
     scheduler: LRScheduler | None
 
     @property
     def roots(self) -> dict[str, object]:
-        """What is described and restored."""
+        """The objects that are described and restored."""
         return {"optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def initial(self) -> dict[str, Node]:
-        """Describe what the hooks have built, before the first step. Raises: RunError as ``described`` does."""
+        """Describe what the hooks have built, before the first step. Raises: RunError as ``state`` does."""
         return _described(self, "", values=False).tree
 
     def state(self, stage: int, initial: Mapping[str, Node]) -> tuple[StageState, dict[str, torch.Tensor]]:
-        """Return what a checkpoint stores, and the tensors that it names.
+        """Return the state for a checkpoint, and the tensors that it names.
 
         Raises: RunError naming the first value that a checkpoint cannot hold.
         """
@@ -62,16 +63,16 @@ def _described(training: Training, suffix: str, *, values: bool) -> Description:
 def unstorable(error: UnstorableError) -> RunError:
     """Return the refusal of a state that a checkpoint cannot hold."""
     return RunError(
-        f"a checkpoint cannot hold the whole state of the training: {error.path} {error.why}",
+        f"a checkpoint cannot hold the complete training state: {error.path} {error.why}",
         where=error.path,
         remedy=error.remedy or _HOLDS,
     )
 
 
 def restore_training(checkpoint: Checkpoint, training: Training) -> None:
-    """Give the optimizer and scheduler of a stage the state of a checkpoint.
+    """Restore the optimizer and scheduler of a stage from a checkpoint.
 
-    Raises: RunError where it has no place in what the hooks build now; ArtifactError for a damaged checkpoint.
+    Raises: RunError if the state does not fit what the hooks build now; ArtifactError for a damaged checkpoint.
     """
     tree = tree_for(checkpoint, training)
     tensors = checkpoint.read([name for node in tree.values() for name in tensor_names(node)])
@@ -79,12 +80,12 @@ def restore_training(checkpoint: Checkpoint, training: Training) -> None:
         restore(tree, training.roots, training.owned, tensors)
     except MisfitError as error:
         raise _misfit(error, checkpoint) from None
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # numbers of the wrong size, and the like
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # such as numbers of the wrong size
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give every group of an optimizer one learning rate; one that is a tensor stays one."""
+    """Set the learning rate of every group of an optimizer. A tensor is changed in place."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -93,9 +94,9 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def tree_for(checkpoint: Checkpoint, training: Training) -> dict[str, Node]:
-    """Return the description that a stage takes over: of the stage with the same parameters, else of all together.
+    """Return the description for a stage: that of the stage with the same parameters, else all of them merged.
 
-    Raises: RunError where the stages of the checkpoint do not agree on what has no parameter.
+    Raises: RunError if the stages of the checkpoint differ in state that belongs to no parameter.
     """
     refuse_partial(checkpoint)
     live = training.initial()
@@ -119,7 +120,7 @@ def tree_for(checkpoint: Checkpoint, training: Training) -> dict[str, Node]:
 
 
 def _stored(checkpoint: Checkpoint) -> list[StageState]:
-    """Return the stages that have an optimizer. Raises: ArtifactError where what they stored is malformed."""
+    """Return the states of the stages that have an optimizer. Raises: ArtifactError if one is malformed."""
     stored = [stage for stage in checkpoint.stages if stage.state is not None]
     for stage in stored:
         for tree in (stage.state, stage.initial):
@@ -133,18 +134,18 @@ def _stored(checkpoint: Checkpoint) -> list[StageState]:
 
 def _damaged(checkpoint: Checkpoint, what: str) -> ArtifactError:
     return ArtifactError(
-        f"manifest.json is damaged: the state of the training has {what}",
+        f"manifest.json is damaged: the training state has {what}",
         where=str(checkpoint.directory / "manifest.json"),
-        remedy="go on from an earlier checkpoint (--resume STEP)",
+        remedy="resume from an earlier checkpoint (--resume STEP)",
     )
 
 
 def refuse_partial(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that holds a part of the optimizer's state only. Raises: RunError."""
+    """Refuse a checkpoint that holds only a part of the optimizer state. Raises: RunError."""
     if checkpoint.manifest.options is None:
         raise RunError(
-            "the checkpoint was written by an earlier version, which did not store the whole state of optimizers and "
-            "schedulers: going on from it would not be the same training",
+            "the checkpoint was written by an earlier version, which did not store the complete state of optimizers "
+            "and schedulers: resuming from it would not be the same training",
             where=str(checkpoint.directory),
             remedy=f"start a new run from its weights: autopipe train TARGET --init-from {checkpoint.directory}",
         )
@@ -152,20 +153,20 @@ def refuse_partial(checkpoint: Checkpoint) -> None:
 
 def _misfit(error: MisfitError, checkpoint: Checkpoint) -> RunError:
     return RunError(
-        f"the state of the training cannot be restored: {error.path} {error.why}",
+        f"the training state cannot be restored: {error.path} {error.why}",
         where=str(checkpoint.directory),
-        remedy="bring optimizer, scheduler and stages back as they were when the checkpoint was written, or start a "
-        "new run from its weights with --init-from",
+        remedy="restore optimizer, scheduler and stages as they were when the checkpoint was written, or start a new "
+        "run from its weights with --init-from",
     )
 
 
-# -- what the hooks build now, beside what they built then -------------------------------------------------------------
+# -- changes of the hooks since the run began --------------------------------------------------------------------------
 
 
 def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[str, str]:
-    """Return what the hooks build otherwise than when the run began: path -> "was 0.1 and is 0.3".
+    """Return the differences between what the hooks build now and at the start: path -> "was 0.1 and is 0.3".
 
-    ``rates``: learning rates count too; not so where a new one was given.
+    ``rates``: compare learning rates too. False if a new one was given.
     """
     stored = _stored(checkpoint)
     differences: dict[str, str] = {}
@@ -186,7 +187,7 @@ def edits(checkpoint: Checkpoint, training: Training, *, rates: bool) -> dict[st
 
 
 def _compare(now: Node, before: list[Node], path: str, differences: dict[str, str]) -> None:
-    """Note where ``now`` is like none of ``before``, which are those of several stages."""
+    """Record where ``now`` is equal to none of ``before``, the nodes of several stages."""
     if any(now == other for other in before) or now == LIVE:
         return
     alike = [other for other in before if kind_of(other) == kind_of(now) and _class_of(other) == _class_of(now)]

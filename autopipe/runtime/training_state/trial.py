@@ -1,4 +1,4 @@
-"""Proof on a sample that a checkpoint holds all that an optimizer and its scheduler go by.
+"""Prove on a sample that a checkpoint holds the complete state of an optimizer and its scheduler.
 
 ::
 
@@ -6,9 +6,9 @@
                                                |                                +-- equal, bit for bit?
     file, loaded again   hooks -------------> restored, described -> more steps --+
 
-The two loads stand for the process that was interrupted and the one that goes on: a global, an attribute of a class or
-a counter elsewhere is as it was at the start in the second one. The gradients are random numbers, the parameters are
-copies of a few of the model's, by shape.
+The two loads stand for the interrupted process and the one that resumes: in the second, a global, an attribute of a
+class or a counter elsewhere is as it was at the start. The gradients are random, and the parameters are copies of a few
+of the model's, by shape.
 """
 
 from __future__ import annotations
@@ -48,25 +48,26 @@ _KEEP = "keep it in optimizer.state, in param_groups, or in an attribute of the 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One load of the file. ``modules``: where the code is from; ``before``: their globals before the first step."""
+    """One load of the file."""
 
     training: Training
+    # of the user's code
     modules: Sequence[types.ModuleType]
+    # their globals before the first step
     before: dict[str, Any]
 
 
 class _UntriedError(Exception):
-    """The sample cannot be stepped: why."""
+    """The sample cannot be stepped; the message says why."""
 
 
 def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
-    """Step the hooks' optimizer on a sample, restore it into a new one, and compare both. Returns a note, or "".
+    """Step the optimizer of the hooks on a sample, restore it into a new one, and compare both. Return a note, or "".
 
-    ``shapes``: of the parameters that are trained, by name, where they are known. Nothing is tried where optimizer and
-    scheduler are torch's own.
+    ``shapes``: of the trained parameters, by name, if they are known. Optimizers and schedulers of torch are not tried.
 
-    Raises: RunError naming what a checkpoint cannot hold, or cannot bring back; ModelFileError for a hook that fails on
-    the whole model, and for a scheduler that is not stepped without arguments.
+    Raises: RunError naming what a checkpoint cannot hold or restore; ModelFileError for a hook that fails on the
+    complete model, and for a scheduler that cannot be stepped without arguments.
     """
     if not workload.stepping.is_customized:
         return ""
@@ -74,7 +75,7 @@ def prove_restorable(workload: Workload, shapes: Shapes | None = None) -> str:
         try:
             sample = _sample(shapes or _shapes(workload))
             first = _side(workload, sample)
-            if first is None or len(_stepped(first)) < len(sample):  # the hook takes some parameters only
+            if first is None or len(_stepped(first)) < len(sample):  # the hook selects parameters
                 shapes = _shapes(workload)
                 sample = _sample(shapes)
                 first = _side(workload, sample)
@@ -99,7 +100,7 @@ def _stepped(side: _Side) -> set[int]:
 
 
 def _sample(shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Return values for a few parameters of every number of dimensions, the smallest first."""
+    """Return values for a few parameters of each number of dimensions, the smallest first."""
     chosen: set[str] = set()
     numbers = 0
     for dims in sorted({len(shape) for shape, _ in shapes.values()}):
@@ -121,7 +122,7 @@ def _side(workload: Workload, sample: Mapping[str, torch.Tensor]) -> _Side | Non
     try:
         again = Workload.from_spec(workload.spec)
         optimizer = again.optimizer(list(owned.items())) if owned else None
-    except ModelFileError as error:  # it may need all parameters, and the whole model may be one stage
+    except ModelFileError as error:  # it may need all parameters, which a plan of one stage gives it
         raise _UntriedError(error.what) from error
     if optimizer is None:
         return None
@@ -144,9 +145,9 @@ def _compare(first: _Side, second: _Side) -> None:
         restore(tree, second.training.roots, second.training.owned, tensors)
     except MisfitError as error:
         raise RunError(
-            f"a run could not go on from its own checkpoint: {error.path} {error.why}",
+            f"a run could not resume from its own checkpoint: {error.path} {error.why}",
             where=error.path,
-            remedy="let the hook build it, or keep numbers, tensors, lists and dicts alone in it",
+            remedy="let the hook build it, or keep only numbers, tensors, lists and dicts in it",
         ) from None
     _refuse_unequal(ours, _described(second.training))
     state = draws.get_state()
@@ -157,8 +158,8 @@ def _compare(first: _Side, second: _Side) -> None:
     for name, parameter in first.training.owned.items():
         if not torch.equal(parameter, theirs[name]) and not (parameter.isnan().any() and theirs[name].isnan().any()):
             raise RunError(
-                "a run could not go on from its own checkpoint: after its state was stored and restored, the optimizer "
-                f"steps {name} to another value. It uses something outside of the optimizer and the scheduler",
+                "a run could not resume from its own checkpoint: after its state was stored and restored, the "
+                f"optimizer steps {name} to another value. It uses state outside of the optimizer and the scheduler",
                 where=_class(first.training.optimizer),
                 remedy=_KEEP,
             )
@@ -172,14 +173,14 @@ def _described(training: Training) -> Description:
 
 
 def _refuse_unequal(ours: Description, theirs: Description) -> None:
-    """Refuse where a restored state, described again, is another. Raises: RunError."""
+    """Refuse if a restored state has a different description. Raises: RunError."""
     path = _difference(ours.tree, theirs.tree, "")
     if not path:
         different = [n for n, t in ours.tensors.items() if not _bits_equal(t, theirs.tensors[n])]
         path = different[0] if different else ""
     if path:
         raise RunError(
-            f"a run could not go on from its own checkpoint: {path} is another after it was stored and restored",
+            f"a run could not resume from its own checkpoint: {path} differs after it was stored and restored",
             where=path,
             remedy=_KEEP,
         )
@@ -190,7 +191,7 @@ def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _difference(one: Any, other: Any, path: str) -> str:
-    """Return where two descriptions differ first, "" where they do not."""
+    """Return the first path at which two descriptions differ, "" if they are equal."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         pairs = [(f"{path}.{key}", one[key], other[key]) for key in one]
     elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
@@ -204,7 +205,7 @@ def _difference(one: Any, other: Any, path: str) -> str:
 
 
 def _steps(side: _Side, count: int, draws: torch.Generator) -> None:
-    """Step a few times. Raises: RunError where that draws from a global generator."""
+    """Step a few times. Raises: RunError if a step draws from a global generator."""
     training = side.training
     for _ in range(count):
         for parameter in training.owned.values():
@@ -241,11 +242,11 @@ def _class(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-# -- what lies outside of optimizer and scheduler ----------------------------------------------------------------------
+# -- state outside of optimizer and scheduler --------------------------------------------------------------------------
 
 
 def _refuse_written_outside(side: _Side) -> None:
-    """Refuse steps that write a global or an attribute of a class. A list that only grew is taken for a log.
+    """Refuse steps that write a global or an attribute of a class. A list that only grew counts as a log.
 
     Raises: RunError naming it.
     """
@@ -253,8 +254,8 @@ def _refuse_written_outside(side: _Side) -> None:
         before = side.before.get(name, now)
         if before != now and not _grew(before, now):
             raise RunError(
-                f"a step of {_class(side.training.optimizer)} changes {name}, which is no part of the optimizer or the "
-                "scheduler: no checkpoint holds it",
+                f"a step of {_class(side.training.optimizer)} changes {name}, which is not part of the optimizer or "
+                "the scheduler: no checkpoint holds it",
                 where=name,
                 remedy=_KEEP,
             )
@@ -286,7 +287,7 @@ def _outside(modules: Sequence[types.ModuleType]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value's description with its tensors' contents, None where it has none, or is large."""
+    """Return the description of a value with the contents of its tensors. None: it has none, or is large."""
     try:
         described = describe({"value": value}, {})
     except (UnstorableError, RecursionError):
@@ -314,7 +315,7 @@ def _modules(training: Training) -> Sequence[types.ModuleType]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep to itself what the file prints and warns of: the ranks will say it."""
+    """Suppress the output and warnings of the file: the ranks will print them."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -322,7 +323,7 @@ def _quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_modules() -> Iterator[None]:
-    """Put back the modules that loading the file again has replaced, and the global generators of Python and numpy."""
+    """Restore the modules that loading the file again replaces, and the global generators of Python and numpy."""
     before, state, numpy = dict(sys.modules), random.getstate(), np.random.get_state()
     try:
         yield

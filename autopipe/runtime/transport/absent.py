@@ -1,8 +1,8 @@
-"""A gradient that is not there, as a tensor: what a stage sends where its backward led nowhere.
+"""The message for an absent gradient: a tensor that stands for ``None``.
 
-A module that runs as it is may leave what it reads unused in one batch. Plain training then gives the parameters before
-it no gradient, and their optimizer skips them; zeros would decay them. A message between stages always holds a tensor,
-so a NaN with a payload that no arithmetic makes stands for "none". Copies and transports keep its bits.
+An opaque module may leave what it reads unused in one batch. Plain training then gives the parameters before it no
+gradient, and their optimizer skips them; zeros would decay them. A message between stages always holds a tensor, so a
+NaN with a payload that no arithmetic produces stands for ``None``. Copies and transports keep its bits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _BITS = {
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
-    """Return what stands for no gradient of a tensor of this shape, type and layout."""
-    made = torch.zeros_like(like, requires_grad=False)
-    _as_bits(made).fill_(_BITS[_real(made).element_size()][1])
-    return made
+    """Return the absent gradient of a tensor of this shape, dtype and strides."""
+    marker = torch.zeros_like(like, requires_grad=False)
+    _as_bits(marker).fill_(_BITS[_real(marker).element_size()][1])
+    return marker
 
 
 def is_absent(gradient: torch.Tensor) -> bool:
-    """Tell whether a gradient that was received stands for none. Reads one number, for which a device is waited for."""
+    """Return whether a received gradient is absent. Reads one element, which synchronizes with the device."""
     if not gradient.numel():
         return False
     first = _as_bits(gradient.detach()).flatten()[0]

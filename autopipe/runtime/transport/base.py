@@ -1,7 +1,7 @@
-"""``Transport``: how a tensor gets from one rank to another. The runtime knows this interface and nothing below it.
+"""``Transport``: the interface through which ranks exchange tensors; and ``ThreadHub``, for ranks as threads.
 
-A *channel* is one direction between two ranks for one purpose; what is sent into it comes out in the same order. A
-send never blocks (one that waits for its receiver deadlocks 1F1B at two stages and four microbatches). A receive is
+A *channel* is one direction between two ranks for one purpose. Tensors arrive in the order in which they were sent. A
+send never blocks: if it waited for its receiver, 1F1B would deadlock at two stages and four microbatches. A receive is
 posted early and waited for late, so that the transfer overlaps with computation.
 """
 
@@ -21,44 +21,44 @@ from autopipe.ir.channel import Channel
 from autopipe.runtime.transport.strides import copied
 
 
-class TransportClosed(AutopipeError):  # noqa: N818 - it is the state that a waiting rank finds, not its own failure
-    """The other end is gone: always the consequence of another failure, so it is never reported as the cause."""
+class TransportClosed(AutopipeError):  # noqa: N818 - a state of the transport, not a failure of this rank
+    """The other end is gone. This is always the consequence of another failure, and never reported as the cause."""
 
 
 class Pending(Protocol):
-    """A receive that has been posted, or a sum that has been started."""
+    """A receive that has been posted, or a sum that has started."""
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor once it is there. Raises: TransportClosed."""
+        """Wait for the tensor and return it. Raises: TransportClosed."""
 
 
 class Transport(Protocol):
-    """What one rank sends and receives with."""
+    """One rank's end."""
 
     rank: int
     world_size: int
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
-        """Hand over a tensor and return at once. It must not be changed in place afterwards."""
+        """Send a tensor without waiting. It must not be changed in place afterwards."""
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
         """Post a receive."""
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
-        """Add up a tensor over the ranks of ``group``, in place; every one of them calls it, in the same order.
+        """Sum a tensor over the ranks of ``group``, in place. All of them call it, in the same order.
 
-        On a CPU every element is the sum of the ranks' elements in the order of their numbers, over every transport.
-        Groups are those of the replicas; of all ranks together only tensors on the CPU can be added up.
+        On a CPU every element is summed in the order of the rank numbers, over every transport. Groups are those of
+        replicas. The group of all ranks takes CPU tensors only.
         """
 
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
-        """Start the same and return at once. The tensor is left alone until ``wait`` returns it, summed."""
+        """Start the same sum without waiting. The tensor must not be used until ``wait`` returns it."""
 
     def barrier(self) -> None:
         """Wait for every rank."""
 
     def close(self) -> None:
-        """Finish what was sent and let go of everything."""
+        """Wait until everything is sent, and release all resources."""
 
 
 class _Arrival:
@@ -70,7 +70,7 @@ class _Arrival:
 
 
 class ThreadHub:
-    """Ranks as threads of one process: one queue a channel. ``abort`` wakes every rank that waits."""
+    """Connects ranks that are threads of one process, by one queue per channel."""
 
     def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
         self.world_size = world_size
@@ -87,41 +87,41 @@ class ThreadHub:
             return self._queues.setdefault(channel, queue.SimpleQueue())
 
     def sum(self, group: tuple[int, ...]) -> _Sum:
-        """Return the meeting point of a group."""
+        """Return the sums of a group."""
         with self._lock:
             return self._sums.setdefault(group, _Sum(self, group))
 
     def abort(self) -> None:
-        """Wake every rank: one of them has failed."""
+        """Wake every rank that waits: one of them has failed."""
         self.aborted.set()
         self._barrier.abort()
         with self._lock:
-            meetings = list(self._sums.values())
-        for meeting in meetings:
-            with meeting.changed:
-                meeting.changed.notify_all()
+            sums = list(self._sums.values())
+        for group_sum in sums:
+            with group_sum.changed:
+                group_sum.changed.notify_all()
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self._barrier.wait(self.timeout_seconds)
 
     def transport(self, rank: int) -> ThreadTransport:
-        """Return a rank's end."""
+        """Return the end of one rank."""
         return ThreadTransport(self, rank)
 
 
 class _Sum:
-    """One group's sums: everyone puts its tensor down and goes on; whoever waits adds them up, in rank order."""
+    """The sums of one group. Each rank deposits its tensor and continues; a rank that waits adds them in rank order."""
 
     def __init__(self, hub: ThreadHub, group: tuple[int, ...]) -> None:
         self.hub, self.group = hub, group
         self.changed = threading.Condition()
-        self.started: Counter[int] = Counter()  # how many sums each rank has started
+        self.started: Counter[int] = Counter()  # the number of sums that each rank has started
         self.parts: dict[int, dict[int, torch.Tensor]] = {}  # by number of the sum, then by rank
         self.taken: Counter[int] = Counter()
 
     def put(self, rank: int, tensor: torch.Tensor) -> int:
-        """Return the number of the sum that this tensor is a part of."""
+        """Deposit a tensor and return the number of the sum that it belongs to."""
         with self.changed:
             number = self.started[rank]
             self.started[rank] += 1
@@ -130,17 +130,17 @@ class _Sum:
         return number
 
     def take(self, number: int) -> torch.Tensor:
-        """Return a sum, once all parts are there. Raises: TransportClosed."""
+        """Return a sum when all its parts have arrived. Raises: TransportClosed."""
 
-        def over() -> bool:
+        def complete() -> bool:
             return len(self.parts[number]) == len(self.group) or self.hub.aborted.is_set()
 
         with self.changed:
-            there = self.changed.wait_for(over, self.hub.timeout_seconds)
+            notified = self.changed.wait_for(complete, self.hub.timeout_seconds)
             missing = [rank for rank in self.group if rank not in self.parts[number]]
             if missing:
-                text = f"ranks {missing} of {list(self.group)} brought nothing for {self.hub.timeout_seconds:.0f} s"
-                raise TransportClosed("another rank has failed") if there else RunError(text)
+                text = f"ranks {missing} of {list(self.group)} sent nothing for {self.hub.timeout_seconds:.0f} s"
+                raise TransportClosed("another rank has failed") if notified else RunError(text)
             parts = [self.parts[number][rank] for rank in sorted(self.group)]
             self.taken[number] += 1
             if self.taken[number] == len(self.group):
@@ -155,13 +155,13 @@ class ThreadTransport:
         self.hub, self.rank, self.world_size = hub, rank, hub.world_size
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
-        """Put the tensor into the queue. The receiver gets memory of its own, as it would from another process."""
-        with _disable_current_modes():  # whoever counts this rank's memory is not to count the receiver's
+        """Put a copy of the tensor into the queue. As between processes, the receiver shares no memory."""
+        with _disable_current_modes():  # a memory meter of this rank must not count the receiver's copy
             arriving = copied(tensor.detach())
         self.hub.queue(channel).put(arriving)
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
-        """Return what takes the next tensor out of the queue."""
+        """Return a receive that takes the next tensor from the queue."""
         source = self.hub.queue(channel)
 
         def take() -> torch.Tensor:
@@ -183,14 +183,14 @@ class ThreadTransport:
         return _Arrival(take)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
-        """Add up in rank order."""
+        """Sum in rank order."""
         self.start_all_reduce(group, tensor).wait()
 
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
-        """Put the tensor down; the sum is made where it is waited for."""
-        meeting = self.hub.sum(tuple(group))
-        number = meeting.put(self.rank, tensor)
-        return _Arrival(lambda: tensor.copy_(meeting.take(number)))
+        """Deposit the tensor. ``wait`` computes the sum."""
+        group_sum = self.hub.sum(tuple(group))
+        number = group_sum.put(self.rank, tensor)
+        return _Arrival(lambda: tensor.copy_(group_sum.take(number)))
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -200,4 +200,4 @@ class ThreadTransport:
             raise TransportClosed("another rank has failed") from None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

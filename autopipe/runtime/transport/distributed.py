@@ -1,13 +1,13 @@
-"""The transport between processes: gloo for CPU tensors, and for CUDA tensors NCCL or, staged through the host, gloo.
+"""``ProcessTransport``: gloo for CPU tensors; for CUDA tensors NCCL, or gloo staged through the host.
 
-Gloo keeps channels apart by tag on one mesh. NCCL has no tags, and two operations in another order at the two ends of a
-communicator deadlock: so every channel gets a two-rank group of its own, all of them created in one global order and
-exercised once at the start (the first operation of a group connects it, and lazy connections have hung).
+Gloo separates channels by tag on one mesh. NCCL has no tags, and two operations in different order at the two ends of a
+communicator deadlock. So every channel gets its own two-rank group. All groups are created in one global order and used
+once at the start, because the first operation of a group connects it, and lazy connections have hung.
 
-Between CPU ranks the layout of a tensor in memory (``strides``) travels ahead of it.
+Between CPU ranks, the order of a tensor in memory (``strides``) is sent ahead of it.
 
-Gloo's all-reduce adds each part of a tensor up in another order: the order of its ring, from wherever that part starts.
-A sum of three ranks or more on a CPU is therefore made here (``rank_order``), with as many bytes sent.
+The all-reduce of gloo adds each part of a tensor in a different order, that of its ring from where the part starts.
+Sums of three or more CPU ranks are therefore computed here (``rank_order``), and send the same number of bytes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _GONE = (
 
 
 def backends() -> dict[str, bool]:
-    """Return which of the backends that a run can use this torch was built with."""
+    """Return whether this torch was built with each of the backends that a run can use."""
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
 
 
 def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: bool, timeout_seconds: float) -> None:
-    """Join the ranks at ``store``, a torch store. Gloo is always there: control messages are small CPU tensors."""
+    """Join the ranks at ``store``, a torch store. Gloo is always included, for control messages on the CPU."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
         store=store,
@@ -55,9 +55,10 @@ def start_process_group(store: Any, rank: int, world_size: int, *, use_nccl: boo
 
 
 class _Received:
-    """A posted receive. ``device``: where the tensor belongs when it was staged through the host.
+    """A posted receive.
 
-    ``layout``: the receive of the tensor's layout, and where it arrives.
+    ``device``: where the tensor belongs, if it was staged through the host. ``layout``: the receive of the order in
+    memory, and its buffer.
     """
 
     def __init__(
@@ -83,16 +84,16 @@ class _Received:
 
 
 def translate(error: RuntimeError) -> BaseException:
-    """Return what an error of torch means: ``TransportClosed`` where it only says that another rank is gone."""
+    """Return ``TransportClosed`` for an error of torch that means that another rank is gone, else the error itself."""
     text = str(error)
     return TransportClosed(text) if any(word in text.lower() for word in _GONE) else error
 
 
 class _Departures:
-    """Keeps what is being sent over gloo until it has left, and not longer.
+    """Keeps tensors that are sent over gloo until the send is complete.
 
-    Gloo tells that a send is complete only to whoever waits for it, and a rank that waited would stop computing: so one
-    thread waits for them in their order. What fails is raised by the rank's next ``check``.
+    Gloo reports a complete send only to a caller that waits for it, and a rank that waited would stop computing. So one
+    thread waits for the sends in order. The next ``check`` raises their failure.
     """
 
     def __init__(self) -> None:
@@ -106,12 +107,12 @@ class _Departures:
         self._queue.put((work, tensor))
 
     def check(self) -> None:
-        """Raise what a send failed with."""
+        """Raise the failure of a send, if there was one."""
         if self._error is not None:
             raise translate(self._error) from self._error
 
     def drain(self) -> None:
-        """Return when everything has left; nothing can be added afterwards."""
+        """Wait until all sends are complete. Nothing can be added afterwards."""
         self._queue.put(None)
         self._thread.join()
         self.check()
@@ -122,14 +123,14 @@ class _Departures:
                 entry[0].wait()
             except RuntimeError as error:
                 self._error = self._error or error
-            entry = None  # or the last tensor would be held while the queue is empty
+            entry = None  # free the tensor while the queue is empty
 
 
 class ProcessTransport:
-    """One rank's end, over the process group that ``start_process_group`` made.
+    """One rank's end, over the process group of ``start_process_group``.
 
-    ``channels``: every channel of the run, the same list in the same order on every rank. ``groups``: the sets of ranks
-    that will add something up.
+    ``channels`` lists every channel of the run, in the same order on every rank. ``groups`` lists the sets of ranks
+    that compute sums.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class ProcessTransport:
         self._exercise(ordered)
 
     def _exercise(self, channels: Sequence[Channel]) -> None:
-        """Send one element over every channel, so that a pair that cannot connect fails here and by name."""
+        """Send one element over every channel, so that a pair that cannot connect fails here, with its name."""
         for channel in channels:
             token = torch.zeros(1, device=self.device if channel in self._pairs else "cpu")
             try:
@@ -170,7 +171,7 @@ class ProcessTransport:
                 raise RuntimeError(f"cannot connect {channel}: {error}") from error
 
     def send(self, channel: Channel, tensor: torch.Tensor) -> None:
-        """Start the transfer. The tensor is kept until it has left."""
+        """Start the transfer. The tensor is kept until it is sent."""
         tensor = tensor.detach()
         if tensor.numel() == 0:
             return
@@ -191,7 +192,7 @@ class ProcessTransport:
         self._send_by_gloo(channel, tensor.contiguous())
 
     def _laid_out(self, channel: Channel, dimensions: int) -> bool:
-        """Whether the layout travels ahead: on the CPU, where results are promised to the last bit."""
+        """Return whether the order in memory is sent ahead: on the CPU, where results are equal to the last bit."""
         return self.device.type == "cpu" and channel.kind not in FIGURES and dimensions > 0
 
     def _send_by_gloo(self, channel: Channel, tensor: torch.Tensor) -> None:
@@ -209,7 +210,7 @@ class ProcessTransport:
             raise translate(error) from error
 
     def receive(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Pending:
-        """Post the receive now; ``wait`` for it later. Activations and gradients arrive on the rank's device."""
+        """Post the receive. Activations and gradients arrive on the device of the rank."""
         device = torch.device("cpu") if channel.kind in FIGURES else self.device
         pair = self._pairs.get(channel) if device.type == "cuda" else None
         buffer = torch.empty(
@@ -234,11 +235,11 @@ class ProcessTransport:
         return _Received(work, buffer, device, layout)
 
     def all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> None:
-        """Add up over the group."""
+        """Sum over the group."""
         self.start_all_reduce(group, tensor).wait()
 
     def start_all_reduce(self, group: Sequence[int], tensor: torch.Tensor) -> Pending:
-        """Start to add up over the group: the backend does it in threads, or on a stream, of its own."""
+        """Start a sum over the group, which runs in threads or on a stream of the backend."""
         if len(group) > 2 and not tensor.is_cuda and (tensor.is_floating_point() or tensor.is_complex()):
             return self._in_rank_order(tuple(group)).start(tensor)
         try:
@@ -267,7 +268,7 @@ class ProcessTransport:
             raise translate(error) from error
 
     def close(self) -> None:
-        """Wait until everything has left, meet the others, leave the group."""
+        """Wait for all sends and for the other ranks, and destroy the process group."""
         self._departures.drain()
         for sums in self._ordered.values():
             sums.close()

@@ -1,4 +1,4 @@
-"""Sums over CPU processes in the order of their ranks, so that a plain loop can add up in the same order.
+"""Sums over CPU processes in the order of their ranks, which a plain loop can reproduce.
 
 ::
 
@@ -6,7 +6,7 @@
     rank 1: [b0 b1 b2]  ->  of every rank, and adds   ->   a1 + b1 + c1  ->  sum to all      ->  all three sums
     rank 2: [c0 c1 c2]      up in the order of ranks       a2 + b2 + c2
 
-A reduce-scatter and an all-gather, as a ring's: each rank sends 2 (r - 1) / r of the tensor, whatever r is.
+This is a reduce-scatter and an all-gather. As in a ring, each rank sends 2 (r - 1) / r of the tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Transfer = Callable[[torch.Tensor, int, int], Any]
 
 
 class _Sum:
-    """One sum that has been started."""
+    """A sum that has started."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -31,7 +31,7 @@ class _Sum:
         self.error: BaseException | None = None
 
     def wait(self) -> torch.Tensor:
-        """Return the sum. Raises: what the transfer failed with."""
+        """Wait for the sum and return it. Raises: the failure of the transfer."""
         self.done.wait()
         if self.error is not None:
             raise self.error
@@ -39,10 +39,10 @@ class _Sum:
 
 
 class OrderedSums:
-    """The sums of one group of CPU ranks, one after the other, in a thread of their own.
+    """The sums of one group of CPU ranks, computed one after the other in a thread.
 
-    ``receive``, ``send``: (tensor, rank, tag) -> a work to wait for, within the group.
-    ``translate``: makes an error of torch one of the transport.
+    ``receive`` and ``send`` take (tensor, rank, tag) and return a work to wait for. ``translate`` turns an error of
+    torch into one of the transport.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class OrderedSums:
         self._thread.start()
 
     def start(self, tensor: torch.Tensor) -> _Sum:
-        """Start to add up a tensor over the group, in place. Every rank of the group starts the same sums in order."""
+        """Start to sum a tensor over the group, in place. Every rank of the group starts the same sums in order."""
         started = _Sum(tensor)
         self._queue.put(started)
         return started
 
     def close(self) -> None:
-        """Return when all sums that were started are complete."""
+        """Wait until all started sums are complete."""
         self._queue.put(None)
         self._thread.join()
 
@@ -79,7 +79,7 @@ class OrderedSums:
             except BaseException as error:  # raised by the rank that waits
                 started.error = error
             started.done.set()
-            started = None  # or the tensor would be kept while the queue is empty
+            started = None  # free the tensor while the queue is empty
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         flat = tensor.detach().view(-1)
@@ -96,10 +96,10 @@ class OrderedSums:
         self._exchange(others, dict.fromkeys(others, own), _GATHER)
 
     def _exchange(self, into: dict[int, torch.Tensor], out: dict[int, torch.Tensor], tag: int) -> None:
-        """Receive a tensor from each rank, and send one to each; a tensor without elements is not sent."""
+        """Receive a tensor from each rank and send one to each. A tensor without elements is not sent."""
         works = [self._receive(t, rank, tag) for rank, t in into.items() if t.numel()]
         place = self.ranks.index(self.rank)
-        for rank in (*self.ranks[place + 1 :], *self.ranks[:place]):  # each rank begins with another one
+        for rank in (*self.ranks[place + 1 :], *self.ranks[:place]):  # each rank starts with a different one
             if out[rank].numel():
                 works.append(self._send(out[rank], rank, tag))
         for work in works:

@@ -1,8 +1,8 @@
-"""How a tensor lies in memory, in few numbers, and a copy that lies so.
+"""The order of a tensor's elements in memory, as a few numbers, and copies with the same order.
 
-Kernels add up in another order over other strides, and the last bits would not be those of a plain loop. What counts is
-the order of the dimensions and which of them have gaps behind their elements, as slices have; how wide these are does
-not, and a copy has narrow ones.
+Kernels add up in another order over other strides, so the last bits would differ from those of a plain loop. The order
+of the dimensions matters, and which of them have gaps after their elements, as slices have. The width of the gaps does
+not matter, and copies have narrow ones.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-GAP = 16  # elements: what is aligned stays so
+GAP = 16  # elements, which preserves alignment
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions from the outermost in memory to the innermost, then for each of these 1 where it has gaps.
+    """Return the dimensions from the outermost in memory to the innermost, then 1 for each that has gaps, else 0.
 
-    A tensor whose elements share memory, as an expanded one, is told without gaps.
+    A tensor whose elements share memory, such as an expanded one, is described without gaps.
     """
     count = tensor.dim()
     if tensor.is_contiguous():
@@ -42,7 +42,7 @@ def packed(tensor: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
 
 
 def unpacked(elements: torch.Tensor, shape: Sequence[int], layout: Sequence[int]) -> torch.Tensor:
-    """Return the tensor of a shape from its elements, whose memory it keeps unless there are gaps."""
+    """Return the tensor of a shape from its elements. It shares their memory unless there are gaps."""
     count = len(shape)
     order, gaps = list(layout[:count]), layout[count:]
     stored = elements.view([shape[d] for d in order])
@@ -61,7 +61,7 @@ def _with_gaps(tensor: torch.Tensor, order: Sequence[int], gaps: Sequence[int]) 
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that lies in memory as the tensor does, and as ``unpacked`` would lay it."""
+    """Return a copy with the same order in memory, equal to that of ``unpacked``."""
     layout = memory_order(tensor)
     order, gaps = layout[: tensor.dim()], layout[tensor.dim() :]
     return _with_gaps(tensor, order, gaps) if any(gaps) else tensor.clone()

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the same sessions and the same instructions, without processes or sockets."""
+"""Runs ranks as threads of one process: the same sessions and instructions, without processes or sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def run_in_threads(
 ) -> list[RankSession]:
     """Run ``body`` on every rank and return the sessions, by rank.
 
-    ``items``: epoch -> minibatches, in place of the workload's own data.
+    ``items``: epoch -> minibatches, in place of the data of the workload.
+
     Raises: WorkerError for the rank that failed first, its own error as the cause.
     """
     world = context.request.num_ranks
@@ -41,7 +42,7 @@ def run_in_threads(
     sessions: list[RankSession | None] = [None] * world
     failures: list[tuple[int, BaseException]] = []
 
-    def live(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         torch.set_num_threads(job.threads)
         transport = hub.transport(rank)
         try:
@@ -54,7 +55,9 @@ def run_in_threads(
             failures.append((rank, error))
             hub.abort()
 
-    threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)]
+    threads = [
+        threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -216,7 +216,7 @@ def test_a_checkpoint_of_the_earlier_format_gives_its_weights_and_is_not_resumed
 
     source = rewritten(saved(ADAMW), tmp_path, earlier)
     assert source.read(["model.layers.0.weight"])["model.layers.0.weight"].shape == (6, 6)
-    with pytest.raises(RunError, match="did not store the whole state of optimizers") as caught:
+    with pytest.raises(RunError, match="did not store the complete state of optimizers") as caught:
         as_recorded(settings_of(), source)
     assert "--init-from" in caught.value.remedy
 

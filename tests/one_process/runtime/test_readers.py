@@ -198,7 +198,7 @@ def test_data_that_ends_earlier_on_one_rank_is_no_end_but_an_error(tmp_path: Pat
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 6), tmp_path, epochs=1)
     items = minibatches(subject.workload, 4, 6)
     failure, _ = run_with(pipeline, [lambda epoch: iter(items), lambda epoch: iter(items[:3])], steps=0)
-    assert "rank 1 came to the end of the data for step 4, and rank 0 to minibatch 3 of epoch 0" in failure.what
+    assert "rank 1 reached the end of the data for step 4, and rank 0 reached minibatch 3 of epoch 0" in failure.what
 
 
 def test_a_new_shape_on_one_rank_alone_ends_the_run_instead_of_waiting(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_source_that_gives_something_else_than_before_the_place_is_refused() -
     first = Source(numbers(3), "net", Silent())
     (*_, taken) = first.read(0, 2)
     other = Source(lambda epoch: iter([(torch.tensor([[9.0]]), None)] * 3), "net", Silent())
-    with pytest.raises(Exception, match="the first 2 minibatches of epoch 0 are others"):
+    with pytest.raises(Exception, match="the first 2 minibatches of epoch 0 differ"):
         other.seek(taken.place)
     other = Source(lambda epoch: iter([(torch.tensor([[9.0]]), None)] * 3), "net", Silent())
     other.seek(taken.place, compare=False)
