@@ -1,0 +1,174 @@
+"""The protocol to ranks on other hosts: messages survive the encoding, and a watcher believes only valid ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.errors import WorkerError
+from autopipe.launch.rank.heartbeat import Beat
+from autopipe.launch.rank.signals import StopRequest
+from autopipe.launch.remote import protocol
+from autopipe.launch.remote.connections import Connections, Lost
+from autopipe.launch.remote.remote_ranks import RemoteRanks
+from autopipe.launch.request import WorkerSpec
+
+SPEC = WorkerSpec(
+    run="/run", rank=1, world_size=2, store="", heartbeats="", body="train", timeout_seconds=60.0, host="h1"
+)
+BEAT = protocol.RankBeat(1, 0.5, 7, True, "1RF3<0", 4, -1)
+MESSAGES: tuple[protocol.Message, ...] = (
+    protocol.Start(2, (SPEC,), "/run/job.json", "ab"),
+    protocol.Stop(7, True),
+    protocol.End(),
+    protocol.Event(1, {"kind": "spans", "rank": 1, "spans": [["F", 1.0, 2.0]]}),
+    protocol.Beats(1, (BEAT,)),
+    protocol.Stacks(1, ((1, "stopped by a signal"),)),
+    protocol.Prepare("/home/me", {"OMP_NUM_THREADS": "1"}, False),
+    protocol.Digests({"/model.py": ""}),
+    protocol.Reach((("h1", "10.0.0.1", 4000),), 3.0),
+    protocol.Reached((("h1", "timed out"),)),
+    protocol.Hello("0.1", 1, 2, 0, 1, "h1"),
+    protocol.Fail("boom", "rank 1", "", 3),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_is_read_back_as_it_was_written(message: protocol.Message) -> None:
+    line = protocol.encode(message)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert protocol.decode(line) == message
+
+
+def test_an_event_may_hold_a_loss_that_is_not_finite() -> None:
+    event = protocol.decode(protocol.encode(protocol.Event(1, {"kind": "step", "rank": 0, "loss": math.nan})))
+    assert isinstance(event, protocol.Event) and math.isnan(event.event["loss"])
+
+
+def test_fields_of_another_version_are_ignored_and_missing_ones_are_refused() -> None:
+    record = json.loads(protocol.encode(protocol.Stop(7, True)))
+    assert protocol.decode(json.dumps({**record, "later": 1}).encode()) == protocol.Stop(7, True)
+    for broken in ({"kind": "Stop"}, {**record, "before": "7"}, {**record, "kind": "Go"}, {**record, "kind": 1}, []):
+        with pytest.raises(ValueError):
+            protocol.decode(json.dumps(broken).encode())
+
+
+@given(st.text())
+def test_any_text_of_an_error_reaches_the_other_ranks(text: str) -> None:
+    sent = protocol.Fail.of(ValueError(text))
+    assert protocol.decode(protocol.encode(sent)) == sent
+
+
+def test_an_error_is_the_same_in_every_process() -> None:
+    failure = WorkerError("ValueError: boom", rank=1, stage=2, instruction="2F3@0", where="model.py:7", remedy="mend")
+    error = protocol.Fail.of(failure).error()
+    assert str(error) == str(failure) and getattr(error, "exit_code", 0) == 3
+    assert isinstance(protocol.Fail.of(KeyboardInterrupt()).error(), KeyboardInterrupt)
+
+
+def test_times_of_another_host_are_corrected_by_its_clock() -> None:
+    event = {"kind": "spans", "time_ns": 5_000_000_000, "time": 5.0, "spans": [("F", 4.0, 5.0)]}
+    here = protocol.corrected(event, 2_000_000_000)
+    assert (here["time_ns"], here["time"], here["spans"]) == (3_000_000_000, 3.0, [("F", 2.0, 3.0)])
+    assert protocol.corrected(event, 0) == event
+
+
+def test_a_heartbeat_keeps_its_age_on_another_host() -> None:
+    beat = Beat(7, time.monotonic() - 2.0, False, "1F3@0", 4, 9)
+    arrived = protocol.RankBeat.of(1, beat).here()
+    assert abs(arrived.seconds - beat.seconds) < 0.5
+    assert (arrived.count, arrived.doing, arrived.bound, arrived.stop) == (7, "1F3@0", 4, 9)
+
+
+class Played:
+    """A connection whose messages are written down: one list a poll."""
+
+    def __init__(self, host: str, *script: list[protocol.Message], offset_ns: int = 0) -> None:
+        self.host, self.offset_ns, self.script = host, offset_ns, list(script)
+        self.sent: list[protocol.Message] = []
+        self.reason = ""
+
+    def readable(self) -> Sequence[Any]:
+        return []
+
+    def writable(self) -> Sequence[Any]:
+        return []
+
+    def send(self, message: protocol.Message) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> Sequence[protocol.Message]:
+        return self.script.pop(0) if self.script else []
+
+    def lost(self) -> Lost | None:
+        return Lost(self.reason, "check it") if self.reason else None
+
+    def drop(self, reason: str) -> None:
+        self.reason = reason
+
+
+def watched(*connections: Played, stop: StopRequest | None = None) -> RemoteRanks:
+    """Ranks 0, 1, ... of attempt 2, one behind each connection."""
+    hosts = [connection.host for connection in connections]
+    ranks_of = [(rank,) for rank in range(len(hosts))]
+    return RemoteRanks(Connections(connections), ranks_of, hosts, patience_seconds=1.0, attempt=2, stop=stop)
+
+
+def event(rank: int, attempt: int = 2) -> protocol.Event:
+    return protocol.Event(attempt, {"kind": "step", "rank": rank, "time_ns": 50})
+
+
+def test_messages_of_an_earlier_attempt_are_ignored() -> None:
+    late = protocol.Beats(1, (protocol.RankBeat(0, 0.0, 99, False, "late", 0, -1),))
+    ranks = watched(Played("h0", [event(0, attempt=1), late, event(0)]))
+    assert [entry["rank"] for entry in ranks.poll(0)] == [0]
+    assert ranks.beats()[0].doing == "starting"
+
+
+def test_a_host_reports_its_own_ranks_only() -> None:
+    foreign = protocol.Beats(2, (protocol.RankBeat(0, 0.0, 99, False, "foreign", 0, -1),))
+    ranks = watched(Played("h0"), Played("h1", [foreign, event(0)], offset_ns=30))
+    (lost,) = ranks.poll(0)
+    assert (lost["kind"], lost["host"], lost["ranks"]) == ("lost", "h1", (1,))
+    assert "an event of another rank" in lost["message"]
+    assert ranks.beats()[0].doing == "starting"
+    assert list(ranks.poll(0)) == []
+
+
+def test_an_event_arrives_in_the_time_of_this_host() -> None:
+    ranks = watched(Played("h0", [event(0)], offset_ns=30))
+    assert [entry["time_ns"] for entry in ranks.poll(0)] == [20]
+
+
+def test_a_signal_on_any_host_requests_the_stop_once() -> None:
+    stop = StopRequest()
+    ranks = watched(Played("h0", [protocol.Signaled(2, "SIGTERM"), protocol.Signaled(2, "SIGHUP")]), stop=stop)
+    assert list(ranks.poll(0)) == [] and stop.signal_name == "SIGTERM"
+
+
+def test_stacks_are_awaited_and_events_meanwhile_are_kept() -> None:
+    first = Played("h0", [event(0)], [protocol.Stacks(2, ())])
+    second = Played("h1", [protocol.Stacks(2, ((1, "stopped by a signal"),))])
+    ranks = watched(first, second)
+    start = time.monotonic()
+    assert ranks.write_stacks() == {1: "stopped by a signal"}
+    assert time.monotonic() - start < protocol.STACKS_SECONDS
+    assert first.sent == [protocol.WriteStacks()]
+    assert [entry["rank"] for entry in ranks.poll(0)] == [0]
+
+
+def test_the_end_does_not_wait_for_a_lost_host() -> None:
+    gone, ended = Played("h0"), Played("h1", [], [protocol.Ended(2)])
+    gone.reason = "closed"
+    ranks = watched(gone, ended)
+    start = time.monotonic()
+    ranks.end()
+    assert time.monotonic() - start < protocol.END_SECONDS / 2
+    assert ended.sent == [protocol.End()]
