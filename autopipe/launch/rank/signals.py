@@ -74,7 +74,7 @@ def ignore_stop_signals() -> None:
 def leave_signals_to_supervisor() -> None:
     """Make the process of a rank survive the signals that request the end: the supervisor handles them.
 
-    SIGTERM is handled rather than ignored, because the programs that the user's code starts would inherit that.
+    SIGTERM is handled rather than ignored: the programs that the user's code starts would inherit an ignored signal.
     """
     for number in STOPPING:
         signal.signal(number, _do_nothing if number == signal.SIGTERM else signal.SIG_IGN)
