@@ -33,7 +33,7 @@ test-hosts: $(READY) hosts-tools ## training on several hosts: ssh, torchrun, a 
 	$(BIN)/python -m pytest -m hosts tests/hosts tests/chaos
 
 hosts-tools: ## what the tests on several hosts need, from Debian's packages; without them they are skipped, and say so
-	@bash tests/hosts/tools.sh
+	@bash tests/support/hosts/tools.sh
 
 FUZZ ?= 3000
 fuzz: $(READY) ## damage to every file that is read, at length: make fuzz FUZZ=100000
@@ -45,7 +45,7 @@ test-gpu: $(READY) ## the tests that need a GPU
 FAULTS ?= 100
 HOST_FAULTS ?= $(if $(filter file,$(origin FAULTS)),30,0)
 chaos: $(READY) hosts-tools ## single faults at random, here and on two hosts; one of them again: make chaos FAULTS=1 SEED=7
-	$(BIN)/python tests/chaos/chaos_main.py --faults $(FAULTS) --host-faults $(HOST_FAULTS) --seed $(SEED) --jobs $(JOBS)
+	PYTHONPATH=tests $(BIN)/python -m support.chaos.campaign --faults $(FAULTS) --host-faults $(HOST_FAULTS) --seed $(SEED) --jobs $(JOBS)
 
 lint: $(READY) ## ruff: rules and layout of the code
 	$(BIN)/ruff check .

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos_case import SCHEDULES, STEPS, Case, walk
-from chaos_judge import happens, prepared, weights
-from chaos_main import table, written
-from chaos_scene import Scene, can_mount
+from support.chaos.campaign import table, written
+from support.chaos.case import SCHEDULES, STEPS, Case, walk
+from support.chaos.judge import happens, prepared, weights
+from support.chaos.scene import Scene, can_mount
 
 BASE = Case(0, 0, "SIGKILL", "step", 1, 5, 0.0, 2, "1f1b", 2, 0, 0)
 CASES = [
@@ -57,7 +57,7 @@ def test_a_seed_is_always_the_same_case_and_every_case_can_be() -> None:
 
 
 def test_the_report_names_what_did_not_hold() -> None:
-    from chaos_judge import Outcome
+    from support.chaos.judge import Outcome
 
     bad, good = Outcome(replace(BASE, seed=7)), Outcome(BASE)
     bad.judge("blame", held=False, why="rank 0")

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chaos_case import Case
-from chaos_judge import happens, prepared, weights
-from chaos_main import two_hosts, why_not
-from chaos_scene import Scene
+from support.chaos.campaign import two_hosts, why_not
+from support.chaos.case import Case
+from support.chaos.judge import happens, prepared, weights
+from support.chaos.scene import Scene
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 BASE = Case(0, 0, "SIGKILL", "save", 3, 5, 0.0, 4, "1f1b", 2, 0, 0, hosts=True)

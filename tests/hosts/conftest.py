@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from two_hosts import Hosts, two_hosts
+from support.hosts.two_hosts import Hosts, two_hosts
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from two_hosts import Hosts, why_not
+from support.hosts.two_hosts import Hosts, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))

@@ -7,8 +7,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launches import AUTOPIPE, STEPS, await_, environment, gone, one_line, prepared, ranks, steps_made, weights
-from two_hosts import Hosts, why_not
+from support.hosts.launches import (
+    AUTOPIPE,
+    STEPS,
+    await_,
+    environment,
+    gone,
+    one_line,
+    prepared,
+    ranks,
+    steps_made,
+    weights,
+)
+from support.hosts.two_hosts import Hosts, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 PORT = 29555

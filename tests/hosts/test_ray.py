@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import AUTOPIPE, STEPS, environment, prepared, weights
+from support.hosts.launches import AUTOPIPE, STEPS, environment, prepared, weights
 
 from autopipe.launch.ray_cluster import contracts
 from autopipe.launch.remote.identity import read_identity

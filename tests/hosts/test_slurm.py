@@ -8,8 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launches import AUTOPIPE, OPTIONS, SLOW, STEPS, await_, gone, one_line, prepared, ranks, steps_made, weights
-from slurm_cluster import Slurm, left, slurm, why_not
+from support.hosts.launches import (
+    AUTOPIPE,
+    OPTIONS,
+    SLOW,
+    STEPS,
+    await_,
+    gone,
+    one_line,
+    prepared,
+    ranks,
+    steps_made,
+    weights,
+)
+from support.hosts.slurm_cluster import Slurm, left, slurm, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "slurm")]
 ALLOCATED = ("salloc", "--quiet", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1")

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from two_hosts import Hosts, why_not, words
+from support.hosts.two_hosts import Hosts, why_not, words
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))

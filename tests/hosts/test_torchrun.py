@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launches import (
+from support.hosts.launches import (
     AUTOPIPE,
     OPTIONS,
     SLOW,

@@ -10,8 +10,12 @@ from support.commands import Commands, write_model
 
 
 @pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    write_model(tmp_path)
-    found = Commands(tmp_path)
-    yield found
-    found.end()
+def commands(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Commands]:
+    """The folder holds the ``FILES`` of the test's module, name -> text, or else the model of ``write_model``."""
+    files = getattr(request.module, "FILES", None)
+    if files is None:
+        write_model(tmp_path)
+    for name, text in (files or {}).items():
+        (tmp_path / name).write_text(text)
+    with Commands(tmp_path) as commands:
+        yield commands

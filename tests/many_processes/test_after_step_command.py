@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from support.commands import Commands
 
 MODEL = """
@@ -26,6 +23,8 @@ class Net(nn.Module):
         with torch.no_grad():
             theirs = self.teacher(x.flip(1))
         return (F.normalize(self.student(x), dim=1) - F.normalize(theirs, dim=1)).square().sum(1).mean()
+FILES = {"model.py": MODEL, "hook.py": HOOK}
+
 
 def build_model():
     return Net()
@@ -55,15 +54,6 @@ def average(named_parameters, step):
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path):
-    (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "hook.py").write_text(HOOK)
-    runner = Commands(tmp_path)
-    yield runner
-    runner.end()
-
-
 def test_a_momentum_teacher_goes_through_every_command(commands: Commands, tmp_path: Path) -> None:
     words = ["model.py", "--gpus", "3", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
     words += ["--lr", "0.05", "--replicas", "never", "--schedule", "2bw"]
@@ -72,11 +62,8 @@ def test_a_momentum_teacher_goes_through_every_command(commands: Commands, tmp_p
     commands.run("train", *words, *hook, "--steps", "3", "--run-dir", "run", "--audit-every", "2")
     commands.run("train", *words, *hook, "--steps", "6", "--run-dir", "run", "--resume")
     commands.run("export", "run", "-o", "out.safetensors")
-    commands.run("plain", "run", "-o", "loop.py")
-    done = subprocess.run(
-        [sys.executable, "loop.py", "out.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.endswith("24 of 24 tensors are equal, bit for bit\n"), done.stdout + done.stderr
+    printed = commands.plain_loop("out.safetensors", steps=6)
+    assert printed.endswith("24 of 24 tensors are equal, bit for bit\n")
     for flag in ("--check", "--no-check"):
         _, err = commands.run("train", *words, "--after-step", "hook.py:average", "--steps", "2", flag, code=1)
         assert "after_step looks beyond its stage" in err and "hook.py" in err and "--gpus 1" in err

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,13 +43,6 @@ def split(batch, parts):
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    runner = Commands(tmp_path)
-    yield runner
-    runner.end()
-
-
 @pytest.mark.parametrize("way", ["split", "whole"])
 def test_graphs_train_resume_and_evaluate_as_the_written_loop(commands: Commands, tmp_path: Path, way: str) -> None:
     (tmp_path / "model.py").write_text(MODEL + (SPLIT if way == "split" else ""))
@@ -67,8 +57,4 @@ def test_graphs_train_resume_and_evaluate_as_the_written_loop(commands: Commands
     commands.run("export", "run", "-o", "model.safetensors")
     document = commands.document("eval", "run")
     assert document["loss"] > 0
-    commands.run("plain", "run", "-o", "loop.py")
-    done = subprocess.run(
-        [sys.executable, "loop.py", "model.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    commands.plain_loop("model.safetensors", steps=5)

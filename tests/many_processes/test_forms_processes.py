@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import Commands
@@ -28,6 +26,7 @@ class Net(nn.Module):
         for block in self.h:
             x = x + torch.relu(block(x))
         return dict(loss=F.cross_entropy(self.o(x), y) * alpha)
+FILES = {"model.py": MODEL}
 
 
 def build_model():
@@ -48,15 +47,7 @@ def data(batch_size=6):
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    runner = Commands(tmp_path)
-    yield runner
-    runner.end()
-
-
 def test_a_number_and_a_key_that_change_train_as_in_a_plain_loop(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
     words = ["--gpus", "2", "--device", "cpu", "--batch-size", "6", "--num-microbatches", "3", "--schedule", "1f1b"]
     out, err = commands.run(
         "train", "model.py", *words, "--microbatch-sizes", "2", "--steps", "4", "--run-dir", "run", "--no-check"

@@ -43,10 +43,10 @@ def data(batch_size=8):
 
 evaluate_data = data
 """
+FILES = {"model.py": MODEL}
 
 
 def test_train_resume_eval_and_export_with_a_shared_frozen_embedding(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
     shape = ["model.py", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "2", "--microbatch-sizes", "4"]
     words = ["train", *shape, "--schedule", "1f1b", "--run-dir", "run"]
     first = commands.document(*words, "--gpus", "2", "--steps", "3")

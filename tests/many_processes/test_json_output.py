@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.commands import Commands
 
 PRINTING = """
 import ctypes
@@ -29,6 +28,7 @@ class Net(nn.Module):
     def forward(self, x):
         print("printed in the forward")
         return self.layers(x)
+FILES = {"model.py": PRINTING}
 
 
 def build_model():
@@ -51,14 +51,6 @@ def data(batch_size=8):
 evaluate_data = data
 """
 SIZES = ["--gpus", "2", "--device", "cpu", "--batch-size", "8", "--microbatch-sizes", "2", "--num-microbatches", "4"]
-
-
-@pytest.fixture
-def commands(tmp_path):
-    (tmp_path / "model.py").write_text(PRINTING)
-    started = Commands(tmp_path)
-    yield started
-    started.end()
 
 
 @pytest.mark.timeout(600)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,13 +66,6 @@ def written(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    runner = Commands(tmp_path)
-    yield runner
-    runner.end()
 
 
 def run(*words: str) -> Result:

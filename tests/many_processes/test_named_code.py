@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.commands import AUTOPIPE, MODEL
+from support.commands import MODEL, Commands
 
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact
@@ -37,8 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model.py, a run of it and its work directory."""
     folder = tmp_path_factory.mktemp("sent")
     (folder / "model.py").write_text(MODEL % {"steps": 20, "bad": -1, "nan": -1})
-    words = [AUTOPIPE, *TRAIN.split(), "--steps", "2", "--run-dir", "run"]
-    subprocess.run(words, cwd=folder, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with Commands(folder) as commands:
+        commands.run(*TRAIN.split(), "--steps", "2", "--run-dir", "run")
     return folder
 
 
@@ -156,8 +153,8 @@ def test_a_changed_stage_file_of_the_work_directory_is_written_again(sent: Path)
     stage = sent / ".autopipe" / "stages" / "stage_0.py"
     before = stage.read_text()
     stage.write_text(before + f"\nimport pathlib\npathlib.Path({str(sent)!r}, 'PWNED').touch()\n")
-    words = [AUTOPIPE, *TRAIN.split(), "--steps", "1"]
-    subprocess.run(words, cwd=sent, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with Commands(sent) as commands:
+        commands.run(*TRAIN.split(), "--steps", "1")
     assert stage.read_text() == before
     assert not (sent / "PWNED").exists()
 
@@ -197,20 +194,12 @@ def test_plain_of_a_run_names_no_option_that_it_lacks(sent: Path) -> None:
 def test_a_run_of_another_account_is_used_with_the_model_named(
     sent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "other"), "OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     shutil.rmtree(sent / "run" / "stages")  # not needed: they are written from the model that is named
-
-    def command(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [AUTOPIPE, *words], cwd=sent, env=environment, capture_output=True, text=True, check=False
-        )
-
-    refused = command("eval", "run")
-    assert refused.returncode == 1
-    assert "not named that" in refused.stderr
-    named = command("eval", "run", "--target", "model.py", "--json")
-    assert named.returncode == 0, named.stderr
-    assert json.loads(named.stdout)["samples"] > 0
+    with Commands(sent) as commands:
+        _, err = commands.run("eval", "run", code=1)
+        assert "not named that" in err
+        assert commands.document("eval", "run", "--target", "model.py")["samples"] > 0
 
 
 def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import AUTOPIPE
+from support.commands import Commands
 from support.oracle import train as plain
 from support.oracle_order import Order
 
@@ -40,17 +39,18 @@ def data(batch_size=24):
         count = batch_size - 1 if step % 3 == 2 else batch_size
         yield torch.randn(count, 16, generator=g), torch.randint(0, 5, (count,), generator=g)
 """
+FILES = {"net.py": MODEL}
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, "auto"), (3, "auto"), (2, "never")])
-def test_a_clipped_run_leaves_the_oracles_weights(ranks: int, replicas: str, tmp_path: Path) -> None:
+def test_a_clipped_run_leaves_the_oracles_weights(
+    ranks: int, replicas: str, commands: Commands, tmp_path: Path
+) -> None:
     # the order of the model's parameters, in which the norm is added up, was lost on the way to the processes
-    (tmp_path / "net.py").write_text(MODEL)
     words = ["train", "net.py", "--gpus", str(ranks), "--replicas", replicas, "--schedule", "1f1b", "--device", "cpu"]
     words += ["--batch-size", "24", "--num-microbatches", "6", "--microbatch-sizes", "4", "--clip-grad-norm", "0.5"]
-    done = run(tmp_path, *words, "--steps", "6", "--run-dir", "run", "--json")
-    losses = json.loads(done)["losses"]
-    run(tmp_path, "export", "run", "-o", "out.safetensors")
+    losses = commands.document(*words, "--steps", "6", "--run-dir", "run")["losses"]
+    commands.run("export", "run", "-o", "out.safetensors")
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     counts = [len(stage["ranks"]) for stage in plan["stages"]]
     assert (max(counts) > 1) == (replicas == "auto")
@@ -70,9 +70,3 @@ def namespace() -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(MODEL, names)
     return names
-
-
-def run(folder: Path, *words: str) -> str:
-    done = subprocess.run([AUTOPIPE, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

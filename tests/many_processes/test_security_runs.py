@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.commands import Commands
 
 MODEL = """
 import torch
@@ -154,13 +155,10 @@ def test_no_name_is_read_by_a_shell(tmp_path: Path) -> None:
     model.write_text(MODEL.format(batches=3))
     work, out = str(folder / "wo rk$(touch pwned)"), str(folder / "out$(touch pwned) \n.safetensors")
 
+    commands = Commands(folder)
+
     def run(*arguments: str, code: int = 0) -> Any:
-        done = subprocess.run(
-            [COMMAND, *arguments, "--work-dir", work, "--json"], cwd=folder, capture_output=True, text=True, timeout=100
-        )
-        assert done.returncode == code, done.stderr
-        assert "Traceback" not in done.stderr
-        return json.loads(done.stdout)
+        return commands.document(*arguments, "--work-dir", work, code=code)
 
     target = f"{model}:build_model"
     run("profile", target, "--device", "cpu", "--microbatch-sizes", "2", "--arg", "token=$(touch pwned)")
@@ -176,4 +174,5 @@ def test_no_name_is_read_by_a_shell(tmp_path: Path) -> None:
     run("train", "--steps", "2", "--run-dir", f"{folder}/$(touch pwned)'\"")
     run("train", "$(touch pwned).py", "--gpus", "2", code=1)
     run("train", target, "--loss", "$(touch pwned):x", code=1)
+    commands.end()
     assert not list(tmp_path.rglob("pwned"))

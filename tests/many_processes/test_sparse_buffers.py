@@ -13,13 +13,13 @@ from support.sparse_models import MODEL
 
 from autopipe import sparse
 
+FILES = {"net.py": MODEL}
 SIZES = ["--gpus", "3", "--device", "cpu", "--batch-size", "8", "--microbatch-sizes", "2", "--num-microbatches", "4"]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_buffers_go_through_every_command(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(MODEL)
     checked = commands.document("check", "net.py", *SIZES, "--replicas", "never")
     assert checked["bitwise"] and {"mixing", "shift"} <= {entry["name"] for entry in checked["parameters"]}
     words = ["train", "net.py", *SIZES, "--replicas", "never", "--run-dir", "run"]

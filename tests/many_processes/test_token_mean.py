@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,8 @@ MODEL = """
 import torch
 import torch.nn.functional as F
 from torch import nn
+FILES = {"model.py": MODEL}
+
 
 def build_model():
     return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16))
@@ -38,14 +39,6 @@ def evaluate_data(batch_size=8):
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path):
-    (tmp_path / "model.py").write_text(MODEL)
-    runner = Commands(tmp_path)
-    yield runner
-    runner.end()
-
-
 def test_a_token_mean_is_that_of_the_whole_batch(commands: Commands, tmp_path: Path, monkeypatch) -> None:
     words = ["model.py", "--gpus", "2", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
     report = commands.document("check", *words, "--full-batch")
@@ -57,12 +50,8 @@ def test_a_token_mean_is_that_of_the_whole_batch(commands: Commands, tmp_path: P
     commands.run("train", *words, "--steps", "6", "--run-dir", "run")
     commands.run("export", "run", "-o", "out.safetensors")
     evaluated = commands.document("eval", "run")
-    assert commands.document("plain", "run", "-o", "loop.py")["steps"] == 6
-    done = subprocess.run(
-        [sys.executable, "loop.py", "out.safetensors"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("5 of 5 tensors are equal, bit for bit\n")
+    printed = commands.plain_loop("out.safetensors", steps=6)
+    assert printed.endswith("5 of 5 tensors are equal, bit for bit\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "model", raising=False)
     import model as users

@@ -11,9 +11,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
+
+from .warm import AUTOPIPE, run_warm
 
 MODEL = """
 import torch
@@ -47,7 +49,6 @@ def data(batch_size=8):
 
 evaluate_data = data
 """
-AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 
 
 def write_model(folder: Path, *, steps: int = 1_000_000, bad: int = -1, nan: int = -1) -> None:
@@ -82,26 +83,46 @@ class Commands:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
+            env=self._environment(),
         )
         self.started.append(process)
         return process
 
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+
     def run(self, *arguments: str, code: int = 0, seconds: float = 120) -> tuple[str, str]:
         """Return what a command prints, to stdout and stderr, having ended with ``code``."""
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=seconds)
-        assert process.returncode == code, (process.returncode, out, err)
+        ended, out, err = run_warm(arguments, self.folder, self._environment(), self.temporary, seconds)
+        assert ended == code, (ended, out, err)
         assert "Traceback" not in err
         return out, err
 
-    def document(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        """Return what a command prints with --json."""
-        found: dict[str, Any] = json.loads(self.run(*arguments, "--json", code=code)[0], parse_constant=_refused)
-        return found
+    def document(self, *arguments: str, code: int = 0, seconds: float = 120) -> dict[str, Any]:
+        """Return the JSON document of a command."""
+        out, _ = self.run(*arguments, "--json", code=code, seconds=seconds)
+        document: dict[str, Any] = json.loads(out, parse_constant=_refused)
+        return document
+
+    def plain_loop(self, *arguments: str, steps: int) -> str:
+        """Start the plain loop of ``run``, which has so many steps, in a fresh interpreter; return its output."""
+        if not (self.folder / "loop.py").exists():
+            assert self.document("plain", "run", "-o", "loop.py")["steps"] == steps
+        command = [sys.executable, "loop.py", *arguments]
+        done = subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, timeout=120, env=self._environment(), check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     def end(self) -> None:
-        """Leave nothing."""
+        """End every process, and remove the temporary files."""
         for process in self.started:
             for child in descendants(process.pid):
                 child.kill()

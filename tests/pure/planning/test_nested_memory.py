@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from pure.planning.test_pipedream import GOLDEN, golden_rows, random_layers
+from support.commands import Commands
 
 from autopipe.planning.pipedream import model as pipedream_model
 from autopipe.planning.pipedream.file_format import LayerGraph
@@ -110,11 +108,10 @@ def by_command(row: dict[str, str], folder: Path) -> dict:
     for number, (count, bandwidth) in enumerate(levels):
         text += f'[[level]]\nname = "level{number}"\ncount = {count}\nbandwidth = "{bandwidth}GB/s"\nlatency = "0us"\n'
     (folder / "cluster.toml").write_text(text)
-    words = ["plan", "--from-pipedream", str(GOLDEN / row["profile"]), "--cost-model", "pipedream", "--json"]
+    words = ["plan", "--from-pipedream", str(GOLDEN / row["profile"]), "--cost-model", "pipedream"]
     words += ["--cluster", "cluster.toml", "--replicas", "never" if straight(row) else "auto"]
-    command = str(Path(sys.executable).with_name("autopipe"))
-    done = subprocess.run([command, *words], cwd=folder, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    with Commands(folder) as commands:
+        return commands.document(*words)
 
 
 def straight(row: dict[str, str]) -> bool:

@@ -28,15 +28,15 @@ from typing import Any
 
 import psutil
 import torch
-from chaos_case import MOST_SECONDS, STEPS, STOPS, TO_RANKS, WATCHDOG, Case
-from chaos_scene import LONGEST_SECONDS, Scene, moment
-from chaos_strike import TooLate, await_moment, prepare, repair, strike
 
 from autopipe.commands.exporting import export
 from autopipe.commands.settings import ExportSettings
 from autopipe.errors import AutopipeError
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import intact
+from support.chaos.case import MOST_SECONDS, STEPS, STOPS, TO_RANKS, WATCHDOG, Case
+from support.chaos.scene import LONGEST_SECONDS, Scene, moment
+from support.chaos.strike import TooLate, await_moment, prepare, repair, strike
 
 PROPERTIES = ("time", "code", "message", "blame", "processes", "lock", "checkpoints", "goes on", "tidy", "weights")
 STOPPED = 75

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_case import MOST_SECONDS, WATCHDOG, Case
-from chaos_judge import PROPERTIES, Outcome, happens, prepared, weights
-from chaos_scene import Scene, can_mount
 
-sys.path += [str(Path(__file__).parents[1] / "hosts")]
-from two_hosts import two_hosts, why_not
+from support.chaos.case import MOST_SECONDS, WATCHDOG, Case
+from support.chaos.judge import PROPERTIES, Outcome, happens, prepared, weights
+from support.chaos.scene import Scene, can_mount
+from support.hosts.two_hosts import two_hosts, why_not
 
 RESULT = Path("benchmarks/results/chaos.md")
 

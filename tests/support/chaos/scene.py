@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_case import MODEL, STEPS, WATCHDOG, Case
+
+from support.chaos.case import MODEL, STEPS, WATCHDOG, Case
 
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 MARKER = "AUTOPIPE_CHAOS"

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from chaos_case import STOPS, TO_RANKS
-from chaos_scene import Scene, moment
+
+from support.chaos.case import STOPS, TO_RANKS
+from support.chaos.scene import Scene, moment
 
 JUMPS = (-7200.0, 7200.0)
 _FULL_BYTES = "3m"

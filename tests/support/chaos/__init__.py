@@ -1,0 +1,1 @@
+"""Single faults at random to whole runs, and the judgement of what followed: ``make chaos``."""
