@@ -245,3 +245,77 @@ def brute_force_straight(profile, cluster, num_ranks, m, size, needs_all, recomp
             worst = max(worst, options[0] if options else math.inf)
         best = min(best, worst)
     return best
+
+
+GIB = 2**30
+
+
+def chain(num_layers=4, *, saved=GIB, weight=GIB // 4, output=GIB // 16):
+    """Return a profile of equal layers: each saves and holds this many bytes per sample."""
+    nodes = tuple(
+        Node(
+            f"layer{k}",
+            "call_function",
+            "f",
+            (f"layer{k - 1}",) if k else ("x",),
+            TensorSpec(("s0", output // 4), "float32", True),
+            parameters=(f"layer{k}.weight",),
+        )
+        for k in range(num_layers)
+    )
+    graph = Graph(
+        "chain.py",
+        (Input("x", TensorSpec(("s0",), "float32")),),
+        (Symbol("s0", "x", 0, 2),),
+        nodes,
+        (nodes[-1].name,),
+        {f"layer{k}.weight": TensorSpec((weight // 4,), "float32", True) for k in range(num_layers)},
+        {},
+        {},
+    )
+    measurements = tuple(
+        Measurement(b, {node.name: NodeCost(0.01 * b, 0.02 * b, output * b, saved * b) for node in nodes})
+        for b in (1, 2, 4, 8)
+    )
+    return Profile(
+        WorkloadSpec("chain.py", arguments={}, hooks={}, inputs=(), seed=0),
+        graph,
+        Device("cpu", "cpu", 0),
+        measurements,
+    )
+
+
+def machine(num_ranks, memory_gib=0.0):
+    return Cluster((Level("host", num_ranks, 1e10, 0.0),), (ClusterDevice("V100", int(memory_gib * GIB)),), "test")
+
+
+def by_name(result):
+    return {contender.name: contender for contender in result.contenders}
+
+
+def even_profile(num_layers=8, seconds=1e-3, *, skips=False):
+    """Return layers that cost the same, a thousand floats a sample between them. ``skips``: each reads two earlier."""
+    nodes = tuple(
+        Node(
+            f"n{i}",
+            "call_function",
+            "f",
+            tuple(f"n{k}" for k in range(max(i - 1 - skips, 0), i)) or ("x",),
+            TensorSpec(("s0", 1000), "float32", True),
+            parameters=(f"layers.{i}.weight",),
+        )
+        for i in range(num_layers)
+    )
+    graph = Graph(
+        name="even",
+        inputs=(Input("x", TensorSpec(("s0", 3), "float32")),),
+        symbols=(Symbol("s0", "x", 0, 4),),
+        nodes=nodes,
+        outputs=(nodes[-1].name,),
+        parameters={f"layers.{i}.weight": TensorSpec((1000,), "float32", True) for i in range(num_layers)},
+        buffers={},
+        aliases={},
+    )
+    costs = {node.name: NodeCost(seconds, 2 * seconds, 0, 0, 0) for node in nodes}
+    workload = WorkloadSpec("model.py", arguments={}, hooks={}, inputs=(), seed=0)
+    return Profile(workload, graph, Device("cpu", "test", 0), (Measurement(4, costs),), 1e-9, 1.0)

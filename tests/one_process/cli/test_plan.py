@@ -6,21 +6,18 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.stored_profiles import HERE, MIB, stored_profile
 
 from autopipe.cli.main import autopipe
 from autopipe.commands import steps
 from autopipe.commands.store import PlanRecord
 from autopipe.ir import artifact
 from autopipe.ir.cluster import Links
-from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.plan import Plan
-from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile, WorkloadSpec
+from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import baselines
 
-MIB = 2**20
-LAYERS = 8
-HERE = ("--gpu-memory", "8GiB", "--link", "10GB/s")
 PIPEDREAM = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.0
 node2 -- Conv2d(3, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=4000000.0, parameter_size=4000.0
 node3 -- Conv2d(64, 64) -- forward_compute_time=30.000, backward_compute_time=60.000, activation_size=40000.0, parameter_size=4000.0
@@ -29,33 +26,6 @@ node4 -- Linear(4096) -- forward_compute_time=10.000, backward_compute_time=20.0
 \tnode2 -- node3
 \tnode3 -- node4
 """  # noqa: E501 - the format has one line a layer
-
-
-def stored_profile():
-    """Eight equal layers, 10 ms forward and 20 ms backward a sample; of a file that is not there."""
-    names = [f"layer{k}" for k in range(LAYERS)]
-    nodes = tuple(
-        Node(
-            name,
-            "call_function",
-            "f",
-            (names[k - 1],) if k else ("x",),
-            TensorSpec(("s0", 1024), "float32", True),
-            parameters=(f"{name}.weight",),
-        )
-        for k, name in enumerate(names)
-    )
-    weights = {f"{name}.weight": TensorSpec((MIB // 4,), "float32", True) for name in names}
-    symbols = (Symbol("s0", "x", 0, 2),)
-    graph = Graph(
-        "gone.py", (Input("x", TensorSpec(("s0",), "float32")),), symbols, nodes, (names[-1],), weights, {}, {}
-    )
-    costs = {b: {name: NodeCost(0.01 * b, 0.02 * b, 4096 * b, MIB * b) for name in names} for b in (1, 2, 4)}
-    measured = tuple(Measurement(b, costs[b]) for b in costs)
-    device = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
-    return Profile(
-        WorkloadSpec("gone.py", arguments={}, hooks={}, inputs=(), seed=0), graph, device, measured, batch_size=16
-    )
 
 
 @pytest.fixture

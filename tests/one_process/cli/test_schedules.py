@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from one_process.cli.test_plan import HERE, stored_profile
 from support.pipelines import SAMPLES
+from support.stored_profiles import HERE, stored_profile
 
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact

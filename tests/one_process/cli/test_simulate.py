@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from one_process.cli.test_plan import stored_profile
+from support.stored_profiles import stored_profile
 
 from autopipe.cli.main import autopipe
 from autopipe.ir import artifact

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.opaque_cases import write
-from support.pipelines import Captured, build, captured, captured_file, plan_for
+from support.pipelines import build, captured, captured_file, plan_for
+from support.plain_scripts import compared, is_equal
 
 from autopipe.commands.plain.plain import Subject, written
 from autopipe.commands.plain.script import script
@@ -74,39 +73,6 @@ LOSSES = {
     "two terms": f"F.cross_entropy({_FLAT}, reduction='sum') / (target >= 0).sum().clamp(min=1) + output.pow(2).mean()",
     "samples": "F.mse_loss(output.mean(-1), target.float())",
 }
-
-
-def run(loop: Path, *arguments: str) -> str:
-    """Run a script where autopipe cannot be imported."""
-    words = f"import runpy, sys; sys.modules['autopipe'] = None; sys.argv = {[loop.name, *arguments]!r}"
-    code = f"{words}; runpy.run_path({loop.name!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=loop.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def compared(made: Captured, plan: Any, steps: int, folder: Path, **job: Any) -> str:
-    """Train in stages, write the script, run it, and return its last line."""
-    pipeline = build(made, plan, folder / "run", **job)
-    items = []
-    epoch, size = 0, plan.batch_size if made.workload.takes_batch_size else None
-    while len(items) < steps:
-        items += list(made.workload.items(size, epoch=epoch))[: steps - len(items)]
-        epoch += 1
-    weights = pipeline.weights(pipeline.train(items))
-    aliases = made.capture.graph.aliases
-    weights |= {other: weights[first] for other, first in aliases.items()}
-    save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, folder / "out.safetensors")
-    subject = Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, steps)
-    text, _ = written(subject)
-    assert not re.search(r"^\s*(import|from) autopipe", text, re.MULTILINE)
-    (folder / "loop.py").write_text(text)
-    return run(folder / "loop.py", "out.safetensors").splitlines()[-1]
-
-
-def is_equal(line: str) -> bool:
-    equal, _, total, *_ = line.split()
-    return equal == total and int(total) > 4
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])

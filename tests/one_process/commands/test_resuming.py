@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_process.runtime.state.test_checkpoint import save
+from support.checkpoints import save
 from torch import nn
 
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings

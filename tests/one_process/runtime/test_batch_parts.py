@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from one_process.commands.test_plain import compared, is_equal
 from support.oracle import load as imported
 from support.oracle import train as plain
 from support.pipelines import Captured, build, minibatches, plan_for, profile_of
+from support.plain_scripts import compared, is_equal
 from support.workload_cases import MODEL, fails
 
 from autopipe.errors import RunError

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from one_process.commands.test_plain import compared, is_equal
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
+from support.plain_scripts import compared, is_equal
 from support.workload_cases import MODEL, fails
 
 from autopipe.trace import capture

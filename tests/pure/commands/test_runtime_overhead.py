@@ -4,12 +4,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from support.planning_cases import even_profile
 
 from autopipe.commands.calibration.runtime_overhead import Record, fit_overhead
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level, RuntimeOverhead
-from autopipe.ir.graph import Graph, Input, Node, Symbol
-from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
-from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cost.predict import costs_of, predict, timeline_of
 
@@ -18,34 +16,6 @@ MINIBATCHES = 8
 
 def cluster(host):
     return Cluster((Level("host", 2, 1e9, 1e-4),), (ClusterDevice("cpu", 1 << 34),), "measured", host)
-
-
-def even_profile(num_layers=8, seconds=1e-3, *, skips=False):
-    """Return layers that cost the same, a thousand floats a sample between them. ``skips``: each reads two earlier."""
-    nodes = tuple(
-        Node(
-            f"n{i}",
-            "call_function",
-            "f",
-            tuple(f"n{k}" for k in range(max(i - 1 - skips, 0), i)) or ("x",),
-            TensorSpec(("s0", 1000), "float32", True),
-            parameters=(f"layers.{i}.weight",),
-        )
-        for i in range(num_layers)
-    )
-    graph = Graph(
-        name="even",
-        inputs=(Input("x", TensorSpec(("s0", 3), "float32")),),
-        symbols=(Symbol("s0", "x", 0, 4),),
-        nodes=nodes,
-        outputs=(nodes[-1].name,),
-        parameters={f"layers.{i}.weight": TensorSpec((1000,), "float32", True) for i in range(num_layers)},
-        buffers={},
-        aliases={},
-    )
-    costs = {node.name: NodeCost(seconds, 2 * seconds, 0, 0, 0) for node in nodes}
-    workload = WorkloadSpec("model.py", arguments={}, hooks={}, inputs=(), seed=0)
-    return Profile(workload, graph, Device("cpu", "test", 0), (Measurement(4, costs),), 1e-9, 1.0)
 
 
 def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):

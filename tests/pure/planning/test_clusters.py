@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from pure.planning.test_refusals import chain
+from support.planning_cases import chain
 
 from autopipe.commands.planning.request import request_of
 from autopipe.commands.settings import ClusterSettings, ModelSettings, PlanSettings, ProfileSettings

@@ -5,18 +5,13 @@ import itertools
 import random
 
 import pytest
-from pure.planning.test_refusals import chain, machine
-from support.planning_cases import cluster_of, profile_of, random_graph
+from support.planning_cases import by_name, chain, cluster_of, machine, profile_of, random_graph
 
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.planning import PlanOptions, comparison, explain, make_plan
 from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.search.alternatives import RankedScore, data_parallel_plan, runners_up
-
-
-def by_name(result):
-    return {contender.name: contender for contender in result.contenders}
 
 
 def test_the_four_contenders_are_what_they_are_called():

@@ -4,8 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from pure.planning.test_compare import by_name
-from pure.planning.test_refusals import chain
+from support.planning_cases import by_name, chain
 
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level

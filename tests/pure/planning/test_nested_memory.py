@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-from pure.planning.test_pipedream import GOLDEN, golden_rows, random_layers
 from support.commands import Commands
+from support.pipedream_cases import GOLDEN, golden_rows, random_layers
 
 from autopipe.planning.pipedream import model as pipedream_model
 from autopipe.planning.pipedream.file_format import LayerGraph

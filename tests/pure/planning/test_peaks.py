@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pure.commands.test_runtime_overhead import even_profile
+from support.planning_cases import even_profile
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level

@@ -1,30 +1,15 @@
 """PipeDream's profile format, its formulas against brute force, the published profiles against its optimizer."""
 
-# ruff: noqa: E501 - lines of the format are long
-
-import csv
 import itertools
 import math
 import random
-from pathlib import Path
 
 import pytest
+from support.pipedream_cases import GOLDEN, TEXT, cut_bytes, golden_rows, random_layers, stage_sums
 
 from autopipe.errors import PlanError
-from autopipe.planning.pipedream.file_format import LayerGraph, parse_pipedream, read_pipedream
+from autopipe.planning.pipedream.file_format import parse_pipedream, read_pipedream
 from autopipe.planning.pipedream.model import Machine, data_parallel_seconds, plan_layers
-
-GOLDEN = Path(__file__).resolve().parents[3].parent / "shared" / "golden" / "pipedream"
-
-TEXT = """\
-node2 -- Conv2d(3, 64, kernel_size=(3, 3)) -- forward_compute_time=1.500, backward_compute_time=2.500, activation_size=8.000, parameter_size=4.000
-\tnode1 -- node2
-node1 -- Input -- forward_compute_time=99.0, backward_compute_time=0.000, activation_size=5.0, parameter_size=0.000
-node3 -- LSTM(2, 3) -- forward_compute_time=1.0, backward_compute_time=1.0, activation_size=[6.0; 2.0; 1.0], parameter_size=2.0 -- stage_id=1
-    node2 -- node3
-node4 -- __getitem__(0) -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=6.0, parameter_size=0.0
-\tnode3 -- node4
-"""
 
 
 def test_the_reader_takes_lists_stage_ids_and_edges_indented_by_spaces_and_drops_inputs():
@@ -63,29 +48,6 @@ def test_a_missing_profile_and_a_cycle_are_refused(tmp_path):
         read_pipedream(tmp_path / "absent.txt")
     with pytest.raises(PlanError, match="cycle through 'node2'"):
         plan_layers(parse_pipedream(TEXT + "\tnode3 -- node2\n"), Machine((2,), (1e9,)))
-
-
-def random_layers(rng, count):
-    edges = {(rng.randrange(b), b) for b in range(1, count)}
-    edges |= {(a, b) for a, b in itertools.combinations(range(count), 2) if rng.random() < 0.15}
-    return LayerGraph(
-        tuple(f"node{i}" for i in range(count)),
-        ("layer",) * count,
-        tuple(rng.lognormvariate(0, 1) for _ in range(count)),
-        tuple(rng.lognormvariate(0.5, 1) for _ in range(count)),
-        tuple(rng.lognormvariate(0, 1.5) for _ in range(count)),
-        tuple(rng.lognormvariate(0, 2) for _ in range(count)),
-        tuple(sorted(edges)),
-    )
-
-
-def cut_bytes(graph, inside):
-    return sum(graph.activation_bytes[a] for a in inside if any(x == a and y not in inside for x, y in graph.edges))
-
-
-def stage_sums(graph, stage):
-    seconds = sum(graph.forward_seconds[i] + graph.backward_seconds[i] for i in stage)
-    return seconds, sum(graph.parameter_bytes[i] for i in stage), sum(graph.activation_bytes[i] for i in stage)
 
 
 def closed(graph, inside):
@@ -153,13 +115,6 @@ def test_two_levels_of_equal_links_are_never_worse_than_their_nested_formula_all
         assert two.cost_seconds <= data_parallel_seconds(graph, Machine((2, 2), (bandwidth * 4, bandwidth))) * (
             1 + 1e-9
         )
-
-
-def golden_rows():
-    if not (GOLDEN / "golden.csv").exists():
-        return []
-    with (GOLDEN / "golden.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def golden_plan(row):

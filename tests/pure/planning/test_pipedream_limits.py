@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from pure.planning.test_pipedream import cut_bytes, random_layers, stage_sums
+from support.pipedream_cases import cut_bytes, random_layers, stage_sums
 
 from autopipe.cli.main import autopipe
 from autopipe.errors import PlanError

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pure.planning.test_pipedream import GOLDEN, TEXT
+from support.pipedream_cases import GOLDEN, TEXT
 
 from autopipe.ir.cuts import Cuts
 from autopipe.planning import PlanOptions, make_plan, uniform_cluster

@@ -3,58 +3,15 @@
 import dataclasses
 
 import pytest
+from support.planning_cases import chain, machine
 
 from autopipe.errors import PlanError
-from autopipe.ir.cluster import Cluster, ClusterDevice, Level
-from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.plan import Stage
-from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.cost.memory import apart, at_least, gib
 from autopipe.planning.cost.ownership import check_every_parameter
 from autopipe.schedules import REGISTRY
-
-GIB = 2**30
-
-
-def chain(num_layers=4, *, saved=GIB, weight=GIB // 4, output=GIB // 16):
-    """Return a profile of equal layers: each saves and holds this many bytes per sample."""
-    nodes = tuple(
-        Node(
-            f"layer{k}",
-            "call_function",
-            "f",
-            (f"layer{k - 1}",) if k else ("x",),
-            TensorSpec(("s0", output // 4), "float32", True),
-            parameters=(f"layer{k}.weight",),
-        )
-        for k in range(num_layers)
-    )
-    graph = Graph(
-        "chain.py",
-        (Input("x", TensorSpec(("s0",), "float32")),),
-        (Symbol("s0", "x", 0, 2),),
-        nodes,
-        (nodes[-1].name,),
-        {f"layer{k}.weight": TensorSpec((weight // 4,), "float32", True) for k in range(num_layers)},
-        {},
-        {},
-    )
-    measurements = tuple(
-        Measurement(b, {node.name: NodeCost(0.01 * b, 0.02 * b, output * b, saved * b) for node in nodes})
-        for b in (1, 2, 4, 8)
-    )
-    return Profile(
-        WorkloadSpec("chain.py", arguments={}, hooks={}, inputs=(), seed=0),
-        graph,
-        Device("cpu", "cpu", 0),
-        measurements,
-    )
-
-
-def machine(num_ranks, memory_gib=0.0):
-    return Cluster((Level("host", num_ranks, 1e10, 0.0),), (ClusterDevice("V100", int(memory_gib * GIB)),), "test")
 
 
 def refusal(profile, cluster, options):

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from pure.planning.test_refusals import chain
+from support.planning_cases import chain
 
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from pure.planning.test_refusals import chain, machine
+from support.planning_cases import chain, machine
 
 from autopipe.commands.planning import choose, scaling
 from autopipe.commands.planning.choose import choose_plan, later, search

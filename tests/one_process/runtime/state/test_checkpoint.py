@@ -9,31 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import save
 
 from autopipe.errors import ArtifactError
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint, intact
 from autopipe.runtime.checkpoint.directory import (
     clear_unfinished,
     directory_of,
-    finish,
     set_aside,
     steps,
     unfinished,
     write_stage,
 )
-from autopipe.runtime.checkpoint.manifest import Manifest, StageState
+from autopipe.runtime.checkpoint.manifest import StageState
 from autopipe.runtime.checkpoint.snapshot import Snapshot
-
-
-def save(folder: Path, step: int, keep: int = 0) -> Path:
-    temporary = unfinished(folder, step, "p")
-    for stage in range(2):
-        tensors = {
-            f"model.w{stage}": torch.full((3,), float(step + stage)),
-            f"optimizer.w{stage}.step": torch.tensor(step),
-        }
-        write_stage(temporary, stage, 2, Snapshot.of(tensors), StageState((f"w{stage}",)))
-    return finish(folder, temporary, 2, Manifest(step, 0, step, 0, "g", "p", ()), keep)
 
 
 def edit_manifest(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.pipelines import Captured, Pipeline, build, captured_file, minibatches, plan_for
+from support.pipelines import Captured, build, captured_file, minibatches, plan_for
 from support.resume_cases import CASES, FILE, REFUSED, SAME_STAGES
+from support.resumed import assert_equal, train, with_hooks
 
 from autopipe.errors import ModelFileError, RunError
 from autopipe.runtime.training_state.trial import prove_restorable
-from autopipe.runtime.transport.threads import run_in_threads
-from autopipe.workload import LoadOptions, load_workload
 
 STEPS, STAGES = 8, 3
 
@@ -25,22 +23,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Captured:
     path = tmp_path_factory.mktemp("net") / "net.py"
     path.write_text(FILE)
     return captured_file(path, (), 8)
-
-
-def with_hooks(network: Captured, text: str, folder: Path) -> Captured:
-    """Return the same network with other hooks: what is captured does not depend on them."""
-    path = folder / "net.py"
-    path.write_text(FILE + text)
-    workload = load_workload(LoadOptions(str(path)))
-    return Captured(workload, network.capture, replace(network.profile, workload=workload.spec))
-
-
-def train(pipeline: Pipeline, items: list[object], steps: int) -> dict[str, torch.Tensor]:
-    job = replace(pipeline.job, steps=steps)
-    sessions = run_in_threads(
-        pipeline.run, job, pipeline.context, lambda session: session.train(), items=lambda epoch: iter(items)
-    )
-    return pipeline.weights(sessions)
 
 
 def stopped_and_resumed(
@@ -58,10 +40,6 @@ def stopped_and_resumed(
 def uninterrupted(captured: Captured, folder: Path, schedule: str = "1f1b") -> dict[str, torch.Tensor]:
     plan = plan_for(captured, STAGES, schedule, 2, 8)
     return train(build(captured, plan, folder / "whole"), minibatches(captured.workload, STEPS, 8), STEPS)
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

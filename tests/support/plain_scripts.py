@@ -1,0 +1,47 @@
+"""Plain loops as scripts, compared with the weights of the stages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from autopipe.commands.plain.plain import Subject, written
+from support.pipelines import Captured, build
+
+
+def run(loop: Path, *arguments: str) -> str:
+    """Run a script where autopipe cannot be imported."""
+    words = f"import runpy, sys; sys.modules['autopipe'] = None; sys.argv = {[loop.name, *arguments]!r}"
+    code = f"{words}; runpy.run_path({loop.name!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=loop.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def compared(made: Captured, plan: Any, steps: int, folder: Path, **job: Any) -> str:
+    """Train in stages, write the script, run it, and return its last line."""
+    pipeline = build(made, plan, folder / "run", **job)
+    items = []
+    epoch, size = 0, plan.batch_size if made.workload.takes_batch_size else None
+    while len(items) < steps:
+        items += list(made.workload.items(size, epoch=epoch))[: steps - len(items)]
+        epoch += 1
+    weights = pipeline.weights(pipeline.train(items))
+    aliases = made.capture.graph.aliases
+    weights |= {other: weights[first] for other, first in aliases.items()}
+    save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, folder / "out.safetensors")
+    subject = Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, steps)
+    text, _ = written(subject)
+    assert not re.search(r"^\s*(import|from) autopipe", text, re.MULTILINE)
+    (folder / "loop.py").write_text(text)
+    return run(folder / "loop.py", "out.safetensors").splitlines()[-1]
+
+
+def is_equal(line: str) -> bool:
+    equal, _, total, *_ = line.split()
+    return equal == total and int(total) > 4

@@ -1,0 +1,33 @@
+"""Pipelines that stop and resume, and the comparison of their weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from autopipe.runtime.transport.threads import run_in_threads
+from autopipe.workload import LoadOptions, load_workload
+from support.pipelines import Captured, Pipeline
+from support.resume_cases import FILE
+
+
+def with_hooks(network: Captured, text: str, folder: Path) -> Captured:
+    """Return the same network with other hooks: what is captured does not depend on them."""
+    path = folder / "net.py"
+    path.write_text(FILE + text)
+    workload = load_workload(LoadOptions(str(path)))
+    return Captured(workload, network.capture, replace(network.profile, workload=workload.spec))
+
+
+def train(pipeline: Pipeline, items: list[object], steps: int) -> dict[str, torch.Tensor]:
+    job = replace(pipeline.job, steps=steps)
+    sessions = run_in_threads(
+        pipeline.run, job, pipeline.context, lambda session: session.train(), items=lambda epoch: iter(items)
+    )
+    return pipeline.weights(sessions)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
