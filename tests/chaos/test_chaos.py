@@ -60,8 +60,8 @@ def test_the_report_names_what_did_not_hold() -> None:
     from support.chaos.judge import Outcome
 
     bad, good = Outcome(replace(BASE, seed=7)), Outcome(BASE)
-    bad.judge("blame", held=False, why="rank 0")
-    good.judge("blame", held=True)
+    bad.judge("blame", passed=False, why="rank 0")
+    good.judge("blame", passed=True)
     assert "| blame | 1 | 2 |" in table([bad, good])
     assert any(line.startswith("| 7 |") and "**blame**" in line for line in table([bad, good]))
     assert "1 of 2 as they should be" in written([bad, good], [], [], 1.0)

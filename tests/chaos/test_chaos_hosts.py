@@ -19,8 +19,8 @@ CASES = [BASE, replace(BASE, kind="link", moment="step", whom=1), replace(BASE, 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with two_hosts(tmp_path_factory.mktemp("hosts") / "ssh") as made:
-        yield made
+    with two_hosts(tmp_path_factory.mktemp("hosts") / "ssh") as two:
+        yield two
 
 
 @pytest.fixture(scope="module")

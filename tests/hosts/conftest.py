@@ -10,5 +10,5 @@ from support.hosts.two_hosts import Hosts, two_hosts
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts") / "ssh") as made:
-        yield made
+    with two_hosts(tmp_path_factory.mktemp("hosts") / "ssh") as two:
+        yield two

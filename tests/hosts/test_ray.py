@@ -20,9 +20,9 @@ with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="r
 
 
 def test_each_rank_gets_torchruns_variables_by_its_node() -> None:
-    found = [read_identity(variables) for variables in contracts(["a", "a", "b"], "10.0.0.1", 4321)]
-    assert [(m.rank, m.local_rank, m.local_world_size) for m in found] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
-    assert {(m.world_size, m.address, m.port) for m in found} == {(3, "10.0.0.1", 4321)}
+    results = [read_identity(variables) for variables in contracts(["a", "a", "b"], "10.0.0.1", 4321)]
+    assert [(m.rank, m.local_rank, m.local_world_size) for m in results] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
+    assert {(m.world_size, m.address, m.port) for m in results} == {(3, "10.0.0.1", 4321)}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

@@ -30,8 +30,8 @@ ALLOCATED = ("salloc", "--quiet", "--nodes=2", "--ntasks=2", "--ntasks-per-node=
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     folder = tmp_path_factory.mktemp("slurm")
-    with slurm(folder) as made:
-        yield made
+    with slurm(folder) as running:
+        yield running
     assert left(folder) == []
 
 
@@ -44,8 +44,8 @@ def test_srun_in_an_allocation_trains_to_the_same_bytes(cluster: Slurm, folder: 
     command = (*ALLOCATED, *AUTOPIPE, "train", "--launcher", "slurm", "--steps", STEPS, "--run-dir", "srun", "--json")
     done = cluster.run(*command, cwd=folder, seconds=200)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["ranks"], found["steps"]) == (2, int(STEPS))
+    document = json.loads(done.stdout)
+    assert (document["ranks"], document["steps"]) == (2, int(STEPS))
     assert weights(folder / "srun") == weights(folder / "local")
 
 
@@ -65,7 +65,7 @@ def test_a_batch_job_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> N
 def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_bytes(
     cluster: Slurm, folder: Path
 ) -> None:
-    # other data is another profile: the plan is made anew, for the same microbatches
+    # other data is another profile: the plan is made again, for the same microbatches
     options = ("--slurm-option", "nodes=2", "--data", "slow.py:data", *OPTIONS, "--steps", STEPS, "--run-dir", "again")
     (folder / "slow.py").write_text(SLOW)
     done = cluster.run(*AUTOPIPE, "train", "model.py", *options, "--json", cwd=folder)
@@ -111,12 +111,12 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, w
     finally:
         process.kill()
         process.communicate()
-    said = one_line(err)
+    text = one_line(err)
     # srun's own code is the highest of its tasks'
     assert process.returncode == (3 if what == "rank" else 128 + 9), err
-    assert "task 0: Exited with exit code 3" in said
-    assert "rank 1" in said
-    assert ("killed by SIGKILL" if what == "rank" else "its process on") in said
+    assert "task 0: Exited with exit code 3" in text
+    assert "rank 1" in text
+    assert ("killed by SIGKILL" if what == "rank" else "its process on") in text
     assert "Traceback" not in err
     assert "a bug in autopipe" not in err
     assert gone(started.values(), 5)

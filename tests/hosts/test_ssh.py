@@ -141,22 +141,22 @@ def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, 
 
 def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, train) -> None:
     process = train()
-    for index in (0, 1):  # the ranks meet at one address, and nothing of a run listens for everybody
+    for index in (0, 1):  # the ranks meet at one address, and no process of a run listens on every interface
         assert hosts.listening(index) <= {"127.0.0.1", hosts.address(index)}
     hosts.ranks(1)[3].kill()
-    said = ended(process, 5)
+    text = ended(process, 5)
     assert process.returncode == 3
-    assert "killed by SIGKILL" in said
-    assert re.search(r"rank 3 on h1, stage 3( \(.+?\))?, instruction", said)
+    assert "killed by SIGKILL" in text
+    assert re.search(r"rank 3 on h1, stage 3( \(.+?\))?, instruction", text)
     assert_nothing_runs(hosts, 5)
 
 
 def test_a_killed_agent_is_named_and_its_ranks_go_with_it(hosts: Hosts, train) -> None:
     process = train()
     hosts.agent(1).kill()
-    said = ended(process, 8)
+    text = ended(process, 8)
     assert process.returncode == 3
-    assert "the agent on h1 is gone" in said
+    assert "the agent on h1 is gone" in text
     assert_nothing_runs(hosts, 5)
 
 
@@ -165,9 +165,9 @@ def test_a_killed_ssh_client_is_a_lost_host(hosts: Hosts, train) -> None:
     clients = [p for p in hosts.processes(0) if p.name() == "ssh" and "h1" in words(p)]
     assert len(clients) == 1
     clients[0].kill()
-    said = ended(process, 8)
+    text = ended(process, 8)
     assert process.returncode == 3
-    assert "h1" in said
+    assert "h1" in text
     assert_nothing_runs(hosts, 5)
 
 
@@ -175,10 +175,10 @@ def test_a_cut_cable_is_noticed_and_the_lonely_host_ends_itself(hosts: Hosts, tr
     process = train()
     hosts.link(1, "down")
     try:
-        said = ended(process, 15)
+        text = ended(process, 15)
         assert process.returncode == 3
-        assert "h1" in said and ("does not answer" in said or "ssh to h1 failed" in said), said
-        assert_nothing_runs(hosts, 25)  # the link is still down: nobody told them
+        assert "h1" in text and ("does not answer" in text or "ssh to h1 failed" in text), text
+        assert_nothing_runs(hosts, 25)  # the link is still down: no message reached them
     finally:
         hosts.link(1, "up")
 
@@ -186,8 +186,8 @@ def test_a_cut_cable_is_noticed_and_the_lonely_host_ends_itself(hosts: Hosts, tr
 def test_a_killed_coordinator_leaves_no_orphan_on_any_host(hosts: Hosts, train) -> None:
     process = train()
     coordinators = [p for p in hosts.processes(0) if "train" in words(p) and p.name().startswith("autopipe")]
-    for found in coordinators or [psutil.Process(process.pid)]:
-        found.kill()
+    for coordinator in coordinators or [psutil.Process(process.pid)]:
+        coordinator.kill()
     process.communicate(timeout=10)
     assert_nothing_runs(hosts, 5)
 
@@ -231,9 +231,9 @@ def test_the_hosts_that_are_left_go_on_to_the_same_weights(
         if fault == "agent":
             assert not hosts.ranks(1)
         process.send_signal(signal.SIGTERM)
-        said = ended(process, 30)
+        text = ended(process, 30)
         assert process.returncode == 75
-        assert "restart 1 of 1, from the checkpoint of step" in said and "on 2 ranks" in said
+        assert "restart 1 of 1, from the checkpoint of step" in text and "on 2 ranks" in text
         assert_nothing_runs(hosts, 5 if fault == "agent" else 25)
     finally:
         hosts.link(1, "up")

@@ -94,12 +94,12 @@ def test_both_hosts_name_the_rank_that_was_killed(agents: Callable[..., Agents],
     started[killed].kill()
     for process in both:
         _, err = process.communicate(timeout=40)
-        said = one_line(err)
+        text = one_line(err)
         assert process.returncode != 0
-        assert f"rank {killed}" in said
-        assert "killed by SIGKILL" in said
-        assert "Connection closed by peer" not in said
-        assert "a bug in autopipe" not in said
+        assert f"rank {killed}" in text
+        assert "killed by SIGKILL" in text
+        assert "Connection closed by peer" not in text
+        assert "a bug in autopipe" not in text
     assert gone(started.values(), 5)
 
 
@@ -136,10 +136,10 @@ def test_a_rank_that_hangs_on_the_other_host_is_named_by_both(agents: Callable[.
     started = ranks(run)
     started[1].suspend()
     for process in both:
-        said = one_line(process.communicate(timeout=60)[1])
-        assert "no rank has moved for" in said
-        assert "at: rank 1" in said
-        assert "stopped by a signal" in said
+        text = one_line(process.communicate(timeout=60)[1])
+        assert "no rank has moved for" in text
+        assert "at: rank 1" in text
+        assert "stopped by a signal" in text
     assert gone(started.values(), 5)
 
 

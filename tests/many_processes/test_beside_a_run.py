@@ -34,10 +34,10 @@ def test_a_run_goes_on_though_something_else_was_planned_there_meanwhile(
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    found = json.loads(out)
-    assert [restart["ranks"] for restart in found["restarts"]] == [ranks]
+    document = json.loads(out)
+    assert [restart["ranks"] for restart in document["restarts"]] == [ranks]
     assert {path: path.read_bytes() for path in work.rglob("*") if path.is_file() and path.name != "lock"} == before
-    commands.run(*training(3, steps=found["step"], run="whole"))
+    commands.run(*training(3, steps=document["step"], run="whole"))
     for run in ("run", "whole"):
         export(ExportSettings(tmp_path / f"{run}.pt", run=tmp_path / run))
     ours, expected = (torch.load(tmp_path / f"{run}.pt") for run in ("run", "whole"))

@@ -54,9 +54,9 @@ def run(*args):
 
 
 def document(*args):
-    found = json.loads(run(*args, "--json").stdout)
-    assert found["schema_version"] == 1
-    return found
+    answer = json.loads(run(*args, "--json").stdout)
+    assert answer["schema_version"] == 1
+    return answer
 
 
 @pytest.fixture(scope="module")
@@ -83,37 +83,37 @@ def folder(planned, tmp_path, monkeypatch):
 
 
 def test_profile_writes_its_file_and_says_what_it_measured(folder):
-    found = document("profile", "net.py", "--device", "cpu", "--microbatch-sizes", "2")
-    assert [m["microbatch_size"] for m in found["measurements"]] == [2]
-    assert found["nodes"] > 8
-    assert found["parameters"] == 4 * (4 * (16 * 16 + 16) + 3 * 16 + 3)
+    answer = document("profile", "net.py", "--device", "cpu", "--microbatch-sizes", "2")
+    assert [m["microbatch_size"] for m in answer["measurements"]] == [2]
+    assert answer["nodes"] > 8
+    assert answer["parameters"] == 4 * (4 * (16 * 16 + 16) + 3 * 16 + 3)
     assert Path(".autopipe/profile.json").is_file()
 
 
 def test_plan_json_has_the_keys_of_the_contract(folder):
-    found = document("plan", "--gpus", "2", "--num-microbatches", "4", "--explain")
+    answer = document("plan", "--gpus", "2", "--num-microbatches", "4", "--explain")
     keys = {"stages", "boundaries", "schedule", "num_microbatches", "microbatch_size", "recompute", "predicted"}
-    assert set(found) >= keys | {"planning_seconds"}
+    assert set(answer) >= keys | {"planning_seconds"}
     keys = {"index", "ranks", "replicas", "first", "last", "seconds", "peak_bytes", "parameters"}
-    assert all(set(stage) >= keys for stage in found["stages"])
-    assert [stage["ranks"] for stage in found["stages"]] == [[0], [1]]
-    assert all(boundary["bytes"] > 0 for boundary in found["boundaries"])
+    assert all(set(stage) >= keys for stage in answer["stages"])
+    assert [stage["ranks"] for stage in answer["stages"]] == [[0], [1]]
+    assert all(boundary["bytes"] > 0 for boundary in answer["boundaries"])
     keys = {"step_seconds", "samples_per_second", "bubble_fraction", "bottleneck_seconds"}
-    assert set(found["predicted"]) >= keys
-    assert (found["num_microbatches"], found["microbatch_size"]) == (4, 2)
-    named = [name for stage in found["stages"] for name in stage["parameters"]]
+    assert set(answer["predicted"]) >= keys
+    assert (answer["num_microbatches"], answer["microbatch_size"]) == (4, 2)
+    named = [name for stage in answer["stages"] for name in stage["parameters"]]
     assert sorted(named) == sorted(
         f"{m}.{p}" for m in ("head", *(f"layers.{i}" for i in range(4))) for p in ("bias", "weight")
     )
-    assert any("runner-up" in line for line in found["explanation"])
+    assert any("runner-up" in line for line in answer["explanation"])
 
 
 def test_generate_and_simulate_work_on_the_stored_plan(folder):
     assert document("generate")["files"] == [".autopipe/stages/stage_0.py", ".autopipe/stages/stage_1.py"]
-    found = document("simulate", "--schedule", "gpipe")
-    assert found["schedule"] == "gpipe"
-    assert found["grid"].count("rank") == 2
-    assert found["seconds"] == pytest.approx(found["predicted"]["step_seconds"])
+    answer = document("simulate", "--schedule", "gpipe")
+    assert answer["schedule"] == "gpipe"
+    assert answer["grid"].count("rank") == 2
+    assert answer["seconds"] == pytest.approx(answer["predicted"]["step_seconds"])
     assert Path(".autopipe/timeline.json").is_file()
     assert "rank 1 |" in run("simulate").stdout
 
@@ -132,12 +132,12 @@ def test_more_ranks_than_cuts_are_refused(folder):
 
 
 def test_check_compares_every_parameter(folder):
-    found = document("check", "--steps", "2")
-    assert found["equal"] is True
-    assert found["bitwise"] is True
-    assert found["max_relative_error"] == 0
-    assert {"name", "error", "owner"} <= set(found["parameters"][0])
-    assert found["warnings"] == []
+    answer = document("check", "--steps", "2")
+    assert answer["equal"] is True
+    assert answer["bitwise"] is True
+    assert answer["max_relative_error"] == 0
+    assert {"name", "error", "owner"} <= set(answer["parameters"][0])
+    assert answer["warnings"] == []
 
 
 def test_a_plan_with_replicas_is_run_and_equal_within_rounding(folder):
@@ -149,27 +149,27 @@ def test_a_plan_with_replicas_is_run_and_equal_within_rounding(folder):
             cost["forward_seconds"] = cost["backward_seconds"] = 1.0 if place == 1 else 0.1 / len(costs)
     del profile["digest"]
     stored.write_text(json.dumps(profile))
-    made = document("plan", "--gpus", "3", "--replicas", "auto", "--num-microbatches", "4")
-    assert max(stage["replicas"] for stage in made["stages"]) > 1
-    found = document("check", "--steps", "2")
-    assert found["equal"] is True
-    assert found["max_relative_error"] < 1e-6
+    answer = document("plan", "--gpus", "3", "--replicas", "auto", "--num-microbatches", "4")
+    assert max(stage["replicas"] for stage in answer["stages"]) > 1
+    answer = document("check", "--steps", "2")
+    assert answer["equal"] is True
+    assert answer["max_relative_error"] < 1e-6
 
 
 def test_train_export_and_eval_end_with_a_file_for_the_untouched_model(folder):
-    found = document("train", "--steps", "3", "--run-dir", "here")
-    assert len(found["losses"]) == found["steps"] == 3
-    assert (found["ranks"], found["stages"], found["schedule"], found["run_dir"]) == (2, 2, "1f1b", "here")
-    assert found["samples_per_second"] > 0
-    assert Path(found["checkpoint"]).is_dir()
+    answer = document("train", "--steps", "3", "--run-dir", "here")
+    assert len(answer["losses"]) == answer["steps"] == 3
+    assert (answer["ranks"], answer["stages"], answer["schedule"], answer["run_dir"]) == (2, 2, "1f1b", "here")
+    assert answer["samples_per_second"] > 0
+    assert Path(answer["checkpoint"]).is_dir()
     for name in ("net.safetensors", "net.pt"):
         assert document("export", "here", "-o", name)["tensors"] == 10
     namespace = {}
     exec(compile(MODEL, "net.py", "exec"), namespace)
     model = namespace["build_model"]()
     model.load_state_dict(load_file("net.safetensors"), strict=True)
-    held = torch.load("net.pt", weights_only=True)
-    assert all(torch.equal(held[name], value) for name, value in model.state_dict().items())
+    weights = torch.load("net.pt", weights_only=True)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     evaluated = document("eval", "here")
     model.eval()
     losses = [namespace["loss"](model(x), y).item() for x, y in namespace["data"]()]

@@ -96,8 +96,8 @@ def test_a_loss_that_is_no_number_ends_the_run_with_step_and_checkpoint(tmp_path
         _, err = commands.run(*words, code=1)
         assert "step 5 is not finite: its loss" in err
         assert "at:  the last checkpoint before it: run/checkpoints/step-00000004" in err
-        found = commands.document(*words, "--resume", "--on-nonfinite", "skip")
-        assert (found["losses"][0], found["skipped"], found["step"]) == (None, [4], 8)
+        document = commands.document(*words, "--resume", "--on-nonfinite", "skip")
+        assert (document["losses"][0], document["skipped"], document["step"]) == (None, [4], 8)
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(8))
     finally:
@@ -115,9 +115,9 @@ def test_out_of_memory_tells_predicted_against_used_and_what_would_fit(start, tm
         _, err = process.communicate(timeout=120)
     finally:
         commands.end()
-    said = " ".join(err.split())
+    text = " ".join(err.split())
     assert process.returncode == 3, err
-    assert "out of memory: the plan predicted" in said
-    assert "GiB more were asked for" in said
-    assert "--gpu-memory" in said
+    assert "out of memory: the plan predicted" in text
+    assert "GiB more were asked for" in text
+    assert "--gpu-memory" in text
     assert "Traceback" not in err

@@ -27,11 +27,11 @@ def test_a_rank_that_is_stopped_is_named(commands: Commands, tmp_path: Path) -> 
     family = descendants(process.pid)
     ranks[1].send_signal(signal.SIGSTOP)
     _, err = process.communicate(timeout=60)
-    said = " ".join(err.split())
+    text = " ".join(err.split())
     assert process.returncode == 3
-    assert "no rank has moved for" in said and "(stopped by a signal)" in said
-    assert "at: rank 1, stage 1" in said
-    assert "--watchdog" in said
+    assert "no rank has moved for" in text and "(stopped by a signal)" in text
+    assert "at: rank 1, stage 1" in text
+    assert "--watchdog" in text
     assert_gone(family)
 
 
@@ -41,9 +41,9 @@ def test_a_rank_that_hangs_in_the_users_code_is_named_with_their_line(commands: 
     line = next(n for n, text in enumerate(model.read_text().splitlines(), 1) if "for ever" in text)
     process = commands.start(*training(2, steps=20), "--watchdog", "5")
     _, err = process.communicate(timeout=120)
-    said = " ".join(err.split())
+    message = " ".join(err.split())
     assert process.returncode == 3
-    assert f"model.py:{line} in data" in said
-    assert "at: rank 1, stage 1 (last), instruction reading data" in said
-    assert "rank 0:" in said  # where the other one stands
+    assert f"model.py:{line} in data" in message
+    assert "at: rank 1, stage 1 (last), instruction reading data" in message
+    assert "rank 0:" in message  # where the other one stands
     assert "Traceback" not in err

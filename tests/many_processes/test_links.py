@@ -28,12 +28,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_two_ranks_are_measured_and_none_is_left():
-    found = measure_links("cpu")
-    assert found.device_kind == "cpu"
+    links = measure_links("cpu")
+    assert links.device_kind == "cpu"
     # wide bounds: shared memory of any machine, busy or not
-    assert 1e-7 < found.latency_seconds < 1
-    assert 1e6 < found.bandwidth < 1e12
-    assert 1e6 < found.all_reduce_bandwidth < 1e12
+    assert 1e-7 < links.latency_seconds < 1
+    assert 1e6 < links.bandwidth < 1e12
+    assert 1e6 < links.all_reduce_bandwidth < 1e12
     assert multiprocessing.active_children() == []
 
 
@@ -64,11 +64,11 @@ def test_ctrl_c_ends_doctor_at_once(folder):
     commands = Commands(folder)
     try:
         process = commands.start("doctor", "--links")
-        said = ""
-        while "measuring the links" not in said:
+        text = ""
+        while "measuring the links" not in text:
             line = process.stderr.readline()
-            assert line, said
-            said += line
+            assert line, text
+            text += line
         below = descendants(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, err = process.communicate(timeout=30)
@@ -94,8 +94,8 @@ def test_the_bandwidth_is_that_of_the_difference_of_two_messages():
 def test_doctor_measures_and_keeps_the_links(folder):
     done = CliRunner().invoke(autopipe, ["doctor", "--links", "--json"])
     document = json.loads(done.stdout)
-    found = artifact.load(Links, Path(".autopipe/links.json"), renew="")
-    assert document["links"]["bandwidth"] == found.bandwidth
+    links = artifact.load(Links, Path(".autopipe/links.json"), renew="")
+    assert document["links"]["bandwidth"] == links.bandwidth
 
 
 @pytest.mark.slow  # it measures for a minute again what the test above has measured

@@ -110,11 +110,11 @@ def test_layers_that_two_stages_need_are_refused_before_training(
     monkeypatch.chdir(tmp_path)
     for command in ("train", "check"):
         done = run(command, "model.py", *WORDS)
-        said = " ".join(done.stderr.split())
+        text = " ".join(done.stderr.split())
         assert done.exit_code == 1, done.output
-        assert "a batch of another form: ['extra'] is new (tensor float32, 2 dimensions) cannot be followed" in said
-        assert "minibatch 2 of data, before training" in said
-        assert "let the first batch use the complete model" in said
+        assert "a batch of another form: ['extra'] is new (tensor float32, 2 dimensions) cannot be followed" in text
+        assert "minibatch 2 of data, before training" in text
+        assert "let the first batch use the complete model" in text
         assert "training on 2 ranks" not in done.output
     # steps that end before that batch comes are trained; and so is data whose first batch uses all of the model
     assert run("train", "model.py", *WORDS, "--steps", "2").exit_code == 0
@@ -130,8 +130,8 @@ def test_more_values_than_code_is_made_for_are_refused_before_training(
     written(change="batch['alpha'] = 1.0 + i")
     monkeypatch.chdir(tmp_path)
     done = run("train", "model.py", *WORDS, "--max-shapes", "3")
-    said = " ".join(done.stderr.split())
+    text = " ".join(done.stderr.split())
     assert done.exit_code == 1, done.output
-    assert "['alpha'] is 8.0, where 1.0 was captured" in said
-    assert "give ['alpha'] as a tensor, torch.tensor(value)" in said
-    assert "minibatch 7 of data, before training" in said
+    assert "['alpha'] is 8.0, where 1.0 was captured" in text
+    assert "give ['alpha'] as a tensor, torch.tensor(value)" in text
+    assert "minibatch 7 of data, before training" in text

@@ -1,4 +1,4 @@
-"""What an artifact names is not run: a run that somebody has sent, in every part of it that names code."""
+"""What an artifact names is not run: a run received from elsewhere, in every part of it that names code."""
 
 from __future__ import annotations
 

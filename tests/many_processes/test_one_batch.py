@@ -122,7 +122,7 @@ WORDS += ["--microbatch-sizes", "1", "--no-check"]
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work directory in which the model is measured, planned and written: the data is no part of it."""
+    """A work directory in which the model is measured, planned and written: the data is not part of it."""
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "model.py").write_text(HEAD + FILE)
     (folder / "seed.txt").write_text("1")
@@ -163,24 +163,24 @@ def plainly(file: Path, items: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[
     return model.state_dict()
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_unseeded_data_is_read_by_rank_0_for_all(commands: Commands) -> None:
     (commands.folder / "model.py").write_text(HEAD + UNSEEDED)
-    _, said = commands.run(*WORDS, "--steps", "20", "--run-dir", "run", "--checkpoint-every", "10")
+    _, message = commands.run(*WORDS, "--steps", "20", "--run-dir", "run", "--checkpoint-every", "10")
     wanted = "the data does not repeat (data gave two processes other minibatches): rank 0 reads"
-    assert wanted in " ".join(said.split())
+    assert wanted in " ".join(message.split())
     read = [file.read_text().splitlines() for file in commands.folder.glob("read-*.txt")]
     (lines,) = [lines for lines in read if len(lines) == 20]  # one process of the run
     items = [(x := torch.tensor(json.loads(line)), x.sum(1)) for line in lines]
     torch.set_num_threads(1)
     assert_equal(weights(commands, "run"), plainly(commands.folder / "model.py", items))
     # it goes on, and says that it cannot be the run that was not interrupted
-    _, said = commands.run(*WORDS, "--steps", "22", "--run-dir", "run", "--resume")
-    assert "a run that is resumed goes on with other minibatches" in " ".join(said.split())
+    _, message = commands.run(*WORDS, "--steps", "22", "--run-dir", "run", "--resume")
+    assert "a run that is resumed goes on with other minibatches" in " ".join(message.split())
 
 
 STATEFUL = {
@@ -263,8 +263,8 @@ def test_other_data_can_be_allowed_and_a_checkpoint_without_a_digest_goes_on(com
     del document["data"], document["digest"]
     manifest.write_text(json.dumps(document))
     seed.write_text("1")
-    _, said = commands.run(*words[:-1], "--resume", "9")
-    assert "the checkpoint has no digest of its data" in " ".join(said.split())
+    _, message = commands.run(*words[:-1], "--resume", "9")
+    assert "the checkpoint has no digest of its data" in " ".join(message.split())
 
 
 def test_a_rank_that_reads_another_file_is_found_at_that_step(commands: Commands) -> None:

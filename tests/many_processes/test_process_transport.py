@@ -19,17 +19,17 @@ CHANNELS = [FORWARD, BACKWARD, SKIP, Channel(CONTROL, 0, 0, 0, 1)]
 
 def channels_do_not_mix(rank: int, world: int) -> list[float]:
     transport = ProcessTransport(CHANNELS)
-    found = []
+    received = []
     if rank == 0:
         for value in range(4):
             transport.send(FORWARD, torch.full((3,), float(value)))
             transport.send(SKIP, torch.full((3,), 10.0 + value))
     else:
         skipped = [transport.receive(SKIP, (3,), torch.float32) for _ in range(4)]
-        found = [transport.receive(FORWARD, (3,), torch.float32).wait()[0].item() for _ in range(4)]
-        found += [pending.wait()[0].item() for pending in skipped]
+        received = [transport.receive(FORWARD, (3,), torch.float32).wait()[0].item() for _ in range(4)]
+        received += [pending.wait()[0].item() for pending in skipped]
     transport.close()
-    return found
+    return received
 
 
 def test_what_is_sent_comes_out_of_its_own_channel_in_order() -> None:
@@ -41,9 +41,9 @@ def both_send_first(rank: int, world: int) -> float:
     out, back = (FORWARD, BACKWARD) if rank == 0 else (BACKWARD, FORWARD)
     big = torch.full((1 << 22,), float(rank))  # 16 MiB: no socket buffer holds it
     transport.send(out, big)
-    found = transport.receive(back, big.shape, big.dtype).wait()[-1].item()
+    received = transport.receive(back, big.shape, big.dtype).wait()[-1].item()
     transport.close()
-    return found
+    return received
 
 
 def test_a_send_never_waits_for_its_receiver() -> None:

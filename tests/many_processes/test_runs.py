@@ -83,8 +83,8 @@ def test_a_run_that_goes_on_with_another_plan_is_the_run_that_never_stopped(tmp_
 
 def test_checkpoints_are_written_on_the_way_and_the_oldest_removed(tmp_path: Path) -> None:
     result = train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=5, checkpoint_every=1, keep_checkpoints=2)
-    found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert found == ["latest", "step-00000004", "step-00000005"]
+    files = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert files == ["latest", "step-00000004", "step-00000005"]
     assert result.checkpoint.endswith("step-00000005")
 
 
@@ -98,7 +98,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None
 def test_evaluation_in_stages_is_the_models_own_evaluation(tmp_path: Path) -> None:
     target = SAMPLES / "gpt.py"
     train(tmp_path, target, gpus=3, steps=2)
-    found = runs.evaluate(EvaluateSettings(run=tmp_path / "run", batch_size=50))
+    evaluation = runs.evaluate(EvaluateSettings(run=tmp_path / "run", batch_size=50))
     workload = load_workload(LoadOptions(str(target), arguments=SMALL))
     model = workload.build_model()
     path = runs.export(ExportSettings(tmp_path / "model.pt", run=tmp_path / "run")).path
@@ -109,8 +109,8 @@ def test_evaluation_in_stages_is_the_models_own_evaluation(tmp_path: Path) -> No
         for item in workload.evaluation_items(50):
             total += float(workload.loss(model, item)[0]) * workload.num_samples(item)
             samples += workload.num_samples(item)
-    assert found.samples == samples == 256
-    assert found.loss == pytest.approx(total / samples, rel=1e-6)
+    assert evaluation.samples == samples == 256
+    assert evaluation.loss == pytest.approx(total / samples, rel=1e-6)
 
 
 def test_evaluation_leaves_the_run_as_it_was(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_evaluation_while_training_changes_nothing_but_the_metrics(tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "with" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "evaluation_loss" in line] == [2, 4]
     last = next(line["evaluation_loss"] for line in reversed(lines) if "evaluation_loss" in line)
-    found = runs.evaluate(EvaluateSettings(run=tmp_path / "with" / "run"))
-    assert found.loss == pytest.approx(last, rel=1e-6)
+    evaluation = runs.evaluate(EvaluateSettings(run=tmp_path / "with" / "run"))
+    assert evaluation.loss == pytest.approx(last, rel=1e-6)
 
 
 def test_an_asynchronous_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -149,11 +149,11 @@ def test_a_tensor_arrives_with_its_order_and_its_gaps_in_memory(tensor: torch.Te
     assert sent.is_contiguous()
     buffer = torch.empty(tensor.shape)
     buffer.view(-1).copy_(sent.reshape(-1))
-    found = _Received(Done(), buffer, torch.device("cpu"), (Done(), torch.tensor(layout))).wait()
-    for other in (found, copied(tensor)):
+    received = _Received(Done(), buffer, torch.device("cpu"), (Done(), torch.tensor(layout))).wait()
+    for other in (received, copied(tensor)):
         assert torch.equal(other, tensor)
         assert memory_order(other) == layout
     if 0 in tensor.stride() or not any(layout[tensor.dim() :]):
-        assert found.stride() == tensor.clone().stride()
+        assert received.stride() == tensor.clone().stride()
     else:
-        assert found.untyped_storage().nbytes() <= 4 * (tensor.numel() * 2 + 17 * tensor.numel() / tensor.shape[-1])
+        assert received.untyped_storage().nbytes() <= 4 * (tensor.numel() * 2 + 17 * tensor.numel() / tensor.shape[-1])

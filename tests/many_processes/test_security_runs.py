@@ -105,10 +105,10 @@ def listeners(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
 
 @pytest.mark.timeout(120)
 def test_a_run_is_deaf_to_strangers(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
-    found = listeners(long_run)
-    assert {ip for ip, _ in found} <= {"127.0.0.1", "::1"}
+    addresses = listeners(long_run)
+    assert {ip for ip, _ in addresses} <= {"127.0.0.1", "::1"}
     metrics = tmp_path / "run" / "metrics.jsonl"
-    for ip, port in found:
+    for ip, port in addresses:
         for words in GARBAGE:
             with socket.create_connection((ip, port), timeout=5) as stranger:
                 stranger.sendall(words)

@@ -69,8 +69,8 @@ def test_evaluation_that_takes_another_way_has_stage_code_of_its_own(tmp_path: P
     torch.set_num_threads(1)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "evaluation_loss" in line] == [2, 4]
-    for steps, found in ((line["step"], line["evaluation_loss"]) for line in lines if "evaluation_loss" in line):
-        assert found == pytest.approx(evaluated(steps), rel=1e-6)
+    for steps, loss in ((line["step"], line["evaluation_loss"]) for line in lines if "evaluation_loss" in line):
+        assert loss == pytest.approx(evaluated(steps), rel=1e-6)
     again = runs.evaluate(EvaluateSettings(tmp_path / "run"))
     assert again.loss == pytest.approx(evaluated(4), rel=1e-6)
 

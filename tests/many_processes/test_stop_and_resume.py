@@ -16,19 +16,19 @@ from support.commands import Commands, assert_gone, descendants, training, wait_
 def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:
     """Everything that the newest checkpoint of a run holds."""
     newest = max((commands.folder / run / "checkpoints").glob("step-????????"))
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for path in newest.glob("*.safetensors"):
-        found.update(load_file(path))
-    return found
+        weights.update(load_file(path))
+    return weights
 
 
 def assert_undisturbed(commands: Commands, run: str, steps: int, schedule: str = "1f1b") -> None:
-    """The run's weights and optimizer state are those of a run of as many steps that nobody disturbed."""
+    """The run's weights and optimizer state are those of a run of as many steps that ran undisturbed."""
     commands.run(*training(steps=steps, run="undisturbed", schedule=schedule))
-    expected, found = state(commands, "undisturbed"), state(commands, run)
-    assert found.keys() == expected.keys()
+    expected, actual = state(commands, "undisturbed"), state(commands, run)
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def leftovers(run: Path) -> list[str]:
@@ -50,17 +50,17 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     out, err = process.communicate(timeout=30)
     assert process.returncode == 75, err
     assert_gone(family)
-    found = json.loads(out)
-    assert found["stopped"] is True
-    assert len(found["losses"]) == found["step"]
-    assert found["checkpoint"].endswith(f"step-{found['step']:08d}")
+    document = json.loads(out)
+    assert document["stopped"] is True
+    assert len(document["losses"]) == document["step"]
+    assert document["checkpoint"].endswith(f"step-{document['step']:08d}")
     assert f"{number.name}: stopping after the minibatch that is under way" in err
-    assert f"stopped cleanly at step {found['step']}, with a checkpoint" in err
+    assert f"stopped cleanly at step {document['step']}, with a checkpoint" in err
     assert "next: the same command with --resume" in err
     assert leftovers(tmp_path / "run") == []
     # torch's compiler makes an empty folder for its cache when it is imported
     assert [path for path in commands.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
-    steps = found["step"] + 7
+    steps = document["step"] + 7
     second = commands.document(*training(steps=steps, schedule=schedule), "--resume")
     assert (len(second["losses"]), second["step"], second["stopped"]) == (7, steps, False)
     assert_undisturbed(commands, "run", steps, schedule)
@@ -93,12 +93,12 @@ def test_a_killed_rank_is_followed_by_a_fresh_attempt_from_the_last_checkpoint(
         assert_gone(ranks[victim : victim + 1])
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    found = json.loads(out)
-    assert [restart["number"] for restart in found["restarts"]] == [1, 2]
-    assert [restart["rank"] for restart in found["restarts"]] == [1, 0]
-    assert all("SIGKILL" in restart["what"] and restart["from_step"] % 5 == 0 for restart in found["restarts"])
+    document = json.loads(out)
+    assert [restart["number"] for restart in document["restarts"]] == [1, 2]
+    assert [restart["rank"] for restart in document["restarts"]] == [1, 0]
+    assert all("SIGKILL" in restart["what"] and restart["from_step"] % 5 == 0 for restart in document["restarts"])
     assert "restart 1 of 2, from the checkpoint of step" in err
-    assert len(found["losses"]) == found["step"] == 600
+    assert len(document["losses"]) == document["step"] == 600
     assert leftovers(tmp_path / "run") == []
     assert_undisturbed(commands, "run", 600)
 
@@ -108,9 +108,9 @@ def test_an_elastic_run_goes_on_with_the_ranks_that_are_left(commands: Commands,
     wait_for_steps(tmp_path / "run", process, count=12)[2].kill()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    found = json.loads(out)
-    assert [restart["ranks"] for restart in found["restarts"]] == [2]
-    assert (found["ranks"], found["stages"], found["step"]) == (2, 2, 500)
+    document = json.loads(out)
+    assert [restart["ranks"] for restart in document["restarts"]] == [2]
+    assert (document["ranks"], document["stages"], document["step"]) == (2, 2, 500)
     assert_undisturbed(commands, "run", 500)
 
 

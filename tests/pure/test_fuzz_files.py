@@ -114,7 +114,7 @@ def read(kind: str, data: bytes, folder: Path) -> Any:
         return None
     try:
         USES[kind](value)
-    except AutopipeError as error:  # such as too little memory: said by whoever knows
+    except AutopipeError as error:  # such as too little memory: reported by the caller, which knows
         assert error.what
         return None
     artifact.save(value, path)  # what is accepted can be written and read again
@@ -144,9 +144,9 @@ def test_a_changed_artifact_is_the_same_or_refused(kind: str, folder: Path) -> N
     @FUZZING
     @given(mutated(document))
     def check(changed: Any) -> None:
-        found = read(kind, as_json(changed), folder)
-        if found is not None and changed.get("digest") is not None:
-            assert found == VALUES[kind]
+        value = read(kind, as_json(changed), folder)
+        if value is not None and changed.get("digest") is not None:
+            assert value == VALUES[kind]
 
     check()
 
@@ -159,9 +159,9 @@ def test_an_artifact_without_its_digest_means_something_possible_or_is_refused(k
     @FUZZING
     @given(mutated(document))
     def check(changed: Any) -> None:
-        found = read(kind, as_json(changed), folder)
-        if isinstance(found, Plan):
-            says_what_it_does(found)
+        value = read(kind, as_json(changed), folder)
+        if isinstance(value, Plan):
+            says_what_it_does(value)
 
     check()
 
@@ -183,8 +183,8 @@ def test_bytes_that_change_are_noticed(kind: str, folder: Path) -> None:
     @FUZZING
     @given(damaged(original))
     def check(data: bytes) -> None:
-        found = read(kind, data, folder)
-        assert found is None or found == VALUES[kind] or b'"digest"' not in data
+        value = read(kind, data, folder)
+        assert value is None or value == VALUES[kind] or b'"digest"' not in data
 
     check()
 
@@ -274,9 +274,9 @@ def test_a_changed_cluster_file_describes_a_cluster_or_is_refused() -> None:
     @FUZZING
     @given(mutated(tomllib.loads(CLUSTER)))
     def check(document: Any) -> None:
-        found: list[Any] = []
-        if not refused(lambda: found.append(parse_cluster(document, "cluster.toml"))):
-            cluster = found[0]
+        value: list[Any] = []
+        if not refused(lambda: value.append(parse_cluster(document, "cluster.toml"))):
+            cluster = value[0]
             assert cluster.num_ranks >= 1
             assert all(level.bandwidth > 0 and level.latency_seconds >= 0 for level in cluster.levels)
             try:
@@ -323,9 +323,9 @@ def test_a_changed_profile_of_pipedream_is_read_or_refused(folder: Path) -> None
     @given(damaged(GRAPH_TXT.encode()) | st.permutations(GRAPH_TXT.splitlines()).map(lambda x: "\n".join(x).encode()))
     def check(data: bytes) -> None:
         path.write_bytes(data)
-        found: list[Any] = []
-        if not refused(lambda: found.append(read_pipedream(path))):
-            refused(lambda: profile_of_layers(found[0], "graph.txt"))
+        value: list[Any] = []
+        if not refused(lambda: value.append(read_pipedream(path))):
+            refused(lambda: profile_of_layers(value[0], "graph.txt"))
 
     check()
 
@@ -347,5 +347,5 @@ def test_a_profile_of_pipedream_that_cannot_be_is_refused(folder: Path, text: st
 
 def test_a_layer_may_be_called_as_the_batch_is(folder: Path) -> None:
     (folder / "graph.txt").write_text(GRAPH_TXT.replace("node2", "batch"))
-    found = profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt")
-    assert dataclasses.asdict(found.graph.inputs[0])["name"] == "batch_"
+    profile = profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt")
+    assert dataclasses.asdict(profile.graph.inputs[0])["name"] == "batch_"

@@ -13,7 +13,7 @@ PRODUCT = sorted([*(ROOT / "autopipe").rglob("*.py"), *(ROOT / "cli").rglob("*.p
 NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
 # a part -> the parts of autopipe that it may import; only cli may import any
 _BASE = {"errors", "units", "ir"}
-_FORWARD = {*_BASE, "draws", "guards", "sparse"}  # what a forward needs, wherever it runs
+_FORWARD = {*_BASE, "draws", "guards", "sparse"}  # needed by a forward, wherever it runs
 _RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
@@ -56,42 +56,42 @@ def part_of(path: Path) -> str:
 
 def typing_only(tree: ast.AST) -> set[ast.AST]:
     """What stands under `if TYPE_CHECKING`: it is read by mypy alone."""
-    found = set()
+    lines = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            found.update(inner for child in node.body for inner in ast.walk(child))
-    return found
+            lines.update(inner for child in node.body for inner in ast.walk(child))
+    return lines
 
 
 def imports(path: Path) -> list[str]:
     """Every module that a file imports when it runs, as dotted names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = typing_only(tree)
-    found = []
+    modules = []
     for node in ast.walk(tree):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
+            modules.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.append(node.module or "")
-            found.extend(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+            modules.append(node.module or "")
+            modules.extend(f"{node.module}.{alias.name}" for alias in node.names)
+    return modules
 
 
 def top_imports(path: Path) -> list[str]:
     """What a file imports when it is imported itself: not inside functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inner = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)} | typing_only(tree)
-    found = []
+    modules = []
     for node in ast.walk(tree):
         if node in inner:
             continue
         if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
+            modules.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.append(node.module or "")
-    return found
+            modules.append(node.module or "")
+    return modules
 
 
 def uses(module: str, name: str) -> bool:
@@ -102,9 +102,10 @@ def in_parts(parts: tuple[str, ...]) -> list[Path]:
     return [path for path in PRODUCT if part_of(path) in parts]
 
 
-def offenders(paths: list[Path], found: Callable[[Path], Iterable[object]]) -> list[str]:
-    """The files in which something is found, with what it is."""
-    return [f"{name_of(path)}: {', '.join(map(str, what))}" for path in paths if (what := sorted(found(path), key=str))]
+def offenders(paths: list[Path], search: Callable[[Path], Iterable[object]]) -> list[str]:
+    """The files in which something is found, with the findings."""
+    offences = {name_of(path): sorted(search(path), key=str) for path in paths}
+    return [f"{name}: {', '.join(map(str, items))}" for name, items in offences.items() if items]
 
 
 def calls(path: Path) -> list[ast.Call]:
@@ -141,7 +142,7 @@ def test_no_modules_import_one_another_in_a_circle():
         # `from package import module` names both; only the module is meant
         below[name] = {m for m in named if not any(uses(other, m) and other != m for other in named)}
     with contextlib.suppress(StopIteration):
-        while below:  # what imports nothing that is left is taken away, until only circles are left
+        while below:  # remove modules that import nothing that remains, until only cycles remain
             name = next(name for name, names in below.items() if not names & below.keys())
             del below[name]
     assert sorted(below) == []
@@ -193,19 +194,19 @@ def test_no_file_is_longer_than_400_lines():
 def test_nothing_unpickles_or_runs_a_shell():
     forbidden = {("shell", True), ("weights_only", False)}
 
-    def found(path: Path) -> set[object]:
+    def unsafe_keywords(path: Path) -> set[object]:
         given = [k for call in calls(path) for k in call.keywords if isinstance(k.value, ast.Constant)]
         return {(k.arg, k.value.value) for k in given if (k.arg, k.value.value) in forbidden}
 
-    assert offenders(PRODUCT, found) == []
+    assert offenders(PRODUCT, unsafe_keywords) == []
     assert offenders(PRODUCT, importing("pickle", "cloudpickle", "dill", "shelve")) == []
 
 
 def test_the_library_neither_prints_nor_exits():
-    def found(path: Path) -> set[str]:
+    def forbidden_calls(path: Path) -> set[str]:
         return {ast.unparse(call.func) for call in calls(path)} & {"print", "exit", "quit", "sys.exit"}
 
-    assert offenders([path for path in PRODUCT if part_of(path) != "cli"], found) == []
+    assert offenders([path for path in PRODUCT if part_of(path) != "cli"], forbidden_calls) == []
 
 
 def test_help_loads_none_of_the_heavy_packages():

@@ -1,4 +1,4 @@
-"""``make zoo-third``: every model of its tables exists, and each end of the command is told apart."""
+"""``make zoo-third``: every model of its tables exists, and each end of the command is distinguished."""
 
 from __future__ import annotations
 

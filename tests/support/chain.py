@@ -39,20 +39,20 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
     cuts = Cuts(graph)
     edges = [0, *positions, len(graph.nodes)]
     stages = []
-    held: set[str] = set()
+    owned: set[str] = set()
     for index, (start, stop) in enumerate(itertools.pairwise(edges)):
         nodes = cuts.stage_nodes(start, stop, graph.outputs if stop == len(graph.nodes) else ())
         parameters = dict.fromkeys(name for node in nodes for name in node.parameters)
-        held.update(parameters)
+        owned.update(parameters)
         first, last = graph.nodes[start].name, graph.nodes[stop - 1].name
         stages.append(Stage(index, start, stop, first, last, (index,), tuple(parameters), 0.0, 0.0, 0))
-    unread = tuple(name for name in graph.parameters if name not in held)
+    unread = tuple(name for name in graph.parameters if name not in owned)
     first = stages[0]
     stages[0] = Stage(
         0, first.start, first.stop, first.first, first.last, (0,), (*first.parameters, *unread), 0.0, 0.0, 0
     )
     holders = {name: [stage.index for stage in stages if name in stage.parameters] for name in graph.parameters}
-    ties = tuple(Tie(name, found[0], tuple(found[1:]), False) for name, found in holders.items() if len(found) > 1)
+    ties = tuple(Tie(name, users[0], tuple(users[1:]), False) for name, users in holders.items() if len(users) > 1)
     boundaries = tuple(Boundary(v, p, c, cuts.spec(v), 0) for v, p, c in cuts.boundaries(positions))
     return Plan(
         graph_digest=graph.digest,
@@ -149,9 +149,9 @@ def differences(
     stages = load(capture, plan, folder, model)
     expected = eager(workload, plain, item, where)
     leaves = {name: leaf.clone() for name, leaf in workload.leaves(workload.example_item(batch_size)).items()}
-    found, flights = forward(stages, plan, leaves, where)
+    output, flights = forward(stages, plan, leaves, where)
     backward(stages, flights)
-    pairs = [(f"result {index}", a, b) for index, (a, b) in enumerate(zip(found, expected, strict=True))]
+    pairs = [(f"result {index}", a, b) for index, (a, b) in enumerate(zip(output, expected, strict=True))]
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         pairs.append((f"gradient of {name}", ours.grad, theirs.grad))
     for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):

@@ -19,10 +19,10 @@ FUZZING = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=l
 
 
 def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
+    value: list[Any] = []
     for _ in range(depth):
-        found = [found]
-    return found
+        value = [value]
+    return value
 
 
 STRANGE: list[Any] = [
@@ -35,15 +35,15 @@ STRANGE: list[Any] = [
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a document, the whole not among them."""
-    found: list[tuple[Any, ...]] = []
+    paths: list[tuple[Any, ...]] = []
     entries: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         entries = list(value.items())
     elif isinstance(value, list):
         entries = list(enumerate(value))
     for key, entry in entries:
-        found += [(*path, key), *places(entry, (*path, key))]
-    return found
+        paths += [(*path, key), *places(entry, (*path, key))]
+    return paths
 
 
 def parent(document: Any, path: tuple[Any, ...]) -> Any:
@@ -55,13 +55,13 @@ def parent(document: Any, path: tuple[Any, ...]) -> Any:
 @st.composite
 def mutated(draw: st.DrawFn, document: Any) -> Any:
     """A document with one to three changes."""
-    found = copy.deepcopy(document)
+    changed = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
-        known = places(found)
+        known = places(changed)
         if not known:
             break
         path = draw(st.sampled_from(known))
-        holder, key = parent(found, path), path[-1]
+        holder, key = parent(changed, path), path[-1]
         kind = draw(st.sampled_from(["drop", "replace", "replace", "nudge", "swap", "repeat", "rename", "add"]))
         if kind == "drop":
             del holder[key]
@@ -79,7 +79,7 @@ def mutated(draw: st.DrawFn, document: Any) -> Any:
             holder[draw(st.sampled_from(["", "x", key + "s", key.upper()]))] = holder.pop(key)
         elif kind == "add" and isinstance(holder, dict):
             holder[draw(st.text(max_size=5))] = copy.deepcopy(draw(st.sampled_from(STRANGE)))
-    return found
+    return changed
 
 
 def nudged(draw: st.DrawFn, value: Any) -> Any:
@@ -113,5 +113,5 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def as_json(document: Any) -> bytes:
-    """The text of a document, numbers that are none included."""
+    """The text of a document, NaN included."""
     return json.dumps(document).encode("utf-8")

@@ -97,7 +97,7 @@ def load(path: Path) -> ModuleType:
 def chunks(value: Any, count: int) -> list[Any]:
     """Cut a batch: a tensor by ``tensor_split``, a tuple or dict entry by entry; empty parts are left out.
 
-    What is no tensor goes to every part.
+    A value that is not a tensor goes to every part.
     """
     if isinstance(value, torch.Tensor):
         return [part for part in torch.tensor_split(value, count) if part.shape[0]]

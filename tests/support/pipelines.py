@@ -59,20 +59,20 @@ def captured_file(path: Path, arguments: tuple[tuple[str, str], ...] = (), batch
     return profile_of(workload, capture(workload, batch_size=batch_size))
 
 
-def profile_of(workload: Workload, found: Capture) -> Captured:
+def profile_of(workload: Workload, taken: Capture) -> Captured:
     """Return a capture with a profile in which every node costs the same."""
-    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in found.graph.nodes}
-    profile = Profile(workload.spec, found.graph, Device("cpu", "test", 0), (Measurement(1, costs),))
-    return Captured(workload, found, profile)
+    costs = {node.name: NodeCost(1e-3, 2e-3, 1000, 1000) for node in taken.graph.nodes}
+    profile = Profile(workload.spec, taken.graph, Device("cpu", "test", 0), (Measurement(1, costs),))
+    return Captured(workload, taken, profile)
 
 
-def plan_for(made: Captured, num_stages: int, schedule: str, num_microbatches: int, batch_size: int) -> Plan:
+def plan_for(subject: Captured, num_stages: int, schedule: str, num_microbatches: int, batch_size: int) -> Plan:
     """Plan a straight pipeline."""
     cluster = Cluster((Level("host", num_stages, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
     options = PlanOptions(
         num_ranks=num_stages, batch_size=batch_size, num_microbatches=num_microbatches, schedule=schedule
     )
-    return make_plan(made.profile, cluster, options)
+    return make_plan(subject.profile, cluster, options)
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,21 @@ class Pipeline:
         return {name: tensor for session in sessions for name, tensor in session.tensors().items()}
 
 
-def build(made: Captured, plan: Plan, folder: Path | None = None, **job: Any) -> Pipeline:
+def build(subject: Captured, plan: Plan, folder: Path | None = None, **job: Any) -> Pipeline:
     """Generate the stage files of a plan into a run directory."""
     run = RunDirectory(folder or Path(tempfile.mkdtemp(prefix="autopipe-test-")))
     settings = Job(**{"steps": 0, "epochs": 1, "batch_size": plan.batch_size, "save": False, **job})
-    run.write(settings, plan, made.capture.graph)
-    generate(made.capture, plan, run.stages)
+    run.write(settings, plan, subject.capture.graph)
+    generate(subject.capture, plan, run.stages)
     remember(plan.workload)  # as the command does for what it is given
     remember_stages(run.stages)
-    return Pipeline(made, plan, RunContext.of(plan, made.capture.graph), run, settings)
+    return Pipeline(subject, plan, RunContext.of(plan, subject.capture.graph), run, settings)
 
 
 def minibatches(workload: Workload, count: int, batch_size: int, last: int = 0) -> list[Any]:
     """Return the first minibatches of the data; the last one cut down to ``last`` samples, where that is given."""
-    found: Iterator[Any] = workload.items(batch_size)
-    items = list(itertools.islice(found, count))
+    source: Iterator[Any] = workload.items(batch_size)
+    items = list(itertools.islice(source, count))
     if last:
         items[-1] = workload.resized(items[-1], last)
     return items

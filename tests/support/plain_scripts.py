@@ -23,19 +23,19 @@ def run(loop: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def compared(made: Captured, plan: Any, steps: int, folder: Path, **job: Any) -> str:
+def compared(captured_model: Captured, plan: Any, steps: int, folder: Path, **job: Any) -> str:
     """Train in stages, write the script, run it, and return its last line."""
-    pipeline = build(made, plan, folder / "run", **job)
+    pipeline = build(captured_model, plan, folder / "run", **job)
     items = []
-    epoch, size = 0, plan.batch_size if made.workload.takes_batch_size else None
+    epoch, size = 0, plan.batch_size if captured_model.workload.takes_batch_size else None
     while len(items) < steps:
-        items += list(made.workload.items(size, epoch=epoch))[: steps - len(items)]
+        items += list(captured_model.workload.items(size, epoch=epoch))[: steps - len(items)]
         epoch += 1
     weights = pipeline.weights(pipeline.train(items))
-    aliases = made.capture.graph.aliases
+    aliases = captured_model.capture.graph.aliases
     weights |= {other: weights[first] for other, first in aliases.items()}
     save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, folder / "out.safetensors")
-    subject = Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, steps)
+    subject = Subject(captured_model.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, steps)
     text, _ = written(subject)
     assert not re.search(r"^\s*(import|from) autopipe", text, re.MULTILINE)
     (folder / "loop.py").write_text(text)

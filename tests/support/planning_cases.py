@@ -35,10 +35,10 @@ def random_graph(rng: random.Random, num_nodes: int) -> Graph:
             parameters[own[0]] = TensorSpec((rng.randrange(1, 400),), "float32", rng.random() < 0.85)
         if not free and parameters and rng.random() < 0.15:
             own.append(rng.choice(list(parameters)))
-        held = []
+        node_buffers = []
         if not free and rng.random() < 0.2:
-            held = [f"layers.{index}.mean"]
-            buffers[held[0]] = TensorSpec((rng.randrange(1, 50),), "float32")
+            node_buffers = [f"layers.{index}.mean"]
+            buffers[node_buffers[0]] = TensorSpec((rng.randrange(1, 50),), "float32")
         mutates = (inputs[-1],) if inputs[-1] != "x" and (inputs[-1] in work) != free and rng.random() < 0.1 else ()
         spec = TensorSpec(("s0", rng.randrange(1, 60)), "float32", not free and rng.random() < 0.8)
         nodes.append(
@@ -50,8 +50,8 @@ def random_graph(rng: random.Random, num_nodes: int) -> Graph:
                 after=tuple(node.name for node in nodes if node.input_only and set(node.mutates) & set(inputs)),
                 spec=None if not last and rng.random() < 0.06 else spec,
                 parameters=tuple(dict.fromkeys(own)),
-                buffers=tuple(held),
-                buffers_written=tuple(held) if rng.random() < 0.5 else (),
+                buffers=tuple(node_buffers),
+                buffers_written=tuple(node_buffers) if rng.random() < 0.5 else (),
                 mutates=mutates,
                 storage=inputs[-1] if mutates or (inputs[-1] != "x" and rng.random() < 0.08) else "",
                 input_only=free,
@@ -124,7 +124,7 @@ def cluster_of(rng: random.Random, num_ranks: int, memory: int = 0, *, mixed: bo
     return Cluster(levels, devices, "test")
 
 
-def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
+def stage_by_hand(profile, cluster, positions, k, m, size, in_flight, versions):
     """Return (seconds, seconds with recompute, peak, peak with recompute) of one straight stage, counted naively."""
     graph, cuts, costs = profile.graph, Cuts(profile.graph), profile.at(size).costs
     sizes = graph.sizes(size)
@@ -182,25 +182,25 @@ def stage_by_hand(profile, cluster, positions, k, m, size, held, versions):
                 seconds += 2 * sum(byte[n] for n in tied) / m / link.bandwidth
                 charged = True
     again = seconds + forward / cluster.device(k).speed
-    return seconds, again, state + held * (kept + saved), state + held * kept + saved
+    return seconds, again, state + in_flight * (kept + saved), state + in_flight * kept + saved
 
 
 def saved_by_hand(graph, cuts, measurement, start, stop):
     """Return what a stage keeps of a microbatch, beyond what it has from elsewhere, from a list of what it keeps."""
     sizes, costs = graph.sizes(measurement.microbatch_size), measurement.costs
-    made = {node.name: node for node in graph.nodes}
+    by_name_ = {node.name: node for node in graph.nodes}
 
     def base(value):
-        while value in made and made[value].storage:
-            value = made[value].storage
+        while value in by_name_ and by_name_[value].storage:
+            value = by_name_[value].storage
         return value
 
     def size(value):
-        if value not in made:
+        if value not in by_name_:
             return graph.inputs[0].spec.num_bytes(sizes)
-        if made[value].input_only:
-            return 0 if made[value].storage else costs[value].output_bytes
-        return 0 if made[value].spec is None else made[value].spec.num_bytes(sizes)
+        if by_name_[value].input_only:
+            return 0 if by_name_[value].storage else costs[value].output_bytes
+        return 0 if by_name_[value].spec is None else by_name_[value].spec.num_bytes(sizes)
 
     own = {node.name for node in graph.nodes[start:stop] if not node.input_only}
     saved = sum(costs[name].saved_bytes for name in own)
@@ -215,7 +215,7 @@ def saved_by_hand(graph, cuts, measurement, start, stop):
         if start <= min(kept.get(memory, [-1])) < stop:
             saved -= size(memory)
     sent = own & {value for value, _, _ in cuts.boundaries([stop] if stop < len(graph.nodes) else [])}
-    for memory in {base(value) for value in sent if made[value].spec.requires_grad} & own:
+    for memory in {base(value) for value in sent if by_name_[value].spec.requires_grad} & own:
         if min(kept.get(memory, [stop])) >= stop:
             saved += size(memory)
     return max(saved, 0)
@@ -234,8 +234,8 @@ def brute_force_straight(profile, cluster, num_ranks, m, size, needs_all, recomp
     for positions in itertools.combinations(Cuts(profile.graph).legal, num_ranks - 1):
         worst = 0.0
         for k in range(num_ranks):
-            held = m if needs_all else min(m, num_ranks - k)
-            plain, again, peak, peak_again = stage_by_hand(profile, cluster, positions, k, m, size, held, 1)
+            in_flight = m if needs_all else min(m, num_ranks - k)
+            plain, again, peak, peak_again = stage_by_hand(profile, cluster, positions, k, m, size, in_flight, 1)
             limit = cluster.device(k).memory_bytes or math.inf
             options = []
             if recompute != "always" and peak <= limit:

@@ -29,5 +29,5 @@ def train(pipeline: Pipeline, items: list[object], steps: int) -> dict[str, torc
     return pipeline.weights(sessions)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []

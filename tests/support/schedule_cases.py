@@ -59,11 +59,11 @@ class Case:
 
     def warmups(self) -> list[int]:
         """Microbatches that each stage, all its replicas together, sends forward before its first backward."""
-        found = []
+        counts = []
         for stage, count in enumerate(self.replicas):
             later = sum(self.replicas[stage + 1 :])
-            found.append(-(-later // count) * count)
-        return found
+            counts.append(-(-later // count) * count)
+        return counts
 
     def staleness(self) -> list[int]:
         """The table of docs/semantics.md; for the schedules without replicas and loops it is p - 1 - s over m."""
@@ -71,8 +71,8 @@ class Case:
             return [1] * self.num_stages
         if self.schedule != "pipedream":
             return [0] * self.num_stages
-        found = [-(-ahead // self.m) for ahead in self.warmups()]
-        return [max(found)] * self.num_stages if self.vertical_sync else found
+        deltas = [-(-ahead // self.m) for ahead in self.warmups()]
+        return [max(deltas)] * self.num_stages if self.vertical_sync else deltas
 
     def refused_for(self, plan: Plan) -> tuple[int, ...] | None:
         """The numbers that a refusal must name; None where the case must run."""
@@ -149,10 +149,15 @@ def hold(case: Case, folder: Path) -> str:
             assert not missing, f"{error} does not name {missing}"
             return "refused"
         raise AssertionError(f"{case} should be refused for {numbers}")
-    found = compared(subject, plan, folder)
-    wrong = [d for d in found.differences if not d.bitwise]
-    assert found.promised and found.bitwise, (case, found.reasons, found.max_relative_error, wrong[:5])
+    comparison = compared(subject, plan, folder)
+    wrong = [d for d in comparison.differences if not d.bitwise]
+    assert comparison.promised and comparison.bitwise, (
+        case,
+        comparison.reasons,
+        comparison.max_relative_error,
+        wrong[:5],
+    )
     reordered = max(case.replicas) > 1 or not all(tie.exact for tie in plan.ties)
-    assert bool(found.orders) == reordered
-    assert reordered or found.order_error == 0
+    assert bool(comparison.orders) == reordered
+    assert reordered or comparison.order_error == 0
     return "reordered" if reordered else "plain"

@@ -62,9 +62,9 @@ class Toy:
         return [{name: pieces[j] for name, pieces in cut.items()} for j in range(parts)]
 
     def loss(self, model, item):
-        made = self._loss or (lambda output, item: output if isinstance(output, torch.Tensor) else output.loss)
+        function = self._loss or (lambda output, item: output if isinstance(output, torch.Tensor) else output.loss)
         with opaque_calls(model, self.spec.opaque_modules):
-            return made(model(**item), item), None
+            return function(model(**item), item), None
 
     def run_opaque(self, modules):
         self.spec = replace(self.spec, opaque_modules=tuple(modules))

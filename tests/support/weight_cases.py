@@ -49,11 +49,11 @@ def data(batch_size=8):
 def pipeline(folder: Path, stages: int = 3, **job: Any) -> Pipeline:
     path = folder / "net.py"
     path.write_text(MODEL)
-    made = captured_file(path)
-    return build(made, plan_for(made, stages, "1f1b", 2, 8), folder / "run", **job)
+    subject = captured_file(path)
+    return build(subject, plan_for(subject, stages, "1f1b", 2, 8), folder / "run", **job)
 
 
-def begun(made: Pipeline, init_from: Path) -> dict[str, torch.Tensor]:
+def begun(built: Pipeline, init_from: Path) -> dict[str, torch.Tensor]:
     """What the ranks hold before their first step."""
-    job = replace(made.job, init_from=str(init_from), save=False)
-    return made.weights(run_in_threads(made.run, job, made.context, lambda session: None))
+    job = replace(built.job, init_from=str(init_from), save=False)
+    return built.weights(run_in_threads(built.run, job, built.context, lambda session: None))

@@ -147,8 +147,8 @@ def test_the_command_line_beats_variables_beat_the_file_beat_the_default(run, ch
     assert run("check", "x.py").exit_code == 0
     Path("autopipe.toml").unlink()
     assert run("check", "x.py").exit_code == 0
-    found = [(s.plan.gpus, s.plan.batch_size, s.plan.profile.model.learning_rate, s.steps) for s in checked]
-    assert found == [(3, 9, 0.5, 7), (4, 9, 0.5, 7), (5, None, 0.5, 7), (None, None, None, 2)]
+    settings = [(s.plan.gpus, s.plan.batch_size, s.plan.profile.model.learning_rate, s.steps) for s in checked]
+    assert settings == [(3, 9, 0.5, 7), (4, 9, 0.5, 7), (5, None, 0.5, 7), (None, None, None, 2)]
 
 
 def test_the_commands_own_variable_beats_the_one_for_all(run, checked):

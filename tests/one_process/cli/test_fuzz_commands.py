@@ -200,8 +200,8 @@ def saved(tmp_path_factory) -> Path:
 
 def open_and_read(folder: Path) -> dict[str, torch.Tensor] | None:
     try:
-        found = Checkpoint(folder)
-        return found.read(["model.w0", "model.w1"])
+        checkpoint = Checkpoint(folder)
+        return checkpoint.read(["model.w0", "model.w1"])
     except AutopipeError as error:
         assert error.what
         assert error.where
@@ -219,8 +219,8 @@ def test_a_changed_manifest_gives_the_same_weights_or_is_refused(saved: Path, tm
     @given(mutated(document).map(as_json) | damaged(original))
     def check(data: bytes) -> None:
         (folder / "manifest.json").write_bytes(data)
-        found = open_and_read(folder)
-        assert found is None or all(torch.equal(tensor, torch.ones(3)) for tensor in found.values())
+        contents = open_and_read(folder)
+        assert contents is None or all(torch.equal(tensor, torch.ones(3)) for tensor in contents.values())
 
     check()
 
@@ -266,8 +266,8 @@ def test_whoever_connects_to_rank_0_is_a_member_or_a_stranger(data: bytes) -> No
         def receive(self) -> list[Message]:
             return [decode(line) for line in data.split(b"\n")]
 
-    found = rendezvous._introduced(Told())
-    if found is not None:
-        hello = found.hello
+    introduced = rendezvous._introduced(Told())
+    if introduced is not None:
+        hello = introduced.hello
         assert isinstance(hello.version, str)
         assert {type(hello.rank), type(hello.local_rank), type(hello.world_size)} == {int}

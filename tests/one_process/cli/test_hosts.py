@@ -25,7 +25,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--hosts", "-oProxyCommand=x"], "cannot be a host"),
         (["--hosts", "h1;reboot"], "cannot be a host"),
@@ -38,11 +38,11 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--watchdog", "0"], "--watchdog"),
     ],
 )
-def test_what_cannot_be_is_a_usage_error(words: list[str], said: str) -> None:
+def test_what_cannot_be_is_a_usage_error(words: list[str], message: str) -> None:
     Path("list").write_text("h1 slots=2\n")
     done = run(*words)
     assert done.exit_code == 2
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_a_dry_run_shows_each_hosts_command_and_what_its_agent_reads(tmp_path: Path) -> None:

@@ -109,9 +109,9 @@ def test_options_for_sbatch_from_a_settings_file_are_for_slurm_alone(tmp_path: P
 
 def test_the_command_of_a_rank_is_the_one_that_was_typed() -> None:
     typed = ("--config", "train", "train", "--launcher=slurm", "--dry-run", "--steps", "3", "--", "-odd.py")
-    found = Words.of(typed)
+    parsed = Words.of(typed)
     python = (sys.executable, "-m", "autopipe.cli")
-    assert found.for_a_rank == (
+    assert parsed.for_a_rank == (
         *python,
         "--config",
         "train",

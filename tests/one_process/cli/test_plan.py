@@ -48,17 +48,17 @@ ONE_STAGE = ("--schedule", "1f1b", *STRAIGHT)
 
 
 def document(done):
-    found = json.loads(done.stdout)
-    assert (found["schema_version"], found["command"]) == (1, "plan")
-    return found
+    answer = json.loads(done.stdout)
+    assert (answer["schema_version"], answer["command"]) == (1, "plan")
+    return answer
 
 
 def test_a_plan_needs_no_model_file_and_takes_the_batch_of_the_profile(run):
-    found = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--json"))
-    assert found["batch_size"] == 16
-    assert [stage["first"] for stage in found["stages"]] == ["layer0", "layer4"]
-    assert "its file was not read" in found["notes"][0]
-    assert artifact.load(Plan, Path(".autopipe/plan.json"), renew="").digest == found["plan_digest"]
+    answer = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--json"))
+    assert answer["batch_size"] == 16
+    assert [stage["first"] for stage in answer["stages"]] == ["layer0", "layer4"]
+    assert "its file was not read" in answer["notes"][0]
+    assert artifact.load(Plan, Path(".autopipe/plan.json"), renew="").digest == answer["plan_digest"]
 
 
 def test_stages_are_interleaved_where_that_is_faster_and_the_links_are_known(run):
@@ -77,19 +77,19 @@ def test_the_table_has_the_four_contendersand_a_verdict(run):
 
 
 def test_json_carries_the_comparison_and_the_explanation(run):
-    found = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--explain", "--json"))
-    names = [contender["name"] for contender in found["comparison"]["contenders"]]
+    answer = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--explain", "--json"))
+    names = [contender["name"] for contender in answer["comparison"]["contenders"]]
     assert names == ["single device", "data parallel", "best straight pipeline", "best plan"]
-    straight = found["comparison"]["contenders"][2]["plan"]
-    assert (straight["replicas"], straight["predicted"]) == ([1, 1], found["predicted"])
-    assert found["comparison"]["verdict"].startswith("A pipeline does not pay here")
-    assert found["explanation"][0].startswith("before layer4")
-    assert found["reasons"]["cuts"][0]["place"].startswith("before layer4")
-    assert [cut["node"] for cut in found["reasons"]["cuts"]] == ["layer4"]
+    straight = answer["comparison"]["contenders"][2]["plan"]
+    assert (straight["replicas"], straight["predicted"]) == ([1, 1], answer["predicted"])
+    assert answer["comparison"]["verdict"].startswith("A pipeline does not pay here")
+    assert answer["explanation"][0].startswith("before layer4")
+    assert answer["reasons"]["cuts"][0]["place"].startswith("before layer4")
+    assert [cut["node"] for cut in answer["reasons"]["cuts"]] == ["layer4"]
     # 16 samples of 8 layers of 30 ms, on two devices
-    assert found["reasons"]["bound_seconds"] == pytest.approx(16 * 8 * 0.03 / 2)
-    assert found["reasons"]["gap"] > 0
-    assert found["reasons"]["runner_up"]["cuts"] in (["layer3"], ["layer5"])
+    assert answer["reasons"]["bound_seconds"] == pytest.approx(16 * 8 * 0.03 / 2)
+    assert answer["reasons"]["gap"] > 0
+    assert answer["reasons"]["runner_up"]["cuts"] in (["layer3"], ["layer5"])
 
 
 def test_explain_says_why_below_the_table(run):
@@ -136,10 +136,10 @@ def test_a_large_layer_at_the_end_is_planned_as_pipedream_has_it(run):
 
 def test_more_devices_than_stages_are_planned_with_replicas(run):
     given = ("--gpus", "512", "--gpu-memory", "80GiB", "--link", "400Gbit/s", "--batch-size", "2048")
-    found = document(run(*given, "--json"))
-    assert found["ranks"] <= 512
-    assert found["comparison"]["contenders"][2]["plan"] is None
-    assert "512 stages asked for" in found["comparison"]["contenders"][2]["reason"]
+    answer = document(run(*given, "--json"))
+    assert answer["ranks"] <= 512
+    assert answer["comparison"]["contenders"][2]["plan"] is None
+    assert "512 stages asked for" in answer["comparison"]["contenders"][2]["reason"]
     shown = run(*given)
     assert "no best straight pipeline: 512 stages asked for" in shown.stdout
     assert "the model has 8 stages at most: planned with replicas" in shown.stderr
@@ -168,16 +168,18 @@ def test_a_profile_of_a_cpu_is_planned_on_a_device_by_name_and_labelled_an_estim
         dataclasses.replace(profile, device=device, measurements=measurements), Path(".autopipe/profile.json")
     )
     options = "--gpus", "2", "--num-microbatches", "4", "--schedule", "1f1b", "--device-name", "H100-SXM"
-    found = document(run(*options, *STRAIGHT, "--json"))
+    answer = document(run(*options, *STRAIGHT, "--json"))
     # 3 TFLOP a layer at 60 % of 67 TFLOP/s, four layers a stage, four microbatches and one to fill
-    assert found["predicted"]["step_seconds"] == pytest.approx(5 * 4 * 3 / (0.6 * 67), rel=0.01)
-    assert found["estimate"].startswith("estimate, nothing was measured on such a device: operations and bytes counted")
+    assert answer["predicted"]["step_seconds"] == pytest.approx(5 * 4 * 3 / (0.6 * 67), rel=0.01)
+    assert answer["estimate"].startswith(
+        "estimate, nothing was measured on such a device: operations and bytes counted"
+    )
     shown = run(*options)
     assert "\nestimated: " in shown.stdout
     assert "at 60% of 67 TFLOP/s (fp32) and 3350 GB/s" in " ".join(shown.stderr.split())
     run(*options, *STRAIGHT)
     simulated = json.loads(CliRunner().invoke(autopipe, ["simulate", "--json"]).stdout)
-    assert simulated["seconds"] == pytest.approx(found["predicted"]["step_seconds"])
+    assert simulated["seconds"] == pytest.approx(answer["predicted"]["step_seconds"])
 
 
 def test_a_stored_record_keeps_what_was_asked(run):
@@ -191,19 +193,19 @@ def test_ctrl_c_in_the_comparison_keeps_the_plan(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(steps, "compared", interrupted)
-    found = document(run("--gpus", "2", *HERE, "--json"))
-    assert found["comparison"] is None
-    assert "interrupted: the plan is written, and was not compared with others" in found["notes"]
+    answer = document(run("--gpus", "2", *HERE, "--json"))
+    assert answer["comparison"] is None
+    assert "interrupted: the plan is written, and was not compared with others" in answer["notes"]
     assert baselines.compared is not interrupted
 
 
 def test_the_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
-    found = document(run("--sweep-gpus", "1,2,4", *HERE, "--json"))
-    assert [point["gpus"] for point in found["points"]] == [1, 2, 4]
-    steps_ = [point["step_seconds"] for point in found["points"]]
+    answer = document(run("--sweep-gpus", "1,2,4", *HERE, "--json"))
+    assert [point["gpus"] for point in answer["points"]] == [1, 2, 4]
+    steps_ = [point["step_seconds"] for point in answer["points"]]
     assert steps_ == sorted(steps_, reverse=True)
     # 30 ms a layer and sample: 8 * 0.03 s of one device, a million times
-    assert found["points"][0]["device_hours_per_million_samples"] == pytest.approx(8 * 0.03 * 1e6 / 3600, rel=1e-3)
+    assert answer["points"][0]["device_hours_per_million_samples"] == pytest.approx(8 * 0.03 * 1e6 / 3600, rel=1e-3)
     shown = run("--sweep-gpus", "1,2,4", *HERE).stdout
     assert "device-hours a million" in shown
     assert shown.count("|#") == 3
@@ -211,17 +213,17 @@ def test_the_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
 
 
 def test_a_number_for_which_there_is_no_plan_keeps_its_reason(run):
-    found = document(run("--sweep-gpus", "1,64", *HERE, "--replicas", "never", "--json"))
-    assert found["points"][1]["plan"] is None
-    assert "64 stages asked for" in found["points"][1]["reason"]
+    answer = document(run("--sweep-gpus", "1,64", *HERE, "--replicas", "never", "--json"))
+    assert answer["points"][1]["plan"] is None
+    assert "64 stages asked for" in answer["points"][1]["reason"]
     assert "no plan for any of 64 devices" in run("--sweep-gpus", "64", "--replicas", "never", code=1).stderr
 
 
 def test_a_sweep_widens_the_outermost_level_of_a_cluster_file(run):
     text = "".join(f'[[level]]\nname = "{n}"\ncount = 2\nbandwidth = "{b}GB/s"\n' for n, b in (("a", 10), ("b", 1)))
     Path("cluster.toml").write_text(text)
-    found = document(run("--sweep-gpus", "2,8", "--cluster", "cluster.toml", "--json"))
-    assert all(point["plan"] for point in found["points"])
+    answer = document(run("--sweep-gpus", "2,8", "--cluster", "cluster.toml", "--json"))
+    assert all(point["plan"] for point in answer["points"])
 
 
 def test_the_sweep_excludes_what_would_contradict_it(run):
@@ -236,13 +238,13 @@ def graph():
 
 def test_a_file_of_pipedream_is_planned_with_its_own_formulas(run, graph):
     given = ("--from-pipedream", graph, "--cost-model", "pipedream", "--gpus", "4", "--link", "1GB/s")
-    found = document(run(*given, "--json"))
+    answer = document(run(*given, "--json"))
     # the linear layer alone on one device: 30 ms; both convolutions on three: 180 / 3 ms and their weights
-    assert found["configuration"] == "3-1"
-    assert [stage["layers"] for stage in found["stages"]] == [["node2", "node3"], ["node4"]]
-    assert found["predicted"]["step_seconds"] == pytest.approx(0.06 + 4 * 2 * 8e3 / 3 / 1e9 / 3)
-    assert found["single_device_seconds"] == pytest.approx(0.21)
-    assert found["predicted"]["step_seconds"] < found["data_parallel_seconds"]
+    assert answer["configuration"] == "3-1"
+    assert [stage["layers"] for stage in answer["stages"]] == [["node2", "node3"], ["node4"]]
+    assert answer["predicted"]["step_seconds"] == pytest.approx(0.06 + 4 * 2 * 8e3 / 3 / 1e9 / 3)
+    assert answer["single_device_seconds"] == pytest.approx(0.21)
+    assert answer["predicted"]["step_seconds"] < answer["data_parallel_seconds"]
     shown = run(*given).stdout
     assert "graph.txt: 3-1" in shown
     assert "3.50 times as fast" in shown
@@ -251,11 +253,11 @@ def test_a_file_of_pipedream_is_planned_with_its_own_formulas(run, graph):
 def test_a_file_of_pipedream_is_planned_with_our_costs(run, graph):
     # at 1GB/s four replicas are faster: most of the sum of the gradients hides behind the last backward
     given = ("--from-pipedream", graph, "--gpus", "4", "--link", "200MB/s", "--batch-size", "64")
-    found = document(run(*given, "--explain", "--json"))
-    assert [stage["replicas"] for stage in found["stages"]] == [3, 1]
-    assert found["path"] is None
-    assert found["num_microbatches"] == 64
-    assert len(found["comparison"]["contenders"]) == 4
+    answer = document(run(*given, "--explain", "--json"))
+    assert [stage["replicas"] for stage in answer["stages"]] == [3, 1]
+    assert answer["path"] is None
+    assert answer["num_microbatches"] == 64
+    assert len(answer["comparison"]["contenders"]) == 4
     assert "best plan" in run(*given).stdout
     assert not Path(".autopipe/plan.json").exists()
 
@@ -290,11 +292,11 @@ def test_without_the_batch_in_the_profile_the_model_is_asked_for_it(run):
 def test_measured_links_are_planned_with_and_nothing_is_assumed(run):
     assert any("assumed" in note for note in document(run("--gpus", "2", "--json"))["notes"])
     artifact.save(Links("cuda", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
-    found = document(run("--gpus", "2", "--json"))
-    assert found["cluster"]["source"] == "measured"
-    (level,) = found["cluster"]["levels"]
+    answer = document(run("--gpus", "2", "--json"))
+    assert answer["cluster"]["source"] == "measured"
+    (level,) = answer["cluster"]["levels"]
     assert (level["bandwidth"], level["latency_seconds"], level["all_reduce_bandwidth"]) == (3e9, 1e-5, 2e9)
-    assert not any("assumed" in note for note in found["notes"])
+    assert not any("assumed" in note for note in answer["notes"])
 
 
 def test_links_of_another_kind_of_device_are_not_taken(run):

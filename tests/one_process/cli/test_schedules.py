@@ -1,4 +1,4 @@
-"""Schedules from the command line: what one is told, and an order of the user's own."""
+"""Schedules from the command line: the options of each, and an order of the user's own."""
 
 import json
 from pathlib import Path
@@ -43,8 +43,8 @@ def test_what_a_schedule_is_told_is_stored_and_kept_until_another_schedule_is_na
 
 
 def test_a_grid_is_the_plan_and_its_simulation(run):
-    found = json.loads(run("plan", *HERE, "--schedule-file", "grid.csv", "--json").stdout)
-    assert (found["schedule"], found["num_microbatches"], len(found["stages"])) == ("custom", 2, 2)
+    document = json.loads(run("plan", *HERE, "--schedule-file", "grid.csv", "--json").stdout)
+    assert (document["schedule"], document["num_microbatches"], len(document["stages"])) == ("custom", 2, 2)
     assert stored().schedule_text == GRID
     simulated = json.loads(run("simulate", "--json").stdout)
     assert simulated["grid"].splitlines()[1].split() == ["rank", "1", "|", "F0", "B0", "F1", "B1+"]
@@ -61,7 +61,7 @@ def test_a_broken_grid_is_shown_with_the_cell_marked_and_nothing_is_planned(run)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("--schedule", "custom", "--gpus", "2"), "--schedule-file"),
         (("--schedule", "1f1b", "--schedule-file", "grid.csv"), "leave one of --schedule and --schedule-file out"),
@@ -69,8 +69,8 @@ def test_a_broken_grid_is_shown_with_the_cell_marked_and_nothing_is_planned(run)
         (("--schedule", "1f1b", "--gpus", "2", "--vertical-sync"), "a schedule that does: pipedream"),
     ],
 )
-def test_what_contradicts_itself_is_refused_with_what_would_do(run, args, said):
-    assert said in run("plan", *HERE, *args, code=1).stderr
+def test_what_contradicts_itself_is_refused_with_what_would_do(run, args, message):
+    assert message in run("plan", *HERE, *args, code=1).stderr
 
 
 def test_a_plan_is_simulated_under_what_is_asked_for(run):

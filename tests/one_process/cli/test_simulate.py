@@ -40,11 +40,11 @@ def test_the_bytes_are_those_of_the_schedule_that_is_simulated(run):
     planned = json.loads(run("plan", *PLAN, "gpipe", *ROOMY, "--json").stdout)
     other = json.loads(run("plan", *PLAN, "1f1b", *ROOMY, "--json").stdout)
     assert [stage["first"] for stage in planned["stages"]] == [stage["first"] for stage in other["stages"]]
-    found = json.loads(run("simulate", "--schedule", "gpipe", "--json").stdout)
-    assert found["peak_bytes"] == peaks(found) == peaks(planned)
+    document = json.loads(run("simulate", "--schedule", "gpipe", "--json").stdout)
+    assert document["peak_bytes"] == peaks(document) == peaks(planned)
     assert min(peaks(planned)) > 2 * max(peaks(other))
-    assert (found["fits"], found["memory_bytes"]) == (True, [8 * 2**30] * 2)
-    timeline = artifact.load(Timeline, Path(found["path"]), renew="")
+    assert (document["fits"], document["memory_bytes"]) == (True, [8 * 2**30] * 2)
+    timeline = artifact.load(Timeline, Path(document["path"]), renew="")
     assert list(timeline.peak_bytes) == peaks(planned)
 
 
@@ -66,8 +66,8 @@ def test_a_schedule_that_does_not_fit_is_said_to_and_is_not_to_be_trained(run):
     assert "autopipe train" not in done.stderr
     assert "next: autopipe plan --schedule gpipe, with the --gpus and the memory of this plan" in done.stderr
     assert done.stdout.count("MiB too much") == 2
-    found = json.loads(run("simulate", "--schedule", "gpipe", "--json").stdout)
-    assert (found["fits"], found["memory_bytes"], len(found["warnings"])) == (False, [40 * 2**20] * 2, 1)
+    document = json.loads(run("simulate", "--schedule", "gpipe", "--json").stdout)
+    assert (document["fits"], document["memory_bytes"], len(document["warnings"])) == (False, [40 * 2**20] * 2, 1)
 
 
 def test_another_schedule_is_what_is_to_be_trained_next(run):
@@ -88,16 +88,16 @@ def test_the_rate_is_that_of_the_step_on_the_same_line(run, schedule):
     (line,) = [text for text in lines if text.startswith("simulated:")]
     rate = float(re.search(r"([\d.]+) samples/s", line)[1])
     assert rate * seconds(line) == pytest.approx(16, rel=0.01)
-    found = json.loads(run("simulate", "--json").stdout)
-    assert found["predicted"]["step_seconds"] == pytest.approx(seconds(line), rel=0.01)
+    document = json.loads(run("simulate", "--json").stdout)
+    assert document["predicted"]["step_seconds"] == pytest.approx(seconds(line), rel=0.01)
     first = [text for text in lines if text.startswith("the first minibatch alone")]
     if schedule == "1f1b":
-        assert (found["timeline_of"], first) == ("a step", [])
-        assert found["seconds"] == pytest.approx(found["predicted"]["step_seconds"])
+        assert (document["timeline_of"], first) == ("a step", [])
+        assert document["seconds"] == pytest.approx(document["predicted"]["step_seconds"])
     else:
-        assert found["timeline_of"] == "the first minibatch alone"
-        assert seconds(first[0]) == pytest.approx(found["seconds"], rel=0.01)
-        assert found["seconds"] > found["predicted"]["step_seconds"]
+        assert document["timeline_of"] == "the first minibatch alone"
+        assert seconds(first[0]) == pytest.approx(document["seconds"], rel=0.01)
+        assert document["seconds"] > document["predicted"]["step_seconds"]
 
 
 def test_a_trace_for_perfetto_is_the_timeline(run):
@@ -113,7 +113,7 @@ def test_a_trace_for_perfetto_is_the_timeline(run):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("--vertical-sync",), "schedule 1f1b takes no --vertical-sync"),
         (("--schedule", "1f1b", "--warmup-depth", "3"), "schedule 1f1b takes no --warmup-depth"),
@@ -122,10 +122,10 @@ def test_a_trace_for_perfetto_is_the_timeline(run):
         (("--schedule", "2bw", "--warmup-depth", "65"), "--warmup-depth 65 is out of range: it runs from 1 to 64"),
     ],
 )
-def test_options_are_called_what_was_typed(run, args, said):
+def test_options_are_called_what_was_typed(run, args, message):
     run("plan", *PLAN, "1f1b", *ROOMY)
     done = run("simulate", *args, code=1)
-    assert said in done.stderr
+    assert message in done.stderr
     assert "vertical_sync" not in done.stderr
     assert "'depth'" not in done.stderr
 

@@ -31,7 +31,7 @@ def attempts(tmp_path: Path, hosts: str, ranks: int) -> Attempts:
     listener = Listener(run, ignore, ranks)
     listener.begin(ranks)
     prepared: Any = SimpleNamespace(plan=SimpleNamespace(num_ranks=ranks))
-    return Attempts(settings, prepared, run, listener, ignore, lambda *told: pytest.fail("no job is wanted"), no_probe)
+    return Attempts(settings, prepared, run, listener, ignore, lambda *event: pytest.fail("no job is wanted"), no_probe)
 
 
 def no_probe() -> Any:

@@ -184,16 +184,16 @@ def test_a_minibatch_comes_back_as_it_was(tmp_path: Path) -> None:
         "empty": torch.empty(0, 3, dtype=torch.bfloat16),
     }
     batch.store(item, [1 / 3, 2 / 3], tmp_path / "batch")
-    found, factors = batch.load(tmp_path / "batch")
+    minibatch, factors = batch.load(tmp_path / "batch")
     assert factors == [1 / 3, 2 / 3]
-    assert list(found) == list(item)
+    assert list(minibatch) == list(item)
     for name in ("a", "gaps", "c", "empty"):
-        assert torch.equal(found[name], item[name]), name
-        assert found[name].dtype == item[name].dtype
-    assert found["a"].stride() == item["a"].stride()
-    assert not found["gaps"].is_contiguous()
-    assert (found["none"], found["nested"][1:]) == (None, ["text", True])
-    assert type(found["nested"][0]) is tuple and torch.equal(found["nested"][0][0], torch.tensor(3))
+        assert torch.equal(minibatch[name], item[name]), name
+        assert minibatch[name].dtype == item[name].dtype
+    assert minibatch["a"].stride() == item["a"].stride()
+    assert not minibatch["gaps"].is_contiguous()
+    assert (minibatch["none"], minibatch["nested"][1:]) == (None, ["text", True])
+    assert type(minibatch["nested"][0]) is tuple and torch.equal(minibatch["nested"][0][0], torch.tensor(3))
 
 
 @pytest.mark.parametrize("value", [OrderedDict(a=1), {1.5: 2}, object(), itertools.count()], ids=lambda v: type(v))

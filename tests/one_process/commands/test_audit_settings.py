@@ -80,14 +80,14 @@ class Ended:
         return False
 
 
-class Told(auditing.Auditor):
+class RecordingAuditor(auditing.Auditor):
     """Keeps its results, and its events as (kind, fields)."""
 
-    told: list[Any]
+    notes: list[Any]
 
 
 @pytest.fixture
-def auditor(tmp_path: Path) -> Told:
+def auditor(tmp_path: Path) -> RecordingAuditor:
     model = tmp_path / "model.py"
     model.write_text("1")
     subject = captured("resnet")
@@ -96,13 +96,13 @@ def auditor(tmp_path: Path) -> Told:
     run = RunDirectory(tmp_path / "run")
     run.write(Job(1, 0, 4), plan, subject.capture.graph)
     events: list[Any] = []
-    audits = Told(run, lambda kind, fields: events.append((kind, fields)), events.append)
-    audits.told = events
+    audits = RecordingAuditor(run, lambda kind, fields: events.append((kind, fields)), events.append)
+    audits.notes = events
     audits.begin()
     return audits
 
 
-def ended(auditor: Told, result: AuditResult | None) -> AuditFiles:
+def ended(auditor: RecordingAuditor, result: AuditResult | None) -> AuditFiles:
     files = AuditFiles(auditor.run.path, 5)
     for folder in (files.before, files.after, files.batch):
         folder.mkdir(parents=True)
@@ -112,15 +112,15 @@ def ended(auditor: Told, result: AuditResult | None) -> AuditFiles:
     return files
 
 
-def test_an_equal_step_leaves_its_result_alone(auditor: Told) -> None:
+def test_an_equal_step_leaves_its_result_alone(auditor: RecordingAuditor) -> None:
     result = AuditResult(5, EQUAL, True, tensors=9)
     files = ended(auditor, result)
     auditor.poll()
-    assert auditor.told == [result]
+    assert auditor.notes == [result]
     assert [path.name for path in files.folder.iterdir()] == ["step-00000005.json"]
 
 
-def test_a_different_step_raises_and_keeps_what_it_was_made_of(auditor: Told) -> None:
+def test_a_different_step_raises_and_keeps_what_it_was_made_of(auditor: RecordingAuditor) -> None:
     files = ended(auditor, AuditResult(5, DIFFERENT, False, "a.weight", 1, 3e-3, 4, 9))
     with pytest.raises(
         AuditError, match=r"step 6 of the run .* a\.weight differs by 3\.0e-03, and so do 3 more"
@@ -136,7 +136,7 @@ def test_a_different_step_raises_and_keeps_what_it_was_made_of(auditor: Told) ->
 
 @pytest.mark.parametrize("name", ["model.py", "layers.py"])
 def test_an_edited_file_of_the_model_is_no_difference(
-    auditor: Told, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    auditor: RecordingAuditor, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "layers.py").write_text("1")
     imported = types.ModuleType("layers")
@@ -148,15 +148,15 @@ def test_an_edited_file_of_the_model_is_no_difference(
     auditor.poll()
     auditor.add(10, 0.5)
     text = f"an audit is left out: {tmp_path / name} was edited since the run began"
-    assert auditor.told == [("note", {"text": text})]
+    assert auditor.notes == [("note", {"text": text})]
 
 
-def test_what_is_left_out_is_said_once(auditor: Told) -> None:
+def test_what_is_left_out_is_said_once(auditor: RecordingAuditor) -> None:
     for _ in range(2):
         files = ended(auditor, AuditResult(5, LEFT_OUT, reason="it does not fit"))
         auditor.poll()
         assert not files.before.exists()
-    assert auditor.told == [("note", {"text": "an audit is left out: it does not fit"})]
+    assert auditor.notes == [("note", {"text": "an audit is left out: it does not fit"})]
     ended(auditor, None).result.unlink()
     auditor.poll()
-    assert "its process ended with code 3; see" in auditor.told[-1][1]["text"]
+    assert "its process ended with code 3; see" in auditor.notes[-1][1]["text"]

@@ -62,7 +62,7 @@ def test_a_training_that_is_to_evaluate_needs_something_to_evaluate_on(tmp_path:
 
 def test_a_training_whose_stages_cannot_evaluate_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text(MODEL + "\nevaluate_data = data\n")
-    monkeypatch.setattr("autopipe.commands.steps.evaluation.record", lambda *told: "it keeps the mode of training")
+    monkeypatch.setattr("autopipe.commands.steps.evaluation.record", lambda *arguments: "it keeps the mode of training")
     error = refused(tmp_path)
     assert isinstance(error, RunError)
     assert error.what == "this model cannot be evaluated in stages: it keeps the mode of training"
@@ -71,9 +71,9 @@ def test_a_training_whose_stages_cannot_evaluate_says_so(tmp_path: Path, monkeyp
 
 def test_eval_says_what_is_missing_before_it_starts_ranks(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
-    made = captured_file(tmp_path / "net.py")
-    pipeline = build(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
-    pipeline.train(minibatches(made.workload, 1, 8))
+    subject = captured_file(tmp_path / "net.py")
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
+    pipeline.train(minibatches(subject.workload, 1, 8))
     with pytest.raises(ModelFileError, match="has no evaluation data: looked for evaluate_data"):
         finished.evaluate(EvaluateSettings(tmp_path / "run"))
     with pytest.raises(ModelFileError, match="no_such"):

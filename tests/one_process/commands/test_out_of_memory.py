@@ -1,4 +1,4 @@
-"""Out of memory: which errors mean it, what is told, and what the planner finds that would fit."""
+"""Out of memory: which errors mean it, what is reported, and what the planner finds that would fit."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_errors_that_mean_it_are_known() -> None:
 
 @pytest.mark.parametrize(("text", "asked"), [(CUDA, int(2.5 * GIB)), (CPU, 4096), ("out of memory", 0)])
 def test_what_was_asked_for_is_read_from_the_error(text: str, asked: int) -> None:
-    found = describe_oom(RuntimeError(text), PLAN, 1, torch.device("cpu"), resident_bytes())
-    assert found["out_of_memory"]["requested"] == asked
-    assert found["out_of_memory"]["predicted"] == 4 * GIB
-    assert "the plan predicted 4.00 GiB" in found["message"]
-    assert ("tried to allocate" in found["message"]) == bool(asked)
+    error = describe_oom(RuntimeError(text), PLAN, 1, torch.device("cpu"), resident_bytes())
+    assert error["out_of_memory"]["requested"] == asked
+    assert error["out_of_memory"]["predicted"] == 4 * GIB
+    assert "the plan predicted 4.00 GiB" in error["message"]
+    assert ("tried to allocate" in error["message"]) == bool(asked)
 
 
 def test_a_plan_may_predict_as_much_less_than_there_is_as_the_last_one_was_too_low() -> None:

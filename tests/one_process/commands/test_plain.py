@@ -82,46 +82,46 @@ def test_the_script_gives_the_weights_of_the_stages(name: str, schedule: str, tm
         pytest.skip("a loss and a schedule meet only in the share of a microbatch")
     path = tmp_path / "model.py"
     path.write_text(MODEL % {"loss": LOSSES[name]})
-    made = captured_file(path, (("width", "12"),))
-    plan = plan_for(made, 2, schedule, 4, 6)
+    subject = captured_file(path, (("width", "12"),))
+    plan = plan_for(subject, 2, schedule, 4, 6)
     clip = 0.0 if name == "sum" else 1.0
-    assert is_equal(compared(made, plan, 7, tmp_path, clip_grad_norm=clip if schedule != "pipedream" else 0.0))
+    assert is_equal(compared(subject, plan, 7, tmp_path, clip_grad_norm=clip if schedule != "pipedream" else 0.0))
 
 
 @pytest.mark.parametrize("sample", ["gpt", "hf_llama"])
 def test_a_sample_model_equals_its_script(sample: str, tmp_path: Path) -> None:
-    made = captured(sample)
-    assert is_equal(compared(made, plan_for(made, 2, "1f1b", 3, 6), 3, tmp_path, clip_grad_norm=0.5))
+    subject = captured(sample)
+    assert is_equal(compared(subject, plan_for(subject, 2, "1f1b", 3, 6), 3, tmp_path, clip_grad_norm=0.5))
 
 
 @pytest.mark.parametrize("name", ["experts", "layer_drop"])
 def test_modules_that_run_as_they_are_draw_the_same_in_the_script(name: str, tmp_path: Path) -> None:
-    made = captured_file(write(name, tmp_path))
-    assert made.workload.spec.opaque_modules
-    assert is_equal(compared(made, plan_for(made, 3, "1f1b", 4, 8), 4, tmp_path))
+    subject = captured_file(write(name, tmp_path))
+    assert subject.workload.spec.opaque_modules
+    assert is_equal(compared(subject, plan_for(subject, 3, "1f1b", 4, 8), 4, tmp_path))
 
 
 def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL % {"loss": LOSSES["samples"]})
-    made = captured_file(path)
-    plan = plan_for(made, 2, "gpipe", 2, 6)
-    pipeline = build(made, plan, tmp_path / "run")
-    text, loop = written(Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
+    subject = captured_file(path)
+    plan = plan_for(subject, 2, "gpipe", 2, 6)
+    pipeline = build(subject, plan, tmp_path / "run")
+    text, loop = written(Subject(subject.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
     assert loop.divisor is None
     (tmp_path / "loop.py").write_text(text)
     subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, check=False)
     saved = torch.load(tmp_path / "plain.pt", weights_only=True)
-    assert saved.keys() == made.workload.build_model().state_dict().keys()
+    assert saved.keys() == subject.workload.build_model().state_dict().keys()
 
 
 def test_no_text_of_a_plan_is_code_in_the_script(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL % {"loss": LOSSES["samples"]})
-    made = captured_file(path)
-    plan = plan_for(made, 2, "gpipe", 2, 6)
-    pipeline = build(made, plan, tmp_path / "run")
-    _, loop = written(Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
+    subject = captured_file(path)
+    plan = plan_for(subject, 2, "gpipe", 2, 6)
+    pipeline = build(subject, plan, tmp_path / "run")
+    _, loop = written(Subject(subject.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
     stranger = 'cpu"; STRANGER = 1 #'
     notes = ('the sum of x""" + str(STRANGER) + """ is another', "\\")
     loop = dataclasses.replace(loop, device=stranger, autocast="torch.bfloat16", title='net"""', notes=notes)
@@ -134,8 +134,8 @@ def test_no_text_of_a_plan_is_code_in_the_script(tmp_path: Path) -> None:
     ("job", "reason"), [({"deferred_batch_norm": True}, "deferred"), ({"init_from": "w.pt"}, "--init-from")]
 )
 def test_what_a_script_cannot_express_is_refused(job: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    made = captured("gpt")
-    plan = plan_for(made, 2, "1f1b", 2, 6)
-    pipeline = build(made, plan, tmp_path / "run", **job)
+    subject = captured("gpt")
+    plan = plan_for(subject, 2, "1f1b", 2, 6)
+    pipeline = build(subject, plan, tmp_path / "run", **job)
     with pytest.raises(RunError, match=reason):
-        written(Subject(made.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
+        written(Subject(subject.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))

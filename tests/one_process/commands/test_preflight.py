@@ -51,21 +51,21 @@ def test_the_same_versions_are_fine() -> None:
     ],
 )
 def test_another_version_is_a_problem_with_its_fix(changed: dict[str, Any], name: str, fix: str) -> None:
-    (found,) = [finding for finding in preflight.versions(survey(**changed)) if finding.state == "problem"]
-    assert (found.name, found.host) == (name, "h1")
-    assert fix in found.fix
+    (findings,) = [finding for finding in preflight.versions(survey(**changed)) if finding.state == "problem"]
+    assert (findings.name, findings.host) == (name, "h1")
+    assert fix in findings.fix
     with pytest.raises(RunError, match=name) as caught:
         preflight.first_problem(preflight.versions(survey(**changed)))
-    assert caught.value.where == "host h1" and caught.value.remedy == found.fix
+    assert caught.value.where == "host h1" and caught.value.remedy == findings.fix
 
 
 def test_another_build_of_torch_is_fine_here_and_not_between_hosts() -> None:
     base = importlib.metadata.version("torch").partition("+")[0]
     facts = [survey(torch=f"{base}+{build}").facts[0] for build in ("cu130", "cu130", "rocm7")]
     three = described(tuple(facts), hosts=("h1", "h2", "h3"))
-    (found,) = [finding for finding in preflight.versions(three) if finding.state == "problem"]
-    assert (found.host, found.name) == ("h3", "torch")
-    assert f"on h1 it is {base}+cu130" in found.detail
+    (findings,) = [finding for finding in preflight.versions(three) if finding.state == "problem"]
+    assert (findings.host, findings.name) == ("h3", "torch")
+    assert f"on h1 it is {base}+cu130" in findings.detail
 
 
 def test_memory_is_that_of_the_ranks_of_the_host() -> None:
@@ -77,17 +77,17 @@ def test_memory_is_that_of_the_ranks_of_the_host() -> None:
 
 def test_a_gpu_holds_what_its_ranks_need() -> None:
     gpus = [("A100", 30 * GIB, 40 * GIB), ("A100", 10 * GIB, 40 * GIB)]
-    found = list(preflight.memory(survey(gpus=gpus), [[20 * GIB, 20 * GIB]], devices=True))
-    assert [finding.state for finding in found] == ["ok", "problem", "ok"]
-    assert "--gpu-memory 10GiB" in found[1].fix
+    findings = list(preflight.memory(survey(gpus=gpus), [[20 * GIB, 20 * GIB]], devices=True))
+    assert [finding.state for finding in findings] == ["ok", "problem", "ok"]
+    assert "--gpu-memory 10GiB" in findings[1].fix
     (none, _) = preflight.memory(survey(), [[20 * GIB]], devices=True)
     assert none.state == "problem" and "--device cpu" in none.fix
 
 
 def test_a_clock_that_is_off_is_told_and_stops_nothing() -> None:
     off = described(survey().facts, offset=-90.0)
-    (found,) = preflight.clocks(off)
-    assert found.state == "note" and "-90000.0 ms" in found.detail and "h1" in found.fix
+    (findings,) = preflight.clocks(off)
+    assert findings.state == "note" and "-90000.0 ms" in findings.detail and "h1" in findings.fix
 
 
 def test_an_address_of_the_internet_is_refused_unless_it_is_trusted() -> None:
@@ -129,17 +129,17 @@ def test_the_address_of_a_store_is_read_back() -> None:
 
 @pytest.fixture
 def agents():
-    found = AgentPool(["localhost", "127.0.0.1"], LaunchSettings())
-    yield found
-    found.close()
+    started = AgentPool(["localhost", "127.0.0.1"], LaunchSettings())
+    yield started
+    started.close()
 
 
 def test_two_agents_answer_and_reach_each_other(agents: AgentPool, tmp_path: Path) -> None:
-    found = preflight.survey(agents, LaunchSettings(), devices=False)
-    assert {finding.state for finding in preflight.versions(found)} == {"ok"}
-    assert found.addresses == (("127.0.0.1", "lo"),) * 2
-    assert all(abs(seconds) < 5 for seconds in found.offsets_seconds)
-    assert [finding.state for finding in preflight.reachable(agents, found)] == ["ok", "ok"]
+    findings = preflight.survey(agents, LaunchSettings(), devices=False)
+    assert {finding.state for finding in preflight.versions(findings)} == {"ok"}
+    assert findings.addresses == (("127.0.0.1", "lo"),) * 2
+    assert all(abs(seconds) < 5 for seconds in findings.offsets_seconds)
+    assert [finding.state for finding in preflight.reachable(agents, findings)] == ["ok", "ok"]
     (tmp_path / "model.py").write_text("x = 1\n")
     shared = list(preflight.same_files(agents, tmp_path, [tmp_path / "model.py"]))
     assert [finding.state for finding in shared] == ["ok"] * 4
@@ -161,5 +161,5 @@ def test_an_agent_that_is_killed_is_gone_and_named(agents: AgentPool) -> None:
 
 def test_doctor_shows_a_host_that_cannot_be_asked_as_a_finding() -> None:
     settings = LaunchSettings(hosts=(Host("localhost"),), remote_python="/nonexistent/python")
-    (found,) = examine_hosts(settings).findings
-    assert found.state == "problem" and "--remote-python" in found.fix
+    (findings,) = examine_hosts(settings).findings
+    assert findings.state == "problem" and "--remote-python" in findings.fix

@@ -83,10 +83,10 @@ def test_the_plan_of_the_work_directory_is_taken_where_it_cuts_minibatches_as_th
 ) -> None:
     def settings(microbatches: int) -> TrainSettings:
         work = tmp_path / str(microbatches)
-        store, made = Store(work), prepared(network, ADAMW, tmp_path, microbatches=microbatches)
-        artifact.save(made.plan, store.plan)
+        store, pipeline = Store(work), prepared(network, ADAMW, tmp_path, microbatches=microbatches)
+        artifact.save(pipeline.plan, store.plan)
         cluster = Cluster((Level("host", 3, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
-        artifact.save(PlanRecord(made.plan.digest, "", PlanRequest(gpus=3), cluster), store.record)
+        artifact.save(PlanRecord(pipeline.plan.digest, "", PlanRequest(gpus=3), cluster), store.record)
         return TrainSettings(PlanSettings(ProfileSettings(ModelSettings("net.py"), work)), resume=True)
 
     kept, pinned = as_recorded(settings(2), saved(ADAMW)).plan, as_recorded(settings(4), saved(ADAMW)).plan

@@ -26,10 +26,10 @@ from autopipe.runtime.weights import WeightVersions
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    found = RunDirectory(tmp_path)
+    directory = RunDirectory(tmp_path)
     for step in (1, 2, 3, 4):
-        save(found.checkpoints, step)
-    return found
+        save(directory.checkpoints, step)
+    return directory
 
 
 def damage_manifest(folder: Path) -> str:
@@ -64,7 +64,7 @@ def lose(folder: Path) -> str:
 def point_elsewhere(folder: Path) -> str:
     path = folder / "manifest.json"
     document = json.loads(path.read_text().replace("stage-0-of-2.safetensors", "../../../model.py"))
-    document.pop("digest")  # as somebody would who knows how
+    document.pop("digest")  # as an attacker would
     path.write_text(json.dumps(document))
     return "'../../../model.py' is not the name of a stage's file"
 
@@ -74,12 +74,12 @@ DAMAGES = (damage_manifest, lose_manifest, truncate, flip, lose, point_elsewhere
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_with_the_step_to_go_on_from(run: RunDirectory, damage) -> None:
-    said = damage(directory_of(run.checkpoints, 4))
+    message = damage(directory_of(run.checkpoints, 4))
     with pytest.raises(ArtifactError) as caught:
         chosen(run, None)
     assert caught.value.exit_code == 1
     assert caught.value.what.startswith("the checkpoint of step 4 is damaged: ")
-    assert said in caught.value.what
+    assert message in caught.value.what
     assert "step-00000004" in caught.value.where
     assert caught.value.remedy == "--resume 3 (intact: 1, 2, 3)"
     assert chosen(run, 3).manifest.step == 3
@@ -120,13 +120,13 @@ def test_another_model_is_refused_by_its_first_parameter(run: RunDirectory) -> N
                 self.register_parameter(f"w{index}", nn.Parameter(torch.zeros(shape)))
 
     source = Checkpoint(directory_of(run.checkpoints, 4))
-    for shapes, first, said in (
+    for shapes, first, message in (
         ((3, 5), 0, r"w1 was \[3\] and is \[5\]"),
         ((3, 3, 2), 0, r"w2 \[2\] is new"),
         ((3,), 0, "w1 is in it no more"),
         ((3, 3), 0, r"the same parameters, another computation \(g -> "),
     ):
-        with pytest.raises(RunError, match=f"the checkpoint is of another model: {said}"):
+        with pytest.raises(RunError, match=f"the checkpoint is of another model: {message}"):
             refuse_other_model(source, graph_of(Net(*shapes, first=first)))
     graph = graph_of(Net(3, 3))
     refuse_other_parameters(graph, Net(3, 3), run.path)

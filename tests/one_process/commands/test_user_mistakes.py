@@ -51,12 +51,12 @@ LOSS = "\ndef loss(output, target):\n    return nn.functional.cross_entropy(outp
 def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def made(more: str = LOSS, sparse: str = "") -> Path:
+    def write_model(more: str = LOSS, sparse: str = "") -> Path:
         path = tmp_path / "net.py"
         path.write_text(MODEL.replace("{more}", more).replace("{sparse}", sparse))
         return path
 
-    return made
+    return write_model
 
 
 @pytest.fixture
@@ -258,8 +258,8 @@ def test_next_names_the_work_directory_where_it_is_another(write) -> None:
     done = run("generate", "--work-dir", "my work")
     assert "next: autopipe check --work-dir 'my work'" in done.stderr
     # more steps than the data has batches: it begins again, as train does
-    found = json.loads(run("check", "--steps", "6", "--work-dir", "my work", "--json").stdout)
-    assert len(found["losses"]) == len(found["reference_losses"]) == 6
+    document = json.loads(run("check", "--steps", "6", "--work-dir", "my work", "--json").stdout)
+    assert len(document["losses"]) == len(document["reference_losses"]) == 6
 
 
 def test_an_error_as_json_names_its_command(write) -> None:

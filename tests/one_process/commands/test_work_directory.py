@@ -51,13 +51,13 @@ def test_a_command_beside_one_that_prepares_a_run_is_refused(command: str, tmp_p
 
 
 def test_a_run_takes_no_stage_code_over_that_no_command_has_written(tmp_path: Path) -> None:
-    made = captured("resnet")
-    cut = plan_for(made, 2, "1f1b", 4, BATCH["resnet"])
-    work = build(made, cut, tmp_path / "work")
-    for name in ("shape_1", "evaluation_1", "evaluation"):  # of a folder that somebody has sent
+    subject = captured("resnet")
+    cut = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
+    work = build(subject, cut, tmp_path / "work")
+    for name in ("shape_1", "evaluation_1", "evaluation"):  # of a folder received from elsewhere
         (work.run.stages / name).mkdir()
         (work.run.stages / name / "stage_0.py").write_text("raise SystemExit")
-    prepared: Any = SimpleNamespace(plan=cut, graph=made.capture.graph, stages=work.run.stages)
+    prepared: Any = SimpleNamespace(plan=cut, graph=subject.capture.graph, stages=work.run.stages)
     run = write_run(tmp_path / "run", work.job, prepared)
     copied = {path.name for path in run.stages.iterdir() if path.is_dir()}
     assert copied == {"evaluation"}  # which is part of what `wrote_stages` knows

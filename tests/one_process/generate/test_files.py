@@ -63,9 +63,9 @@ class Awkward(nn.Module):
 
 def test_names_that_a_stage_has_for_itself_do_no_harm(tmp_path):
     work = Toy(Awkward, vectors)
-    found = capture(work, verify=False)
+    traced = capture(work, verify=False)
     model, plain = work.build_model(), work.build_model()
-    stages = load(found, plan_of(found.graph, []), tmp_path, model)
+    stages = load(traced, plan_of(traced.graph, []), tmp_path, model)
     item = work.example_item(3)
     assert torch.equal(stages[0](item["x"])[0], plain(item["x"]))
     assert sorted(stages[0].state_dict()) == sorted(model.state_dict())
@@ -73,8 +73,8 @@ def test_names_that_a_stage_has_for_itself_do_no_harm(tmp_path):
 
 def test_what_the_user_keeps_in_evaluation_mode_stays_in_it(tmp_path):
     work = Toy(Awkward, vectors)
-    found = capture(work, verify=False)
-    (stage,) = load(found, plan_of(found.graph, []), tmp_path, work.build_model())
+    traced = capture(work, verify=False)
+    (stage,) = load(traced, plan_of(traced.graph, []), tmp_path, work.build_model())
     stage.eval()
     stage.train()
     assert stage.training and stage.train_.training and not stage.frozen.training
@@ -108,9 +108,9 @@ def test_adopting_another_model_says_what_it_lacks():
 
 
 def files(folder, num_stages=2):
-    found = small()
-    plan = plan_of(found.graph, even_cuts(found.graph, num_stages))
-    generate(found, plan, folder)
+    traced = small()
+    plan = plan_of(traced.graph, even_cuts(traced.graph, num_stages))
+    generate(traced, plan, folder)
     return plan
 
 
@@ -122,11 +122,11 @@ def test_a_plan_with_fewer_stages_leaves_no_old_files(tmp_path):
 
 
 def test_constants_lie_beside_the_files_and_go_when_they_are_not_needed(tmp_path):
-    found = capture(workload("plain tensors"), verify=False)
-    generate(found, plan_of(found.graph, []), tmp_path)
-    assert sorted(load_constants(tmp_path)) == sorted(found.constants)
+    traced = capture(workload("plain tensors"), verify=False)
+    generate(traced, plan_of(traced.graph, []), tmp_path)
+    assert sorted(load_constants(tmp_path)) == sorted(traced.constants)
     for name, tensor in load_constants(tmp_path).items():
-        assert torch.equal(tensor, found.constants[name])
+        assert torch.equal(tensor, traced.constants[name])
     (tmp_path / "constants.safetensors").write_bytes(b"broken")
     with pytest.raises(ArtifactError, match=r"constants\.safetensors is damaged"):
         load_constants(tmp_path)
@@ -171,11 +171,11 @@ def test_what_is_written_is_what_runs_even_within_one_tick_of_the_clock(tmp_path
 
 
 def test_a_capture_of_another_model_is_refused_with_both_digests(tmp_path):
-    found = small()
+    traced = small()
     other = capture(workload("plain"), verify=False)
     with pytest.raises(ArtifactError) as raised:
-        generate(other, plan_of(found.graph, []), tmp_path)
-    assert found.graph.digest in raised.value.what and other.graph.digest in raised.value.what
+        generate(other, plan_of(traced.graph, []), tmp_path)
+    assert traced.graph.digest in raised.value.what and other.graph.digest in raised.value.what
 
 
 def test_stages_run_in_a_fresh_interpreter_that_has_loaded_the_users_file(tmp_path):
@@ -208,9 +208,9 @@ def test_stages_run_in_a_fresh_interpreter_that_has_loaded_the_users_file(tmp_pa
                 return {"x": torch.ones(batch_size, 4)}
             """)
     )
-    made = captured_file(user)
-    plan = plan_of(made.capture.graph, even_cuts(made.capture.graph, 2))
-    generate(made.capture, plan, tmp_path / "stages")
+    subject = captured_file(user)
+    plan = plan_of(subject.capture.graph, even_cuts(subject.capture.graph, 2))
+    generate(subject.capture, plan, tmp_path / "stages")
     assert "from ste_model import Sign" in (tmp_path / "stages" / "stage_0.py").read_text()
     code = textwrap.dedent(f"""\
         from pathlib import Path

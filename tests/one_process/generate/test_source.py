@@ -68,10 +68,10 @@ def line_of(function, text):
 
 
 def test_a_stage_file_reads_like_the_users_source(tmp_path):
-    _, found = small()
-    cuts = Cuts(found.graph)
-    plan = plan_of(found.graph, [next(position for position in cuts.legal if cuts.crossing[position] == ("x_3",))])
-    paths = generate(found, plan, tmp_path)
+    _, traced = small()
+    cuts = Cuts(traced.graph)
+    plan = plan_of(traced.graph, [next(position for position in cuts.legal if cuts.crossing[position] == ("x_3",))])
+    paths = generate(traced, plan, tmp_path)
     assert [path.name for path in paths] == ["stage_0.py", "stage_1.py"]
     here = f"generate/{Path(__file__).name}"
     expected = textwrap.dedent(f'''\
@@ -123,8 +123,8 @@ def test_a_stage_file_reads_like_the_users_source(tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_stage_file_is_clean_python_in_120_columns(name, tmp_path):
-    found = capture(workload(name), verify=False)
-    for path in generate(found, plan_of(found.graph, even_cuts(found.graph, 3)), tmp_path):
+    traced = capture(workload(name), verify=False)
+    for path in generate(traced, plan_of(traced.graph, even_cuts(traced.graph, 3)), tmp_path):
         text = path.read_text()
         assert max(map(len, text.splitlines())) <= 120
         assert not re.search(r" = None$|^\s*del |cpu", text, re.MULTILINE)
@@ -140,8 +140,8 @@ def test_every_stage_file_is_clean_python_in_120_columns(name, tmp_path):
 
 
 def test_a_users_name_is_used_again_as_the_user_does(tmp_path):
-    made = captured("hf_llama")
-    path = generate(made.capture, plan_of(made.capture.graph, []), tmp_path)[0]
+    subject = captured("hf_llama")
+    path = generate(subject.capture, plan_of(subject.capture.graph, []), tmp_path)[0]
     tree = ast.parse(path.read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert {"hidden_states", "query_states", "key_states", "value_states", "attn_output"} <= names
@@ -150,8 +150,10 @@ def test_a_users_name_is_used_again_as_the_user_does(tmp_path):
 
 
 def test_no_file_knows_a_batch_size(tmp_path):
-    made = captured("gpt")
-    for path in generate(made.capture, plan_of(made.capture.graph, even_cuts(made.capture.graph, 3)), tmp_path):
+    subject = captured("gpt")
+    for path in generate(
+        subject.capture, plan_of(subject.capture.graph, even_cuts(subject.capture.graph, 3)), tmp_path
+    ):
         assert ".view(5," not in path.read_text()
         assert "batch = ids.size(0)" in path.read_text()
 
@@ -176,9 +178,9 @@ class Parts(nn.Module):
 
 def test_a_tuple_is_taken_apart_only_by_the_line_that_names_its_parts(tmp_path):
     work = Toy(Parts, vectors)
-    found = capture(work, verify=False)
-    plan = plan_of(found.graph, [])
-    assert differences(work, found, plan, tmp_path, 4, (0, 0, 0)) == []
+    traced = capture(work, verify=False)
+    plan = plan_of(traced.graph, [])
+    assert differences(work, traced, plan, tmp_path, 4, (0, 0, 0)) == []
     text = (tmp_path / "stage_0.py").read_text()
     assert "max_0 = x.max(1)[0]\n" in text and "a, b, c" not in text and "a, _, _" not in text
     assert "y, (h, _) = self.lstm(x[:, None])\n" in text

@@ -13,9 +13,9 @@ def test_the_last_note_of_each_rank_is_read_by_another_mapping(tmp_path: Path) -
     rank = Heartbeats(tmp_path / "beats", 2)
     rank.note(1, "1F0@0", False)
     rank.note(1, "1RF1<0", True)
-    found = supervisor.read(1)
-    assert (found.count, found.doing, found.waiting) == (2, "1RF1<0", True)
-    assert found.seconds > 0
+    note = supervisor.read(1)
+    assert (note.count, note.doing, note.waiting) == (2, "1RF1<0", True)
+    assert note.seconds > 0
     assert supervisor.read(0).count == 0
 
 

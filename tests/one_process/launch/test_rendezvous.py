@@ -64,8 +64,8 @@ def knock(port: int) -> socket.socket:
 
 
 def hello(rank: int, world_size: int = 2, version: str = __version__, **changes: Any) -> bytes:
-    said = {"kind": "Hello", "version": version, "rank": rank, "world_size": world_size, "local_rank": rank}
-    return json.dumps({**said, "local_world_size": world_size, "host": f"host{rank}", **changes}).encode() + b"\n"
+    message = {"kind": "Hello", "version": version, "rank": rank, "world_size": world_size, "local_rank": rank}
+    return json.dumps({**message, "local_world_size": world_size, "host": f"host{rank}", **changes}).encode() + b"\n"
 
 
 # -- who is let in -------------------------------------------------------------------------------------------------
@@ -102,9 +102,9 @@ def test_a_stranger_is_turned_away_and_changes_nothing(nonsense: bytes) -> None:
 
 @given(st.binary(max_size=200))
 @settings(deadline=None, max_examples=40)
-def test_no_bytes_from_a_stranger_make_rank_0_fail(said: bytes) -> None:
+def test_no_bytes_from_a_stranger_make_rank_0_fail(message: bytes) -> None:
     with opened() as (rendezvous, port), knock(port) as stranger, knock(port) as one:
-        stranger.sendall(said + b"\n")
+        stranger.sendall(message + b"\n")
         one.sendall(hello(1))
         rendezvous.gather(5)
         assert sorted(rendezvous.peers) == [1]

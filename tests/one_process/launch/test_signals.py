@@ -1,4 +1,4 @@
-"""What asks a run to end reaches whoever watches the ranks, whenever it comes; a fork server that ends is replaced."""
+"""What asks a run to end reaches the supervisor, whenever it comes; a fork server that ends is replaced."""
 
 from __future__ import annotations
 

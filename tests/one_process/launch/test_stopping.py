@@ -70,18 +70,18 @@ def test_a_run_that_has_not_begun_stops_where_it_starts(tmp_path: Path) -> None:
 
 
 def test_nothing_is_agreed_on_what_was_read_before_a_rank_could_see_the_proposal() -> None:
-    told = []
-    agreement = Agreement(lambda before, agreed: told.append((before, agreed)))
+    proposals = []
+    agreement = Agreement(lambda before, agreed: proposals.append((before, agreed)))
     old = [Beat(1, 0.0, False, "", bound=5), Beat(1, 0.0, False, "", bound=4)]
     agreement.move(old)
     agreement.move(old)
-    assert told == [(5, False)]
+    assert proposals == [(5, False)]
     agreement.move([Beat(1, 0.0, False, "", bound=5, stop=5), Beat(1, 0.0, False, "", bound=6, stop=-1)])
-    assert told[1:] == [(6, False)]
+    assert proposals[1:] == [(6, False)]
     agreement.move([Beat(1, 0.0, False, "", bound=5, stop=6), Beat(1, 0.0, False, "", bound=6, stop=6)])
-    assert told[2:] == [(6, True)]
+    assert proposals[2:] == [(6, True)]
     agreement.move(old)
-    assert len(told) == 3
+    assert len(proposals) == 3
 
 
 def test_nobody_asks_and_nobody_stops(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def exited(rank: int, at: int, code: int) -> dict[str, Any]:
 
 
 def lost(host: str, ranks: Sequence[int], at: int) -> dict[str, Any]:
-    told = {"message": f"host {host} does not answer", "remedy": "check it"}
-    return {"kind": "lost", "host": host, "ranks": ranks, "time_ns": at, **told}
+    fields = {"message": f"host {host} does not answer", "remedy": "check it"}
+    return {"kind": "lost", "host": host, "ranks": ranks, "time_ns": at, **fields}
 
 
 def failure(ranks: Played, path: Path, watchdog: float = 60.0) -> WorkerError:
@@ -98,20 +98,20 @@ def test_ranks_that_are_done_and_gone_are_a_run_that_is_done(tmp_path: Path) -> 
 
 
 def test_the_earliest_failure_leads_not_the_first_that_was_heard(tmp_path: Path) -> None:
-    found = failure(Played([[error(1, 20, "late")], [error(0, 10, "early")]]), tmp_path)
-    assert found.what == "early" and found.rank == 0
+    cause = failure(Played([[error(1, 20, "late")], [error(0, 10, "early")]]), tmp_path)
+    assert cause.what == "early" and cause.rank == 0
 
 
 def test_a_lost_connection_is_never_the_cause_where_there_is_another(tmp_path: Path) -> None:
-    found = failure(Played([[error(0, 10, "connection closed", secondary=True), exited(1, 20, -9)]]), tmp_path)
-    assert found.rank == 1 and "SIGKILL" in found.what
+    cause = failure(Played([[error(0, 10, "connection closed", secondary=True), exited(1, 20, -9)]]), tmp_path)
+    assert cause.rank == 1 and "SIGKILL" in cause.what
 
 
 def test_a_lost_connection_waits_for_its_cause_as_long_as_the_launcher_may_need(tmp_path: Path) -> None:
     script = [[error(0, 10, "closed", secondary=True)], *[[]] * 50, [lost("h1", [1], 99)]]
-    found = failure(Played(script, ("h0", "h1"), patience_seconds=30.0), tmp_path)
-    assert (found.what, found.rank, found.host) == ("host h1 does not answer", 1, "h1")
-    assert "rank 1 on h1" in found.where and found.remedy == "check it"
+    cause = failure(Played(script, ("h0", "h1"), patience_seconds=30.0), tmp_path)
+    assert (cause.what, cause.rank, cause.host) == ("host h1 does not answer", 1, "h1")
+    assert "rank 1 on h1" in cause.where and cause.remedy == "check it"
 
 
 def test_only_lost_connections_are_told_as_what_they_are(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_a_host_that_is_lost_after_its_ranks_were_done_is_no_failure(tmp_path: P
 )
 def test_a_hang_is_blamed_on(notes: list[Beat], odd: dict[int, str], blamed: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
-    found = failure(Played([], notes=notes, odd=odd), tmp_path, watchdog=0.0)
-    assert found.rank == blamed
-    assert "no rank has moved" in found.what and "--watchdog" in found.remedy
+    cause = failure(Played([], notes=notes, odd=odd), tmp_path, watchdog=0.0)
+    assert cause.rank == blamed
+    assert "no rank has moved" in cause.what and "--watchdog" in cause.remedy
 
 
 def test_a_hang_shows_where_each_rank_stands(tmp_path: Path, monkeypatch) -> None:
@@ -156,10 +156,10 @@ def test_a_hang_shows_where_each_rank_stands(tmp_path: Path, monkeypatch) -> Non
                 'Current thread 0x00007f2 (most recent call first):\n  File "/home/me/model.py", line 12 in forward\n'
             )
 
-    found = failure(Played([], on_stacks=write), tmp_path, watchdog=0.0)
-    assert "rank 0:\n    /home/me/model.py:12 in forward" in found.what
-    assert "old line" not in found.what
-    assert "/home/me/model.py:12 in forward" in found.where
+    cause = failure(Played([], on_stacks=write), tmp_path, watchdog=0.0)
+    assert "rank 0:\n    /home/me/model.py:12 in forward" in cause.what
+    assert "old line" not in cause.what
+    assert "/home/me/model.py:12 in forward" in cause.where
 
 
 def test_the_main_thread_is_the_last_and_installed_code_is_not_what_counts() -> None:
@@ -201,6 +201,6 @@ def test_what_no_plan_predicts_may_take_longer(tmp_path: Path) -> None:
     assert default.timeout_seconds > default.slow_seconds
     building = [Beat(3, 5.0, True, "0RF1<0"), Beat(3, 9.0, False, "building stage 1")]
     computing = [Beat(3, 5.0, True, "0RF1<0"), Beat(3, 9.0, False, "1F2@7")]
-    found = Supervisor(default, Played([]))
-    assert found._limit(building) == 300.0
-    assert found._limit(computing) == 60.0
+    observer = Supervisor(default, Played([]))
+    assert observer._limit(building) == 300.0
+    assert observer._limit(computing) == 60.0

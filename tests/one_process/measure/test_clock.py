@@ -29,8 +29,8 @@ def chain(paths):
 
 def test_runs_cover_all_nodes_and_respect_the_blocks():
     graph = chain(["embed", *(f"blocks.{i}.{part}" for i in range(3) for part in "abcd"), "head"])
-    found = segments(graph, [0.1] + [1.0] * 12 + [0.1], 2.0)
-    assert found == [(0, 1), (1, 3), (3, 5), (5, 7), (7, 9), (9, 11), (11, 13), (13, 14)]
+    runs = segments(graph, [0.1] + [1.0] * 12 + [0.1], 2.0)
+    assert runs == [(0, 1), (1, 3), (3, 5), (5, 7), (7, 9), (9, 11), (11, 13), (13, 14)]
 
 
 def test_blocks_that_are_too_short_are_joined_whole():
@@ -74,11 +74,11 @@ def test_windows_of_few_repetitions_are_judged_together():
 
 
 def test_a_noisy_machine_is_warned_about(caplog):
-    found = [Measurement(size, {}, spread) for size, spread in ((1, 0.3), (2, 0.05), (4, 0.01))]
+    measured = [Measurement(size, {}, spread) for size, spread in ((1, 0.3), (2, 0.05), (4, 0.01))]
     with caplog.at_level(logging.INFO, "autopipe"):
-        log_noise(found, {1: 0.0, 2: 0.8, 4: 0.0})
-        log_noise(found, {1: 0.0, 2: 0.5, 4: 0.0})
-        log_noise(found[2:], {4: 0.0})
+        log_noise(measured, {1: 0.0, 2: 0.8, 4: 0.0})
+        log_noise(measured, {1: 0.0, 2: 0.5, 4: 0.0})
+        log_noise(measured[2:], {4: 0.0})
     extraordinary, usual = caplog.records
     for text in ("microbatches of 1, 2: the times vary by up to 30 %", "other programs took up to 80 % of the time"):
         assert text in extraordinary.getMessage()

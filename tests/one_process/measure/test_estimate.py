@@ -23,11 +23,11 @@ def bytes_of(cost):
 
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_what_is_counted_is_what_a_measurement_counts(on_meta):
-    model, found, workload = stack_of()
-    measured = measure(found, workload, device="cpu", microbatch_sizes=(2, 5))
+    model, traced, workload = stack_of()
+    measured = measure(traced, workload, device="cpu", microbatch_sizes=(2, 5))
     if on_meta:
         model.to("meta")
-    counted = estimate(found, workload, microbatch_sizes=(2, 5))
+    counted = estimate(traced, workload, microbatch_sizes=(2, 5))
     for ours, theirs in zip(counted.measurements, measured.measurements, strict=True):
         assert ours.microbatch_size == theirs.microbatch_size
         assert {name: bytes_of(cost) for name, cost in ours.costs.items()} == {
@@ -58,8 +58,8 @@ def test_a_llama_of_67_million_parameters_takes_on_h100_what_arithmetic_by_hand_
     (tmp_path / "llama.py").write_text(LLAMA)
     workload = Workload(LoadOptions(str(tmp_path / "llama.py"), precision="bf16").spec())
     model = workload.build_model(empty=True)
-    found = capture(workload, model=model, verify=False, lengths=False)
-    counted = estimate(found, workload, microbatch_sizes=(8,))
+    traced = capture(workload, model=model, verify=False, lengths=False)
+    counted = estimate(traced, workload, microbatch_sizes=(8,))
     weights, tokens, layers, width, length = sum(p.numel() for p in model.parameters()), 8 * 512, 8, 512, 512
     assert 66e6 < weights < 68e6
     flops = sum(work.forward.flops + work.backward.flops for work in counted.measurements[0].work.values())
@@ -119,11 +119,11 @@ def test_a_model_that_does_not_fit_is_refused_counted_and_planned(tmp_path, monk
     shown = run("profile", "net.py", "--estimate")
     assert "counted: nothing was timed" in shown.stdout
     assert artifact.load(Profile, tmp_path / ".autopipe/profile.json", renew="").batch_size == 8
-    told = " ".join(run("plan", "--gpus", "2", code=1).stderr.split())
-    assert "holds no times: it was taken with --estimate try: name the device to plan for: --device-name" in told
-    found = json.loads(run("plan", "--gpus", "2", "--device-name", "H100", "--replicas", "never", "--json").stdout)
-    assert found["predicted"]["step_seconds"] > 0
-    assert "operations and bytes counted on tensors without data" in found["estimate"]
+    text = " ".join(run("plan", "--gpus", "2", code=1).stderr.split())
+    assert "holds no times: it was taken with --estimate try: name the device to plan for: --device-name" in text
+    document = json.loads(run("plan", "--gpus", "2", "--device-name", "H100", "--replicas", "never", "--json").stdout)
+    assert document["predicted"]["step_seconds"] > 0
+    assert "operations and bytes counted on tensors without data" in document["estimate"]
     for words, what in ((("--links",), "--links and --estimate"), (("--device", "cpu"), "--device and --estimate")):
         assert f"{what} exclude each other" in run("profile", "net.py", "--estimate", *words, code=2).stderr
     # where it fits again, a command that trains measures it first

@@ -23,17 +23,17 @@ def size_run(capture, workload, size, least_seconds=1e-9):
 def independent_saved_bytes(forward, model, *inputs):
     """Count what one plain forward keeps: every memory once, without the model's own."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    held = {}
+    saved = {}
 
     def pack(tensor):
-        held[tensor.untyped_storage().data_ptr()] = tensor
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward(*inputs)
-    found = sum(t.untyped_storage().nbytes() for pointer, t in held.items() if pointer not in own)
+    total = sum(t.untyped_storage().nbytes() for pointer, t in saved.items() if pointer not in own)
     assert loss.requires_grad
-    return found
+    return total
 
 
 def test_every_node_is_covered_at_every_size_and_nothing_is_negative():
@@ -54,9 +54,9 @@ def test_every_node_is_covered_at_every_size_and_nothing_is_negative():
 def test_saved_bytes_are_those_of_one_plain_forward_however_the_runs_lie(least_seconds, size):
     model, capture, workload = stack_of()
     run = size_run(capture, workload, size, least_seconds)
-    found = run.measurement()
+    measured = run.measurement()
     expected = independent_saved_bytes(model, model, *workload.example_item(size).values())
-    assert sum(cost.saved_bytes for cost in found.costs.values()) == expected
+    assert sum(cost.saved_bytes for cost in measured.costs.values()) == expected
 
 
 @pytest.mark.parametrize("least_seconds", [1e-9, 10.0])
@@ -133,9 +133,9 @@ def test_a_model_changed_in_place_and_with_tuples_is_measured():
     model, workload = Net(), Workload(x=(4,))
     capture = captured(model, **workload.example_item(5))
     run = size_run(capture, workload, 3, least_seconds=1e-9)
-    found = run.measurement()
+    measured = run.measurement()
     x = workload.example_item(3)["x"]
-    assert sum(cost.saved_bytes for cost in found.costs.values()) == independent_saved_bytes(model, model, x)
+    assert sum(cost.saved_bytes for cost in measured.costs.values()) == independent_saved_bytes(model, model, x)
 
 
 def test_further_windows_time_every_kind_once_more_and_count_no_byte_twice():
@@ -146,9 +146,9 @@ def test_further_windows_time_every_kind_once_more_and_count_no_byte_twice():
     assert {len(cost.windows.times) for cost in often.segments.distinct.values()} == {3}
     assert len(often.whole.windows.times) == 3
 
-    def memory(found):
-        costs = {n: (c.output_bytes, c.saved_bytes, c.workspace_bytes) for n, c in found.costs.items()}
-        return costs, found.keepers
+    def memory(measurement):
+        costs = {n: (c.output_bytes, c.saved_bytes, c.workspace_bytes) for n, c in measurement.costs.items()}
+        return costs, measurement.keepers
 
     assert memory(often.measurement()) == memory(once.measurement())
     assert often.num_windows == 3 and once.num_windows == 1
@@ -174,18 +174,18 @@ def test_a_whole_model_that_does_not_fit_is_measured_by_its_runs(monkeypatch, ca
 
     monkeypatch.setattr("autopipe.measure.whole.Piece", Small)
     with caplog.at_level(logging.INFO, "autopipe"):
-        found = size_run(capture, workload, 2, least_seconds=1e-9).measurement()
+        measured = size_run(capture, workload, 2, least_seconds=1e-9).measurement()
     assert "does not fit" in caplog.text
-    assert sum(cost.forward_seconds for cost in found.costs.values()) > 0
+    assert sum(cost.forward_seconds for cost in measured.costs.values()) > 0
 
 
 def test_a_whole_model_that_would_not_fit_is_not_even_tried(monkeypatch, caplog):
     _, capture, workload = stack_of()
     monkeypatch.setattr("autopipe.measure.whole.available_bytes", lambda device: 1000)
     with caplog.at_level(logging.INFO, "autopipe"):
-        found = size_run(capture, workload, 2).measurement()
+        measured = size_run(capture, workload, 2).measurement()
     assert "does not fit" in caplog.text and "add up to" not in caplog.text
-    assert sum(cost.forward_seconds for cost in found.costs.values()) > 0
+    assert sum(cost.forward_seconds for cost in measured.costs.values()) > 0
 
 
 def test_a_run_that_does_not_fit_is_an_error_with_the_remedy(monkeypatch):

@@ -14,24 +14,24 @@ from autopipe.trace import capture
 def test_a_sample_is_measured_and_its_saved_bytes_are_those_of_one_forward(name, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     workload = load_sample(name)
-    found = capture(workload, verify=False)
-    profile = measure(found, workload, device="cpu", microbatch_sizes=(2,))
+    traced = capture(workload, verify=False)
+    profile = measure(traced, workload, device="cpu", microbatch_sizes=(2,))
     sys.modules.pop(name, None)
 
-    root = found.module
-    own = {t.untyped_storage().data_ptr() for t in (*root.parameters(), *root.buffers(), *found.constants.values())}
-    held = {}
+    root = traced.module
+    own = {t.untyped_storage().data_ptr() for t in (*root.parameters(), *root.buffers(), *traced.constants.values())}
+    saved = {}
 
     def pack(tensor):
-        held[tensor.untyped_storage().data_ptr()] = tensor
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     leaves = {key: leaf.clone() for key, leaf in workload.leaves(workload.example_item(2)).items()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = root(*[leaves[entry.name] for entry in found.graph.inputs])
-    expected = sum(tensor.untyped_storage().nbytes() for pointer, tensor in held.items() if pointer not in own)
+        outputs = root(*[leaves[entry.name] for entry in traced.graph.inputs])
+    expected = sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
     costs = profile.measurements[0].costs
     assert outputs is not None
     assert sum(cost.saved_bytes for cost in costs.values()) == expected
-    assert list(costs) == [node.name for node in found.graph.nodes]
+    assert list(costs) == [node.name for node in traced.graph.nodes]
     assert profile.optimizer_seconds_per_byte > 0

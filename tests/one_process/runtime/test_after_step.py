@@ -86,8 +86,8 @@ def test_stages_of_one_rank_lend_to_each_other(tmp_path: Path) -> None:
 def test_replicas_are_equal_to_the_plain_loop_in_their_order_of_sums(name: str, tmp_path: Path) -> None:
     subject = subject_of(tmp_path, name)
     plan = laid_out(plan_for(subject, 2, "1f1b", 4, 8), "1f1b", ((0, 1), (2, 3)))
-    found = compared(subject, plan, tmp_path / "run", steps=4)
-    assert found.promised and found.bitwise, [d for d in found.differences if not d.bitwise]
+    comparison = compared(subject, plan, tmp_path / "run", steps=4)
+    assert comparison.promised and comparison.bitwise, [d for d in comparison.differences if not d.bitwise]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])

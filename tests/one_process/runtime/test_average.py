@@ -150,8 +150,8 @@ def test_averages_of_coarse_weights_are_float32(tmp_path: Path) -> None:
 def test_a_check_compares_averages_and_finds_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(tmp_path)
     plan = laid_out(plan_for(subject, 2, "1f1b", 4, 8), "1f1b", ((0, 1), (2,)))
-    found = compared(subject, plan, tmp_path / "run", steps=3, last=8, ema=DECAY)
-    assert found.bitwise and {"ema.words.weight", "ema.norm.bias"} <= {d.name for d in found.differences}
+    comparison = compared(subject, plan, tmp_path / "run", steps=3, last=8, ema=DECAY)
+    assert comparison.bitwise and {"ema.words.weight", "ema.norm.bias"} <= {d.name for d in comparison.differences}
     original = Averages.update
 
     def twice(self: Averages, stage: int) -> None:
@@ -160,10 +160,10 @@ def test_a_check_compares_averages_and_finds_a_wrong_one(tmp_path: Path, monkeyp
             original(self, stage)
 
     monkeypatch.setattr(Averages, "update", twice)
-    found = compared(subject, plan, tmp_path / "other", steps=3, last=8, ema=DECAY)
-    wrong = {difference.name for difference in found.differences if not difference.bitwise}
+    comparison = compared(subject, plan, tmp_path / "other", steps=3, last=8, ema=DECAY)
+    wrong = {difference.name for difference in comparison.differences if not difference.bitwise}
     assert wrong and all(name.startswith("ema.") for name in wrong)
-    assert {difference.owner for difference in found.differences if difference.name in wrong} == {1}
+    assert {difference.owner for difference in comparison.differences if difference.name in wrong} == {1}
 
 
 @pytest.mark.parametrize(("dtype", "per_byte"), [("float32", 1.0), ("bfloat16", 2.0), ("float64", 1.0)])

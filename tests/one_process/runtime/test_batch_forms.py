@@ -1,4 +1,4 @@
-"""What in a batch is no tensor, comes later or lies otherwise in memory: trained as a plain loop does, or refused."""
+"""Batches whose other values, keys or memory formats change later: trained as in a plain loop, or refused."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def pipeline_of(path: Path, folder: Path, **job: int) -> Pipeline:
 
 
 def plain(path: Path, num_microbatches: int) -> torch.nn.Module:
-    """Train as a script would, keys and all that is no tensor being given to every microbatch as they are."""
+    """Train as a script would, keys and all values that are not tensors being given to every microbatch as they are."""
     torch.manual_seed(0)
     module = load(path)
     torch.manual_seed(0)

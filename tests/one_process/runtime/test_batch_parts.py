@@ -133,7 +133,7 @@ def test_the_written_loop_calls_the_hook(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("return batch[0]", "returned a Tensor"),
         ("return []", "returned 0 batches, and 2 were requested"),
@@ -142,11 +142,11 @@ def test_the_written_loop_calls_the_hook(tmp_path: Path) -> None:
         ("return 1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_a_hook_that_gives_something_else_is_refused(load: Any, body: str, said: str) -> None:
+def test_a_hook_that_gives_something_else_is_refused(load: Any, body: str, message: str) -> None:
     data = "def data(): return [(torch.zeros(4, 3), torch.zeros(4, 2))]\n"
     workload = load(MODEL + data + f"def split(batch, parts):\n    {body}\n")
     error = fails(lambda: workload.split(next(workload.items(None)), 2))
-    assert said in error.what
+    assert message in error.what
 
 
 @pytest.mark.parametrize(

@@ -38,23 +38,23 @@ def test_the_statistics_are_those_of_one_forward_over_all_of_it(kind: type[nn.Mo
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training_in_stages_defers_as_plain_training_does(num_stages: int, recompute: bool, tmp_path: Path) -> None:
-    made = captured("resnet")
-    plan = plan_for(made, num_stages, "1f1b", 4, BATCH["resnet"])
+    subject = captured("resnet")
+    plan = plan_for(subject, num_stages, "1f1b", 4, BATCH["resnet"])
     plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
-    pipeline = build(made, plan, tmp_path, steps=3, deferred_batch_norm=True)
-    items = minibatches(made.workload, 3, BATCH["resnet"], last=5)
-    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False).bitwise
+    pipeline = build(subject, plan, tmp_path, steps=3, deferred_batch_norm=True)
+    items = minibatches(subject.workload, 3, BATCH["resnet"], last=5)
+    assert compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False).bitwise
 
 
 def test_replicas_gather_the_statistics_of_the_whole_minibatch(tmp_path: Path) -> None:
-    made = captured("resnet")
-    plan = plan_for(made, 2, "1f1b", 4, BATCH["resnet"])
+    subject = captured("resnet")
+    plan = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
     stages = (replace(plan.stages[0], ranks=(0, 1)), replace(plan.stages[1], ranks=(2,)))
-    pipeline = build(made, replace(plan, num_ranks=3, stages=stages), tmp_path, steps=3, deferred_batch_norm=True)
-    items = minibatches(made.workload, 3, BATCH["resnet"])
-    found = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
-    assert found.equal, (found.max_relative_error, found.noise)
-    assert any(d.name.endswith("running_var") and d.owner == -1 for d in found.differences)
+    pipeline = build(subject, replace(plan, num_ranks=3, stages=stages), tmp_path, steps=3, deferred_batch_norm=True)
+    items = minibatches(subject.workload, 3, BATCH["resnet"])
+    comparison = compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
+    assert comparison.equal, (comparison.max_relative_error, comparison.noise)
+    assert any(d.name.endswith("running_var") and d.owner == -1 for d in comparison.differences)
 
 
 @pytest.mark.parametrize("ranks", [((0, 1, 2),), ((0, 1), (2,))])

@@ -34,18 +34,18 @@ class Ear(Silent):
 def measured(
     sample: str, schedule: str, folder: Path, stages: int = 2, m: int = 4, batch: int = 8, **changes: Any
 ) -> dict[int, Any]:
-    made = captured(sample)
-    plan = plan_for(made, stages, schedule, m, batch)
+    subject = captured(sample)
+    plan = plan_for(subject, stages, schedule, m, batch)
     if changes:
         plan = replace(plan, stages=tuple(replace(stage, **changes) for stage in plan.stages))
-    pipeline = build(made, plan, folder, measure_memory=True, steps=3)
+    pipeline = build(subject, plan, folder, measure_memory=True, steps=3)
     ears = [Ear() for _ in range(plan.num_ranks)]
 
     def body(session: RankSession) -> None:
         session.train()
         session.report_timeline()
 
-    items = minibatches(made.workload, 3, batch)
+    items = minibatches(subject.workload, 3, batch)
     run_in_threads(pipeline.run, pipeline.job, pipeline.context, body, items=lambda epoch: iter(items), reporters=ears)
     return {stage: books for ear in ears for stage, books in ear.peaks.items()}
 
@@ -102,17 +102,17 @@ def test_recompute_and_fewer_microbatches_in_flight_show(tmp_path: Path) -> None
     again = measured("gpt", "gpipe", tmp_path / "again", recompute=True)
     fewer = measured("gpt", "1f1b", tmp_path / "fewer")
     for stage in (0, 1):
-        held = plain[stage]["held_bytes"]
-        assert plain[stage]["bytes"] - held > 1.5 * (again[stage]["bytes"] - held)
+        held_bytes = plain[stage]["held_bytes"]
+        assert plain[stage]["bytes"] - held_bytes > 1.5 * (again[stage]["bytes"] - held_bytes)
     assert fewer[1]["bytes"] < plain[1]["bytes"]
     assert fewer[1]["held_bytes"] == plain[1]["held_bytes"]
 
 
 def test_measuring_changes_no_bit(tmp_path: Path) -> None:
-    made = captured("resnet")
-    plan = plan_for(made, 2, "1f1b", 4, 8)
-    items = minibatches(made.workload, 2, 8)
-    one, two = (build(made, plan, tmp_path / str(on), measure_memory=on) for on in (False, True))
+    subject = captured("resnet")
+    plan = plan_for(subject, 2, "1f1b", 4, 8)
+    items = minibatches(subject.workload, 2, 8)
+    one, two = (build(subject, plan, tmp_path / str(on), measure_memory=on) for on in (False, True))
     first, second = (pipeline.weights(pipeline.train(items)) for pipeline in (one, two))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -121,12 +121,12 @@ def test_measuring_changes_no_bit(tmp_path: Path) -> None:
 def sizes(tmp_path_factory: pytest.TempPathFactory) -> list[StageBytes]:
     """What each of three stages takes, from two runs of gpipe: with two microbatches in flight, and with four."""
     two, four = (measured("gpt", "gpipe", tmp_path_factory.mktemp(str(m)), stages=3, m=m, batch=2 * m) for m in (2, 4))
-    found = []
+    sizes_in_bytes = []
     for stage in range(3):
         in_flight = (four[stage]["bytes"] - two[stage]["bytes"]) // 2
         version = four[stage]["weight_bytes"]
-        found.append(StageBytes(four[stage]["bytes"] - version - 4 * in_flight, version, in_flight))
-    return found
+        sizes_in_bytes.append(StageBytes(four[stage]["bytes"] - version - 4 * in_flight, version, in_flight))
+    return sizes_in_bytes
 
 
 WHOLE = [name for name, kind in REGISTRY.items() if not kind.splits_backward and name not in ("custom", "gpipe")]
@@ -134,17 +134,21 @@ WHOLE = [name for name, kind in REGISTRY.items() if not kind.splits_backward and
 
 @pytest.mark.parametrize("schedule", [name for name in WHOLE if name != "pipedream"])  # its tied weights are refused
 def test_every_schedule_takes_what_its_rows_say(schedule: str, sizes: list[StageBytes], tmp_path: Path) -> None:
-    found = measured("gpt", schedule, tmp_path, stages=3, m=4, batch=8)
+    footprints = measured("gpt", schedule, tmp_path, stages=3, m=4, batch=8)
     expected = peak_bytes(make(schedule, line(3, 4, 3)), sizes)
     for stage in range(3):
-        assert found[stage]["bytes"] == pytest.approx(expected[stage], rel=0.1), (stage, found[stage], sizes[stage])
+        assert footprints[stage]["bytes"] == pytest.approx(expected[stage], rel=0.1), (
+            stage,
+            footprints[stage],
+            sizes[stage],
+        )
 
 
 def test_a_split_backward_keeps_gradients_for_its_second_half(sizes: list[StageBytes], tmp_path: Path) -> None:
-    found = measured("gpt", "zero-bubble", tmp_path, stages=3, m=4, batch=8)
+    footprints = measured("gpt", "zero-bubble", tmp_path, stages=3, m=4, batch=8)
     schedule = make("zero-bubble", line(3, 4, 3))
     # what a layer's weights wait for is the gradient of its result: less than half of what the layer keeps
     least = peak_bytes(schedule, sizes)
     most = peak_bytes(schedule, [replace(size, between=size.in_flight // 2) for size in sizes])
     for stage in range(3):
-        assert least[stage] * 0.9 < found[stage]["bytes"] < most[stage], (stage, least, most, found[stage])
+        assert least[stage] * 0.9 < footprints[stage]["bytes"] < most[stage], (stage, least, most, footprints[stage])

@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number ends the run, or is said, or is left out by every rank; never passed over."""
+"""A loss or gradient that is not finite ends the run, or is said, or is left out by every rank; never passed over."""
 
 from __future__ import annotations
 
@@ -54,91 +54,93 @@ class Told(Silent):
 def pipeline(folder: Path, schedule: str = "1f1b", **job: Any) -> Pipeline:
     path = folder / "net.py"
     path.write_text(MODEL)
-    made = captured_file(path)
-    return build(made, plan_for(made, 2, schedule, 4, 8), folder / "run", **job)
+    subject = captured_file(path)
+    return build(subject, plan_for(subject, 2, schedule, 4, 8), folder / "run", **job)
 
 
-def items(made: Pipeline, *bad: int) -> list[Any]:
+def items(built: Pipeline, *bad: int) -> list[Any]:
     """Minibatches, the ones named holding one NaN."""
-    found = minibatches(made.captured.workload, 6, 8)
+    batches = minibatches(built.captured.workload, 6, 8)
     for index in bad:
-        found[index][0][5, 0] = float("nan")
-    return found
+        batches[index][0][5, 0] = float("nan")
+    return batches
 
 
-def trained(made: Pipeline, found: list[Any]) -> tuple[list[RankSession], list[dict[str, Any]]]:
-    told = [Told(), Told()]
-    sessions = made.train(found, reporters=told)
-    return sessions, [event for one in told for event in one.events if event["kind"] == "nonfinite"]
+def trained(built: Pipeline, batches: list[Any]) -> tuple[list[RankSession], list[dict[str, Any]]]:
+    reporters = [Told(), Told()]
+    sessions = built.train(batches, reporters=reporters)
+    return sessions, [event for one in reporters for event in one.events if event["kind"] == "nonfinite"]
 
 
 def test_stop_names_the_step_and_no_weight_is_stepped_with_it(tmp_path: Path) -> None:
-    made = pipeline(tmp_path, on_nonfinite="stop")
-    told = [Told(), Told()]
+    built = pipeline(tmp_path, on_nonfinite="stop")
+    reporters = [Told(), Told()]
     with pytest.raises(RunError, match=r"step 4 is not finite: (its loss|the gradient of)") as caught:
         try:
-            made.train(items(made, 3), reporters=told)
+            built.train(items(built, 3), reporters=reporters)
         except Exception as error:
             raise error.__cause__ or error from None
     assert caught.value.exit_code == 1
-    seen = [event for one in told for event in one.events if event["kind"] == "nonfinite"]
+    seen = [event for one in reporters for event in one.events if event["kind"] == "nonfinite"]
     assert {(event["step"], event["policy"]) for event in seen} == {(3, "stop")}
 
 
 def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
-    made = pipeline(tmp_path, on_nonfinite="warn")
-    sessions, told = trained(made, items(made, 4))
+    built = pipeline(tmp_path, on_nonfinite="warn")
+    sessions, reporters = trained(built, items(built, 4))
     losses = sessions[0].executor.stepper.losses
     assert math.isnan(losses[4]) and math.isnan(losses[5])  # the weights are spoilt, as a plain loop's would be
-    assert [(event["step"], event["policy"]) for event in told] == [(4, "warn"), (5, "warn")]
+    assert [(event["step"], event["policy"]) for event in reporters] == [(4, "warn"), (5, "warn")]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "pipedream"])
 def test_skip_leaves_the_step_out_on_every_rank(tmp_path: Path, schedule: str) -> None:
-    made = pipeline(tmp_path, schedule, on_nonfinite="skip")
-    sessions, told = trained(made, items(made, 2))
+    built = pipeline(tmp_path, schedule, on_nonfinite="skip")
+    sessions, reporters = trained(built, items(built, 2))
     losses = sessions[0].executor.stepper.losses
     assert [step for step, loss in losses.items() if math.isnan(loss)] == [2]
-    assert [(event["step"], event["policy"]) for event in told] == [(2, "skip")]
-    assert all(tensor.isfinite().all() for tensor in made.weights(sessions).values())
+    assert [(event["step"], event["policy"]) for event in reporters] == [(2, "skip")]
+    assert all(tensor.isfinite().all() for tensor in built.weights(sessions).values())
 
 
 def test_a_run_that_skips_is_the_run_without_these_minibatches(tmp_path: Path) -> None:
-    made = pipeline(tmp_path, on_nonfinite="skip")
-    skipped, _ = trained(made, items(made, 1, 4))
+    built = pipeline(tmp_path, on_nonfinite="skip")
+    skipped, _ = trained(built, items(built, 1, 4))
     (tmp_path / "plain").mkdir()
     other = pipeline(tmp_path / "plain", on_nonfinite="stop")
     clean = items(other)
-    whole, told = trained(other, [clean[index] for index in (0, 2, 3, 5)])
-    assert told == []
-    ours, theirs = made.weights(skipped), other.weights(whole)
+    whole, reporters = trained(other, [clean[index] for index in (0, 2, 3, 5)])
+    assert reporters == []
+    ours, theirs = built.weights(skipped), other.weights(whole)
     for name, tensor in theirs.items():
         if not name.endswith("num_batches_tracked"):
             assert torch.equal(ours[name], tensor), name
 
 
 def test_a_finite_run_is_bit_equal_under_every_policy(tmp_path: Path) -> None:
-    found = []
+    runs = []
     for policy in ("stop", "warn", "skip"):
         (tmp_path / policy).mkdir()
-        made = pipeline(tmp_path / policy, on_nonfinite=policy)
-        found.append(made.weights(trained(made, items(made))[0]))
-    for other in found[1:]:
-        assert all(torch.equal(found[0][name], other[name]) for name in found[0])
+        built = pipeline(tmp_path / policy, on_nonfinite=policy)
+        runs.append(built.weights(trained(built, items(built))[0]))
+    for other in runs[1:]:
+        assert all(torch.equal(runs[0][name], other[name]) for name in runs[0])
 
 
-def compared(made: Pipeline, found: list[Any]) -> Comparison:
-    job = replace(made.job, steps=len(found), on_nonfinite="warn")
-    return compare(made.captured.workload, made.run, job, made.context, found, draws=False)
+def compared(built: Pipeline, batches: list[Any]) -> Comparison:
+    job = replace(built.job, steps=len(batches), on_nonfinite="warn")
+    return compare(built.captured.workload, built.run, job, built.context, batches, draws=False)
 
 
 def test_check_calls_nothing_equal_that_is_not_finite_on_both_sides(tmp_path: Path) -> None:
-    made = pipeline(tmp_path)
-    found = compared(made, items(made, 2)[:3])
-    assert found.nonfinite.startswith("both not finite at step 3: the loss is nan in stages and nan in plain training")
-    assert not found.equal and not found.bitwise
-    assert found.max_relative_error == float("inf")
-    fine = compared(made, items(made))
+    built = pipeline(tmp_path)
+    comparison = compared(built, items(built, 2)[:3])
+    assert comparison.nonfinite.startswith(
+        "both not finite at step 3: the loss is nan in stages and nan in plain training"
+    )
+    assert not comparison.equal and not comparison.bitwise
+    assert comparison.max_relative_error == float("inf")
+    fine = compared(built, items(built))
     assert fine.equal and fine.bitwise and fine.nonfinite == ""
 
 
@@ -177,11 +179,11 @@ def test_the_supervisor_ends_a_run_that_is_to_stop_and_names_the_checkpoint_befo
     assert listener.nonfinite() is None
     for place, what in ((0, "the gradient of v (stage 0)"), (2, "its loss"), (1, "the gradient of w (stage 1)")):
         listener({"kind": "nonfinite", "step": 6, "what": what, "place": place, "policy": "stop"})
-    found = listener.nonfinite()
-    assert found is not None
-    assert found.what == "step 7 is not finite: its loss"
-    assert found.where.endswith("step-00000002")
-    assert "--on-nonfinite skip" in found.remedy
+    error = listener.nonfinite()
+    assert error is not None
+    assert error.what == "step 7 is not finite: its loss"
+    assert error.where.endswith("step-00000002")
+    assert "--on-nonfinite skip" in error.remedy
 
 
 def test_metrics_of_a_skipped_step_are_valid_json(tmp_path: Path) -> None:

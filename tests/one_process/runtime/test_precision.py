@@ -37,22 +37,22 @@ def optimizer(named_parameters):
 
 def pipeline(path: Path, precision: str, num_stages: int, batch_size: int, folder: Path, schedule: str = "1f1b", **job):
     workload = load_workload(LoadOptions(str(path), precision=precision))
-    made = profile_of(workload, capture(workload))
-    plan = plan_for(made, num_stages, schedule, 4, batch_size)
-    return made, build(made, plan, folder, **job)
+    subject = profile_of(workload, capture(workload))
+    plan = plan_for(subject, num_stages, schedule, 4, batch_size)
+    return subject, build(subject, plan, folder, **job)
 
 
 @pytest.mark.parametrize("sample", ["resnet", "unet", "seq2seq_lstm"])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_bf16_is_within_the_noise_of_plain_autocast(sample: str, num_stages: int, tmp_path: Path) -> None:
-    made, made_pipeline = pipeline(SAMPLES / f"{sample}.py", "bf16", num_stages, BATCH[sample], tmp_path, steps=3)
-    assert any("autocast(cpu" in node.context for node in made.capture.graph.nodes)
-    items = minibatches(made.workload, 3, BATCH[sample], last=BATCH[sample] - 1)
-    found = compare(
-        made.workload, made_pipeline.run, made_pipeline.job, made_pipeline.context, items, draws=sample != "resnet"
+    built, made_pipeline = pipeline(SAMPLES / f"{sample}.py", "bf16", num_stages, BATCH[sample], tmp_path, steps=3)
+    assert any("autocast(cpu" in node.context for node in built.capture.graph.nodes)
+    items = minibatches(built.workload, 3, BATCH[sample], last=BATCH[sample] - 1)
+    comparison = compare(
+        built.workload, made_pipeline.run, made_pipeline.job, made_pipeline.context, items, draws=sample != "resnet"
     )
-    assert found.equal, found.max_relative_error
-    assert any("autocast" in reason for reason in found.reasons)
+    assert comparison.equal, comparison.max_relative_error
+    assert any("autocast" in reason for reason in comparison.reasons)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -60,10 +60,12 @@ def test_bf16_is_within_the_noise_of_plain_autocast(sample: str, num_stages: int
 def test_fp16_leaves_a_step_out_on_every_stage_when_one_overflows(num_stages: int, clip: float, tmp_path: Path) -> None:
     path = tmp_path / "overflow.py"
     path.write_text(OVERFLOW)
-    made, made_pipeline = pipeline(path, "fp16", num_stages, 8, tmp_path / "run", steps=6, clip_grad_norm=clip)
-    items = minibatches(made.workload, 6, 8)
-    found = compare(made.workload, made_pipeline.run, made_pipeline.job, made_pipeline.context, items, draws=False)
-    assert found.equal, (found.max_relative_error, found.noise)
+    built, made_pipeline = pipeline(path, "fp16", num_stages, 8, tmp_path / "run", steps=6, clip_grad_norm=clip)
+    items = minibatches(built.workload, 6, 8)
+    comparison = compare(
+        built.workload, made_pipeline.run, made_pipeline.job, made_pipeline.context, items, draws=False
+    )
+    assert comparison.equal, (comparison.max_relative_error, comparison.noise)
     sessions = made_pipeline.train(items)
     scales = {session.executor.stepper.scaler.scale for session in sessions}
     assert scales == {32768.0}  # halved once, by the third minibatch
@@ -72,9 +74,9 @@ def test_fp16_leaves_a_step_out_on_every_stage_when_one_overflows(num_stages: in
 def test_an_asynchronous_schedule_refuses_float16(tmp_path: Path) -> None:
     path = tmp_path / "overflow.py"
     path.write_text(OVERFLOW)
-    made, made_pipeline = pipeline(path, "fp16", 2, 8, tmp_path / "run", "2bw", steps=2)
+    built, made_pipeline = pipeline(path, "fp16", 2, 8, tmp_path / "run", "2bw", steps=2)
     with pytest.raises(PlanError, match="2bw cannot be scaled for float16"):
-        made_pipeline.train(minibatches(made.workload, 2, 8))
+        made_pipeline.train(minibatches(built.workload, 2, 8))
 
 
 def test_the_scale_follows_torchs_own_rule() -> None:

@@ -41,24 +41,24 @@ def chain(widths: list[int]) -> tuple[nn.Module, dict[str, nn.Parameter]]:
 
 
 def together(count: int, body: Callable[[int], Any]) -> list[Any]:
-    found: list[Any] = [None] * count
+    sums: list[Any] = [None] * count
     threads = [
-        threading.Thread(target=lambda rank=rank: found.__setitem__(rank, body(rank)), daemon=True)
+        threading.Thread(target=lambda rank=rank: sums.__setitem__(rank, body(rank)), daemon=True)
         for rank in range(count)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    return found
+    return sums
 
 
 def test_buckets_are_filled_from_the_last_used_parameter_on_and_start_aligned() -> None:
     _, parameters = chain([3, 5, 7, 11])
     order = ["1.weight", "0.weight", "2.weight"]
-    found = GradientSum(parameters, order, (0, 1), Recorder(), bucket_bytes=500)
-    assert [bucket.names for bucket in found.buckets] == [["2.weight", "0.weight"], ["1.weight"]]
-    assert found.buckets[0].places == {"2.weight": 0, "0.weight": 80}  # 77 numbers, and the next 64 bytes
+    gradient_sum = GradientSum(parameters, order, (0, 1), Recorder(), bucket_bytes=500)
+    assert [bucket.names for bucket in gradient_sum.buckets] == [["2.weight", "0.weight"], ["1.weight"]]
+    assert gradient_sum.buckets[0].places == {"2.weight": 0, "0.weight": 80}  # 77 numbers, and the next 64 bytes
     assert num_buckets(0) == 1 and num_buckets(BUCKET_BYTES + 1) == 2
 
 
@@ -68,24 +68,24 @@ def test_a_parameter_larger_than_a_bucket_has_one_of_its_own_and_dtypes_do_not_m
         "b": nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)),
         "c": nn.Parameter(torch.zeros(4)),
     }
-    found = GradientSum(parameters, list(parameters), (0, 1), Recorder(), bucket_bytes=256)
-    assert [bucket.names for bucket in found.buckets] == [["c"], ["b"], ["a"]]
+    gradient_sum = GradientSum(parameters, list(parameters), (0, 1), Recorder(), bucket_bytes=256)
+    assert [bucket.names for bucket in gradient_sum.buckets] == [["c"], ["b"], ["a"]]
 
 
 def test_buckets_start_while_backward_runs_the_last_layers_first() -> None:
     model, parameters = chain([4, 4, 4, 4])
     transport = Recorder()
-    found = GradientSum(parameters, list(parameters), (0, 1), transport, bucket_bytes=64)
+    gradient_sum = GradientSum(parameters, list(parameters), (0, 1), transport, bucket_bytes=64)
     seen: list[int] = []
     x = torch.ones(2, 4, requires_grad=True)
     model[0].weight.register_hook(lambda gradient: seen.append(len(transport.started)))
-    with found.watching(parameters):
+    with gradient_sum.watching(parameters):
         model(x).sum().backward()
         assert len(transport.started) == 3
     assert seen == [2]  # before the first layer's gradient there was, those of the other two were on their way
     assert all(parameter.grad is None for parameter in parameters.values())
-    found.start(parameters)
-    found.finish()
+    gradient_sum.start(parameters)
+    gradient_sum.finish()
     expected = torch.autograd.grad(model(x).sum(), list(parameters.values()))
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters.values(), expected, strict=True))
     model(x).sum().backward()  # nothing watches any more
@@ -95,14 +95,14 @@ def test_buckets_start_while_backward_runs_the_last_layers_first() -> None:
 def test_a_parameter_that_backward_leaves_out_holds_its_bucket_back_and_those_behind_it() -> None:
     model, parameters = chain([4, 4, 4, 4])
     transport = Recorder()
-    found = GradientSum(parameters, list(parameters), (0, 1), transport, bucket_bytes=64)
+    gradient_sum = GradientSum(parameters, list(parameters), (0, 1), transport, bucket_bytes=64)
     model[1].weight.grad = torch.full((4, 4), 7.0)  # of an earlier microbatch
-    with found.watching(parameters):
+    with gradient_sum.watching(parameters):
         model[2](model[0](torch.ones(2, 4))).sum().backward()
-    assert len(transport.started) == 1 and found.busy
-    found.start(parameters)
-    found.finish()
-    assert torch.equal(model[1].weight.grad, torch.full((4, 4), 7.0)) and not found.busy
+    assert len(transport.started) == 1 and gradient_sum.busy
+    gradient_sum.start(parameters)
+    gradient_sum.finish()
+    assert torch.equal(model[1].weight.grad, torch.full((4, 4), 7.0)) and not gradient_sum.busy
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -117,9 +117,9 @@ def test_replicas_with_other_gradients_missing_agree_to_the_last_bit(count: int)
         if index == 0:
             parameters["first"].grad = gradients[0][1].clone()
         parameters["both"].grad = gradients[index][0].clone()
-        found = GradientSum(parameters, list(parameters), range(count), hub.transport(index))
-        found.start(parameters)
-        found.finish()
+        reduced = GradientSum(parameters, list(parameters), range(count), hub.transport(index))
+        reduced.start(parameters)
+        reduced.finish()
         return [parameter.grad for parameter in parameters.values()]
 
     answers = together(count, rank)
@@ -137,8 +137,8 @@ def test_sums_that_overlap_come_out_in_their_order() -> None:
         tensors = [torch.tensor([float(10 * k + index)]) for k in range(4)]
         pending = [transport.start_all_reduce((0, 1), tensor) for tensor in tensors]
         order = (3, 1, 0, 2) if index else (0, 1, 2, 3)
-        found = {k: pending[k].wait().item() for k in order}
-        return [found[k] for k in range(4)]
+        reduced = {k: pending[k].wait().item() for k in order}
+        return [reduced[k] for k in range(4)]
 
     assert together(2, rank) == [[1.0, 21.0, 41.0, 61.0]] * 2
 

@@ -66,8 +66,8 @@ def test_a_model_is_refused_when_a_byte_is_missing_and_built_when_none_is(loaded
     assert caught.value.remedy == ("--no-verify needs no gradients; or another way" if verify else "another way")
 
     workload = loaded(available=needed)
-    found = build_within_memory(workload, verify=verify, remedy="")
-    for ours, plain in zip(found.parameters(), workload.build_model().parameters(), strict=True):
+    model = build_within_memory(workload, verify=verify, remedy="")
+    for ours, plain in zip(model.parameters(), workload.build_model().parameters(), strict=True):
         assert torch.equal(ours, plain)
 
 

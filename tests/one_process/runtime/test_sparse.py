@@ -76,10 +76,10 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_sparse_buffers_are_trained_with_saved_and_exported(model_file: Path, tmp_path: Path, schedule: str) -> None:
-    made = captured_file(model_file)
-    plan = plan_for(made, 3, schedule, 4, 8)
-    pipeline = build(made, plan, tmp_path / "run", save=True, checkpoint_every=1)
-    items = minibatches(made.workload, 3, 8)
+    subject = captured_file(model_file)
+    plan = plan_for(subject, 3, schedule, 4, 8)
+    pipeline = build(subject, plan, tmp_path / "run", save=True, checkpoint_every=1)
+    items = minibatches(subject.workload, 3, 8)
     weights = pipeline.weights(pipeline.train(items))
     delta = oracle.by_owner([s.parameters for s in plan.stages], [int(schedule == "2bw")] * 3)
     _, model, _ = oracle.train(model_file, items, 4, staleness=delta)
@@ -94,7 +94,7 @@ def test_sparse_buffers_are_trained_with_saved_and_exported(model_file: Path, tm
     assert all(sparse.equal(tensor, expected[name.removeprefix("model.")]) for name, tensor in read.items())
 
     export(ExportSettings(tmp_path / "x.pt", run=pipeline.run.path))
-    untouched = made.workload.build_model()
+    untouched = subject.workload.build_model()
     untouched.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True), strict=True)
     assert all(sparse.equal(tensor, expected[name]) for name, tensor in untouched.state_dict().items())
     for output in ("x.safetensors", "folder"):
@@ -107,11 +107,11 @@ def test_sparse_buffers_are_trained_with_saved_and_exported(model_file: Path, tm
 
 
 def test_sparse_buffers_are_compared(model_file: Path, tmp_path: Path) -> None:
-    made = captured_file(model_file)
-    pipeline = build(made, plan_for(made, 2, "1f1b", 2, 8), tmp_path / "run")
-    items = minibatches(made.workload, 2, 8)
+    subject = captured_file(model_file)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path / "run")
+    items = minibatches(subject.workload, 2, 8)
 
-    result = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
+    result = compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
     assert {"mixing", "shift", "heads"} <= {difference.name for difference in result.differences}
     assert all(difference.bitwise for difference in result.differences)
     worst = Worst()
@@ -121,9 +121,9 @@ def test_sparse_buffers_are_compared(model_file: Path, tmp_path: Path) -> None:
 
 
 def test_calls_with_sparse_tensors_are_measured(model_file: Path) -> None:
-    made = captured_file(model_file)
-    profile = measure(made.capture, made.workload, device="cpu", microbatch_sizes=(2,))
-    assert {node.name for node in made.capture.graph.nodes} == profile.measurements[0].costs.keys()
+    subject = captured_file(model_file)
+    profile = measure(subject.capture, subject.workload, device="cpu", microbatch_sizes=(2,))
+    assert {node.name for node in subject.capture.graph.nodes} == profile.measurements[0].costs.keys()
 
 
 class Sparse(torch.nn.Module):

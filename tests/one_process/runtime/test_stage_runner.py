@@ -58,7 +58,7 @@ class End(Stage):
 
 
 def runners(recompute: bool) -> list[StageRunner]:
-    made = []
+    stage_runners = []
     for kind, names, owned in ((First, ("table", "a"), True), (Middle, ("b",), None), (End, ("table", "c"), False)):
         model, stage = Plain(), kind()
         for name in names:
@@ -66,10 +66,10 @@ def runners(recompute: bool) -> list[StageRunner]:
         ties = {} if owned is None else {"table": owned}
         gradients = frozenset({"x", "h", "h2"})
         versions = WeightVersions(stage, 0)
-        made.append(
+        stage_runners.append(
             StageRunner(stage, versions, seed=0, carries_gradient=gradients, exact_ties=ties, recompute=recompute)
         )
-    return made
+    return stage_runners
 
 
 def pipeline(stages: list[StageRunner], ids: torch.Tensor, j: int, factor: float, *, halves: bool) -> None:
@@ -82,9 +82,9 @@ def pipeline(stages: list[StageRunner], ids: torch.Tensor, j: int, factor: float
     def back(runner: StageRunner, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not halves:
             return runner.backward(key, gradients)
-        found = runner.backward_inputs(key, gradients)
+        input_gradients = runner.backward_inputs(key, gradients)
         runner.backward_weights(key)
-        return found
+        return input_gradients
 
     from_end = back(end, {})
     assert from_end.keys() == {"x", "h2", tied("table")}
@@ -103,9 +103,9 @@ def test_gradients_are_those_of_plain_autograd_to_the_last_bit(recompute: bool, 
     stages = runners(recompute)
     for j, ids in enumerate(batches):
         pipeline(stages, ids, j, len(ids) / total, halves=halves)
-    found = {name: p.grad for stage in reversed(stages) for name, p in stage.stage.named_parameters()}
+    actual = {name: p.grad for stage in reversed(stages) for name, p in stage.stage.named_parameters()}
     for name, parameter in plain.named_parameters():
-        assert torch.equal(found[name], parameter.grad), name
+        assert torch.equal(actual[name], parameter.grad), name
 
 
 def test_star_shaped_gradients_would_not_be_equal() -> None:
@@ -121,9 +121,9 @@ def test_star_shaped_gradients_would_not_be_equal() -> None:
     from_middle = middle.backward((0, 0), {"h2": from_end["h2"]})
     star = from_middle["x"] + from_end["x"]
     first.backward((0, 0), {"x": star, "h": from_middle["h"], tied("table"): from_end[tied("table")]})
-    found = dict(first.stage.named_parameters())["table"].grad
-    assert torch.allclose(found, plain.table.grad)
-    assert not torch.equal(found, plain.table.grad)
+    actual = dict(first.stage.named_parameters())["table"].grad
+    assert torch.allclose(actual, plain.table.grad)
+    assert not torch.equal(actual, plain.table.grad)
 
 
 def test_a_promised_gradient_that_does_not_come_is_zero() -> None:

@@ -99,9 +99,9 @@ def test_a_capture_that_is_not_compared_again_knows_the_unread_values_too(tmp_pa
 @pytest.mark.parametrize("name", ["nothing is read", "keyword arguments", "tensors are picked out"])
 def test_what_nothing_reads_needs_no_stage_code_of_its_own(name: str, tmp_path: Path) -> None:
     path = written(name, tmp_path)
-    made = captured_file(path)
-    pipeline = build(made, plan_for(made, 2, "1f1b", 3, 6), tmp_path / "run", max_shapes=1)
-    items = list(made.workload.items())
+    subject = captured_file(path)
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 3, 6), tmp_path / "run", max_shapes=1)
+    items = list(subject.workload.items())
     ours = pipeline.weights(pipeline.train(items))
     assert not list((tmp_path / "run").rglob("shape_*"))
     torch.manual_seed(0)

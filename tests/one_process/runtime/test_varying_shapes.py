@@ -37,8 +37,8 @@ class Notes(Silent):
 
 
 def pipeline_of(name: str, num_stages: int, folder: Path, schedule: str = "1f1b", **job: int) -> Pipeline:
-    made = captured_file(MODELS / f"{name}.py")
-    return build(made, plan_for(made, num_stages, schedule, 3, 6), folder, **job)
+    subject = captured_file(MODELS / f"{name}.py")
+    return build(subject, plan_for(subject, num_stages, schedule, 3, 6), folder, **job)
 
 
 def trained_like_a_plain_loop(name: str, pipeline: Pipeline) -> list[str]:
@@ -76,10 +76,10 @@ def test_stale_schedules_go_on_over_a_change_of_shape(schedule: str, tmp_path: P
 
 
 def test_recompute_follows_the_shape_of_the_forward(tmp_path: Path) -> None:
-    made = captured_file(MODELS / "conv.py")
-    plan = plan_for(made, 2, "1f1b", 3, 6)
+    subject = captured_file(MODELS / "conv.py")
+    plan = plan_for(subject, 2, "1f1b", 3, 6)
     plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    assert len(trained_like_a_plain_loop("conv", build(made, plan, tmp_path))) == 2
+    assert len(trained_like_a_plain_loop("conv", build(subject, plan, tmp_path))) == 2
 
 
 def test_more_shapes_than_are_allowed_end_the_run_with_the_way_out(tmp_path: Path) -> None:

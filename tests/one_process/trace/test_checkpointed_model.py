@@ -48,7 +48,7 @@ def data(batch_size=8):
 def test_its_dropout_and_gradients_are_the_same_at_every_number_of_stages(num_stages: int, tmp_path: Path) -> None:
     path = tmp_path / "checkpointed.py"
     path.write_text(MODEL)
-    made = captured_file(path)
-    pipeline = build(made, plan_for(made, num_stages, "1f1b", 3, 8), tmp_path / "run", steps=3)
-    items = minibatches(made.workload, 3, 8)
-    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
+    subject = captured_file(path)
+    pipeline = build(subject, plan_for(subject, num_stages, "1f1b", 3, 8), tmp_path / "run", steps=3)
+    items = minibatches(subject.workload, 3, 8)
+    assert compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise

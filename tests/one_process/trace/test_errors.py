@@ -311,8 +311,8 @@ def test_pitfall_16_a_loss_that_couples_samples_is_said_with_the_amount():
 
     captured = capture(Toy(Contrastive, tokens))
     assert captured.exact
-    said = [note for note in captured.notes if "couples the samples" in note]
-    assert float(re.search(r"differ by (\S+) of its size", said[0])[1]) > 0.1
+    message = [note for note in captured.notes if "couples the samples" in note]
+    assert float(re.search(r"differ by (\S+) of its size", message[0])[1]) > 0.1
 
 
 def test_a_loss_of_batch_wide_statistics_is_said_too():
@@ -323,5 +323,5 @@ def test_a_loss_of_batch_wide_statistics_is_said_too():
             return (h - x).abs().mean()
 
     captured = capture(Toy(Whitened, vectors))
-    (said,) = [note for note in captured.notes if "couples the samples" in note]
-    assert float(re.search(r"differ by (\S+) of its size", said)[1]) > 1e-3
+    (message,) = [note for note in captured.notes if "couples the samples" in note]
+    assert float(re.search(r"differ by (\S+) of its size", message)[1]) > 1e-3

@@ -81,11 +81,11 @@ def test_what_export_makes_of_a_model_is_the_model(name):
     model = work.build_model()
     items = [work.example_item(5), work.example_item(3)]
     strategies = CaptureStrategies(work, model, items[0], 5, forward=export(work, model, items[0]))
-    found = strategies.capture()
-    exact, notes = verify(work, model, found.module, found.graph, items)
+    climbed = strategies.capture()
+    exact, notes = verify(work, model, climbed.module, climbed.graph, items)
     assert exact and not notes
     if name == "rotary":
-        contexts = {node.context for node in found.graph.nodes}
+        contexts = {node.context for node in climbed.graph.nodes}
         assert "no_grad" in contexts and any(context.startswith("autocast(cpu, bfloat16") for context in contexts)
 
 
@@ -95,9 +95,9 @@ def test_what_export_loses_is_found_before_it_is_accepted():
     model = work.build_model()
     item = work.example_item(5)
     strategies = CaptureStrategies(work, model, item, 5, forward=export(work, model, item))
-    found = strategies.capture()
+    climbed = strategies.capture()
     with pytest.raises(TraceError, match="the captured graph is not the model: buffer mean differs"):
-        verify(work, model, found.module, found.graph, [item])
+        verify(work, model, climbed.module, climbed.graph, [item])
 
 
 def test_a_custom_backward_is_never_exported():

@@ -68,9 +68,9 @@ class Reading(nn.Module):
 
 @pytest.mark.parametrize("read", [no_zero, rates, flags, numbers])
 def test_a_number_of_no_batch_is_known(read):
-    found = capture(Toy(lambda: Reading(read), vectors), batch_size=4)
-    assert found.method == "calls of the model, at two batch sizes"
-    targets = [str(node.target) for node in found.graph.nodes]
+    traced = capture(Toy(lambda: Reading(read), vectors), batch_size=4)
+    assert traced.method == "calls of the model, at two batch sizes"
+    targets = [str(node.target) for node in traced.graph.nodes]
     assert not any(name in target for name in ("item", "linspace", "guards") for target in targets)
 
 
@@ -105,5 +105,5 @@ def test_transforms_of_torchvision_run_in_a_forward(name):
     def images(n, generator):
         return {"x": torch.rand(n, 3, 10, 10, generator=generator)}
 
-    found = capture(Toy(Seeing, images), batch_size=4)
-    assert not any(node.num_random for node in found.graph.nodes) and not found.notes
+    traced = capture(Toy(Seeing, images), batch_size=4)
+    assert not any(node.num_random for node in traced.graph.nodes) and not traced.notes

@@ -1,4 +1,4 @@
-"""What models of people that nobody had in mind turned out to do."""
+"""Cases from models of public repositories."""
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ class Base(nn.Module):
 def in_stages(model, folder, batch=vectors):
     """Return the text of three stages, or fewer, which are the model at two batch sizes; and the graph."""
     work = Toy(model, batch)
-    found = capture(work)
-    plan = plan_of(found.graph, even_cuts(found.graph, 3))
+    traced = capture(work)
+    plan = plan_of(traced.graph, even_cuts(traced.graph, 3))
     for size in (4, 7):
-        assert differences(work, found, plan, folder, size, (0, 0, 0)) == []
-    return "".join(path.read_text() for path in sorted(folder.glob("stage_*.py"))), found.graph
+        assert differences(work, traced, plan, folder, size, (0, 0, 0)) == []
+    return "".join(path.read_text() for path in sorted(folder.glob("stage_*.py"))), traced.graph
 
 
 class Powers(Base):
@@ -105,10 +105,10 @@ class Mapped(Base):
 
 def test_a_function_transform_is_followed_by_another_way(tmp_path):
     work = Toy(Mapped, vectors)
-    found = capture(work)
-    assert "torch.export" in found.method
-    plan = plan_of(found.graph, even_cuts(found.graph, 2))
-    assert differences(work, found, plan, tmp_path, 4, (0, 0, 0)) == []
+    traced = capture(work)
+    assert "torch.export" in traced.method
+    plan = plan_of(traced.graph, even_cuts(traced.graph, 2))
+    assert differences(work, traced, plan, tmp_path, 4, (0, 0, 0)) == []
 
 
 class Resized(Base):

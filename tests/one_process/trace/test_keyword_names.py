@@ -44,5 +44,5 @@ def test_they_can_be_measured():
     work = Toy(Words, vectors)
     captured = capture(work, verify=False)
     batch = work.leaves(work.example_item(4))
-    found = SizeMeasurement(captured, Clock(torch.device("cpu")), 4, batch).measurement()
-    assert set(found.costs) == {node.name for node in captured.graph.nodes}
+    measured = SizeMeasurement(captured, Clock(torch.device("cpu")), 4, batch).measurement()
+    assert set(measured.costs) == {node.name for node in captured.graph.nodes}

@@ -48,14 +48,14 @@ def recomputing(plan: Plan) -> Plan:
     return dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, recompute=True) for s in plan.stages))
 
 
-def train(made: Captured, plan: Plan, folder: Path, path: Path, steps: int = 5) -> None:
+def train(subject: Captured, plan: Plan, folder: Path, path: Path, steps: int = 5) -> None:
     """Train in stages and as a plain loop does; every loss, parameter and buffer must be the same."""
-    items = minibatches(made.workload, steps, 8, last=7)
-    pipeline = build(made, plan, folder)
+    items = minibatches(subject.workload, steps, 8, last=7)
+    pipeline = build(subject, plan, folder)
     sessions = pipeline.train(items)
     stages = [stage.parameters for stage in plan.stages]
     staleness = by_owner(stages, [1] * len(stages)) if plan.schedule == "2bw" else lambda name: 0
-    losses, model, _ = plain(path, items, 4, staleness=staleness, opaque=made.workload.spec.opaque_modules)
+    losses, model, _ = plain(path, items, 4, staleness=staleness, opaque=subject.workload.spec.opaque_modules)
     assert [sessions[0].executor.stepper.losses[step] for step in range(steps)] == losses
     ours = pipeline.weights(sessions)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -66,39 +66,39 @@ def train(made: Captured, plan: Plan, folder: Path, path: Path, steps: int = 5) 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_weights_are_those_of_a_plain_loop(name: str, schedule: str, folder: Path, tmp_path: Path) -> None:
     path = write(name, folder)
-    made = captured_file(path)
-    assert made.capture.exact
-    assert made.workload.spec.opaque_modules == OPAQUE[name]
-    train(made, plan_for(made, 3, schedule, 4, 8), tmp_path, path)
+    subject = captured_file(path)
+    assert subject.capture.exact
+    assert subject.workload.spec.opaque_modules == OPAQUE[name]
+    train(subject, plan_for(subject, 3, schedule, 4, 8), tmp_path, path)
 
 
 def test_a_checkpoint_inside_runs_its_function_once(folder: Path, tmp_path: Path) -> None:
-    made = captured_file(write("checkpointed", folder))
-    for plan in (plan_for(made, 3, "1f1b", 4, 8), recomputing(plan_for(made, 3, "1f1b", 4, 8))):
-        pipeline = build(made, plan, tmp_path / str(plan.stages[0].recompute), steps=4)
-        items = minibatches(made.workload, 4, 8)
-        assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
+    subject = captured_file(write("checkpointed", folder))
+    for plan in (plan_for(subject, 3, "1f1b", 4, 8), recomputing(plan_for(subject, 3, "1f1b", 4, 8))):
+        pipeline = build(subject, plan, tmp_path / str(plan.stages[0].recompute), steps=4)
+        items = minibatches(subject.workload, 4, 8)
+        assert compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
 
 
 @pytest.mark.parametrize("name", ["experts", "layer_drop", "statistics"])
 def test_a_recomputed_forward_is_the_same_forward(name: str, folder: Path, tmp_path: Path) -> None:
     path = write(name, folder)
-    made = captured_file(path)
-    train(made, recomputing(plan_for(made, 3, "1f1b", 4, 8)), tmp_path, path)
+    subject = captured_file(path)
+    train(subject, recomputing(plan_for(subject, 3, "1f1b", 4, 8)), tmp_path, path)
 
 
 @pytest.mark.parametrize("name", ["experts", "early_exit"])
 def test_a_backward_in_two_halves_is_the_same_backward(name: str, folder: Path, tmp_path: Path) -> None:
     path = write(name, folder)
-    made = captured_file(path)
-    train(made, plan_for(made, 3, "zero-bubble", 4, 8), tmp_path, path)
+    subject = captured_file(path)
+    train(subject, plan_for(subject, 3, "zero-bubble", 4, 8), tmp_path, path)
 
 
 def test_clipping_leaves_out_what_no_token_chose(folder: Path, tmp_path: Path) -> None:
-    made = captured_file(write("experts", folder))
-    pipeline = build(made, plan_for(made, 3, "1f1b", 4, 8), tmp_path, steps=4, clip_grad_norm=0.05)
-    items = minibatches(made.workload, 4, 8)
-    assert compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
+    subject = captured_file(write("experts", folder))
+    pipeline = build(subject, plan_for(subject, 3, "1f1b", 4, 8), tmp_path, steps=4, clip_grad_norm=0.05)
+    items = minibatches(subject.workload, 4, 8)
+    assert compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
 
 
 def test_a_module_that_runs_as_it_is_is_one_node_with_a_place_of_its_own(folder: Path) -> None:
@@ -126,8 +126,8 @@ def test_buffers_that_it_was_seen_to_write_are_named(folder: Path) -> None:
 
 
 def test_the_stage_file_calls_the_users_own_module(folder: Path, tmp_path: Path) -> None:
-    made = captured_file(write("experts", folder))
-    pipeline = build(made, plan_for(made, 2, "1f1b", 4, 8), tmp_path)
+    subject = captured_file(write("experts", folder))
+    pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
     text = (pipeline.run.stages / "stage_0.py").read_text()
     assert "with opaque_call(self, 0):\n" in text
     assert "= self.blocks[0].moe(" in text

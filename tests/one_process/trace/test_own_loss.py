@@ -95,8 +95,8 @@ loss = Center()
 def pipeline_of(folder: Path, loss: str, stages: int, schedule: str, **job: object) -> tuple[Path, Pipeline]:
     path = folder / "own.py"
     path.write_text(MODEL + LOSSES[loss])
-    made = captured_file(path)
-    return path, build(made, plan_for(made, stages, schedule, 4, 8), folder / "run", **job)
+    subject = captured_file(path)
+    return path, build(subject, plan_for(subject, stages, schedule, 4, 8), folder / "run", **job)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,11 @@ def test_a_loss_that_changes_a_buffer_is_followed_where_it_has_a_parameter(tmp_p
 def test_a_check_compares_it_too(tmp_path: Path) -> None:
     _, pipeline = pipeline_of(tmp_path, "arcface", 3, "1f1b", steps=2)
     items = minibatches(pipeline.captured.workload, 2, 8)
-    found = compare(pipeline.captured.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True)
-    assert found.bitwise
-    assert {"loss.weight", "loss.scale", "loss.project.bias"} <= {difference.name for difference in found.differences}
+    comparison = compare(pipeline.captured.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True)
+    assert comparison.bitwise
+    assert {"loss.weight", "loss.scale", "loss.project.bias"} <= {
+        difference.name for difference in comparison.differences
+    }
 
 
 def test_its_initial_weights_are_drawn_after_the_models(tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def test_a_shortcut_that_only_later_batches_take_is_named_with_its_line(factor, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(SHORTCUT.replace("FACTOR", factor))
     done = CliRunner().invoke(autopipe, ["check", "net.py", "--gpus", "2", "--steps", "3", "--json"])
-    found = json.loads(done.stdout)
+    document = json.loads(done.stdout)
     line = SHORTCUT[: SHORTCUT.index("if not is_followed")].count("\n") + 1
-    assert any(f"it asks at net.py:{line}, as transformers does" in warning for warning in found["warnings"])
-    assert (found["equal"], found["bitwise"]) == (equal, False)
+    assert any(f"it asks at net.py:{line}, as transformers does" in warning for warning in document["warnings"])
+    assert (document["equal"], document["bitwise"]) == (equal, False)
 
 
 def test_batch_norm_at_two_samples_a_microbatch_is_compared(run: Any, tmp_path: Path) -> None:

@@ -74,6 +74,6 @@ def test_a_raw_model_trains_in_two_and_three_stages_as_it_does_plainly(name, tmp
 @pytest.mark.filterwarnings("default")
 def test_a_mask_of_ones_makes_a_model_round_otherwise_when_nobody_looks_and_that_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = checked("llama", tmp_path, 2, TEXT.replace("mask[::2, 9:] = 0", ""))
-    assert found["equal"] is True
-    assert found["bitwise"] or any("a mask of ones" in warning for warning in found["warnings"])
+    report = checked("llama", tmp_path, 2, TEXT.replace("mask[::2, 9:] = 0", ""))
+    assert report["equal"] is True
+    assert report["bitwise"] or any("a mask of ones" in warning for warning in report["warnings"])

@@ -24,21 +24,21 @@ def arguments(sample: str) -> dict[str, float]:
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_a_check_finds_every_sample_equal(sample: str, schedule: str, num_stages: int, tmp_path: Path) -> None:
-    made = captured(sample)
-    plan = plan_for(made, num_stages, schedule, 4, BATCH[sample])
-    pipeline = build(made, plan, tmp_path, steps=3)
-    items = minibatches(made.workload, 3, BATCH[sample], last=BATCH[sample] - 1)
-    draws = any(node.num_random for node in made.capture.graph.nodes)
-    found = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=draws)
-    assert found.equal, [d for d in found.differences if not d.bitwise]
-    assert found.bitwise or not found.promised
+    subject = captured(sample)
+    plan = plan_for(subject, num_stages, schedule, 4, BATCH[sample])
+    pipeline = build(subject, plan, tmp_path, steps=3)
+    items = minibatches(subject.workload, 3, BATCH[sample], last=BATCH[sample] - 1)
+    draws = any(node.num_random for node in subject.capture.graph.nodes)
+    comparison = compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=draws)
+    assert comparison.equal, [d for d in comparison.differences if not d.bitwise]
+    assert comparison.bitwise or not comparison.promised
 
 
 @pytest.mark.parametrize("sample", sorted(BATCH))
 def test_the_weights_after_five_steps_are_those_of_a_plain_loop(sample: str, tmp_path: Path) -> None:
-    made = captured(sample)
-    pipeline = build(made, plan_for(made, 3, "1f1b", 4, BATCH[sample]), tmp_path)
-    items = minibatches(made.workload, 5, BATCH[sample], last=3)
+    subject = captured(sample)
+    pipeline = build(subject, plan_for(subject, 3, "1f1b", 4, BATCH[sample]), tmp_path)
+    items = minibatches(subject.workload, 5, BATCH[sample], last=3)
     sessions = pipeline.train(items)
     losses, model, _ = plain(SAMPLES / f"{sample}.py", items, 4, arguments=arguments(sample))
     ours = pipeline.weights(sessions)
@@ -52,20 +52,20 @@ def test_the_weights_after_five_steps_are_those_of_a_plain_loop(sample: str, tmp
 
 @pytest.mark.parametrize("sample", ["gpt", "unet", "seq2seq_lstm"])
 def test_gradients_do_not_depend_on_stages_or_microbatches(sample: str, tmp_path: Path) -> None:
-    made = captured(sample)
-    items = minibatches(made.workload, 1, 7)
+    subject = captured(sample)
+    items = minibatches(subject.workload, 1, 7)
     for num_microbatches in (1, 3, 8):
         _, _, (expected,) = plain(SAMPLES / f"{sample}.py", items, num_microbatches, arguments=arguments(sample))
         for num_stages in (1, 2, 3, 4):
-            found: dict[str, torch.Tensor] = {}
+            weights: dict[str, torch.Tensor] = {}
 
-            def keep(stage: int, step: int, parameters: dict[str, torch.nn.Parameter], found=found) -> None:
-                found.update({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
+            def keep(stage: int, step: int, parameters: dict[str, torch.nn.Parameter], gradients=weights) -> None:
+                gradients.update({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
 
-            plan = plan_for(made, num_stages, "1f1b", num_microbatches, 8)
-            build(made, plan, tmp_path / f"{num_microbatches}-{num_stages}").train(items, on_gradients=keep)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected), (num_microbatches, num_stages)
+            plan = plan_for(subject, num_stages, "1f1b", num_microbatches, 8)
+            build(subject, plan, tmp_path / f"{num_microbatches}-{num_stages}").train(items, on_gradients=keep)
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[name], expected[name]) for name in expected), (num_microbatches, num_stages)
 
 
 LAYOUTS = """
@@ -113,10 +113,10 @@ def test_values_and_gradients_keep_their_layout_in_memory_across_every_cut(tmp_p
     # those of a slice by its gaps
     path = tmp_path / "layouts.py"
     path.write_text(MODEL_FILE.format(body=body))
-    made = captured_file(path)
-    items = minibatches(made.workload, 2, 8)
-    for num_stages in range(2, len(Cuts(made.capture.graph).legal) + 2):
-        plan = plan_for(made, num_stages, "1f1b", 2, 8)
-        pipeline = build(made, plan, tmp_path / str(num_stages), steps=2)
-        found = compare(made.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
-        assert found.bitwise, (num_stages, found.max_relative_error)
+    subject = captured_file(path)
+    items = minibatches(subject.workload, 2, 8)
+    for num_stages in range(2, len(Cuts(subject.capture.graph).legal) + 2):
+        plan = plan_for(subject, num_stages, "1f1b", 2, 8)
+        pipeline = build(subject, plan, tmp_path / str(num_stages), steps=2)
+        comparison = compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False)
+        assert comparison.bitwise, (num_stages, comparison.max_relative_error)

@@ -44,13 +44,13 @@ class Mutation:
 
 
 def found_equal(mutation: Mutation, folder: Path) -> bool:
-    made = captured(mutation.case.model)
-    plan: Plan = mutation.case.plan(made)
+    subject = captured(mutation.case.model)
+    plan: Plan = mutation.case.plan(subject)
     if mutation.inexact_ties:
         assert plan.ties
         plan = replace(plan, ties=tuple(replace(tie, exact=False) for tie in plan.ties))
-    found = compared(made, plan, folder, steps=3, last=mutation.last, clip_grad_norm=mutation.clip)
-    return found.equal
+    comparison = compared(subject, plan, folder, steps=3, last=mutation.last, clip_grad_norm=mutation.clip)
+    return comparison.equal
 
 
 def loss_scaled_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:

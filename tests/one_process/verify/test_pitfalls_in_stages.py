@@ -23,10 +23,10 @@ class Net(nn.Module):
 
 def in_two(work, folder, **options):
     """Return what differs between the model and its two stages, and the text of the stages."""
-    found = capture(work, **options)
-    plan = plan_of(found.graph, even_cuts(found.graph, 2))
+    traced = capture(work, **options)
+    plan = plan_of(traced.graph, even_cuts(traced.graph, 2))
     assert len(plan.stages) == 2
-    wrong = differences(work, found, plan, folder, 4, (0, 0, 0))
+    wrong = differences(work, traced, plan, folder, 4, (0, 0, 0))
     return wrong, "".join(path.read_text() for path in sorted(folder.glob("stage_*.py")))
 
 
@@ -37,8 +37,8 @@ def test_pitfall_05_padding_keeps_a_symbolic_batch_symbolic():
             return torch.baddbmm(h[:, None], h[:, None], torch.eye(10).expand(x.shape[0], 10, 10)).pow(2).mean()
 
     work = Toy(Padding, vectors)
-    found = follow(work, work.build_model(), work.example_item(5))
-    shapes = {node.target: node.meta["val"].shape for node in found.graph.nodes if "val" in node.meta}
+    recording = follow(work, work.build_model(), work.example_item(5))
+    shapes = {node.target: node.meta["val"].shape for node in recording.graph.nodes if "val" in node.meta}
     assert isinstance(shapes[F.pad][0], torch.SymInt)
     assert isinstance(shapes[torch.baddbmm][0], torch.SymInt)
 
@@ -58,10 +58,10 @@ class Grouped(nn.Module):
         ends = torch.histc(chosen.float(), bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
         rows = x[order] * 2
         if self.asks and torch.compiler.is_compiling():  # as libraries do: the kernel has no fake for float32
-            made = torch.stack([rows @ expert for expert in self.experts])[chosen, torch.arange(len(x))]
+            mixed = torch.stack([rows @ expert for expert in self.experts])[chosen, torch.arange(len(x))]
         else:
-            made = F.grouped_mm(rows, self.experts, offs=ends)
-        return (made * self.gate(rows).max(-1, keepdim=True)[0]).pow(2).mean()
+            mixed = F.grouped_mm(rows, self.experts, offs=ends)
+        return (mixed * self.gate(rows).max(-1, keepdim=True)[0]).pow(2).mean()
 
 
 class GroupedOnRequest(Grouped):
@@ -110,18 +110,18 @@ def test_pitfall_18_a_device_that_the_model_names_is_the_stages_own(tmp_path):
     wrong, text = in_two(work, tmp_path)
     assert wrong == []
     assert "cpu" not in text
-    found = capture(work, verify=False)
-    stages = load(found, plan_of(found.graph, []), tmp_path, work.build_model())
+    traced = capture(work, verify=False)
+    stages = load(traced, plan_of(traced.graph, []), tmp_path, work.build_model())
     assert all(value.is_meta for value in stages[0].place(torch.device("meta"))(torch.ones(2, 4, device="meta")))
 
 
 def test_pitfall_19_a_packed_sequence_is_made_by_its_own_call(tmp_path):
     work = workload("packed lstm")
-    found = capture(work)
-    made = [node for node in found.graph.nodes if node.target.endswith(".PackedSequence")]
-    legal = Cuts(found.graph).legal
-    for cut in [position for position in legal if position >= found.graph.position[made[0].name]][:2]:
-        assert differences(work, found, plan_of(found.graph, [cut]), tmp_path, 4, (0, 0, 0)) == []
+    traced = capture(work)
+    packed = [node for node in traced.graph.nodes if node.target.endswith(".PackedSequence")]
+    legal = Cuts(traced.graph).legal
+    for cut in [position for position in legal if position >= traced.graph.position[packed[0].name]][:2]:
+        assert differences(work, traced, plan_of(traced.graph, [cut]), tmp_path, 4, (0, 0, 0)) == []
     assert "PackedSequence(" in "".join(path.read_text() for path in tmp_path.glob("stage_*.py"))
 
 

@@ -32,7 +32,7 @@ def looped_order(cls, n: int, v: int, m: int) -> dict[int, list[str]]:
 
 
 class RecordingStage:
-    """Stands for a PipelineStage: notes what it is told to compute."""
+    """Stands for a PipelineStage: records what it is asked to compute."""
 
     def __init__(self, index: int) -> None:
         self.stage_index, self.row = index, []
@@ -98,6 +98,6 @@ def test_torchs_validator_and_simulator_accept_ours(name):
         }
         mapping = theirs._validate_schedule(actions, n, p, request.num_microbatches)
         assert mapping == {stage: ranks[0] for stage, ranks in enumerate(request.stage_ranks)}
-        stage_to_rank = functools.partial(lambda found, stage: found[stage], mapping)
+        stage_to_rank = functools.partial(lambda ranks, stage: ranks[stage], mapping)
         lowered = theirs._add_send_recv(actions, stage_to_rank, p)
         theirs._simulate_comms_compute(lowered, stage_to_rank, p)

@@ -20,7 +20,7 @@ QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_heal
 
 def sampled(schedule: str, count: int) -> dict[str, int]:
     """Hold a sample of a schedule's cases to their promises; return how many of each kind there were."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     seen: set[Case] = set()
 
     @settings(max_examples=count, **QUIET)
@@ -31,10 +31,10 @@ def sampled(schedule: str, count: int) -> dict[str, int]:
         seen.add(case)
         with tempfile.TemporaryDirectory() as folder:
             kind = hold(case, Path(folder))
-        found[kind] = found.get(kind, 0) + 1
+        counts[kind] = counts.get(kind, 0) + 1
 
     one()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -57,9 +57,9 @@ def test_a_large_tied_parameter_is_summed_at_every_replica_of_its_owner(
     plan = Case("1f1b", "gpt", replicas, "2p").plan(subject)
     ties = tuple(replace(tie, exact=False) for tie in plan.ties)
     assert ties
-    found = compared(subject, replace(plan, ties=ties), tmp_path, steps=2)
-    assert found.promised and found.bitwise, found.max_relative_error
-    assert len(found.orders) == 2 and 0 < found.order_error < 1e-2
+    comparison = compared(subject, replace(plan, ties=ties), tmp_path, steps=2)
+    assert comparison.promised and comparison.bitwise, comparison.max_relative_error
+    assert len(comparison.orders) == 2 and 0 < comparison.order_error < 1e-2
 
 
 @pytest.mark.slow
@@ -91,10 +91,10 @@ def staleness_by_hand(case: Case) -> list[int]:
 
 @pytest.mark.parametrize("case", STALE, ids=lambda c: f"{c.schedule}-{c.model}-{len(c.replicas)}-m{c.m}")
 def test_stale_schedules_leave_the_oracles_weights_bit_for_bit(case: Case, tmp_path: Path) -> None:
-    made = captured(case.model)
-    plan = case.plan(made)
-    pipeline = build(made, plan, tmp_path)
-    items = minibatches(made.workload, STEPS + 2, BATCH, last=LAST)
+    subject = captured(case.model)
+    plan = case.plan(subject)
+    pipeline = build(subject, plan, tmp_path)
+    items = minibatches(subject.workload, STEPS + 2, BATCH, last=LAST)
     sessions = pipeline.train(items)
     deltas = staleness_by_hand(case)
     assert max(deltas) > 0

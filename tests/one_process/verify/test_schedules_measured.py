@@ -21,9 +21,9 @@ STEPS = 6
 
 
 def trained(case: Case, folder: Path) -> tuple[Pipeline, list[RankSession]]:
-    made = captured(case.model)
-    pipeline = build(made, case.plan(made), folder)
-    return pipeline, pipeline.train(minibatches(made.workload, STEPS, BATCH))
+    subject = captured(case.model)
+    pipeline = build(subject, case.plan(subject), folder)
+    return pipeline, pipeline.train(minibatches(subject.workload, STEPS, BATCH))
 
 
 def peak_versions(sessions: list[RankSession]) -> dict[int, int]:
@@ -50,8 +50,8 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
     def count(versions):
         parameters = [reference() for reference in seen.get(id(versions), ())]
-        found = len({p.data_ptr() for p in parameters if p is not None})
-        peaks[stage_of[id(versions)]] = max(peaks.get(stage_of[id(versions)], 0), found)
+        num_versions = len({p.data_ptr() for p in parameters if p is not None})
+        peaks[stage_of[id(versions)]] = max(peaks.get(stage_of[id(versions)], 0), num_versions)
 
     def ending(self):
         count(self)  # the optimizer has stepped on memory of its own
@@ -128,14 +128,14 @@ def test_as_many_microbatches_are_in_flight_as_the_schedule_says(
     def forward(self, *arguments):
         sent = original(self, *arguments)
         with lock:
-            held = len(self.in_flight) + len(self._pending)
-            peaks[self.stage.INDEX] = max(peaks.get(self.stage.INDEX, 0), held)
+            in_flight = len(self.in_flight) + len(self._pending)
+            peaks[self.stage.INDEX] = max(peaks.get(self.stage.INDEX, 0), in_flight)
         return sent
 
     monkeypatch.setattr(StageRunner, "forward", forward)
     case = Case(schedule, "unet", (1, 1, 1), m)
     pipeline, _ = trained(case, tmp_path)
-    found = [peaks[stage] for stage in range(3)]
+    in_flight = [peaks[stage] for stage in range(3)]
     bounds = make(schedule, pipeline.context.request).in_flight
-    assert all(count <= bound for count, bound in zip(found, bounds, strict=True))
-    assert found == in_flight_by_hand(schedule, 3, case.m)
+    assert all(count <= bound for count, bound in zip(in_flight, bounds, strict=True))
+    assert in_flight == in_flight_by_hand(schedule, 3, case.m)

@@ -149,7 +149,7 @@ def test_batch_dim_may_be_a_dict_and_leaves_out_what_is_samples_first(load: Any)
 
 
 @pytest.mark.parametrize(
-    ("declaration", "said"),
+    ("declaration", "message"),
     [
         ("'first'", "batch_dim of net_of_batches.py has 'first'"),
         ("-1", "has -1"),
@@ -159,9 +159,9 @@ def test_batch_dim_may_be_a_dict_and_leaves_out_what_is_samples_first(load: Any)
         ("(0, 1)", "inputs[1] has 4 samples in dimension 0, and others have 7"),
     ],
 )
-def test_a_batch_dim_that_cannot_be_is_refused(load: Any, declaration: str, said: str) -> None:
+def test_a_batch_dim_that_cannot_be_is_refused(load: Any, declaration: str, message: str) -> None:
     error = fails(lambda: next(load(MODEL + f"batch_dim = {declaration}\ndef data(): return [{BATCH}]\n").items(None)))
-    assert said in error.what and error.remedy
+    assert message in error.what and error.remedy
 
 
 def test_a_batch_that_cannot_be_cut_names_batch_dim(load: Any) -> None:

@@ -51,12 +51,12 @@ SHUFFLED = (
 
 
 def order(workload, epoch, disturb=False):
-    found = []
+    samples = []
     for x, _ in workload.items(4, epoch=epoch):
-        found += x[:, 0].tolist()
+        samples += x[:, 0].tolist()
         if disturb:
             torch.rand(3), np.random.rand(2), random.random()
-    return found
+    return samples
 
 
 def test_a_shuffled_order_depends_on_seed_and_epoch_alone(load):
@@ -163,7 +163,7 @@ def test_a_batch_that_is_not_samples_first_is_refused_with_its_shapes(load, case
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         ("3", "gave an int; expected (inputs, target) or a dict"),
         ("(1, 2, 3)", "gave a tuple of 3; expected (inputs, target)"),
@@ -172,9 +172,9 @@ def test_a_batch_that_is_not_samples_first_is_refused_with_its_shapes(load, case
         ("(3, 'x')", "has no tensor with a dimension"),
     ],
 )
-def test_an_item_that_cannot_be_cut_is_refused(load, batch, said):
+def test_an_item_that_cannot_be_cut_is_refused(load, batch, message):
     workload = load(MODEL + f"import numpy\ndef data(): return [{batch}]\n")
-    assert said in fails(lambda: list(workload.items(None))).what
+    assert message in fails(lambda: list(workload.items(None))).what
 
 
 def test_a_table_that_broadcasts_is_no_disagreement(load):
@@ -218,9 +218,9 @@ def test_resizing_takes_the_first_samples_or_repeats_them():
     ],
 )  # fmt: skip
 def test_leaves_have_stable_identifiers(item, arguments, names):
-    found = list(leaf_names(item, arguments).values())
-    assert found == names
-    assert all(name.isidentifier() for name in found)
+    identifiers = list(leaf_names(item, arguments).values())
+    assert identifiers == names
+    assert all(name.isidentifier() for name in identifiers)
 
 
 def test_leaves_are_named_by_the_forward_of_a_model_that_is_not_built_yet(load):

@@ -72,7 +72,7 @@ def test_an_input_option_gives_dtype_shape_and_bound(text, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("x", "cannot be read"),
         ("x:i64", "cannot be read"),
@@ -80,9 +80,9 @@ def test_an_input_option_gives_dtype_shape_and_bound(text, dtype, shape):
         ("x:i64[8]<0>", "the bound 0 is not positive"),
     ],
 )
-def test_an_input_option_that_cannot_be_read_shows_the_form(text, said):
+def test_an_input_option_that_cannot_be_read_shows_the_form(text, message):
     error = fails(lambda: SyntheticInput.parse(text))
-    assert said in error.what and '"x:i64[8,128]<1000>"' in error.remedy
+    assert message in error.what and '"x:i64[8,128]<1000>"' in error.remedy
 
 
 def test_inputs_go_to_the_model_by_name_and_target_to_the_loss(load):
@@ -126,9 +126,9 @@ def test_a_dict_with_a_loss_hook_goes_to_it_whole(load):
 def test_a_loss_may_come_with_its_weight(load, weight):
     workload = load(MODEL + DATA + f"def loss(output, target): return output.mean(), {weight}\n")
     item = next(workload.items(4))
-    value, found = workload.loss(workload.build_model(), item)
-    assert value.dim() == 0 and isinstance(found, torch.Tensor)
-    assert found.item() == (item[1].sum().item() if "sum" in weight else 4)
+    value, read_weight = workload.loss(workload.build_model(), item)
+    assert value.dim() == 0 and isinstance(read_weight, torch.Tensor)
+    assert read_weight.item() == (item[1].sum().item() if "sum" in weight else 4)
 
 
 def test_no_loss_is_an_error_that_says_what_was_looked_for(load):

@@ -21,14 +21,14 @@ def cluster(host):
 def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
     """Return a run of two ranks as the simulator has it, its computations ``factor`` times as long as profiled."""
     profile = even_profile(seconds=seconds, skips=skips)
-    made = make_plan(
+    planned = make_plan(
         profile,
         cluster(RuntimeOverhead()),
         PlanOptions(num_ranks=2, batch_size=16, schedule=schedule, num_microbatches=4),
     )
     ran = replace(host, pace=factor * host.pace, compute_seconds=factor * host.compute_seconds)
-    once = timeline_of(made, profile, cluster(ran))
-    taken = predict(made, profile, cluster(ran)).step_seconds
+    once = timeline_of(planned, profile, cluster(ran))
+    taken = predict(planned, profile, cluster(ran)).step_seconds
     rows = []
     for rank in range(2):
         row = []
@@ -40,7 +40,7 @@ def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
                 instruction = replace(span.instruction, minibatch=number)
                 row.append(replace(span, instruction=instruction, start_seconds=begin, end_seconds=end))
         rows.append(tuple(row))
-    return Record(made, profile, cluster(RuntimeOverhead()), tuple(rows))
+    return Record(planned, profile, cluster(RuntimeOverhead()), tuple(rows))
 
 
 HOST = RuntimeOverhead(compute_seconds=1e-4, send_seconds=5e-5, receive_seconds=5e-5, step_seconds=3e-3)
@@ -54,69 +54,70 @@ def test_what_was_planted_is_found(late, pace, odd):
         [record(planted, schedule, seconds, factor) for schedule in ("gpipe", "1f1b") for factor in (1.0, odd, 1.0)]
         for seconds in (1e-3, 8e-3)
     )
-    found = fit_overhead(0.0, short, long, [record(planted, "1f1b", skips=True)])
-    assert found.value_seconds == pytest.approx(2e-5, rel=0.01)
-    assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
-    assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
-    assert found.pace == pytest.approx(pace, rel=0.001)
-    assert found.compute_seconds == pytest.approx(1e-4, rel=0.01)
-    assert found.send_seconds == pytest.approx(5e-5, rel=0.01)
-    assert found.receive_seconds == pytest.approx(5e-5, rel=0.01)
+    results = fit_overhead(0.0, short, long, [record(planted, "1f1b", skips=True)])
+    assert results.value_seconds == pytest.approx(2e-5, rel=0.01)
+    assert results.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
+    assert results.step_seconds == pytest.approx(3e-3, rel=0.01)
+    assert results.pace == pytest.approx(pace, rel=0.001)
+    assert results.compute_seconds == pytest.approx(1e-4, rel=0.01)
+    assert results.send_seconds == pytest.approx(5e-5, rel=0.01)
+    assert results.receive_seconds == pytest.approx(5e-5, rel=0.01)
 
 
 @pytest.mark.parametrize(("late", "odd"), list(itertools.product(LATE, (1.0, 1.4))))
 def test_no_run_need_have_the_pace_of_its_profile_for_the_delay(late, odd):
     planted = replace(HOST, delivery_seconds=late)
     short = [record(planted, "1f1b", factor=factor) for factor in (odd, 1.1, 1.2)]
-    found = fit_overhead(0.0, short, [record(planted, "1f1b", 8e-3)], [record(planted, "1f1b", skips=True)])
-    assert found.step_seconds == pytest.approx(3e-3, rel=0.01)
-    assert found.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
+    results = fit_overhead(0.0, short, [record(planted, "1f1b", 8e-3)], [record(planted, "1f1b", skips=True)])
+    assert results.step_seconds == pytest.approx(3e-3, rel=0.01)
+    assert results.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
 
 
 def test_ranks_that_keep_the_pace_of_a_profile_in_long_stages_have_none_of_their_own():
-    found = fit_overhead(
+    results = fit_overhead(
         0.0, [record(HOST, "1f1b", factor=1.3)], [record(HOST, "1f1b", 8e-3)], [record(HOST, "1f1b", skips=True)]
     )
-    assert found.pace == 1
-    assert found.compute_seconds > HOST.compute_seconds
+    assert results.pace == 1
+    assert results.compute_seconds > HOST.compute_seconds
 
 
 def test_no_pace_is_told_where_large_microbatches_take_as_long_as_small_ones():
     slow = replace(HOST, pace=1.5)
-    found = fit_overhead(0.0, [record(HOST, "1f1b")], [record(slow, "1f1b", 1.001e-3)], [record(HOST, "1f1b")])
-    assert (found.pace, found.value_seconds) == (1, 0)
+    run_record = fit_overhead(0.0, [record(HOST, "1f1b")], [record(slow, "1f1b", 1.001e-3)], [record(HOST, "1f1b")])
+    assert (run_record.pace, run_record.value_seconds) == (1, 0)
 
 
-def held_up(made, seconds):
+def held_up(built, seconds):
     """Return the record with the first send of rank 0 later in some minibatches, and all behind it. By minibatch."""
     late, row = 0.0, []
-    for span in made.rows[0]:
+    for span in built.rows[0]:
         begin = span.start_seconds + late
         name = span.instruction
         late += seconds.get(name.minibatch, 0.0) if (name.op, name.microbatch) == ("SF", 0) else 0.0
         row.append(replace(span, start_seconds=begin, end_seconds=span.end_seconds + late))
-    return replace(made, rows=(tuple(row), made.rows[1]))
+    return replace(built, rows=(tuple(row), built.rows[1]))
 
 
 def test_a_send_that_is_held_up_in_each_minibatch_counts():
-    made = record(HOST, "1f1b")
-    found = held_up(made, dict.fromkeys(range(MINIBATCHES), 1e-3))
-    assert found.send_seconds == pytest.approx(made.send_seconds + 1e-3 / 8)  # two ranks send four times
-    assert found.minibatch_seconds == pytest.approx(made.minibatch_seconds + 1e-3)
+    run_record = record(HOST, "1f1b")
+    results = held_up(run_record, dict.fromkeys(range(MINIBATCHES), 1e-3))
+    assert results.send_seconds == pytest.approx(run_record.send_seconds + 1e-3 / 8)  # two ranks send four times
+    assert results.minibatch_seconds == pytest.approx(run_record.minibatch_seconds + 1e-3)
 
 
 def test_a_minibatch_in_which_the_machine_stood_still_does_not():
-    made = record(HOST, "1f1b")
-    found = held_up(made, {3: 1.0})
-    assert 3 not in found.typical
-    assert found.send_seconds == pytest.approx(made.send_seconds)
-    assert found.minibatch_seconds == pytest.approx(made.minibatch_seconds)
+    run_record = record(HOST, "1f1b")
+    results = held_up(run_record, {3: 1.0})
+    assert 3 not in results.typical
+    assert results.send_seconds == pytest.approx(run_record.send_seconds)
+    assert results.minibatch_seconds == pytest.approx(run_record.minibatch_seconds)
 
 
 def test_a_later_message_makes_a_longer_step():
-    made = record(RuntimeOverhead(), "1f1b")
+    run_record = record(RuntimeOverhead(), "1f1b")
     seconds = [
-        predict(made.plan, made.profile, cluster(RuntimeOverhead(delivery_seconds=d))).step_seconds for d in (0, 1e-3)
+        predict(run_record.plan, run_record.profile, cluster(RuntimeOverhead(delivery_seconds=d))).step_seconds
+        for d in (0, 1e-3)
     ]
     assert seconds[1] > seconds[0] + 1e-3
 
@@ -125,23 +126,23 @@ def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
     host = RuntimeOverhead(send_seconds=1e-3, send_seconds_per_byte=1e-8, receive_seconds=2e-3, value_seconds=3e-4)
     for skips, values in ((False, 1), (True, 2)):
         profile = even_profile(skips=skips)
-        made = make_plan(
+        planned = make_plan(
             profile, cluster(host), PlanOptions(num_ranks=2, batch_size=16, schedule="1f1b", num_microbatches=4)
         )
-        edge = costs_of(made, profile, cluster(host)).edges[0, 1]
+        edge = costs_of(planned, profile, cluster(host)).edges[0, 1]
         assert edge.send_seconds == pytest.approx(1e-3 + (values - 1) * 3e-4 + values * 4 * 4000 * 1e-8)
         assert edge.receive_seconds == pytest.approx(2e-3 + (values - 1) * 3e-4)
 
 
 def test_the_pace_of_ranks_lengthens_what_was_profiled_and_nothing_else():
     profile = even_profile()
-    made = make_plan(
+    planned = make_plan(
         profile,
         cluster(RuntimeOverhead()),
         PlanOptions(num_ranks=2, batch_size=16, schedule="1f1b", num_microbatches=4),
     )
-    alone, slower = (costs_of(made, profile, cluster(replace(HOST, pace=pace))) for pace in (1.0, 1.5))
-    for stage, a, b in zip(made.stages, alone.stages, slower.stages, strict=True):
+    alone, slower = (costs_of(planned, profile, cluster(replace(HOST, pace=pace))) for pace in (1.0, 1.5))
+    for stage, a, b in zip(planned.stages, alone.stages, slower.stages, strict=True):
         assert b.forward_seconds == pytest.approx(a.forward_seconds + stage.forward_seconds / 2)
         assert b.backward_seconds == pytest.approx(a.backward_seconds + stage.backward_seconds / 2)
         assert b.step_seconds == a.step_seconds

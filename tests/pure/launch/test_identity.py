@@ -53,19 +53,19 @@ def test_torchrun_says_everything() -> None:
 
 
 def test_srun_says_everything_and_every_rank_derives_the_same_place() -> None:
-    found = read_identity(SRUN)
-    assert (found.launcher, found.rank, found.world_size) == ("srun", 2, 3)
-    assert (found.local_rank, found.local_world_size, found.address) == (0, 1, "n1")
+    results = read_identity(SRUN)
+    assert (results.launcher, results.rank, results.world_size) == ("srun", 2, 3)
+    assert (results.local_rank, results.local_world_size, results.address) == (0, 1, "n1")
     first = read_identity({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"})
-    assert (first.address, first.port, first.local_world_size) == (found.address, found.port, 2)
-    assert read_identity({**SRUN, "SLURM_STEP_ID": "1"}).port != found.port
-    assert read_identity({**SRUN, "SLURM_JOB_ID": "18"}).port != found.port
+    assert (first.address, first.port, first.local_world_size) == (results.address, results.port, 2)
+    assert read_identity({**SRUN, "SLURM_STEP_ID": "1"}).port != results.port
+    assert read_identity({**SRUN, "SLURM_JOB_ID": "18"}).port != results.port
 
 
 def test_mpirun_on_one_host_needs_no_address() -> None:
-    found = read_identity(MPIRUN)
-    assert (found.rank, found.world_size, found.local_rank, found.one_host) == (1, 2, 1, True)
-    assert (found.address, found.port) == ("127.0.0.1", 29500)
+    results = read_identity(MPIRUN)
+    assert (results.rank, results.world_size, results.local_rank, results.one_host) == (1, 2, 1, True)
+    assert (results.address, results.port) == ("127.0.0.1", 29500)
 
 
 def test_mpirun_on_several_hosts_is_asked_for_an_address() -> None:
@@ -79,8 +79,8 @@ def test_torchrun_under_srun_is_torchrun() -> None:
 
 
 def test_what_is_said_of_the_master_wins() -> None:
-    found = read_identity({**SRUN, "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "999"})
-    assert (found.address, found.port) == ("10.1.2.3", 999)
+    results = read_identity({**SRUN, "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "999"})
+    assert (results.address, results.port) == ("10.1.2.3", 999)
 
 
 def test_a_batch_script_is_an_allocation_and_not_a_rank() -> None:
@@ -143,19 +143,19 @@ VALUES = st.one_of(st.integers(-2, 70000).map(str), st.text(max_size=8), st.samp
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
 def test_any_environment_is_a_membership_that_holds_together_or_a_clear_error(environment: dict[str, str]) -> None:
     try:
-        found = read_identity(environment)
+        results = read_identity(environment)
     except RunError as error:
         assert error.where == "the environment" or error.where.startswith("the environment:")
         return
-    assert 0 <= found.rank < found.world_size
-    assert 0 <= found.local_rank < found.local_world_size
-    assert 0 < found.port < 65536
-    assert found.address
+    assert 0 <= results.rank < results.world_size
+    assert 0 <= results.local_rank < results.local_world_size
+    assert 0 < results.port < 65536
+    assert results.address
 
 
 @given(st.integers(1, 64).flatmap(lambda world: st.tuples(st.just(world), st.integers(0, world - 1))))
 def test_every_rank_that_torchrun_starts_is_read_as_it_is(pair: tuple[int, int]) -> None:
     world, rank = pair
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    found = read_identity(environment)
-    assert (found.rank, found.world_size) == (rank, world)
+    results = read_identity(environment)
+    assert (results.rank, results.world_size) == (rank, world)

@@ -115,8 +115,8 @@ def test_a_job_that_was_put_back_goes_on_from_its_checkpoint(
 
 @pytest.mark.parametrize(("code", "requeued"), [("75", True), ("3", False), ("0", False)])
 def test_only_a_clean_stop_goes_back_into_the_queue(tmp_path: Path, code: str, requeued: bool) -> None:
-    found, _ = played(script(job(tmp_path)), tmp_path, CODE=code)
-    assert found == int(code)
+    exit_code, _ = played(script(job(tmp_path)), tmp_path, CODE=code)
+    assert exit_code == int(code)
     assert (tmp_path / "seen.requeued").exists() == requeued
 
 
@@ -126,17 +126,17 @@ def directives(text: str) -> dict[str, str]:
 
 
 def test_ranks_are_spread_over_the_nodes(tmp_path: Path) -> None:
-    found = directives(script(job(tmp_path, ranks=5, options={"nodes": "2", "partition": "gpu"})))
-    assert (found["nodes"], found["ntasks"], found["ntasks-per-node"]) == ("2", "5", "3")
-    assert found["partition"] == "gpu"
-    assert (found["signal"], found["requeue"]) == ("B:USR1@60", "")
+    lines = directives(script(job(tmp_path, ranks=5, options={"nodes": "2", "partition": "gpu"})))
+    assert (lines["nodes"], lines["ntasks"], lines["ntasks-per-node"]) == ("2", "5", "3")
+    assert lines["partition"] == "gpu"
+    assert (lines["signal"], lines["requeue"]) == ("B:USR1@60", "")
 
 
 def test_an_option_wins_over_the_default(tmp_path: Path) -> None:
-    found = directives(script(job(tmp_path, gpus=True, options={"signal": "B:USR1@300", "no-requeue": ""})))
-    assert found["signal"] == "B:USR1@300"
-    assert found["gpus-per-node"] == "4"
-    assert "requeue" not in found
+    lines = directives(script(job(tmp_path, gpus=True, options={"signal": "B:USR1@300", "no-requeue": ""})))
+    assert lines["signal"] == "B:USR1@300"
+    assert lines["gpus-per-node"] == "4"
+    assert "requeue" not in lines
     assert "gpus-per-node" not in directives(script(job(tmp_path, gpus=True, options={"gres": "gpu:4"})))
 
 
@@ -147,9 +147,9 @@ def test_ranks_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> N
 
 
 def test_the_output_of_a_folder_with_a_percent_sign_is_said_right(tmp_path: Path) -> None:
-    found = job(tmp_path, output=tmp_path / "50%j")
-    assert directives(script(found))["output"] == f"{tmp_path}/50%%j/%j.out"
-    assert found.output_of("12") == f"{tmp_path}/50%j/12.out"
+    submission = job(tmp_path, output=tmp_path / "50%j")
+    assert directives(script(submission))["output"] == f"{tmp_path}/50%%j/%j.out"
+    assert submission.output_of("12") == f"{tmp_path}/50%j/12.out"
 
 
 @pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b", "a\nb"])
@@ -159,7 +159,7 @@ def test_a_name_that_sbatch_would_misread_is_refused(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "parts"),
     [
         ("partition=gpu", ("partition", "gpu")),
         ("--time=1-00:00:00", ("time", "1-00:00:00")),
@@ -167,8 +167,8 @@ def test_a_name_that_sbatch_would_misread_is_refused(tmp_path: Path, name: str) 
         ("comment=two words", ("comment", "two words")),
     ],
 )
-def test_an_option_is_taken_apart(text: str, found: tuple[str, str]) -> None:
-    assert parse_option(text) == found
+def test_an_option_is_taken_apart(text: str, parts: tuple[str, str]) -> None:
+    assert parse_option(text) == parts
 
 
 @pytest.mark.parametrize(

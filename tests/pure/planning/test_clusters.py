@@ -17,11 +17,11 @@ CPU_PROFILE = dataclasses.replace(chain(4), device=CPU)
 
 
 def test_figures_replace_what_this_machine_has():
-    found = cluster_of_figures(4, CPU_PROFILE, 2**30, 3.125e9)
-    assert found.num_ranks == 4
-    assert found.levels[0].bandwidth == 3.125e9
-    assert found.device(3).memory_bytes == 2**30
-    assert found.source == "command line"
+    cluster = cluster_of_figures(4, CPU_PROFILE, 2**30, 3.125e9)
+    assert cluster.num_ranks == 4
+    assert cluster.levels[0].bandwidth == 3.125e9
+    assert cluster.device(3).memory_bytes == 2**30
+    assert cluster.source == "command line"
 
 
 def test_this_machine_shares_its_memory_among_cpu_ranks_and_says_that_it_assumes():
@@ -35,18 +35,18 @@ def test_a_gpu_has_the_memory_that_was_profiled():
 
 
 def test_a_device_by_name_is_scaled_from_the_datasheets_and_called_an_estimate():
-    found = cluster_of_figures(8, dataclasses.replace(chain(4), device=A100), None, 5e10, "H100-SXM")
-    device = found.device(7)
+    cluster = cluster_of_figures(8, dataclasses.replace(chain(4), device=A100), None, 5e10, "H100-SXM")
+    device = cluster.device(7)
     assert (device.name, device.memory_bytes) == ("H100-80GB", 80 * 10**9)
     # float32: 67 against 19.5 TFLOP/s, 3350 against 2039 GB/s
     assert device.speed == pytest.approx((67 / 19.5 * 3350 / 2039) ** 0.5)
-    assert found.source.startswith("estimate from datasheets: 2.38 times the speed of A100-80GB")
-    assert found.levels[0].bandwidth == 5e10
+    assert cluster.source.startswith("estimate from datasheets: 2.38 times the speed of A100-80GB")
+    assert cluster.levels[0].bandwidth == 5e10
 
 
 def test_memory_that_was_said_goes_before_the_datasheets():
-    found = cluster_of_figures(2, dataclasses.replace(chain(4), device=A100), 2**30, None, "h200")
-    assert (found.device(0).name, found.device(0).memory_bytes) == ("H200-141GB", 2**30)
+    cluster = cluster_of_figures(2, dataclasses.replace(chain(4), device=A100), 2**30, None, "h200")
+    assert (cluster.device(0).name, cluster.device(0).memory_bytes) == ("H200-141GB", 2**30)
 
 
 def test_a_device_of_an_unknown_name_is_said_before_what_the_profile_was_taken_on():
@@ -55,17 +55,17 @@ def test_a_device_of_an_unknown_name_is_said_before_what_the_profile_was_taken_o
 
 
 def test_the_precision_is_that_of_most_parameters():
-    found = chain(4)
-    names = list(found.graph.parameters)
+    profile = chain(4)
+    names = list(profile.graph.parameters)
     half = {
         name: dataclasses.replace(spec, dtype="bfloat16" if name != names[0] else spec.dtype)
-        for name, spec in found.graph.parameters.items()
+        for name, spec in profile.graph.parameters.items()
     }
-    assert precision_of(found) == "fp32"
-    autocast = dataclasses.replace(found.workload, precision="fp16")
-    assert precision_of(dataclasses.replace(found, workload=autocast)) == "fp16"
-    graph = dataclasses.replace(found.graph, parameters=half)
-    assert precision_of(dataclasses.replace(found, graph=graph)) == "bf16"
+    assert precision_of(profile) == "fp32"
+    autocast = dataclasses.replace(profile.workload, precision="fp16")
+    assert precision_of(dataclasses.replace(profile, workload=autocast)) == "fp16"
+    graph = dataclasses.replace(profile.graph, parameters=half)
+    assert precision_of(dataclasses.replace(profile, graph=graph)) == "bf16"
 
 
 def plan_request(**given):

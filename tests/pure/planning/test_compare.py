@@ -18,11 +18,11 @@ def test_the_four_contenders_are_what_they_are_called():
     result = comparison(
         chain(8, weight=2**20), machine(4, 100), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16)
     )
-    found = by_name(result)
-    assert list(found) == ["single device", "data parallel", "best straight pipeline", "best plan"]
+    rows = by_name(result)
+    assert list(rows) == ["single device", "data parallel", "best straight pipeline", "best plan"]
     assert [len(c.plan.stages) for c in result.contenders][:3] == [1, 1, 4]
     assert [c.plan.num_ranks for c in result.contenders][:3] == [1, 4, 4]
-    steps = {name: contender.plan.predicted.step_seconds for name, contender in found.items()}
+    steps = {name: contender.plan.predicted.step_seconds for name, contender in rows.items()}
     # 8 layers of 0.06 s for two samples, 16 microbatches
     assert steps["single device"] == pytest.approx(16 * 0.48)
     assert steps["data parallel"] == pytest.approx(16 * 0.48 / 4, rel=0.01)
@@ -39,19 +39,19 @@ def test_a_pipeline_that_does_not_pay_is_called_so():
     assert result.verdict.startswith("A pipeline does not pay here: data parallel is the fastest, 16.67 samples/s.")
     assert "--replicas" not in result.verdict
     straight = make_plan(profile, cluster, dataclasses.replace(options, straight=True))
-    made = comparison(profile, cluster, options, made=straight)
-    assert "The plan of this command is not the best one: " in made.verdict
-    assert made.verdict.endswith(" samples/s; --replicas auto chooses the best one.")
-    assert [made.title(row) for row in made.contenders][2:] == ["best straight pipeline (this plan)", "best plan"]
+    report = comparison(profile, cluster, options, made=straight)
+    assert "The plan of this command is not the best one: " in report.verdict
+    assert report.verdict.endswith(" samples/s; --replicas auto chooses the best one.")
+    assert [report.title(row) for row in report.contenders][2:] == ["best straight pipeline (this plan)", "best plan"]
 
 
 def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
     result = comparison(
         chain(8), machine(4, 9), PlanOptions(num_ranks=4, batch_size=16, num_microbatches=16, recompute="never")
     )
-    found = by_name(result)
-    assert found["single device"].reason.startswith("stage 0 needs")
-    assert found["data parallel"].reason.startswith("the whole model needs")
+    rows = by_name(result)
+    assert rows["single device"].reason.startswith("stage 0 needs")
+    assert rows["data parallel"].reason.startswith("the whole model needs")
     assert result.verdict.startswith("Only a pipeline fits: best")
 
 
@@ -65,9 +65,9 @@ def test_a_schedule_without_replicas_is_compared_without_them():
     result = comparison(
         chain(8), machine(4, 100), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule="zero-bubble")
     )
-    found = by_name(result)
-    assert found["data parallel"].reason == "schedule 'zero-bubble' runs no replicated stages"
-    assert found["best plan"].plan == found["best straight pipeline"].plan
+    rows = by_name(result)
+    assert rows["data parallel"].reason == "schedule 'zero-bubble' runs no replicated stages"
+    assert rows["best plan"].plan == rows["best straight pipeline"].plan
 
 
 def test_when_nothing_fits_the_verdict_says_so():
@@ -115,22 +115,22 @@ def test_the_explanation_names_cuts_limit_bound_and_runner_up():
         PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16),
     )
     plan = make_plan(profile, cluster, options)
-    found = explain(plan, profile, cluster, options)
-    assert [cut.node for cut in found.cuts] == [stage.first for stage in plan.stages[1:]]
-    assert all(cut.earlier_seconds > cut.seconds < cut.later_seconds for cut in found.cuts)
-    assert found.bound_seconds == pytest.approx(16 * 8 * 0.06 / 4)
-    assert found.gap == pytest.approx(plan.predicted.step_seconds / found.bound_seconds - 1)
-    assert found.limit.startswith("compute of stage")
-    assert found.runner_up.digest != plan.digest
-    lines = found.lines()
+    explanation = explain(plan, profile, cluster, options)
+    assert [cut.node for cut in explanation.cuts] == [stage.first for stage in plan.stages[1:]]
+    assert all(cut.earlier_seconds > cut.seconds < cut.later_seconds for cut in explanation.cuts)
+    assert explanation.bound_seconds == pytest.approx(16 * 8 * 0.06 / 4)
+    assert explanation.gap == pytest.approx(plan.predicted.step_seconds / explanation.bound_seconds - 1)
+    assert explanation.limit.startswith("compute of stage")
+    assert explanation.runner_up.digest != plan.digest
+    lines = explanation.lines()
     assert (
         lines[0]
         == "before layer2: 2.00 MiB cross; the slower side takes 120 ms, 180 ms one cut earlier, 180 ms one cut later"
     )
     assert lines[-3].startswith("limited by compute of stage 0: 120 ms of a period of ")
-    assert lines[-2].startswith(f"{found.gap:.1%} above the lower bound of 1.92 s a step")
+    assert lines[-2].startswith(f"{explanation.gap:.1%} above the lower bound of 1.92 s a step")
     assert lines[-1].startswith("runner-up: cut before layer")
-    assert "18x the ideal 1.92 s a step" in dataclasses.replace(found, gap=17.1).lines()
+    assert "18x the ideal 1.92 s a step" in dataclasses.replace(explanation, gap=17.1).lines()
 
 
 def test_memory_and_links_are_named_where_they_limit():

@@ -40,8 +40,8 @@ def plan_of(graph: Graph, *positions: int) -> Plan:
     stages = []
     for index, (start, stop) in enumerate(itertools.pairwise(edges)):
         nodes = graph.nodes[start:stop]
-        held = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
-        stages.append(Stage(index, start, stop, nodes[0].name, nodes[-1].name, (index,), held, 0.0, 0.0, 0))
+        kept = tuple(dict.fromkeys(name for node in nodes for name in node.parameters))
+        stages.append(Stage(index, start, stop, nodes[0].name, nodes[-1].name, (index,), kept, 0.0, 0.0, 0))
     boundaries = tuple(Boundary(v, p, c, cuts.spec(v), 0) for v, p, c in cuts.boundaries(positions))
     count = len(stages)
     workload = WorkloadSpec("toy.py", arguments={}, hooks={}, inputs=(), seed=0)
@@ -58,18 +58,18 @@ def starts(plan: Plan) -> list[int]:
 def test_the_same_calls_are_cut_at_the_same_places() -> None:
     graph = graph_of(["lin.w", "act", "lin.v", "loss"])
     other = replace(graph, name="other")
-    found = map_cuts_to(plan_of(graph, 2), graph, other)
-    assert starts(found) == [0, 2]
-    assert found.graph_digest == other.digest
-    assert found.stages[0].parameters == ("w",)
+    results = map_cuts_to(plan_of(graph, 2), graph, other)
+    assert starts(results) == [0, 2]
+    assert results.graph_digest == other.digest
+    assert results.stages[0].parameters == ("w",)
 
 
 def test_a_loop_that_turns_more_often_moves_the_cut_with_the_parameters() -> None:
     graph = graph_of(["lin.w", "pool", "lin.v", "pool", "head.u", "loss"])
     other = graph_of(["lin.w", "pool", "pool", "pool", "lin.v", "pool", "pool", "head.u", "loss"])
-    found = map_cuts_to(plan_of(graph, 2, 4), graph, other)
-    assert [other.nodes[start].target for start in starts(found)] == ["lin", "lin", "head"]
-    assert [boundary.value for boundary in found.boundaries] == ["pool_3", "pool_6"]
+    results = map_cuts_to(plan_of(graph, 2, 4), graph, other)
+    assert [other.nodes[start].target for start in starts(results)] == ["lin", "lin", "head"]
+    assert [boundary.value for boundary in results.boundaries] == ["pool_3", "pool_6"]
 
 
 def test_a_stage_never_gets_state_that_it_does_not_hold() -> None:
@@ -104,13 +104,13 @@ def test_state_that_only_another_recording_reads_goes_where_that_one_needs_it(
     assert homes(graph, other) == {"u": home}
     kept = replace(graph, homes=homes(graph, other))
     assert kept.digest == graph.digest
-    held = [parameters for parameters, _ in state_of_stages(kept, Cuts(kept), [2])]
-    assert ["u" in parameters for parameters in held] == [owner == 0, owner == 1]
+    owned = [parameters for parameters, _ in state_of_stages(kept, Cuts(kept), [2])]
+    assert ["u" in parameters for parameters in owned] == [owner == 0, owner == 1]
     plan = plan_of(kept, 2)
-    stages = tuple(replace(stage, parameters=held[stage.index]) for stage in plan.stages)
-    found = map_cuts_to(replace(plan, stages=stages), kept, other)
+    stages = tuple(replace(stage, parameters=owned[stage.index]) for stage in plan.stages)
+    results = map_cuts_to(replace(plan, stages=stages), kept, other)
     first = next(index for index, node in enumerate(other.nodes) if "u" in node.parameters)
-    assert (first < starts(found)[1]) == (owner == 0)
+    assert (first < starts(results)[1]) == (owner == 0)
 
 
 def test_a_home_that_is_not_there_is_refused() -> None:

@@ -30,10 +30,10 @@ def test_interleaved_stages_hold_what_the_formula_says(num_ranks, stages_per_ran
     for num_microbatches in range(1, 25):
         layout = tuple((stage % num_ranks,) for stage in range(num_ranks * stages_per_rank))
         try:
-            found = most_in_flight(make("interleaved", ScheduleSpec(layout, num_microbatches)))
+            in_flight = most_in_flight(make("interleaved", ScheduleSpec(layout, num_microbatches)))
         except ScheduleError:  # rounds of unequal size
             continue
         taken += 1
-        for stage, most in found.items():
+        for stage, most in in_flight.items():
             assert most == in_flight_of_interleaved(stages_per_rank, num_ranks, num_microbatches, stage)
     assert taken >= 4

@@ -87,13 +87,13 @@ def test_a_nested_plan_under_a_memory_limit_is_the_best_of_all_that_keep_it(seed
     search = pipedream_model._Search(graph, machine, straight=False)
     (states,) = search.spaces()
     expected = best_nested(graph, machine)
-    found, finished = search.nested(states, HUGE)
+    best, finished = search.nested(states, HUGE)
     assert finished
     if math.isinf(expected):
-        assert found is None
+        assert best is None
         return
-    assert found is not None
-    assert found.cost_seconds == pytest.approx(expected, rel=1e-8)
+    assert best is not None
+    assert best.cost_seconds == pytest.approx(expected, rel=1e-8)
     assert plan_layers(graph, machine).cost_seconds <= expected * (1 + 1e-8)
 
 

@@ -160,9 +160,13 @@ def test_deep_pipelines_without_a_flush_are_followed_until_they_are_full():
 def test_halves_of_a_backward_are_known_by_the_rows():
     profile = even_profile(num_layers=8)
     wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 4, 1e9, 1e-4),))
-    made = make_plan(profile, wide, PlanOptions(num_ranks=4, batch_size=32, schedule="zero-bubble", num_microbatches=8))
-    as_grid = dataclasses.replace(made, schedule="custom", schedule_text=to_csv(make("zero-bubble", made.request(1))))
-    peaks = [[stage.peak_bytes for stage in with_peaks(plan, profile).stages] for plan in (made, as_grid)]
+    planned = make_plan(
+        profile, wide, PlanOptions(num_ranks=4, batch_size=32, schedule="zero-bubble", num_microbatches=8)
+    )
+    as_grid = dataclasses.replace(
+        planned, schedule="custom", schedule_text=to_csv(make("zero-bubble", planned.request(1)))
+    )
+    peaks = [[stage.peak_bytes for stage in with_peaks(plan, profile).stages] for plan in (planned, as_grid)]
     assert peaks[0] == peaks[1]
 
 

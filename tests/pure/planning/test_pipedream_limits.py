@@ -54,7 +54,7 @@ def test_a_graph_has_an_ideal_for_every_subset_of_layers_beside_each_other(width
 def test_a_wide_graph_is_refused_before_an_ideal_of_it_is_made():
     dag = Dag(beside_each_other(300))
     assert dag.least_ideals() > 2**300
-    # nothing but its width is read: an order that is none would fail
+    # nothing but its width is read: an invalid order would fail
     assert dag.ideals((), 20_000) is None
 
 
@@ -77,10 +77,10 @@ def test_ideals_with_too_many_nested_pairs_are_no_states():
     ideals = dag.ideals(order, 100)
     pairs = sum(a & ~b == 0 and a != b for a in ideals for b in ideals)
     states = dag.lattice_states(order, ideals, pairs)
-    held = [
+    memory = [
         (i, int(j)) for i in range(states.count) for j in states.supersets[states.pointers[i] : states.pointers[i + 1]]
     ]
-    assert held == [(i, j) for i, a in enumerate(ideals) for j, b in enumerate(ideals) if a & ~b == 0 and i != j]
+    assert memory == [(i, j) for i, a in enumerate(ideals) for j, b in enumerate(ideals) if a & ~b == 0 and i != j]
     assert dag.lattice_states(order, ideals, pairs - 1) is None
 
 

@@ -154,10 +154,10 @@ def test_when_no_change_fits_the_device_that_would_is_named():
 def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
     free = PlanOptions(num_ranks=ranks, batch_size=16, num_microbatches=16, straight=False, recompute="never")
     error = refusal(chain(), machine(ranks, 0.5), free)
-    told = float(error.remedy.split("use devices with ")[1].split(" GiB")[0])
-    make_plan(chain(), machine(ranks, told), free)
+    gibibytes = float(error.remedy.split("use devices with ")[1].split(" GiB")[0])
+    make_plan(chain(), machine(ranks, gibibytes), free)
     with pytest.raises(PlanError):
-        make_plan(chain(), machine(ranks, told * 0.4), free)
+        make_plan(chain(), machine(ranks, gibibytes * 0.4), free)
 
 
 def test_sizes_are_told_apart_and_up():

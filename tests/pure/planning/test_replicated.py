@@ -127,19 +127,19 @@ class ByHand:
         m, options, cluster = self.options.num_microbatches, self.options, self.cluster
         schedule = options.schedule
         depth, share = math.ceil((d + r) / r), math.ceil(m / r / w)
-        held = {
+        owned = {
             "gpipe": share,
             "1f1b": min(depth, share),
             "eager-1f1b": min(math.ceil(2 * d / r) + 1, share),
             "zero-bubble": min(math.ceil(options.num_ranks // w / r), share),
         }.get(schedule, depth)
-        if schedule == "2bw" and (held - 1) * r * w > m:
+        if schedule == "2bw" and (owned - 1) * r * w > m:
             return math.inf
-        versions = {"2bw": 2, "pipedream": 1 + math.ceil((held - 1) * r * w / m)}.get(schedule, 1)
+        versions = {"2bw": 2, "pipedream": 1 + math.ceil((owned - 1) * r * w / m)}.get(schedule, 1)
         speed = min(cluster.device(k).speed for k in range(a, a + r))
         memory = min(cluster.device(k).memory_bytes or math.inf for k in range(a, a + r))
-        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + x["workspace"] + held * x["kept"]
-        if options.recompute != "always" and fixed + held * x["saved"] <= memory:
+        fixed = versions * x["weights"] + x["gradients"] + x["optimizer"] + x["workspace"] + owned * x["kept"]
+        if options.recompute != "always" and fixed + owned * x["saved"] <= memory:
             t = (x["forward"] + x["backward"]) / speed
         elif options.recompute != "never" and fixed + x["saved"] <= memory:
             t = (2 * x["forward"] + x["backward"]) / speed
@@ -213,8 +213,8 @@ def check(seed):
 @pytest.mark.parametrize("block", range(12))
 def test_no_replicated_plan_is_better_than_the_one_found(block):
     for seed in range(block * 100, block * 100 + 100):
-        found, expected, plan = check(seed)
-        assert found == pytest.approx(expected, rel=1e-8), seed
+        actual, expected, plan = check(seed)
+        assert actual == pytest.approx(expected, rel=1e-8), seed
         if plan is not None:
             _, cluster, _ = random_case(seed)
             for stage in plan.stages:

@@ -36,28 +36,28 @@ def cost_of(profile, size):
 
 
 def test_a_node_that_computes_takes_its_flops_at_a_part_of_the_peak():
-    found = cost_of(on_datasheet(counted(only_compute), H100, "bf16"), 2)
-    assert found.forward_seconds == pytest.approx(2e12 / (COMPUTE_EFFICIENCY * 989.5e12))
+    cost = cost_of(on_datasheet(counted(only_compute), H100, "bf16"), 2)
+    assert cost.forward_seconds == pytest.approx(2e12 / (COMPUTE_EFFICIENCY * 989.5e12))
     # the backward adds the gradient of 256 MiB of weights to the sum: two are read, one is written
-    assert found.backward_seconds == pytest.approx(4e12 / (COMPUTE_EFFICIENCY * 989.5e12) + 3 * 2**28 / 3350e9)
+    assert cost.backward_seconds == pytest.approx(4e12 / (COMPUTE_EFFICIENCY * 989.5e12) + 3 * 2**28 / 3350e9)
     slower = cost_of(on_datasheet(counted(only_compute), H100, "fp32"), 2)
-    assert slower.forward_seconds == pytest.approx(found.forward_seconds * 989.5 / 67)
+    assert slower.forward_seconds == pytest.approx(cost.forward_seconds * 989.5 / 67)
 
 
 def test_a_node_that_moves_memory_takes_its_bytes_at_the_bandwidth():
-    found = cost_of(on_datasheet(counted(lambda size: NodeWork(PassWork(1, 10**9, 10**9 * size))), H100, "bf16"), 4)
-    assert found.forward_seconds == pytest.approx(5e9 / 3350e9)
+    cost = cost_of(on_datasheet(counted(lambda size: NodeWork(PassWork(1, 10**9, 10**9 * size))), H100, "bf16"), 4)
+    assert cost.forward_seconds == pytest.approx(5e9 / 3350e9)
 
 
 def test_bytes_stay_and_the_optimizer_moves_its_state():
     profile = counted(only_compute)
-    found = on_datasheet(profile, H100, "bf16")
-    before, after = cost_of(profile, 1), cost_of(found, 1)
+    estimated = on_datasheet(profile, H100, "bf16")
+    before, after = cost_of(profile, 1), cost_of(estimated, 1)
     assert (after.saved_bytes, after.output_bytes) == (before.saved_bytes, before.output_bytes)
-    assert found.optimizer_bytes_per_byte == profile.optimizer_bytes_per_byte == 2
+    assert estimated.optimizer_bytes_per_byte == profile.optimizer_bytes_per_byte == 2
     # AdamW reads parameter, gradient and two moments, and writes parameter and moments
-    assert found.optimizer_seconds_per_byte == pytest.approx(7 / 3350e9)
-    assert found.device.memory_bytes == 80 * 10**9
+    assert estimated.optimizer_seconds_per_byte == pytest.approx(7 / 3350e9)
+    assert estimated.device.memory_bytes == 80 * 10**9
 
 
 def test_a_profile_of_a_cpu_is_priced_for_the_device_that_is_named():

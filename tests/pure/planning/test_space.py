@@ -48,10 +48,10 @@ def test_what_auto_leaves_out_is_said():
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name != "custom"])
 def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
     space = Space.of(PlanRequest(schedule=name), 2, 32)
-    made, _ = search(FOUND, machine(2, 100), space.straight, silent)
-    assert math.isfinite(made.predicted.step_seconds)
-    assert made.schedule == name
-    assert predict.predict(made, FOUND, machine(2, 100)) == made.predicted
+    planned, _ = search(FOUND, machine(2, 100), space.straight, silent)
+    assert math.isfinite(planned.predicted.step_seconds)
+    assert planned.schedule == name
+    assert predict.predict(planned, FOUND, machine(2, 100)) == planned.predicted
 
 
 @pytest.mark.parametrize("name", list(REGISTRY))
@@ -81,14 +81,14 @@ def test_interleaving_is_tried_at_several_depths():
 
 
 def test_what_a_schedule_is_told_is_in_the_plan_and_its_memory():
-    told = PlanRequest(schedule="pipedream", vertical_sync=True, warmup_depth=2, num_microbatches=2)
-    (options,) = Space.of(told, 4, 32).straight
-    made, _ = search(FOUND, FAST, (options,), silent)
-    assert made.schedule_options == {"vertical_sync": 1, "depth": 2}
-    assert predict.schedule_of(made).staleness == (3, 3, 3, 3)
+    request_ = PlanRequest(schedule="pipedream", vertical_sync=True, warmup_depth=2, num_microbatches=2)
+    (options,) = Space.of(request_, 4, 32).straight
+    planned, _ = search(FOUND, FAST, (options,), silent)
+    assert planned.schedule_options == {"vertical_sync": 1, "depth": 2}
+    assert predict.schedule_of(planned).staleness == (3, 3, 3, 3)
     (own,) = Space.of(PlanRequest(schedule="pipedream", num_microbatches=2), 4, 32).straight
     plain, _ = search(FOUND, FAST, (own,), silent)
-    assert made.stages[-1].peak_bytes > plain.stages[-1].peak_bytes  # four versions, not one
+    assert planned.stages[-1].peak_bytes > plain.stages[-1].peak_bytes  # four versions, not one
     (three,) = Space.of(PlanRequest(schedule="interleaved", stages_per_rank=3), 2, 32).straight
     assert search(FOUND, machine(2, 100), (three,), silent)[0].schedule_options == {"stages_per_rank": 3}
 
@@ -114,14 +114,16 @@ def test_what_a_schedule_does_not_take_is_refused_with_those_that_do(request_, w
 
 def test_a_grid_is_planned_for_its_own_ranks_stages_and_microbatches(tmp_path):
     wave = "0F0,3F0,3B0,0B0,0F1,3F1,3B1,0B1\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1\n"  # stages 0 and 3 on rank 0
-    made, _ = chosen(tmp_path, PlanRequest(schedule="custom", grid=wave))
-    assert made.plan.stage_ranks == ((0,), (1,), (1,), (0,))
-    assert (made.plan.num_microbatches, made.plan.num_ranks, made.plan.schedule_text) == (2, 2, wave)
-    assert artifact.load(Plan, tmp_path / "plan.json", renew="") == made.plan
-    assert dataclasses.replace(made.plan, schedule_text=wave + "#").digest != made.plan.digest
-    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record.cluster, made.space).contenders}
-    assert found["best straight pipeline"] == made.plan and found["data parallel"].schedule == "1f1b"
-    assert explained(made.plan, FOUND, made.record.cluster, made.space).cuts
+    planned, _ = chosen(tmp_path, PlanRequest(schedule="custom", grid=wave))
+    assert planned.plan.stage_ranks == ((0,), (1,), (1,), (0,))
+    assert (planned.plan.num_microbatches, planned.plan.num_ranks, planned.plan.schedule_text) == (2, 2, wave)
+    assert artifact.load(Plan, tmp_path / "plan.json", renew="") == planned.plan
+    assert dataclasses.replace(planned.plan, schedule_text=wave + "#").digest != planned.plan.digest
+    comparison = {
+        c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
+    }
+    assert comparison["best straight pipeline"] == planned.plan and comparison["data parallel"].schedule == "1f1b"
+    assert explained(planned.plan, FOUND, planned.record.cluster, planned.space).cuts
     with pytest.raises(PlanError, match="has 2 rows, one a rank, and --gpus is 3"):
         chosen(tmp_path, PlanRequest(schedule="custom", grid=wave, gpus=3))
     with pytest.raises(ScheduleError, match=r"backward-after-forward") as caught:
@@ -148,11 +150,11 @@ def test_another_schedule_forgets_what_the_one_before_was_told():
     ],
 )
 def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
-    made = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=1))
-    other, (said,) = with_schedule(made, request_)
-    assert other.num_ranks == ranks and note in said
+    planned = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=1))
+    other, (message,) = with_schedule(planned, request_)
+    assert other.num_ranks == ranks and note in message
     assert math.isfinite(predict.predict(other, FOUND, FAST).step_seconds)
-    assert with_schedule(made, PlanRequest()) == (made, ())
+    assert with_schedule(planned, PlanRequest()) == (planned, ())
 
 
 @pytest.mark.parametrize(
@@ -200,20 +202,20 @@ def test_of_large_plans_fewer_are_simulated_and_of_huge_ones_none(monkeypatch):
     assert predict.judge(FOUND, FAST, [options]).most == 20
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
     assert predict.judge(FOUND, FAST, [options]).most == 10
-    made, _ = search(FOUND, FAST, (options,), silent)
-    assert made.predicted == predict.predict(made, FOUND, FAST)
+    planned, _ = search(FOUND, FAST, (options,), silent)
+    assert planned.predicted == predict.predict(planned, FOUND, FAST)
     monkeypatch.setattr(predict, "MOST_SIMULATED_ONCE", 16)
     judge = predict.judge(FOUND, FAST, [options, PlanOptions(num_ranks=2, batch_size=4)])
     assert judge.most == 1
-    assert judge(made) is made.predicted
+    assert judge(planned) is planned.predicted
 
 
 def test_the_table_of_large_plans_has_the_simulators_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
     cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
-    made, _ = chosen(tmp_path, PlanRequest(**cluster))
-    result = compared(made.plan, FOUND, made.record.cluster, made.space)
-    assert all(c.plan.predicted == predict.predict(c.plan, FOUND, made.record.cluster) for c in result.contenders)
+    planned, _ = chosen(tmp_path, PlanRequest(**cluster))
+    result = compared(planned.plan, FOUND, planned.record.cluster, planned.space)
+    assert all(c.plan.predicted == predict.predict(c.plan, FOUND, planned.record.cluster) for c in result.contenders)
     rates = [contender.plan.predicted.samples_per_second for contender in result.contenders]
     assert rates[-1] == max(rates)
 
@@ -273,36 +275,40 @@ def test_more_ranks_than_stages_are_refused_where_replicas_are_not_wanted(tmp_pa
 
 
 def test_more_described_devices_than_stages_are_planned_with_replicas_and_it_is_said(tmp_path):
-    made, notes = chosen(tmp_path, PlanRequest(gpus=64, gpu_memory_bytes=80 * 2**30, link=5e10), 256)
-    assert any(stage.replicas > 1 for stage in made.plan.stages)
+    planned, notes = chosen(tmp_path, PlanRequest(gpus=64, gpu_memory_bytes=80 * 2**30, link=5e10), 256)
+    assert any(stage.replicas > 1 for stage in planned.plan.stages)
     assert notes == ["64 ranks, and the model has 8 stages at most: planned with replicas"]
 
 
 def test_the_table_has_the_straight_pipeline_that_was_made_and_a_best_plan_no_slower(tmp_path):
-    made, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, replicas="never"))
-    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record.cluster, made.space).contenders}
-    assert found["best straight pipeline"] == made.plan
-    assert found["data parallel"].stages[0].replicas == 4
-    steps = [plan.predicted.step_seconds for plan in found.values()]
-    assert found["best plan"].predicted.step_seconds == min(steps)
+    planned, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, replicas="never"))
+    comparison = {
+        c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
+    }
+    assert comparison["best straight pipeline"] == planned.plan
+    assert comparison["data parallel"].stages[0].replicas == 4
+    steps = [plan.predicted.step_seconds for plan in comparison.values()]
+    assert comparison["best plan"].predicted.step_seconds == min(steps)
 
 
 def test_a_schedule_without_replicas_is_compared_with_replicated_plans_of_1f1b(tmp_path):
-    made, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble"))
-    found = {c.name: c.plan for c in compared(made.plan, FOUND, made.record.cluster, made.space).contenders}
-    assert found["best straight pipeline"].schedule == "zero-bubble"
-    assert found["data parallel"].schedule == "1f1b"
+    planned, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble"))
+    comparison = {
+        c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
+    }
+    assert comparison["best straight pipeline"].schedule == "zero-bubble"
+    assert comparison["data parallel"].schedule == "1f1b"
 
 
 @pytest.mark.parametrize(
     "request_", [PlanRequest(gpus=2, replicas="never"), PlanRequest(gpus=4, replicas="auto", schedule="gpipe")]
 )
 def test_the_explanation_fits_the_plan(tmp_path, request_):
-    made, _ = chosen(tmp_path, request_)
-    found = explained(made.plan, FOUND, made.record.cluster, made.space)
-    assert [cut.node for cut in found.cuts] == [stage.first for stage in made.plan.stages[1:]]
-    assert made.plan.predicted.step_seconds >= found.bound_seconds
-    assert found.limit.startswith(("compute", "links", "memory"))
+    planned, _ = chosen(tmp_path, request_)
+    explanation = explained(planned.plan, FOUND, planned.record.cluster, planned.space)
+    assert [cut.node for cut in explanation.cuts] == [stage.first for stage in planned.plan.stages[1:]]
+    assert planned.plan.predicted.step_seconds >= explanation.bound_seconds
+    assert explanation.limit.startswith(("compute", "links", "memory"))
 
 
 def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused():
@@ -312,21 +318,21 @@ def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused(
     host, slow = Level("host", 3, 1e9, 1e-5), Level("network", 2, 1e3, 1.0)
     cluster = dataclasses.replace(machine(6, 100), levels=(host, slow))
     every, _ = search(FOUND, cluster, space.free[:1], silent)
-    made, _ = search(FOUND, cluster, space.free, silent)
-    assert (every.num_ranks, made.num_ranks) == (6, 3)
-    assert made.predicted.step_seconds < every.predicted.step_seconds
-    assert made.notes[0] == "3 of 6 ranks stay unused: with them a step is no faster"
+    planned, _ = search(FOUND, cluster, space.free, silent)
+    assert (every.num_ranks, planned.num_ranks) == (6, 3)
+    assert planned.predicted.step_seconds < every.predicted.step_seconds
+    assert planned.notes[0] == "3 of 6 ranks stay unused: with them a step is no faster"
 
 
 def test_what_was_searched_with_replicas_is_not_searched_again(tmp_path, monkeypatch):
     cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
-    made, _ = chosen(tmp_path, PlanRequest(**cluster, replicas="auto"))
-    assert made.every
+    planned, _ = chosen(tmp_path, PlanRequest(**cluster, replicas="auto"))
+    assert planned.every
     assert chosen(tmp_path, PlanRequest(**cluster))[0].every
     assert not chosen(tmp_path, PlanRequest(**cluster, replicas="never"))[0].every
-    again = compared(made.plan, FOUND, made.record.cluster, made.space)
+    again = compared(planned.plan, FOUND, planned.record.cluster, planned.space)
     monkeypatch.setattr("autopipe.planning.compare._best", lambda find, known: known[0] if find is None else 1 / 0)
-    result = compared(made.plan, FOUND, made.record.cluster, made.space, every=True)
+    result = compared(planned.plan, FOUND, planned.record.cluster, planned.space, every=True)
     assert result.contenders[-1].plan.predicted == again.contenders[-1].plan.predicted
 
 
@@ -335,8 +341,8 @@ def test_a_count_that_was_interrupted_is_not_put_beside_the_others(tmp_path, mon
     artifact.save(FOUND, Work.begin(tmp_path, None).store.profile)
     searched = scaling.search
 
-    def interrupted(found, cluster, choices, progress):
-        plan, watch = searched(found, cluster, choices, progress)
+    def interrupted(profile, cluster, choices, progress):
+        plan, watch = searched(profile, cluster, choices, progress)
         watch.stopped = choices[0].num_ranks == 4
         return plan, watch
 

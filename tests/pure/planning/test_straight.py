@@ -50,15 +50,15 @@ def solve_both_ways(seed):
 
 def agrees(seed):
     """Return whether the planner and brute force agree."""
-    found, expected, _ = solve_both_ways(seed)
-    return found == expected or abs(found - expected) <= 1e-9 * expected
+    actual, expected, _ = solve_both_ways(seed)
+    return actual == expected or abs(actual - expected) <= 1e-9 * expected
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_no_plan_is_better_than_the_one_found(block):
     for seed in range(block * 60, block * 60 + 60):
-        found, expected, plan = solve_both_ways(seed)
-        assert found == pytest.approx(expected, rel=1e-9), seed
+        actual, expected, plan = solve_both_ways(seed)
+        assert actual == pytest.approx(expected, rel=1e-9), seed
         if plan is None:
             continue
         profile, cluster, _ = random_case(seed)

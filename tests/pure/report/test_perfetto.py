@@ -39,27 +39,27 @@ def test_every_span_is_a_slice_in_microseconds_on_its_ranks_track():
 
 
 def test_processes_are_named_and_sorted_by_rank_and_memory_is_a_counter():
-    found = events(measured(), rank_names=["stage 0 (h0:cuda:0)"])
-    names = [e["args"]["name"] for e in found if e["name"] == "process_name"]
+    entries = events(measured(), rank_names=["stage 0 (h0:cuda:0)"])
+    names = [e["args"]["name"] for e in entries if e["name"] == "process_name"]
     assert names == ["stage 0 (h0:cuda:0)", "stage 1 (rank 1)"]
-    assert [e["args"]["sort_index"] for e in found if e["name"] == "process_sort_index"] == [0, 1]
-    assert [e["args"]["name"] for e in found if e["name"] == "thread_name"] == ["compute", "send", "receive"] * 2
-    assert [(e["pid"], e["args"]) for e in found if e["ph"] == "C"] == [(0, {"bytes": 10}), (1, {"bytes": 20})]
+    assert [e["args"]["sort_index"] for e in entries if e["name"] == "process_sort_index"] == [0, 1]
+    assert [e["args"]["name"] for e in entries if e["name"] == "thread_name"] == ["compute", "send", "receive"] * 2
+    assert [(e["pid"], e["args"]) for e in entries if e["ph"] == "C"] == [(0, {"bytes": 10}), (1, {"bytes": 20})]
 
 
-def arrows(found: list[dict]) -> list[tuple[dict, dict]]:
-    starts = {e["id"]: e for e in found if e["ph"] == "s"}
-    ends = {e["id"]: e for e in found if e["ph"] == "f"}
+def arrows(entries: list[dict]) -> list[tuple[dict, dict]]:
+    starts = {e["id"]: e for e in entries if e["ph"] == "s"}
+    ends = {e["id"]: e for e in entries if e["ph"] == "f"}
     assert starts.keys() == ends.keys()
     assert all(e["bp"] == "e" for e in ends.values())
     return [(starts[number], ends[number]) for number in sorted(starts)]
 
 
-def inside(end: dict, found: list[dict]) -> str:
+def inside(end: dict, entries: list[dict]) -> str:
     """The one slice in which an arrow's end lies."""
     (name,) = [
         e["args"]["instruction"]
-        for e in found
+        for e in entries
         if e["ph"] == "X" and (e["pid"], e["tid"]) == (end["pid"], end["tid"])
         and e["ts"] <= end["ts"] < e["ts"] + e["dur"]
     ]  # fmt: skip
@@ -67,8 +67,8 @@ def inside(end: dict, found: list[dict]) -> str:
 
 
 def test_an_arrow_goes_from_each_send_to_its_receive():
-    found = events(measured())
-    assert [(inside(a, found), inside(b, found)) for a, b in arrows(found)] == [
+    entries = events(measured())
+    assert [(inside(a, entries), inside(b, entries)) for a, b in arrows(entries)] == [
         ("1SB0>0", "0RB0<1"),
         ("0SF0>1", "1RF0<0"),
     ]
@@ -76,8 +76,8 @@ def test_an_arrow_goes_from_each_send_to_its_receive():
 
 def test_where_sends_take_no_time_arrows_start_at_what_made_the_message():
     costs = Costs((StageCosts(1, 1),) * 2, {(0, 1): EdgeCosts(0.25), (1, 0): EdgeCosts(0.25)})
-    found = events(simulate(make("gpipe", line(2, 1)), costs))
-    assert [(inside(a, found), inside(b, found)) for a, b in arrows(found)] == [
+    entries = events(simulate(make("gpipe", line(2, 1)), costs))
+    assert [(inside(a, entries), inside(b, entries)) for a, b in arrows(entries)] == [
         ("1B0@0", "0RB0<1"),
         ("0F0@0", "1RF0<0"),
     ]

@@ -140,10 +140,10 @@ def held_at_most(schedule: Schedule) -> list[int]:
     """The most microbatches that each rank holds, over all its stages."""
     peaks = []
     for row in schedule.rows:
-        held = [0]
+        in_flight = [0]
         for i in row:
-            held.append(held[-1] + {"F": 1, "B": -1, "W": -1}.get(i.op, 0))
-        peaks.append(max(held))
+            in_flight.append(in_flight[-1] + {"F": 1, "B": -1, "W": -1}.get(i.op, 0))
+        peaks.append(max(in_flight))
     return peaks
 
 
@@ -157,8 +157,8 @@ def test_zb_h1_holds_as_much_on_every_rank_as_1f1b_on_the_first(p):
 @pytest.mark.parametrize(("n", "v"), [(2, 2), (3, 2), (4, 3)])
 def test_interleaving_holds_more_by_the_factor_of_the_paper(n, v):
     """Megatron-LM: 1 + (p - 1) / (p v) of the p microbatches, each of which is a v-th of a rank's layers."""
-    held = held_at_most(make("interleaved", dealt(n, v, 4 * n)))
-    assert held[0] == n * v * (1 + (n - 1) / (n * v))
+    in_flight = held_at_most(make("interleaved", dealt(n, v, 4 * n)))
+    assert in_flight[0] == n * v * (1 + (n - 1) / (n * v))
 
 
 def test_a_schedule_without_flush_has_no_bubble_in_the_middle():
@@ -223,7 +223,7 @@ def finishes_when_every_step_is_a_meeting_of_all_ranks(schedule: Schedule) -> bo
 @given(cases())
 @settings(max_examples=200, deadline=None)
 def test_stages_may_meet_at_every_step_to_agree_on_something(case):
-    """A clipping factor needs the gradients of all stages: whoever steps waits for the slowest, and none for ever."""
+    """A clipping factor needs the gradients of all stages: a rank that steps waits for the slowest."""
     kind, request, traffic = case
     if len(set(request.stage_ranks)) == request.num_stages:
         assert finishes_when_every_step_is_a_meeting_of_all_ranks(lower(make(kind.name, request), traffic))

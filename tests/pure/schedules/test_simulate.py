@@ -82,10 +82,10 @@ def test_two_edges_between_the_same_ranks_share_their_link_and_the_way_back_does
     request = ScheduleSpec(((0,), (1,), (0,), (1,)), 1)
     traffic = StageEdges(((0, 1), (0, 3), (1, 2), (2, 3)), ())
     costs = Costs((StageCosts(1, 0),) * 4, {(0, 1): EdgeCosts(2), (0, 3): EdgeCosts(10), (2, 3): EdgeCosts(1)})
-    found = {name: end for name, _, end in spans(simulate(lower(make("gpipe", request), traffic), costs), 1)}
-    assert found["1RF0<0"] == 3  # sent at 1
-    assert found["3RF0<0"] == 13  # behind it, on the link until 13; stage 2's, sent at 5, is behind both
-    assert found["3RF0<2"] == 14
+    ends = {name: end for name, _, end in spans(simulate(lower(make("gpipe", request), traffic), costs), 1)}
+    assert ends["1RF0<0"] == 3  # sent at 1
+    assert ends["3RF0<0"] == 13  # behind it, on the link until 13; stage 2's, sent at 5, is behind both
+    assert ends["3RF0<2"] == 14
 
 
 def test_handing_over_and_taking_out_a_message_cost_the_rank_itself():

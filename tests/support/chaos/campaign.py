@@ -38,8 +38,8 @@ class Grounds:
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self._made:
                 base = next((path for path, _ in list(self._made.values())), None)
-                made = prepared(self.folder / f"undisturbed-{ranks}-{schedule}", ranks, schedule, base)
-                self._made[key] = made, weights(made / "run")
+                pipeline = prepared(self.folder / f"undisturbed-{ranks}-{schedule}", ranks, schedule, base)
+                self._made[key] = pipeline, weights(pipeline / "run")
             return self._made[key]
 
 
@@ -56,15 +56,15 @@ def one(case: Case, grounds: Grounds, hosts: Any = None) -> Outcome:
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     lines = ["| property | held | of |", "|---|---|---|"]
     for name in PROPERTIES:
-        judged = [outcome.held[name] for outcome in outcomes if name in outcome.held]
+        judged = [outcome.judged[name] for outcome in outcomes if name in outcome.judged]
         if judged:
             lines.append(f"| {name} | {sum(judged)} | {len(judged)} |")
-    slowest = max((outcome.seconds for outcome in outcomes if "time" in outcome.held), default=0.0)
+    slowest = max((outcome.seconds for outcome in outcomes if "time" in outcome.judged), default=0.0)
     late = sum(outcome.end == "the run had ended before" for outcome in outcomes)
     lines += ["", f"Slowest from the fault to the end or the restart: {slowest:.1f} s. Came too late: {late}.", ""]
     lines += ["| seed | fault | ended | seconds | |", "|---|---|---|---|---|"]
     for outcome in sorted(outcomes, key=lambda outcome: outcome.case.seed):
-        failed = ", ".join(name for name, held in outcome.held.items() if not held)
+        failed = ", ".join(name for name, passed in outcome.judged.items() if not passed)
         verdict = f"**{failed}**" if failed else ""
         lines.append(f"| {outcome.case.seed} | {outcome.case} | {outcome.end} | {outcome.seconds:.1f} | {verdict} |")
     return [*lines, ""]
@@ -106,8 +106,8 @@ def main() -> int:
         (there if case.hosts else here).append(one(case, grounds, hosts))
         report()
 
-    with contextlib.ExitStack() as held:
-        grounds = Grounds(Path(held.enter_context(tempfile.TemporaryDirectory(prefix="autopipe-chaos-"))))
+    with contextlib.ExitStack() as stack:
+        grounds = Grounds(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopipe-chaos-"))))
         cases = [Case.at_random(seed) for seed in range(given.seed, given.seed + given.faults)]
         if not can_mount():
             notes.append("Nothing can be mounted here: no full and no read-only disk among the cases.")
@@ -117,7 +117,7 @@ def main() -> int:
         if given.host_faults and why_not():
             notes.append(f"No case on two hosts: {why_not()}.")
         elif given.host_faults:
-            hosts = held.enter_context(two_hosts(grounds.folder / "ssh"))
+            hosts = stack.enter_context(two_hosts(grounds.folder / "ssh"))
             for seed in range(given.seed, given.seed + given.host_faults):
                 try_one(Case.at_random(seed, hosts=True), hosts)
         report()

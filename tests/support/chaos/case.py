@@ -49,7 +49,7 @@ def walk(hosts: bool) -> list[tuple[str, str]]:
     """Return every kind at every moment it can come: each kind once, then each at its second moment, and so on."""
     kinds = _HOSTS if hosts else _HERE
     places = [(place, kind, moment) for kind, (_, moments) in kinds.items() for place, moment in enumerate(moments)]
-    return [(kind, moment) for _, kind, moment in sorted(places, key=lambda found: found[0])]
+    return [(kind, moment) for _, kind, moment in sorted(places, key=lambda place: place[0])]
 
 
 MODEL = """
@@ -155,7 +155,7 @@ class Case:
 
     @property
     def host(self) -> int:
-        """The host that it is done to, of two: the cable is that of the one where nobody watches."""
+        """The host that it is done to, of two: the cable is that of a run without an observer."""
         return 1 if self.kind == "link" else self.whom
 
     def __str__(self) -> str:

@@ -58,27 +58,27 @@ class Outcome:
     """``held``: property -> whether it did; what does not apply is left out. ``why``: of those that did not."""
 
     case: Case
-    held: dict[str, bool] = field(default_factory=dict)
+    judged: dict[str, bool] = field(default_factory=dict)
     why: list[str] = field(default_factory=list)
     end: str = ""
     seconds: float = 0.0
 
-    def judge(self, name: str, held: bool, why: object = "") -> None:
-        self.held[name] = self.held.get(name, True) and held
-        if not held:
+    def judge(self, name: str, passed: bool, why: object = "") -> None:
+        self.judged[name] = self.judged.get(name, True) and passed
+        if not passed:
             self.why.append(f"{name}: {why}")
 
     @property
     def passed(self) -> bool:
-        return all(self.held.values())
+        return all(self.judged.values())
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """Export the weights of a run, and return them."""
     output = run.with_name(f"{run.name}.pt")
     export(ExportSettings(output=output, run=run))
-    found: dict[str, torch.Tensor] = torch.load(output, weights_only=True)
-    return found
+    tensors: dict[str, torch.Tensor] = torch.load(output, weights_only=True)
+    return tensors
 
 
 def happens(scene: Scene, undisturbed: dict[str, torch.Tensor]) -> Outcome:
@@ -121,13 +121,13 @@ def _disturbed(scene: Scene, outcome: Outcome) -> bool:
     except TooLate:
         process.wait(LONGEST_SECONDS)
         outcome.end = "the run had ended before"
-        outcome.judge("code", process.returncode == 0, f"{process.returncode} {scene.said(number)[1][-600:]}")
+        outcome.judge("code", process.returncode == 0, f"{process.returncode} {scene.printed(number)[1][-600:]}")
         return False
     if case.kind == "two runs":
         second = scene.start()
         second.wait(LONGEST_SECONDS)
         right = "is in use" if process.poll() is None else "already holds a run"
-        outcome.judge("message", right in scene.said(1)[1], scene.said(1)[1][-600:])
+        outcome.judge("message", right in scene.printed(1)[1], scene.printed(1)[1][-600:])
     limit = begin + LONGEST_SECONDS
     absent = case.moment in ("start", "resume") and case.kind in ("disk full", *STOPS)
     while process.poll() is None and time.monotonic() < limit:
@@ -151,15 +151,15 @@ def _stopped_before(scene: Scene) -> None:
         moment()
     process.send_signal(signal.SIGTERM)
     process.wait(LONGEST_SECONDS)
-    assert process.returncode == STOPPED, scene.said(0)
+    assert process.returncode == STOPPED, scene.printed(0)
 
 
 def _judge_end(scene: Scene, outcome: Outcome, number: int, code: int) -> None:
     case = scene.case
-    document, text = scene.said(number)
+    document, text = scene.printed(number)
     error, restarts = document.get("error", {}), document.get("restarts", [])
     outcome.end = f"{code}" + (f" after {len(restarts)} restarts" if restarts else "")
-    said = " ".join(text.partition("Error:")[2].split()) if code else " ".join(text.split())
+    message = " ".join(text.partition("Error:")[2].split()) if code else " ".join(text.split())
     clean = "Traceback" not in text and "bug in autopipe" not in text
     outcome.judge("message", clean, text[-1500:])
     expected = _codes(case)
@@ -173,12 +173,14 @@ def _judge_end(scene: Scene, outcome: Outcome, number: int, code: int) -> None:
             right = blamed == case.whom if case.to_rank else blamed * 2 // case.ranks == case.host
             outcome.judge("blame", right, f"rank {blamed}: {restarts[-1]['what']}")
         return
-    outcome.judge("message", bool(said) and _SAYS.get(case.kind, "") in said, text[-900:])
+    outcome.judge("message", bool(message) and _SAYS.get(case.kind, "") in message, text[-900:])
     if case.to_rank:
-        outcome.judge("blame", error.get("rank") == case.whom, f"rank {error.get('rank')}: {said[:300]}")
+        outcome.judge("blame", error.get("rank") == case.whom, f"rank {error.get('rank')}: {message[:300]}")
     elif case.hosts:
         name = f"h{case.host}"
-        outcome.judge("blame", error.get("host") == name or f"host {name}" in said or f" {name} " in said, said[:300])
+        outcome.judge(
+            "blame", error.get("host") == name or f"host {name}" in message or f" {name} " in message, message[:300]
+        )
 
 
 def _codes(case: Case) -> tuple[int, ...]:
@@ -220,14 +222,14 @@ def _goes_on(scene: Scene, outcome: Outcome) -> None:
     resume = ["--resume"] if checkpoints.steps(scene.run / "checkpoints") else []
     process = scene.start(*resume, faulty=False)
     process.wait(LONGEST_SECONDS)
-    outcome.judge("goes on", process.returncode == 0, scene.said(number)[1][-900:])
+    outcome.judge("goes on", process.returncode == 0, scene.printed(number)[1][-900:])
 
 
 def _equal(scene: Scene, outcome: Outcome, undisturbed: dict[str, torch.Tensor]) -> None:
     half = [path.name for path in (scene.run / "checkpoints").iterdir() if path.suffix in (".tmp", ".old")]
     outcome.judge("tidy", not half, half)
-    found = weights(scene.run)
-    same = found.keys() == undisturbed.keys() and all(torch.equal(found[n], undisturbed[n]) for n in found)
+    tensors = weights(scene.run)
+    same = tensors.keys() == undisturbed.keys() and all(torch.equal(tensors[n], undisturbed[n]) for n in tensors)
     outcome.judge("weights", same, "differ")
 
 
@@ -240,5 +242,5 @@ def prepared(folder: Path, ranks: int, schedule: str, base: Any = None) -> Path:
     scene = Scene(folder, case, empty)
     process = scene.start(faulty=False)
     code = process.wait(LONGEST_SECONDS)
-    assert code == 0, scene.said(0)
+    assert code == 0, scene.printed(0)
     return folder

@@ -78,18 +78,18 @@ class Scene:
     def start(self, *more: str, faulty: bool = True, **environment: str) -> subprocess.Popen[str]:
         """Start a training; what it prints goes into files. ``faulty``: it is the run that something happens to."""
         number = len(self.started)
-        told = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: self.marker, **environment}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: self.marker, **environment}
         if faulty and self.case.kind == "clock":
-            told |= {"PYTHONPATH": str(self.folder), f"{MARKER}_CLOCK": str(self.folder / "jump")}
+            variables |= {"PYTHONPATH": str(self.folder), f"{MARKER}_CLOCK": str(self.folder / "jump")}
         with (self.folder / f"out{number}").open("w") as out, (self.folder / f"err{number}").open("w") as err:
             process = subprocess.Popen(
-                self.training(*more), cwd=self.folder, stdout=out, stderr=err, text=True, env=told
+                self.training(*more), cwd=self.folder, stdout=out, stderr=err, text=True, env=variables
             )
         self.started.append(process)
         return process
 
-    def said(self, number: int) -> tuple[dict[str, Any], str]:
-        """Return the document and the text that a command has printed, {} where there is none yet."""
+    def printed(self, number: int) -> tuple[dict[str, Any], str]:
+        """Return the document and the text that a command has printed, {} before it has printed one."""
         out = (self.folder / f"out{number}").read_text()
         return json.loads(out) if out.rstrip().endswith("}") else {}, (self.folder / f"err{number}").read_text()
 
@@ -99,33 +99,33 @@ class Scene:
         """Return all processes of the run, known by a variable of their environment, or by their host."""
         if self.hosts is not None:
             return [*self.hosts.processes(0), *self.hosts.processes(1)]
-        found = []
+        alive = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARKER) == self.marker and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    alive.append(process)
+        return alive
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the ranks, known by their logs."""
-        found = {}
+        by_rank = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
                 logs = [file.path for file in process.open_files() if file.path.startswith(f"{self.run}/logs/rank_")]
                 if logs:
-                    found[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
-        return found
+                    by_rank[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
+        return by_rank
 
     def fork_servers(self, index: int = 0) -> list[psutil.Process]:
         """Return the processes that ranks are forked from."""
-        found = []
+        servers = []
         for process in self.processes() if self.hosts is None else self.hosts.processes(index):
             with contextlib.suppress(psutil.Error, AttributeError):
                 if "forkserver" in " ".join(process.cmdline()) and "forkserver" not in " ".join(
                     process.parent().cmdline()
                 ):
-                    found.append(process)
-        return found
+                    servers.append(process)
+        return servers
 
     def lines(self, what: str) -> int:
         """Return how many lines of the metrics have something in them."""
@@ -137,15 +137,15 @@ class Scene:
         return folder.is_dir() and any(path.suffix == ".tmp" for path in folder.iterdir())
 
     def locked(self) -> list[str]:
-        """Return the locks that somebody holds."""
-        held = []
+        """Return the locks that a process holds."""
+        locks = []
         for path in (self.run / "lock", self.folder / ".autopipe" / "lock"):
             with contextlib.suppress(FileNotFoundError), path.open() as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    held.append(path.name)
-        return held
+                    locks.append(path.name)
+        return locks
 
     def left_after(self, seconds: float) -> list[psutil.Process]:
         """Return the processes that are still there after so long."""

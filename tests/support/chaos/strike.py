@@ -52,13 +52,13 @@ def await_moment(scene: Scene, process: subprocess.Popen[str], number: int) -> N
     if case.kind == "exception":
         return
     if case.moment == "check":
-        until(lambda: "comparing 2 steps" in scene.said(number)[1])
+        until(lambda: "comparing 2 steps" in scene.printed(number)[1])
     elif case.moment == "restart":
         until(lambda: scene.lines('"loss"') >= case.step)
         _rank(scene, process, case.first).kill()
         until(lambda: scene.lines('"restart"') > 0)
     elif case.moment in ("start", "resume"):
-        until(lambda: "training on" in scene.said(number)[1])
+        until(lambda: "training on" in scene.printed(number)[1])
     else:
         until(lambda: scene.lines('"loss"') >= case.step)
         if case.moment == "save":
@@ -67,11 +67,11 @@ def await_moment(scene: Scene, process: subprocess.Popen[str], number: int) -> N
 
 
 def _rank(scene: Scene, process: subprocess.Popen[str], rank: int) -> psutil.Process:
-    while rank not in (found := scene.ranks()):
+    while rank not in (by_rank := scene.ranks()):
         if process.poll() is not None:
             raise TooLate
         moment()
-    return found[rank]
+    return by_rank[rank]
 
 
 def strike(scene: Scene, process: subprocess.Popen[str]) -> float:

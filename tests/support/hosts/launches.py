@@ -87,13 +87,13 @@ def steps_made(run: Path) -> int:
 
 def ranks(run: Path) -> dict[int, psutil.Process]:
     """Return the processes of a run's ranks, known by their logs."""
-    found = {}
+    by_rank = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             for log in (run / "logs").glob("rank_*.log"):
                 if any(file.path == str(log) for file in process.open_files()):
-                    found[int(log.stem.removeprefix("rank_"))] = process
-    return found
+                    by_rank[int(log.stem.removeprefix("rank_"))] = process
+    return by_rank
 
 
 def gone(processes: Iterable[psutil.Process], seconds: float) -> bool:

@@ -91,9 +91,9 @@ class Slurm:
         """Wait for one of some states and return it with the exit code."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            found = self.state(job)
-            if found.split()[0] in states:
-                return found
+            state = self.state(job)
+            if state.split()[0] in states:
+                return state
             select.select([], [], [], 0.2)
         raise AssertionError(f"job {job} is {self.state(job)} after {seconds} s\n{self.logs()}")
 
@@ -103,8 +103,8 @@ class Slurm:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
@@ -118,7 +118,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     conf = folder / "slurm.conf"
     conf.write_text(_CONF.format(host=socket.gethostname(), ports=_free_ports(3), folder=folder))
     environment = {**os.environ, "SLURM_CONF": str(conf), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    found = Slurm(folder, environment)
+    cluster = Slurm(folder, environment)
     daemons: list[subprocess.Popen[bytes]] = []
     with (folder / "daemons.log").open("wb") as log:
         try:
@@ -133,12 +133,14 @@ def slurm(folder: Path) -> Iterator[Slurm]:
                     subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 )
                 if command is munged:
-                    _await(lambda: (folder / "munge" / "socket").exists(), found)
+                    _await(lambda: (folder / "munge" / "socket").exists(), cluster)
             idle = "%t"
-            _await(lambda: found.run("sinfo", "-h", "-N", "-o", idle).stdout.split() == ["idle"] * len(NODES), found)
-            yield found
+            _await(
+                lambda: cluster.run("sinfo", "-h", "-N", "-o", idle).stdout.split() == ["idle"] * len(NODES), cluster
+            )
+            yield cluster
         finally:
-            found.run("scancel", "--user=root", "--signal=KILL", "--full")
+            cluster.run("scancel", "--user=root", "--signal=KILL", "--full")
             for daemon in reversed(daemons):
                 daemon.terminate()
             for daemon in daemons:
@@ -152,12 +154,12 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 def left(folder: Path) -> list[psutil.Process]:
     """Return the processes that belong to a cluster and are still there, slurmstepd of cancelled steps above all."""
-    found = []
+    alive = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("SLURM_CONF") == str(folder / "slurm.conf") and process.pid != os.getpid():
-                found.append(process)
-    return found
+                alive.append(process)
+    return alive
 
 
 def _await(holds: object, cluster: Slurm, seconds: float = 20.0) -> None:

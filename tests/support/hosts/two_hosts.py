@@ -70,23 +70,23 @@ class Hosts:
 
     def processes(self, index: int) -> list[psutil.Process]:
         """Return what runs on a host, sshd's own processes left out, and what has ended and waits for its parent."""
-        found = []
+        alive = []
         for pid in run("ip", "netns", "pids", self.namespace(index)).split():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(int(pid))
                 if process.status() != psutil.STATUS_ZOMBIE and not process.name().startswith("sshd"):
-                    found.append(process)
-        return found
+                    alive.append(process)
+        return alive
 
     def ranks(self, index: int) -> dict[int, psutil.Process]:
         """Return the ranks of a host, known by their logs."""
-        found = {}
+        by_rank = {}
         for process in self.processes(index):
             with contextlib.suppress(psutil.Error):
                 logs = [f.path for f in process.open_files() if "/logs/rank_" in f.path]
                 if logs:
-                    found[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
-        return found
+                    by_rank[int(Path(logs[0]).stem.removeprefix("rank_"))] = process
+        return by_rank
 
     def listening(self, index: int) -> set[str]:
         """Return the addresses at which something listens on a host, sshd left out."""
@@ -166,7 +166,7 @@ def two_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
             namespace = hosts.namespace(index)
             undo.callback(_take_down, namespace)
             run("ip", "netns", "add", namespace)
-            # the name of the machine stands for an address that nobody else can reach, as Debian has it
+            # the name of the machine stands for an address that no other host can reach, as Debian has it
             files = Path("/etc/netns") / namespace
             files.mkdir(parents=True)
             (files / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename} {name}\n")

@@ -26,7 +26,7 @@ from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 
 def edit_manifest(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Write the manifest as somebody would who knows how, digest and all."""
+    """Write the manifest as an attacker would, digest and all."""
     document = json.loads((folder / "manifest.json").read_text())
     document.pop("digest", None)
     change(document["files"])
@@ -35,11 +35,11 @@ def edit_manifest(folder: Path, change: Callable[[list[dict[str, Any]]], None]) 
 
 def test_what_was_saved_by_two_stages_is_read_by_name(tmp_path: Path) -> None:
     save(tmp_path, 4)
-    found = Checkpoint.latest(tmp_path)
-    assert found is not None
-    assert found.manifest.step == 4
-    assert found.read(["model.w1"])["model.w1"].tolist() == [5.0] * 3
-    assert [stage.owned for stage in found.stages] == [("w0",), ("w1",)]
+    checkpoint = Checkpoint.latest(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.manifest.step == 4
+    assert checkpoint.read(["model.w1"])["model.w1"].tolist() == [5.0] * 3
+    assert [stage.owned for stage in checkpoint.stages] == [("w0",), ("w1",)]
     assert (tmp_path / "latest").read_text() == "step-00000004\n"
 
 

@@ -36,20 +36,20 @@ def part(stage: int, **tensors: torch.Tensor) -> Part:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    found = {f"t{i}": torch.arange(5 + i).to(dtype) for i, dtype in enumerate(DTYPES)}
-    found["scalar"] = torch.tensor(3.5)
-    found["empty"] = torch.zeros(0, 4)
-    found["transposed"] = torch.arange(12.0).view(3, 4).t()
-    found["channels"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    found["parameter"] = torch.nn.Parameter(torch.randn(3))
-    return found
+    tensors_by_name = {f"t{i}": torch.arange(5 + i).to(dtype) for i, dtype in enumerate(DTYPES)}
+    tensors_by_name["scalar"] = torch.tensor(3.5)
+    tensors_by_name["empty"] = torch.zeros(0, 4)
+    tensors_by_name["transposed"] = torch.arange(12.0).view(3, 4).t()
+    tensors_by_name["channels"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tensors_by_name["parameter"] = torch.nn.Parameter(torch.randn(3))
+    return tensors_by_name
 
 
 def assert_holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = load_file(path)
-    assert found.keys() == expected.keys()
+    weights = load_file(path)
+    assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert weights[name].dtype == tensor.dtype and torch.equal(weights[name], tensor), name
 
 
 def test_a_snapshot_is_a_safetensors_file_of_every_dtype_and_layout(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_a_part_of_an_attempt_under_another_plan_is_not_taken(tmp_path: Path) ->
     first.write(manifest(3), [part(0, a=torch.ones(2))])
     second.write(manifest(3), [part(1, b=torch.zeros(2))])
     first.wait()
-    found = Checkpoint(tmp_path / "step-00000003")
-    assert [stage.file for stage in found.manifest.files] == [f"stage-{i}-of-2.safetensors" for i in range(2)]
-    assert found.read(["b"])["b"].tolist() == [0.0, 0.0]
+    checkpoint = Checkpoint(tmp_path / "step-00000003")
+    assert [stage.file for stage in checkpoint.manifest.files] == [f"stage-{i}-of-2.safetensors" for i in range(2)]
+    assert checkpoint.read(["b"])["b"].tolist() == [0.0, 0.0]
 
 
 def test_a_session_that_fails_waits_for_nobody(tmp_path: Path) -> None:

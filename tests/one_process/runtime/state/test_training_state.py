@@ -138,10 +138,10 @@ def written(name: str, folder: Path) -> Captured:
 
 
 def trained(
-    made: Captured, stages: int, schedule: str, folder: Path, **job: float
+    subject: Captured, stages: int, schedule: str, folder: Path, **job: float
 ) -> tuple[Pipeline, list[RankSession]]:
-    pipeline = build(made, plan_for(made, stages, schedule, 4, 8), folder, **job)
-    return pipeline, pipeline.train(minibatches(made.workload, 6, 8, last=5))
+    pipeline = build(subject, plan_for(subject, stages, schedule, 4, 8), folder, **job)
+    return pipeline, pipeline.train(minibatches(subject.workload, 6, 8, last=5))
 
 
 def assert_the_oracles(
@@ -159,27 +159,27 @@ def assert_the_oracles(
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_weights_are_those_of_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
-    made = written(name, tmp_path)
+    subject = written(name, tmp_path)
     for schedule, delta in (("1f1b", 0), ("zero-bubble", 0), ("2bw", 1)):
-        pipeline, sessions = trained(made, num_stages, schedule, tmp_path / schedule)
+        pipeline, sessions = trained(subject, num_stages, schedule, tmp_path / schedule)
         assert_the_oracles(pipeline, sessions, tmp_path, delta)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_clipped_weights_are_those_of_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
-    made = written(name, tmp_path)
-    pipeline, sessions = trained(made, num_stages, "1f1b", tmp_path / "run", clip_grad_norm=0.05)
+    subject = written(name, tmp_path)
+    pipeline, sessions = trained(subject, num_stages, "1f1b", tmp_path / "run", clip_grad_norm=0.05)
     assert_the_oracles(pipeline, sessions, tmp_path, clip=0.05)
 
 
 @pytest.mark.parametrize("name", ["first layers frozen", "adapters on a frozen base", "parameters that nothing uses"])
 def test_recompute_changes_nothing_of_it(name: str, tmp_path: Path) -> None:
-    made = written(name, tmp_path)
-    plan = plan_for(made, 3, "1f1b", 4, 8)
+    subject = written(name, tmp_path)
+    plan = plan_for(subject, 3, "1f1b", 4, 8)
     plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    pipeline = build(made, plan, tmp_path / "run")
-    sessions = pipeline.train(minibatches(made.workload, 6, 8, last=5))
+    pipeline = build(subject, plan, tmp_path / "run")
+    sessions = pipeline.train(minibatches(subject.workload, 6, 8, last=5))
     assert_the_oracles(pipeline, sessions, tmp_path)
 
 
@@ -209,7 +209,7 @@ def test_every_parameter_keeps_the_numbers_of_its_group(name: str, tmp_path: Pat
             optimizer.step()
             scheduler.step()
     expected = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    found = {
+    numbers = {
         name: group
         for session in sessions
         for stage, optimizer in session.executor.stepper.optimizers.items()
@@ -217,7 +217,7 @@ def test_every_parameter_keeps_the_numbers_of_its_group(name: str, tmp_path: Pat
         for group in optimizer.param_groups
         if any(parameter is member for member in group["params"])
     }
-    assert found.keys() == dict(model.named_parameters()).keys()
+    assert numbers.keys() == dict(model.named_parameters()).keys()
     for parameter, value in model.named_parameters():
         for number in ("lr", "weight_decay"):
-            assert found[parameter][number] == expected[id(value)][number], parameter
+            assert numbers[parameter][number] == expected[id(value)][number], parameter

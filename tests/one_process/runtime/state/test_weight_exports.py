@@ -25,9 +25,9 @@ from autopipe.runtime.checkpoint.weight_files import INDEX
 @pytest.fixture
 def run(tmp_path: Path) -> Pipeline:
     """A run of two steps, saved."""
-    made = pipeline(tmp_path, save=True)
-    made.train(minibatches(made.captured.workload, 2, 8))
-    return made
+    built = pipeline(tmp_path, save=True)
+    built.train(minibatches(built.captured.workload, 2, 8))
+    return built
 
 
 def test_every_export_is_what_the_untouched_model_loads(run: Pipeline, tmp_path: Path) -> None:
@@ -41,8 +41,8 @@ def test_every_export_is_what_the_untouched_model_loads(run: Pipeline, tmp_path:
     states["x.safetensors"].load_state_dict(load_file(tmp_path / "x.safetensors"), strict=True)
     states["x.pt"].load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True), strict=True)
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
-    held = {name: load_file(tmp_path / "hf" / file)[name] for name, file in index["weight_map"].items()}
-    states["hf"].load_state_dict(held, strict=True)
+    weights = {name: load_file(tmp_path / "hf" / file)[name] for name, file in index["weight_map"].items()}
+    states["hf"].load_state_dict(weights, strict=True)
     for name in ("folder", "odd.name"):
         target = states[name].state_dict()
         with warnings.catch_warnings():
@@ -64,19 +64,19 @@ def test_a_folder_is_written_in_files_of_bounded_size(
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
     # and training can start from it
-    found = begun(run, tmp_path / "hf")
+    weights = begun(run, tmp_path / "hf")
     expected = run.captured.workload.build_model()
     export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
     expected.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.named_parameters())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.named_parameters())
 
 
 def test_training_starts_from_a_checkpoint_of_another_run(run: Pipeline, tmp_path: Path) -> None:
-    found = begun(run, run.run.checkpoints / "step-00000002")
+    weights = begun(run, run.run.checkpoints / "step-00000002")
     export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
     exported = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert found.keys() - exported.keys() == {"mask"}
-    assert all(torch.equal(found[name], exported[name]) for name in found if name in exported)
+    assert weights.keys() - exported.keys() == {"mask"}
+    assert all(torch.equal(weights[name], exported[name]) for name in weights if name in exported)
 
 
 def test_an_export_replaces_an_export_and_nothing_else(run: Pipeline, tmp_path: Path) -> None:

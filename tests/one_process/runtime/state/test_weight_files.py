@@ -24,14 +24,14 @@ from autopipe.workload.model.empty import parameters_without_memory
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Pipeline:
+def trained(tmp_path: Path) -> Pipeline:
     return pipeline(tmp_path)
 
 
 @pytest.fixture
-def other(made: Pipeline) -> nn.Module:
+def other(trained: Pipeline) -> nn.Module:
     """The model with weights that no seed makes."""
-    model = made.captured.workload.build_model()
+    model = trained.captured.workload.build_model()
     generator = torch.Generator().manual_seed(77)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -46,8 +46,8 @@ def safetensors(model: nn.Module, folder: Path) -> Path:
 
 
 def without_the_tied_name(model: nn.Module, folder: Path) -> Path:
-    held = {n: t.clone() for n, t in model.state_dict().items() if n != "words.weight"}
-    save_file(held, folder / "x.safetensors")
+    state = {n: t.clone() for n, t in model.state_dict().items() if n != "words.weight"}
+    save_file(state, folder / "x.safetensors")
     return folder / "x.safetensors"
 
 
@@ -89,15 +89,17 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("write", FORMATS)
-def test_training_starts_from_weights_of_every_format(write, made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+def test_training_starts_from_weights_of_every_format(
+    write, trained: Pipeline, other: nn.Module, tmp_path: Path
+) -> None:
     (tmp_path / "weights").mkdir()
     path = write(other, tmp_path / "weights")
-    started = replace(made, job=replace(made.job, init_from=str(path), trust=True))
-    items = minibatches(made.captured.workload, 2, 8)
+    started = replace(trained, job=replace(trained.job, init_from=str(path), trust=True))
+    items = minibatches(trained.captured.workload, 2, 8)
     sessions = started.train(items)
-    found, losses = made.weights(sessions), sessions[0].executor.stepper.losses
+    weights, losses = trained.weights(sessions), sessions[0].executor.stepper.losses
     # the plain loop, from the same weights
-    workload = made.captured.workload
+    workload = trained.captured.workload
     optimizer = workload.optimizer(list(other.named_parameters()))
     for step, item in enumerate(items):
         total = 0.0
@@ -109,7 +111,7 @@ def test_training_starts_from_weights_of_every_format(write, made: Pipeline, oth
         optimizer.zero_grad()
         assert losses[step] == total
     for name, tensor in (*other.named_parameters(), *other.named_buffers()):
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(weights[name], tensor), name
 
 
 class Counting:
@@ -124,11 +126,11 @@ class Counting:
 
 
 def test_a_rank_reads_its_own_tensors_alone_and_no_other_takes_memory(
-    made: Pipeline, other: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Pipeline, other: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from autopipe.generate import load_constants, load_stage
 
-    workload, plan, graph = made.captured.workload, made.plan, made.captured.capture.graph
+    workload, plan, graph = trained.captured.workload, trained.plan, trained.captured.capture.graph
     models: list[nn.Module] = []
     build_model = workload.build_model
 
@@ -137,18 +139,18 @@ def test_a_rank_reads_its_own_tensors_alone_and_no_other_takes_memory(
         return models[-1]
 
     monkeypatch.setattr(workload, "build_model", kept)
-    constants = load_constants(made.run.stages)
+    constants = load_constants(trained.run.stages)
     path = safetensors(other, tmp_path)
     read = []
     for stage in plan.stages:
-        cls = load_stage(made.run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
+        cls = load_stage(trained.run.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
         counting = Counting(open_weights(path))
-        (held,) = build_stages([cls], workload, constants, Matched(counting, graph, "x"), graph)
+        (stage_tensors,) = build_stages([cls], workload, constants, Matched(counting, graph, "x"), graph)
         read.append(set(counting.seen))
         assert len(counting.seen) == len(read[-1])
-        own = {graph.aliases.get(name, name) for name, _ in held.named_parameters(remove_duplicate=False)}
+        own = {graph.aliases.get(name, name) for name, _ in stage_tensors.named_parameters(remove_duplicate=False)}
         assert {name for name in read[-1] if name in graph.parameters} == own
-        assert not any(tensor.is_meta for tensor in (*held.parameters(), *held.buffers()))
+        assert not any(tensor.is_meta for tensor in (*stage_tensors.parameters(), *stage_tensors.buffers()))
         there = {name for model in models for name, p in model.named_parameters() if not p.is_meta}
         assert {graph.aliases.get(name, name) for name in there} == own
         models.clear()
@@ -156,13 +158,13 @@ def test_a_rank_reads_its_own_tensors_alone_and_no_other_takes_memory(
 
 
 def test_what_is_not_in_the_file_and_not_a_parameter_is_as_the_model_builds_it(
-    made: Pipeline, other: nn.Module, tmp_path: Path
+    trained: Pipeline, other: nn.Module, tmp_path: Path
 ) -> None:
-    held = {name: tensor.clone() for name, tensor in other.named_parameters(remove_duplicate=False)}
-    save_file(held, tmp_path / "x.safetensors")
-    found = begun(made, tmp_path / "x.safetensors")
-    assert torch.equal(found["shift"], other.shift)
-    assert found["blocks.2.1.running_mean"].eq(0).all()
+    state = {name: tensor.clone() for name, tensor in other.named_parameters(remove_duplicate=False)}
+    save_file(state, tmp_path / "x.safetensors")
+    weights = begun(trained, tmp_path / "x.safetensors")
+    assert torch.equal(weights["shift"], other.shift)
+    assert weights["blocks.2.1.running_mean"].eq(0).all()
 
 
 def test_a_model_that_cannot_be_built_without_memory_is_built_with_it(tmp_path: Path, other: nn.Module) -> None:
@@ -170,8 +172,8 @@ def test_a_model_that_cannot_be_built_without_memory_is_built_with_it(tmp_path: 
     reading = MODEL.replace("self.head = ", "assert self.words.weight.sum().item() != 1.5\n        self.head = ")
     path = tmp_path / "odd" / "net.py"
     path.write_text(reading)
-    made = captured_file(path)
-    odd = build(made, plan_for(made, 2, "1f1b", 2, 8), tmp_path / "odd" / "run")
+    subject = captured_file(path)
+    odd = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path / "odd" / "run")
     assert torch.equal(begun(odd, safetensors(other, tmp_path))["words.weight"], other.words.weight)
 
 
@@ -184,11 +186,11 @@ def test_a_random_table_is_that_of_a_real_build(seeded: tuple[str, str], tmp_pat
     (tmp_path / "odd").mkdir()
     path = tmp_path / "odd" / "net.py"
     path.write_text(MODEL.replace("torch.arange(6) != 2", RANDOM).replace(*seeded))
-    made = captured_file(path)
-    odd = build(made, plan_for(made, 2, "1f1b", 2, 8), tmp_path / "odd" / "run")
-    found = begun(odd, safetensors(other, tmp_path))
-    assert torch.equal(found["mask"], made.workload.build_model().mask)
-    assert torch.equal(found["words.weight"], other.words.weight)
+    subject = captured_file(path)
+    odd = build(subject, plan_for(subject, 2, "1f1b", 2, 8), tmp_path / "odd" / "run")
+    weights = begun(odd, safetensors(other, tmp_path))
+    assert torch.equal(weights["mask"], subject.workload.build_model().mask)
+    assert torch.equal(weights["words.weight"], other.words.weight)
 
 
 def test_a_parameter_with_two_names_stays_one_without_memory() -> None:
@@ -202,24 +204,24 @@ def test_a_parameter_with_two_names_stays_one_without_memory() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def refused(made: Pipeline, path: Path, **options: Any) -> tuple[str, str]:
+def refused(trained: Pipeline, path: Path, **options: Any) -> tuple[str, str]:
     with pytest.raises((RunError, ArtifactError)) as caught:
-        weights_of(str(path), made.captured.capture.graph, made.captured.workload, **{"trust": False, **options})
+        weights_of(str(path), trained.captured.capture.graph, trained.captured.workload, **{"trust": False, **options})
     assert caught.value.exit_code == 1
     return caught.value.what, caught.value.remedy
 
 
 def test_weights_that_do_not_fit_are_refused_by_the_first_parameter(
-    made: Pipeline, other: nn.Module, tmp_path: Path
+    trained: Pipeline, other: nn.Module, tmp_path: Path
 ) -> None:
-    held = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     path = tmp_path / "x.safetensors"
-    save_file({n: t for n, t in held.items() if not n.startswith("blocks.4.0")}, path)
-    assert "the weights lack 'blocks.4.0.weight' (2 of" in refused(made, path)[0]
-    save_file({**held, "blocks.1.0.bias": torch.zeros(7)}, path)
-    assert refused(made, path)[0] == "blocks.1.0.bias is [7] in the weights and [6] in the model"
+    save_file({n: t for n, t in state.items() if not n.startswith("blocks.4.0")}, path)
+    assert "the weights lack 'blocks.4.0.weight' (2 of" in refused(trained, path)[0]
+    save_file({**state, "blocks.1.0.bias": torch.zeros(7)}, path)
+    assert refused(trained, path)[0] == "blocks.1.0.bias is [7] in the weights and [6] in the model"
     save_file({"something": torch.zeros(1)}, path)
-    what, remedy = refused(made, path)
+    what, remedy = refused(trained, path)
     assert "the weights lack 'words.weight'" in what and "such as 'something'" in remedy
 
 
@@ -233,44 +235,44 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_no_file_is_trusted_to_run_anything(made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+def test_no_file_is_trusted_to_run_anything(trained: Pipeline, other: nn.Module, tmp_path: Path) -> None:
     trace = tmp_path / "it-ran"
     torch.save({**other.state_dict(), "words.weight": Bomb(trace)}, tmp_path / "x.pt")
-    what, remedy = refused(made, tmp_path / "x.pt", trust=True)
+    what, remedy = refused(trained, tmp_path / "x.pt", trust=True)
     assert "x.pt cannot be read as tensors only" in what and "never run here" in remedy
     (tmp_path / "weights").mkdir()
     path = distributed(other, tmp_path / "weights")
     torch.save(Bomb(trace), tmp_path / "bomb")
     (path / ".metadata").write_bytes((tmp_path / "bomb").read_bytes())
-    what, remedy = refused(made, path)
+    what, remedy = refused(trained, path)
     assert "reading it can run code" in what and remedy.startswith("--trust")
     assert not trace.exists()
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "folder/x.safetensors", "x.pt"])
-def test_an_index_cannot_point_elsewhere(name: str, made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+def test_an_index_cannot_point_elsewhere(name: str, trained: Pipeline, other: nn.Module, tmp_path: Path) -> None:
     safetensors(other, tmp_path)
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / INDEX).write_text(json.dumps({"weight_map": {"words.weight": name}}))
-    assert f"names {name!r}, which is not a .safetensors file in the same folder" in refused(made, folder)[0]
+    assert f"names {name!r}, which is not a .safetensors file in the same folder" in refused(trained, folder)[0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"])
-def test_a_broken_index_is_refused(text: str, made: Pipeline, tmp_path: Path) -> None:
+def test_a_broken_index_is_refused(text: str, trained: Pipeline, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(text)
-    refused(made, tmp_path)
+    refused(trained, tmp_path)
 
 
-def test_broken_files_are_refused(made: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+def test_broken_files_are_refused(trained: Pipeline, other: nn.Module, tmp_path: Path) -> None:
     for write in (safetensors, state_dict):
         path = write(other, tmp_path)
         data = path.read_bytes()
         for cut in (0, 7, 100, len(data) - 3):
             path.write_bytes(data[:cut])
-            refused(made, path)
+            refused(trained, path)
     torch.save([1, 2], tmp_path / "x.pt")
-    assert "holds no state_dict" in refused(made, tmp_path / "x.pt")[0]
-    assert "there are no weights at" in refused(made, tmp_path / "nothing")[0]
+    assert "holds no state_dict" in refused(trained, tmp_path / "x.pt")[0]
+    assert "there are no weights at" in refused(trained, tmp_path / "nothing")[0]
     (tmp_path / "empty").mkdir()
-    assert "holds no weights" in refused(made, tmp_path / "empty")[0]
+    assert "holds no weights" in refused(trained, tmp_path / "empty")[0]
