@@ -23,8 +23,6 @@ class Net(nn.Module):
         with torch.no_grad():
             theirs = self.teacher(x.flip(1))
         return (F.normalize(self.student(x), dim=1) - F.normalize(theirs, dim=1)).square().sum(1).mean()
-FILES = {"model.py": MODEL, "hook.py": HOOK}
-
 
 def build_model():
     return Net()
@@ -52,6 +50,7 @@ def average(named_parameters, step):
     for _, parameter in named_parameters:
         parameter.data.div_(norm)
 """
+FILES = {"model.py": MODEL, "hook.py": HOOK}
 
 
 def test_a_momentum_teacher_goes_through_every_command(commands: Commands, tmp_path: Path) -> None:

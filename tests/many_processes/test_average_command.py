@@ -23,8 +23,6 @@ class Net(nn.Module):
         self.head.weight = self.words.weight
     def forward(self, ids):
         return self.head(self.body(self.words(ids)))
-FILES = {"model.py": MODEL}
-
 
 def build_model():
     return Net()
@@ -41,6 +39,7 @@ def data(batch_size=8):
 
 evaluate_data = data
 """
+FILES = {"model.py": MODEL}
 
 
 def test_averaged_weights_go_through_every_command(commands: Commands, tmp_path: Path, monkeypatch) -> None:

@@ -26,7 +26,6 @@ class Net(nn.Module):
         for block in self.h:
             x = x + torch.relu(block(x))
         return dict(loss=F.cross_entropy(self.o(x), y) * alpha)
-FILES = {"model.py": MODEL}
 
 
 def build_model():
@@ -45,6 +44,7 @@ def data(batch_size=6):
         x, y = torch.randn(batch_size, 16, generator=g), torch.randint(0, 7, (batch_size,), generator=g)
         yield dict(x=x, y=y, alpha=0.5 if i < 3 else 1.5, **(dict(extra=x * 2) if i == 1 else {}))
 """
+FILES = {"model.py": MODEL}
 
 
 def test_a_number_and_a_key_that_change_train_as_in_a_plain_loop(commands: Commands, tmp_path: Path) -> None:

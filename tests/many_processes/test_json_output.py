@@ -28,7 +28,6 @@ class Net(nn.Module):
     def forward(self, x):
         print("printed in the forward")
         return self.layers(x)
-FILES = {"model.py": PRINTING}
 
 
 def build_model():
@@ -51,6 +50,7 @@ def data(batch_size=8):
 evaluate_data = data
 """
 SIZES = ["--gpus", "2", "--device", "cpu", "--batch-size", "8", "--microbatch-sizes", "2", "--num-microbatches", "4"]
+FILES = {"model.py": PRINTING}
 
 
 @pytest.mark.timeout(600)

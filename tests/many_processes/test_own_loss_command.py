@@ -11,8 +11,6 @@ from support.commands import Commands
 MODEL = """
 import torch
 from torch import nn
-FILES = {"model.py": MODEL, "arcface.py": LOSS}
-
 
 def build_model():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 12))
@@ -36,6 +34,7 @@ class ArcFace(nn.Module):
     def forward(self, output, target):
         return F.cross_entropy(self.scale.exp() * F.normalize(output) @ F.normalize(self.weight).T, target)
 """
+FILES = {"model.py": MODEL, "arcface.py": LOSS}
 
 
 def test_a_loss_with_parameters_goes_through_every_command(commands: Commands, tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ MODEL = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-FILES = {"model.py": MODEL}
-
 
 def build_model():
     return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16))
@@ -37,6 +35,7 @@ def optimizer(named_parameters):
 def evaluate_data(batch_size=8):
     yield from (item for item, _ in zip(data(batch_size), range(3)))
 """
+FILES = {"model.py": MODEL}
 
 
 def test_a_token_mean_is_that_of_the_whole_batch(commands: Commands, tmp_path: Path, monkeypatch) -> None:
