@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -93,10 +92,10 @@ class Commands:
 
     def run(self, *arguments: str, code: int = 0, seconds: float = 120) -> tuple[str, str]:
         """Return what a command prints, to stdout and stderr, having ended with ``code``."""
-        ended, out, err = run_warm(arguments, self.folder, self._environment(), self.temporary, seconds)
-        assert ended == code, (ended, out, err)
-        assert "Traceback" not in err
-        return out, err
+        done = run_warm(AUTOPIPE, *arguments, cwd=self.folder, env=self._environment(), timeout=seconds)
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+        return done.stdout, done.stderr
 
     def document(self, *arguments: str, code: int = 0, seconds: float = 120) -> dict[str, Any]:
         """Return the JSON document of a command."""
@@ -105,13 +104,11 @@ class Commands:
         return document
 
     def plain_loop(self, *arguments: str, steps: int) -> str:
-        """Start the plain loop of ``run``, which has so many steps, in a fresh interpreter; return its output."""
+        """Start the plain loop of ``run``, which has so many steps, without autopipe; return its output."""
         if not (self.folder / "loop.py").exists():
             assert self.document("plain", "run", "-o", "loop.py")["steps"] == steps
-        command = [sys.executable, "loop.py", *arguments]
-        done = subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, timeout=120, env=self._environment(), check=False
-        )
+        loop = str(self.folder / "loop.py")
+        done = run_warm(loop, *arguments, cwd=self.folder, env=self._environment(), without="autopipe")
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

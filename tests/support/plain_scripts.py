@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,12 @@ from safetensors.torch import save_file
 
 from autopipe.commands.plain.plain import Subject, written
 from support.pipelines import Captured, build
+from support.warm import run_warm
 
 
 def run(loop: Path, *arguments: str) -> str:
     """Run a script where autopipe cannot be imported."""
-    words = f"import runpy, sys; sys.modules['autopipe'] = None; sys.argv = {[loop.name, *arguments]!r}"
-    code = f"{words}; runpy.run_path({loop.name!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=loop.parent, capture_output=True, text=True)
+    done = run_warm(str(loop), *arguments, cwd=loop.parent, without="autopipe")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

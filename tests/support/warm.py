@@ -1,7 +1,7 @@
-"""Commands that start at once: a process that has imported autopipe forks for each of them.
+"""Commands and scripts that start at once: a process that has imported torch forks for each of them.
 
-A fresh interpreter needs seconds to import torch, for every command again. ``run_warm`` is for commands that only have
-to end; what a test interrupts or watches is started as a user starts it (``Commands.start``).
+A fresh interpreter needs seconds to import torch, for every command again. ``run_warm`` is for programs that a test
+only waits for; what it interrupts or watches is started as a user starts it (``Commands.start``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import json
 import os
 import random
@@ -16,40 +17,49 @@ import runpy
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
-PRELOADED = "autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"
+TORCH = "torch", "torch._dynamo", "safetensors.torch"
+COMMANDS = *TORCH, "autopipe.cli.main", "autopipe.commands.steps", "autopipe.commands.training.runs"
 
 
 def run_warm(
-    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], files: Path, seconds: float
-) -> tuple[int, str, str]:
-    """Run ``autopipe`` with these arguments; return its exit code, stdout and stderr, which go through ``files``."""
-    out, err = files / "stdout", files / "stderr"
-    request = {"arguments": list(arguments), "folder": str(folder), "environment": dict(environment)}
-    server = _server()
-    _write(server, {**request, "stdout": str(out), "stderr": str(err)})
-    pid = _read(server, 60)
-    code = _read(server, seconds)
-    if code is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, 9)
-        code = _read(server, 60)
-        raise subprocess.TimeoutExpired(["autopipe", *arguments], seconds, out.read_text(), err.read_text())
-    return code, out.read_text(), err.read_text()
+    program: str,
+    *arguments: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    without: str = "",
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program, which is a script or ``AUTOPIPE``, in a folder. ``without``: a module it cannot import."""
+    server = _server(COMMANDS if program == AUTOPIPE else TORCH)
+    command = [program, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        request = {"command": command, "folder": str(cwd), "environment": dict(os.environ if env is None else env)}
+        _write(server, {**request, "without": without, "stdout": str(out), "stderr": str(err)})
+        pid = _read(server, 60)
+        code = _read(server, timeout)
+        if code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, 9)
+            _read(server, 60)
+            raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
-        [sys.executable, "-m", "support.warm"],
+        [sys.executable, "-m", "support.warm", *modules],
         cwd=Path(__file__).parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        bufsize=0,  # so that select sees each line
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -57,12 +67,12 @@ def _server() -> subprocess.Popen[str]:
     return server
 
 
-def _write(server: subprocess.Popen[str], request: dict[str, Any]) -> None:
+def _write(server: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
     assert server.stdin is not None
-    print(json.dumps(request), file=server.stdin, flush=True)
+    server.stdin.write(json.dumps(request).encode() + b"\n")
 
 
-def _read(server: subprocess.Popen[str], seconds: float) -> Any:
+def _read(server: subprocess.Popen[bytes], seconds: float) -> Any:
     """Return the server's next number; None where it does not come in time."""
     assert server.stdout is not None
     if not select.select([server.stdout], [], [], seconds)[0]:
@@ -86,7 +96,7 @@ def _serve() -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Be a command that was started in its folder."""
+    """Run the program as if it had been started in its folder."""
     os.setsid()
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -96,15 +106,17 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None
     random.seed()
-    sys.argv = [AUTOPIPE, *request["arguments"]]
-    sys.path[0] = str(Path(AUTOPIPE).parent)
-    runpy.run_path(AUTOPIPE, run_name="__main__")
+    if request["without"]:
+        sys.modules[request["without"]] = None  # type: ignore[assignment]
+    program, *arguments = request["command"]
+    sys.argv = [program, *arguments]
+    sys.path[0] = str(Path(program).resolve().parent)
+    runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
-    import importlib
-
-    for module in PRELOADED:
+    for module in sys.argv[1:]:
         importlib.import_module(module)
     _become(_serve())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from support.opaque_cases import write
 from support.pipelines import build, captured, captured_file, plan_for
 from support.plain_scripts import compared, is_equal
+from support.warm import run_warm
 
 from autopipe.commands.plain.plain import Subject, written
 from autopipe.commands.plain.script import script
@@ -110,7 +109,7 @@ def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> No
     text, loop = written(Subject(subject.workload, plan, pipeline.context, pipeline.job, pipeline.run.stages, 2))
     assert loop.divisor is None
     (tmp_path / "loop.py").write_text(text)
-    subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, check=False)
+    run_warm(str(tmp_path / "loop.py"), cwd=tmp_path)
     saved = torch.load(tmp_path / "plain.pt", weights_only=True)
     assert saved.keys() == subject.workload.build_model().state_dict().keys()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm import run_warm
 
 from autopipe.errors import ModelFileError
 from autopipe.workload import LoadOptions, Workload, load_workload
@@ -46,7 +46,7 @@ def load(path: Path) -> Workload:
 
 
 def runs_as_a_script(path: Path) -> bool:
-    return subprocess.run([sys.executable, str(path)], capture_output=True, check=False).returncode == 0
+    return run_warm(str(path), cwd=Path.cwd()).returncode == 0
 
 
 WAYS = {
@@ -142,5 +142,5 @@ def test_the_plain_loop_imports_such_a_file_too(write: Write, tmp_path: Path, ru
         path = write("run/toykit.py", head + "from toykit import make\n" + HOOKS)
     done = run("plain", str(path), "--batch-size", "4", "--num-microbatches", "2", "--steps", "1", "-o", "loop.py")
     assert done.exit_code == 0, done.stderr
-    printed = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, check=False, text=True)
+    printed = run_warm(str(tmp_path / "loop.py"), cwd=tmp_path)
     assert printed.stdout.startswith("step 1: loss "), printed.stderr
