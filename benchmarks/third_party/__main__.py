@@ -29,6 +29,7 @@ AUTOPIPE = Path(sys.executable).with_name("autopipe")
 OPTIONS = "--gpus 3 --schedule 1f1b --device cpu --steps 2 --batch-size 8 --num-microbatches 4 --replicas never --json"
 ENDS = ("exact", "equal", "refused", "absent", "timeout", "crashed", "wrong")
 BAD = ("crashed", "wrong")
+BUGS = ("Bug", "InternalError")  # types of errors in the JSON document of autopipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def row_of(model: Model, stdout: str, seconds: float) -> Row:
     message = str(failure["what"]) + (f" — at {failure['at']}" if failure.get("at") else "")
     if "ModuleNotFoundError" in message:
         end = "absent"
-    elif failure["type"] == "Bug" or message.startswith("code of yours raised"):
+    elif failure["type"] in BUGS:
         end = "crashed"
     else:
         end = "refused"

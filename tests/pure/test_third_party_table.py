@@ -33,6 +33,7 @@ def test_names_of_the_tables_are_functions_of_their_file(model: Model) -> None:
         ({"equal": False, "bitwise": False, "max_relative_error": 0.5}, "wrong"),
         ({"error": {"type": "TraceError", "what": "the forward draws", "at": "m.py:3", "try": "x"}}, "refused"),
         ({"error": {"type": "Bug", "what": "KeyError: 3"}}, "crashed"),
+        ({"error": {"type": "InternalError", "what": "no such version"}}, "crashed"),
         ({"error": {"type": "ModelFileError", "what": "ModuleNotFoundError: no einops", "at": "m.py"}}, "absent"),
     ],
 )

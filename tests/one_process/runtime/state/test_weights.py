@@ -92,7 +92,7 @@ def test_as_many_old_versions_are_held_as_the_staleness(staleness: int) -> None:
     for version in versions.versions:
         versions.use(version)
         assert module.w.item() == version
-    with pytest.raises(AutopipeError, match="weight version 0 is not held"):
+    with pytest.raises(AutopipeError, match="weight version 0 is not stored"):
         versions.use(0)
 
 
