@@ -1,1 +1,1 @@
-"""Checkpoints: the manifest, writing while training goes on, and weights from other formats."""
+"""Checkpoints: the manifest, background writing, and weights from other formats."""
