@@ -171,11 +171,11 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
     from autopipe.commands.training import together
     from autopipe.commands.training.placement import placed, rehearse
 
-    settings = together.joined(settings, os.environ)
+    settings = together.with_identity(settings, os.environ)
     if settings.launch.dry_run:
         launching.show(terminal, rehearse(settings))
         return 0
-    if together.follows(settings):
+    if together.is_follower(settings):
         terminal.json = False  # rank 0 prints the one document
         return together.follow(settings)
     from autopipe.commands.training import runs
@@ -183,7 +183,7 @@ def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
 
     from .live import watching
 
-    with together.leading(settings) as (led, rendezvous), watching(terminal) as events:
+    with together.lead(settings) as (led, rendezvous), watching(terminal) as events:
         result = runs.train(placed(led), events, rendezvous)
     terminal.table(tables.training(result), *tables.peaks(result))
     terminal.document("train", documents.train(result))

@@ -1,4 +1,4 @@
-"""What this machine and other hosts have, and a fix for everything that is wrong with them."""
+"""``doctor``: the findings about this machine and other hosts, each problem with a fix."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no finding is a problem."""
         return all(finding.state != "problem" for finding in self.findings)
 
 
 def examine(work_dir: Path, progress: Progress | None = None) -> Examination:
-    """Look at everything that a run needs here."""
+    """Examine everything that a run needs on this machine."""
     if progress is not None:
         progress("looking at this machine", 0.0)
     return Examination((*_python(), *_torch(), *_machine(), *_optional(), *_disk(work_dir)))
 
 
 def examine_hosts(settings: LaunchSettings, progress: Progress | None = None) -> Examination:
-    """Look at what a run on these hosts needs: that they can be reached, fit together, and reach one another."""
+    """Examine what a run on these hosts needs: that they are reachable, compatible, and reach one another."""
     from autopipe.launch.remote import preflight
     from autopipe.launch.remote.agent_pool import AgentPool
 
@@ -62,11 +62,11 @@ def examine_hosts(settings: LaunchSettings, progress: Progress | None = None) ->
     try:
         pool = AgentPool([host.name for host in settings.hosts], settings)
         try:
-            found = preflight.survey(pool, settings, devices=True)
-            findings += preflight.versions(found)
-            findings += preflight.memory(found, [()] * len(found.hosts), devices=any(f["gpus"] for f in found.facts))
-            findings += preflight.clocks(found)
-            findings += preflight.reachable(pool, found)
+            survey = preflight.survey(pool, settings, devices=True)
+            findings += preflight.versions(survey)
+            findings += preflight.memory(survey, [()] * len(survey.hosts), devices=any(f["gpus"] for f in survey.facts))
+            findings += preflight.clocks(survey)
+            findings += preflight.reachable(pool, survey)
         finally:
             pool.close()
     except RunError as error:
@@ -92,8 +92,8 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch", "problem" if old else "ok", torch.__version__, "pip install 'torch>=2.11'" if old else "")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(index)
-            yield Finding(f"cuda:{index}", "ok", f"{found.name}, {in_bytes(found.total_memory)}")
+            device = torch.cuda.get_device_properties(index)
+            yield Finding(f"cuda:{index}", "ok", f"{device.name}, {in_bytes(device.total_memory)}")
     elif torch.version.cuda:
         fix = "check the driver with nvidia-smi, or use --device cpu"
         yield Finding("cuda", "note", f"this torch is built for CUDA {torch.version.cuda}; no device answers", fix)
@@ -105,11 +105,11 @@ def _torch() -> Iterator[Finding]:
 def _transports() -> Iterator[Finding]:
     from autopipe.runtime.transport.distributed import backends
 
-    for name, found in backends().items():
+    for name, available in backends().items():
         needed = name == "gloo"
-        state = "ok" if found else "problem" if needed else "note"
-        fix = "install a torch that has gloo" if needed and not found else ""
-        yield Finding(name, state, "available" if found else "not in this torch", fix)
+        state = "ok" if available else "problem" if needed else "note"
+        fix = "install a torch that has gloo" if needed and not available else ""
+        yield Finding(name, state, "available" if available else "not in this torch", fix)
 
 
 def _machine() -> Iterator[Finding]:
@@ -120,8 +120,8 @@ def _machine() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     short = memory.available < LEAST_MEMORY_BYTES
     fix = "end other programs, or use fewer ranks" if short else ""
-    found = f"{in_bytes(memory.available)} of {in_bytes(memory.total)} available"
-    yield Finding("memory", "problem" if short else "ok", found, fix)
+    amount = f"{in_bytes(memory.available)} of {in_bytes(memory.total)} available"
+    yield Finding("memory", "problem" if short else "ok", amount, fix)
 
 
 def _optional() -> Iterator[Finding]:

@@ -1,8 +1,7 @@
-"""Evaluation where a model takes another way in evaluation mode: stage code of its own beside that of training.
+"""Stage code for evaluation, for models whose graph differs in evaluation mode.
 
-Where only arguments differ (dropout's probability), the stage files hold both. Where other calls are made (drop-path,
-layerdrop), the model is captured a second time, in evaluation mode, and cut like the plan; see
-``runtime.batches.recordings``.
+If only arguments differ (dropout's probability), the stage files hold both. If the calls differ (drop-path, layerdrop),
+the model is captured a second time, in evaluation mode, and cut like the plan; see ``runtime.batches.recordings``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from autopipe.workload import Workload
 
 
 def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> str:
-    """Write the stage code of evaluation where it needs its own. Return why there can be none, "" where there is."""
+    """Write separate stage code for evaluation if it is needed. Return the reason if it cannot be made, else ""."""
     note, folder = model.capture.evaluation_note, work.store.stages / EVALUATION
     shutil.rmtree(folder, ignore_errors=True)
     if not note:
@@ -42,15 +41,15 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
 
 
 def note_of(model: Model, work: Work) -> str:
-    """Return why the stages that are there cannot evaluate, "" where they can."""
+    """Return the reason why the stored stages cannot evaluate, or ""."""
     there = (work.store.stages / EVALUATION / "plan.json").is_file()
     return "" if there else model.capture.evaluation_note
 
 
 def refuse_impossible(workload: Workload, note: str, batch_size: int | None, remedy: str) -> None:
-    """Refuse an evaluation that no rank could make, before one is started. ``note``: why the stages cannot, or "".
+    """Refuse an impossible evaluation before ranks start. ``note``: the reason why the stages cannot evaluate, or "".
 
-    Raises: RunError with that reason; ModelFileError where there is no evaluation data, or not in such batches.
+    Raises: RunError with that reason; ModelFileError if evaluation data is missing, or not in batches of this size.
     """
     if note:
         raise RunError(f"this model cannot be evaluated in stages: {note}", remedy=remedy)

@@ -1,7 +1,7 @@
-"""A checkpoint's weights for everybody else: under the model's own names, in the formats that people load.
+"""Exports of a checkpoint's weights, under the model's own names, in the usual formats.
 
 ===============  ========================================================================================
-format           what is written
+format           content
 ===============  ========================================================================================
 ``safetensors``  one file; ``model.load_state_dict(load_file(...), strict=True)``
 ``pt``           one file by ``torch.save``; ``torch.load(..., weights_only=True)``
@@ -9,7 +9,7 @@ format           what is written
 ``dcp``          a folder as ``torch.distributed.checkpoint`` has it; ``dcp.load(model.state_dict(), ...)``
 ===============  ========================================================================================
 
-What is written appears whole or not at all, and never in the place of something else than an earlier export.
+An export is written completely or not at all, and replaces nothing but an earlier export.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from autopipe.runtime.job import RunDirectory
 
 SHARD_BYTES = 5 * 10**9
 _FOLDERS = ("hf", "dcp")
-# the files of an export in a folder; one that holds a tokenizer, too, is not ours to replace
+# the files of an export in a folder; a folder with other files, such as a tokenizer, is not replaced
 _EXPORTED = re.compile(rf"{re.escape(INDEX)}|model-\d+-of-\d+\.safetensors|\.metadata|__\d+_\d+\.distcp")
 
 
 def export(settings: ExportSettings) -> ExportResult:
     """Write the weights of a checkpoint, under every name of the untouched model's ``state_dict``.
 
-    Raises: RunError for a name that says no format, or a place that is taken; ArtifactError for a damaged checkpoint.
+    Raises: RunError for an unknown suffix, or an output that exists; ArtifactError for a damaged checkpoint.
     """
     kind = _format(settings)
     _refuse_taken(settings.output, kind)
@@ -82,12 +82,12 @@ def export(settings: ExportSettings) -> ExportResult:
 
 def _format(settings: ExportSettings) -> str:
     """Return the format that is meant. Raises: RunError where the name of the output says none."""
-    suffix, said = settings.output.suffix, settings.format
+    suffix, requested = settings.output.suffix, settings.format
     by_name = {".safetensors": "safetensors", ".pt": "pt", "": "dcp"}
-    if said is not None:
-        if said not in EXPORT_FORMATS:
-            raise RunError(unknown_choice("format", said, EXPORT_FORMATS))
-        return said
+    if requested is not None:
+        if requested not in EXPORT_FORMATS:
+            raise RunError(unknown_choice("format", requested, EXPORT_FORMATS))
+        return requested
     if suffix not in by_name:
         raise RunError(
             f"{settings.output} ends in {suffix}",
@@ -97,7 +97,7 @@ def _format(settings: ExportSettings) -> str:
 
 
 def _refuse_taken(output: Path, kind: str) -> None:
-    """Refuse to put an export where something else is. Raises: RunError."""
+    """Refuse to replace anything but an earlier export. Raises: RunError."""
     if kind not in _FOLDERS:
         if output.is_dir():
             raise RunError(f"{output} is a folder", remedy="name a file, or --format hf or dcp")
@@ -110,7 +110,7 @@ def _refuse_taken(output: Path, kind: str) -> None:
 
 
 def _refuse_sparse(tensors: _Tensors, kind: str) -> None:
-    """Refuse a format that holds dense tensors alone. Raises: RunError naming the tensor."""
+    """Refuse a format that cannot hold sparse tensors. Raises: RunError naming the tensor."""
     stored_sparse = [] if kind == "pt" else tensors.sparse
     if stored_sparse:
         raise RunError(
@@ -131,47 +131,47 @@ def _checkpoint(run: RunDirectory, step: int | None) -> Checkpoint:
 
 
 def _model(run: RunDirectory, source: Checkpoint, named: ModelSettings) -> nn.Module:
-    """Return the run's model, without memory for its parameters where all that is wanted of it is in the checkpoint.
+    """Return the run's model, without memory for its parameters if the checkpoint has all tensors.
 
-    Raises: RunError where it is not the model of the run, or the run names code that the user has not.
+    Raises: RunError if it is not the model of the run, or the run names code that the user has not named.
     """
     workload, graph = model_of(run, named, "export", hooks=()), run.graph()
-    model, held = skeleton(workload), set(source.names)
+    model, saved = skeleton(workload), set(source.names)
     own = run.plan().workload.hooks
     if "loss" in own and not named.is_given and graph.parameters.keys() - dict(model.named_parameters()):
         # an option named a loss with parameters of its own
         workload = model_of(run, named, "export", hooks=("loss",))
         model = skeleton(workload)
     wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
-    if not all(f"model.{name}" in held or name in graph.parameters for name in wanted):
+    if not all(f"model.{name}" in saved or name in graph.parameters for name in wanted):
         model = workload.build_model()
     refuse_other_parameters(graph, model, run.path)
     return model
 
 
 class _Tensors:
-    """What the file holds: each key of the model's ``state_dict``, read from the checkpoint when it is written."""
+    """The tensors to export: each key of the model's ``state_dict``, read from the checkpoint on demand."""
 
     def __init__(self, source: Checkpoint, graph: Graph, model: nn.Module, *, averaged: bool) -> None:
         self._source, self._state = source, model.state_dict()
         self.keys = tuple(self._state)
-        held = set(source.names)
+        saved = set(source.names)
         self._names = {key: f"model.{graph.aliases.get(key, key)}" for key in self.keys}
         missing = [
             key
             for key, name in self._names.items()
-            if name not in held and graph.aliases.get(key, key) in graph.parameters
+            if name not in saved and graph.aliases.get(key, key) in graph.parameters
         ]
         if missing:
             raise RunError(
                 f"the checkpoint lacks parameter {missing[0]!r} ({len(missing)} missing)", where=str(source.directory)
             )
-        self._held, self._averaged = held, averaged
+        self._held, self._averaged = saved, averaged
         if averaged:  # buffers, and parameters that never change, have none
             refuse_without_averages(source)
             for key, name in self._names.items():
                 average = PREFIX + name.removeprefix("model.")
-                self._names[key] = average if average in held else name
+                self._names[key] = average if average in saved else name
 
     @property
     def sparse(self) -> list[str]:
@@ -184,13 +184,13 @@ class _Tensors:
         return tensor.numel() * tensor.element_size()
 
     def read(self, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Return some of them, each with memory of its own. A buffer that no stage reads is as the model was built."""
+        """Return some of the tensors, each with its own memory. A buffer that no stage reads has its initial value."""
         stored = sorted({self._names[key] for key in keys if self._names[key] in self._held})
         read = self._source.read(stored)
-        found = {key: read.get(self._names[key], self._state[key]) for key in keys}
+        tensors = {key: read.get(self._names[key], self._state[key]) for key in keys}
         if self._averaged:  # an average may be more exact than the model
-            found = {key: tensor.to(self._state[key].dtype) for key, tensor in found.items()}
-        return {key: (t if sparse.is_sparse(t) else t.contiguous()).clone() for key, t in found.items()}
+            tensors = {key: tensor.to(self._state[key].dtype) for key, tensor in tensors.items()}
+        return {key: (t if sparse.is_sparse(t) else t.contiguous()).clone() for key, t in tensors.items()}
 
 
 def _write_safetensors(path: Path, tensors: _Tensors) -> None:
@@ -214,7 +214,7 @@ def _write_hf(path: Path, tensors: _Tensors) -> None:
 
 
 def _shards(tensors: _Tensors) -> Iterator[tuple[str, ...]]:
-    """Part the keys into files of at most ``SHARD_BYTES``, or of one tensor that is larger."""
+    """Split the keys into files of at most ``SHARD_BYTES``, or of one larger tensor."""
     shard: list[str] = []
     size = 0
     for key in tensors.keys:
@@ -234,7 +234,7 @@ _WRITE = {"safetensors": _write_safetensors, "pt": _write_pt, "hf": _write_hf, "
 
 
 def _share(path: Path) -> None:
-    """Give an export the mode that any new file has: safetensors writes files that only their owner can read."""
+    """Give an export the mode of a new file: safetensors writes files that only their owner can read."""
     mask = os.umask(0)
     os.umask(mask)
     for file in (path, *path.rglob("*")) if path.is_dir() else (path,):

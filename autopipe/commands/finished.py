@@ -1,4 +1,4 @@
-"""What can be done with a run that has a checkpoint: find it, evaluate it in its stages."""
+"""Use a run that has a checkpoint: find it, load its model, evaluate it in stages."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ from autopipe.workload.target.targets import in_full
 
 
 def find_run(given: Path | None, work_dir: Path) -> Path:
-    """Return the run that is meant: the one given, or the newest of the work directory that has a checkpoint.
+    """Return the given run, or the newest of the work directory that has a checkpoint.
 
-    Raises: RunError where there is none.
+    Raises: RunError without such a run.
     """
     if given is not None:
         if not (given / "job.json").is_file():
-            raise RunError(f"{given} is no run: it has no job.json", remedy="name a directory that autopipe train made")
+            raise RunError(
+                f"{given} is not a run: it has no job.json", remedy="name a directory that autopipe train made"
+            )
         return given
     runs = work_dir / "runs"
     candidates = sorted(path for path in runs.iterdir() if (path / "job.json").is_file()) if runs.is_dir() else []
@@ -49,9 +51,9 @@ def find_run(given: Path | None, work_dir: Path) -> Path:
 def model_of(
     run: RunDirectory, named: ModelSettings, command: str, *, hooks: Collection[str] | None = None
 ) -> Workload:
-    """Load the model of a run: as it is named again, else as the run has it. ``hooks``: those that are wanted, or all.
+    """Load the model of a run, as named again or as the run has it. ``hooks``: the hooks to load; None for all.
 
-    Raises: RunError where the run names code that the user has not; ModelFileError as ``Workload``.
+    Raises: RunError if the run names code that the user has not named; ModelFileError as ``Workload``.
     """
     spec = run.plan().workload
     if hooks is not None:
@@ -72,8 +74,8 @@ def model_of(
 def evaluate(settings: EvaluateSettings, events: Events | None = None) -> EvaluateResult:
     """Run the evaluation data through the stages of a run, from its newest checkpoint.
 
-    Raises: RunError where the stages cannot evaluate, with the reason, or where the run's code is not the user's;
-    ModelFileError where the data is missing.
+    Raises: RunError if the stages cannot evaluate, or the run's code is not the user's; ModelFileError if the data is
+    missing.
     """
     run = RunDirectory(find_run(settings.run, settings.work_dir))
     job, plan = run.job(), run.plan()
@@ -115,11 +117,11 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
                 averaged=settings.averaged,
             )
         )
-    found = listener.evaluation
+    totals = listener.evaluation
     return EvaluateResult(
-        loss=found["loss"],
-        samples=found["samples"],
-        batches=found["batches"],
+        loss=totals["loss"],
+        samples=totals["samples"],
+        batches=totals["batches"],
         seconds=time.time() - start,
         run_dir=str(run.path),
         step=step[0],
@@ -127,9 +129,9 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
 
 
 def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> RunDirectory:
-    """Return a copy of a run whose stage files are written from the model that the user has named.
+    """Return a copy of a run, with stage files generated from the model that the user has named.
 
-    Raises: RunError where it is not the model of the run.
+    Raises: RunError if it is not the model of the run.
     """
     job, plan, graph = run.job(), run.plan(), run.graph()
     lengths = len(graph.symbols) > 1

@@ -1,8 +1,8 @@
-"""One command at a time in a directory: a lock that the kernel takes back when its holder ends, however it ends.
+"""One command at a time in a directory, by a lock that the kernel releases when its holder ends for any reason.
 
-Two runs in one directory would write each other's checkpoints; two commands that profile, plan or generate in one work
-directory would exchange the files under each other: each file is written whole, but a plan, its record and its stage
-files are several. So whoever comes second is refused, with the process that is there.
+Two runs in one directory would overwrite each other's checkpoints. Two commands that profile, plan or generate in one
+work directory would mix their files: each file is written atomically, but a plan has a record and stage files too. So
+the second command is refused, with the process that holds the lock.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 from autopipe.errors import RunError
 
-# a file system without locks (some network ones): nothing is held, and nothing is refused
+# some network file systems have no locks: then no command is refused
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 @contextlib.contextmanager
-def only_one(directory: Path, doing: str) -> Iterator[None]:
-    """Hold ``directory/lock``. ``doing``: what this command does there, for whoever is refused.
+def only_one(directory: Path, activity: str) -> Iterator[None]:
+    """Hold ``directory/lock``. ``activity``: of this command, for the error message of a command that is refused.
 
-    The file stays when the lock is given back: removing it could take another's lock away.
+    The file remains when the lock is released: removing it could remove the lock of another process.
 
-    Raises: RunError naming the process that holds it, or why the directory cannot be written.
+    Raises: RunError with the process that holds the lock, or the reason why the directory cannot be written.
     """
     path = directory / "lock"
     try:
@@ -48,9 +48,9 @@ def only_one(directory: Path, doing: str) -> Iterator[None]:
         ) from None
     try:
         _take(descriptor, directory, path)
-        with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+        with contextlib.suppress(OSError):  # a full disk: the lock holds nevertheless
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_this_process(doing)).encode() + b"\n", 0)
+            os.pwrite(descriptor, json.dumps(_this_process(activity)).encode() + b"\n", 0)
         yield
     finally:
         os.close(descriptor)
@@ -70,14 +70,14 @@ def _take(descriptor: int, directory: Path, path: Path) -> None:
             raise RunError(f"{directory} cannot be locked: {error.strerror}", where=str(path)) from None
 
 
-def _this_process(doing: str) -> dict[str, object]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "doing": doing}
+def _this_process(activity: str) -> dict[str, object]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "doing": activity}
 
 
 def _holder(descriptor: int) -> str:
-    """Say who holds a lock, as far as its file tells."""
+    """Return a description of the process that holds a lock, from its file."""
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {found['pid']} on {found['host']} {found['doing']} there"
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {holder['pid']} on {holder['host']} {holder['doing']} there"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process works there"

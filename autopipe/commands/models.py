@@ -1,4 +1,4 @@
-"""Settings -> the user's model, captured; and its profile, measured only where the stored one no longer holds."""
+"""Settings -> the captured model, and its profile, which is measured only if the stored one is out of date."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TOO_LARGE = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The user's model file, loaded, and what was captured of it. ``built``: the model, as it was built."""
+    """The user's model: its workload, its capture, and the module itself."""
 
     workload: Workload
     capture: Capture
@@ -52,11 +52,11 @@ def load_model(
     stored: Profile | None = None,
     minibatch: Minibatch | None = None,
 ) -> Model:
-    """Load the model that is meant and capture it. ``stored``: what was found of it before, which is not found anew.
+    """Load and capture the model. ``stored``: its earlier profile, whose findings are reused if the graph is the same.
 
-    ``minibatch``: how its batches are asked for and cut, where that is known.
+    ``minibatch``: the batch size and the number of microbatches, if known.
 
-    Raises: RunError where no model was ever named.
+    Raises: RunError if no model was ever named.
     """
     work.progress(f"importing the model: {settings.model.target}".removesuffix(": "), 0.0)
     with loading_within_memory(settings.model.target, _TOO_LARGE):
@@ -100,7 +100,7 @@ def load_model(
         work.notes.append("each batch is trained whole: the model fails on a part of one")
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     if stored is not None and stored.graph.digest == captured.graph.digest:
-        # between which lengths the graph is the model, and how exactly, was found out on real batches
+        # the range of lengths and the exactness of the graph were tested on real batches
         known = dataclasses.replace(
             captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact, homes=stored.graph.homes
         )
@@ -109,7 +109,7 @@ def load_model(
 
 
 def _refuse_misfit(workload: Workload) -> None:
-    """Run the model on one batch of its data, plainly: where that fails too, it says better what is wrong.
+    """Run the unmodified model on one batch of its data: if that fails too, its error is the better message.
 
     Raises: ModelFileError with the shapes of the batch and the user's line.
     """
@@ -144,15 +144,15 @@ def _not_cut(workload: Workload) -> ModelFileError | None:
 
 
 def keeps_decisions(work: Work) -> bool:
-    """Tell whether the stored profile is of a model captured with ``--allow-data-dependent``."""
-    stored = work.found(Profile, work.store.profile)
+    """Return whether the model of the stored profile was captured with ``--allow-data-dependent``."""
+    stored = work.load(Profile, work.store.profile)
     return stored is not None and "decisions kept" in stored.graph.captured_by
 
 
 def _workload(model: ModelSettings, work: Work) -> Workload:
-    """Load the model that the command line names, else the one of the stored profile.
+    """Load the model that the settings name, else the one of the stored profile.
 
-    Raises: RunError where no model was ever named, or the profile names code that the user has not.
+    Raises: RunError if no model was ever named, or the profile names code that the user has not named.
     """
     hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
     if model.is_given:
@@ -202,9 +202,9 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
     else:
         wanted = settings.microbatch_sizes or _usable(model, sizes, work)
     if settings.estimate:
-        found = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
+        profile = estimate(model.capture, model.workload, microbatch_sizes=wanted, progress=work.progress)
     else:
-        found = measure(
+        profile = measure(
             model.capture,
             model.workload,
             device=settings.device or "auto",
@@ -213,13 +213,13 @@ def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tu
             progress=work.progress,
         )
     # so that a plan can be made later without the model file
-    found = dataclasses.replace(found, batch_size=model.workload.num_samples(model.workload.example_item(None)))
-    artifact.save(found, work.store.profile)
-    return found
+    profile = dataclasses.replace(profile, batch_size=model.workload.num_samples(model.workload.example_item(None)))
+    artifact.save(profile, work.store.profile)
+    return profile
 
 
 def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]:
-    """Return the sizes to measure: what the model does not take in training, such as one sample, is not fed here."""
+    """Return the sizes to measure: those that the model accepts in training, which may exclude one sample."""
     least = min(sizes, default=1)
     wanted = sorted({*(size for size in MICROBATCH_SIZES if size >= least), *sizes})
     if any(parameter.is_meta for parameter in model.built.parameters()):
@@ -237,12 +237,12 @@ def ensure_profile(
     accept: Callable[[Graph], None] | None = None,
     minibatch: Minibatch | None = None,
 ) -> tuple[Model, Profile]:
-    """Return the model and its profile: the stored one where model, device and sizes are still the same.
+    """Return the model and its profile: the stored one if model, device and sizes are unchanged.
 
-    ``accept``: raises where the captured model is refused; called before it is measured. ``minibatch``: see
+    ``accept``: raises to refuse the captured model; called before it is measured. ``minibatch``: see
     ``load_model``.
     """
-    stored = work.found(Profile, work.store.profile)
+    stored = work.load(Profile, work.store.profile)
     # a graph that was verified once, and is the same again, needs no second proof
     model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored, minibatch=minibatch)
     reason = "no profile found" if stored is None else _stale(stored, model, settings)
@@ -253,17 +253,17 @@ def ensure_profile(
         accept(model.capture.graph)
     if stored is not None and reused:
         work.notes.append(f"profile of {stored.graph.name} reused")
-        # a seed or a learning rate of this command alone: not written down
+        # a seed or a learning rate given to this command only is not stored
         return model, dataclasses.replace(stored, workload=model.workload.spec)
-    found = measure_model(model, settings, work, sizes)
+    profile = measure_model(model, settings, work, sizes)
     work.notes.append(
-        f"profiled {counted(len(found.graph.nodes), 'op')}, captured by {found.graph.captured_by} ({reason})"
+        f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {profile.graph.captured_by} ({reason})"
     )
-    return model, found
+    return model, profile
 
 
 def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
-    """Return why a stored profile no longer holds, "" where it does."""
+    """Return why a stored profile is out of date, or ""."""
     if stored.device.kind == COUNTED and not settings.estimate:
         return "the stored one was counted and not timed"
     if stored.graph.digest != model.capture.graph.digest:
@@ -285,8 +285,8 @@ def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
 
 
 def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:
-    """Return the part of a spec that decides what the model costs: any seed and learning rate cost the same.
+    """Return the part of a spec that determines the cost of the model, without seed and learning rate.
 
-    Other dimensions of the batch make another graph.
+    Dimensions of the batch are left out too: they change the graph.
     """
     return dataclasses.replace(spec, seed=0, lr=None, batch_dims=None)

@@ -1,7 +1,7 @@
-"""The steps before a run: profile, plan, generate, simulate, and ``prepare``, which does what is missing or stale.
+"""The steps before a run: profile, plan, generate, simulate, and ``prepare``, which runs the missing and stale ones.
 
-What is stale is found by capturing the model afresh: its digest is compared with the artifact's. A command that names
-a step does that step again; a step before it is taken from the work directory where it still holds.
+To find stale artifacts, the model is captured again and its digest compared with the artifact's. A command that names a
+step runs that step; earlier steps are reused from the work directory if they are still valid.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ from autopipe.workload.cutting.hook import Minibatch
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that a run starts from. ``notes``: what was done or reused; ``warnings``: of the model.
-
-    ``max_shapes``, ``allow_data_dependent``: for batches of another shape, which are captured while ranks run.
-    """
+    """The inputs of a run."""
 
     workload: Workload
     graph: Graph
@@ -64,15 +61,15 @@ class Prepared:
     record: PlanRecord
     plan: Plan
     stages: Path
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    evaluation_note: str = ""
-    max_shapes: int = MAX_SHAPES
-    allow_data_dependent: bool = False
+    notes: tuple[str, ...] = ()  # work that was done or reused
+    warnings: tuple[str, ...] = ()  # about the model
+    evaluation_note: str = ""  # the reason why the stages cannot evaluate, or ""
+    max_shapes: int = MAX_SHAPES  # further shapes of batches, which are captured while ranks run
+    allow_data_dependent: bool = False  # for those captures
 
     @property
     def cluster(self) -> Cluster:
-        """What the ranks run on."""
+        """The devices and links of the ranks."""
         return self.record.cluster
 
 
@@ -81,51 +78,52 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
     with only_one(settings.work_dir, "measures a model"):
         work = Work.begin(settings.work_dir, progress)
         model = load_model(settings, work, verify=settings.verify, minibatch=Minibatch())
-        found = measure_model(model, settings, work)
-        work.notes.append(f"profiled {counted(len(found.graph.nodes), 'op')}, captured by {model.capture.method}")
-        return ProfileResult(found, str(work.store.profile), tuple(work.notes), model.capture.notes)
+        profile = measure_model(model, settings, work)
+        work.notes.append(f"profiled {counted(len(profile.graph.nodes), 'op')}, captured by {model.capture.method}")
+        return ProfileResult(profile, str(work.store.profile), tuple(work.notes), model.capture.notes)
 
 
 def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:
-    """Plan anew and write plan.json.
+    """Make a plan and write plan.json.
 
-    Where neither a model nor a measurement is named, from the stored profile alone, wherever it was taken: the model
-    file is not looked at. Else from a profile that is measured where the stored one no longer holds.
+    If no option names a model or a measurement, the stored profile is used, wherever it was taken, and the model file
+    is
+    not read. Otherwise the profile is measured again if the stored one is out of date.
     """
     with only_one(settings.work_dir, "plans"):
         work = Work.begin(settings.work_dir, progress)
         request = request_of(settings)
-        stored = None if settings.profile.needs_model_file else work.found(Profile, work.store.profile)
+        stored = None if settings.profile.needs_model_file else work.load(Profile, work.store.profile)
         warnings: tuple[str, ...] = ()
         if stored is not None and (batch_size := request.batch_size or stored.batch_size):
-            found = stored
-            work.notes.append(f"planned from the stored profile of {found.graph.name}; its file was not read")
+            profile = stored
+            work.notes.append(f"planned from the stored profile of {profile.graph.name}; its file was not read")
         else:
             previous = None
-            with contextlib.suppress(ArtifactError):  # a damaged plan is written again here
-                previous = work.found(Plan, work.store.plan)
+            with contextlib.suppress(ArtifactError):  # a damaged plan is replaced here
+                previous = work.load(Plan, work.store.plan)
             minibatch = minibatch_of(settings, previous)
-            model, found = ensure_profile(settings.profile, work, microbatch_sizes(settings), minibatch=minibatch)
-            if not found.graph.symbols and request.num_microbatches is None is request.microbatch_size:
+            model, profile = ensure_profile(settings.profile, work, microbatch_sizes(settings), minibatch=minibatch)
+            if not profile.graph.symbols and request.num_microbatches is None is request.microbatch_size:
                 request = dataclasses.replace(request, num_microbatches=1 if minibatch is None else minibatch.parts)
             batch_size, warnings = batch_of(model.workload, request), model.capture.notes
-            artifact.save(found, work.store.profile)  # with the seed and the learning rate that were planned for
-        chosen = choose_plan(found, request, work, batch_size)
-        made, record = chosen.plan, chosen.record
-        found = priced(found, record.cluster)
+            artifact.save(profile, work.store.profile)  # with the seed and the learning rate of the plan
+        choice = choose_plan(profile, request, work, batch_size)
+        plan, record = choice.plan, choice.record
+        profile = priced(profile, record.cluster)
         against = reasons = None
         try:
-            counted_with = with_averages(found, request)
-            against = compared(made, counted_with, record.cluster, chosen.space, every=chosen.every)
-            reasons = explain(made, counted_with, record.cluster, chosen.space) if explained else None
+            counted_with = with_averages(profile, request)
+            against = compared(plan, counted_with, record.cluster, choice.space, every=choice.every)
+            reasons = explain(plan, counted_with, record.cluster, choice.space) if explained else None
         except KeyboardInterrupt:
             work.notes.append("interrupted: the plan is written, and was not compared with others")
         return PlanResult(
-            made,
-            found,
+            plan,
+            profile,
             record.cluster,
             str(work.store.plan),
-            chosen.seconds,
+            choice.seconds,
             (*work.notes, *assumptions(record)),
             warnings,
             against,
@@ -136,23 +134,23 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
 def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) -> GenerateResult:
     """Write the stage files of the stored plan.
 
-    Raises: ArtifactError where there is no plan, or the model is no longer the one that was planned.
+    Raises: ArtifactError if no plan is stored, or the model has changed since it was plan.
     """
     with only_one(work_dir, "writes stage files"):
         work = Work.begin(work_dir, progress)
-        made, _ = work.store.stored_plan()
+        plan, _ = work.store.stored_plan()
         settings = ProfileSettings(ModelSettings(), work_dir, allow_data_dependent=keeps_decisions(work))
-        model = load_model(settings, work, verify=False, minibatch=Minibatch(made.num_microbatches, made.batch_size))
-        if model.capture.graph.digest != made.graph_digest:
+        model = load_model(settings, work, verify=False, minibatch=Minibatch(plan.num_microbatches, plan.batch_size))
+        if model.capture.graph.digest != plan.graph_digest:
             raise ArtifactError(
-                f"the plan is of model {made.graph_digest}, and the model is now {model.capture.graph.digest}",
+                f"the plan is of model {plan.graph_digest}, and the model is now {model.capture.graph.digest}",
                 where=str(work.store.plan),
-                remedy=f"autopipe plan {made.workload.target} --gpus {made.num_ranks}",
+                remedy=f"autopipe plan {plan.workload.target} --gpus {plan.num_ranks}",
             )
-        files = generate_stages(model.capture, made, work.store.stages)
-        evaluation.record(model, made, settings, work)
+        files = generate_stages(model.capture, plan, work.store.stages)
+        evaluation.record(model, plan, settings, work)
         remember_stages(work.store.stages)
-        return GenerateResult(made, tuple(str(path) for path in files), tuple(work.notes))
+        return GenerateResult(plan, tuple(str(path) for path in files), tuple(work.notes))
 
 
 def simulate(
@@ -162,29 +160,29 @@ def simulate(
     order: OrderSettings | None = None,
     trace: Path | None = None,
 ) -> SimulateResult:
-    """Simulate the stored plan, under another schedule where one is named, and write timeline.json.
+    """Simulate the stored plan, or the plan under another ``schedule``, and write timeline.json.
 
-    The stages' peaks are counted along the schedule that is simulated. ``trace``: a file for Perfetto.
+    The peak memory of the stages follows from the simulated schedule. ``trace``: a file for Perfetto.
     """
     with only_one(work_dir, "simulates"):
         store = Work.begin(work_dir, progress).store
-        made, record = store.stored_plan()
-        found = priced(store.stored_profile(), record.cluster)
-        refuse_disagreement(made, found.graph)
-        said = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
-        made, notes = with_schedule(made, request_of(said))
-        order_of_work = schedule_of(made)
-        timeline = timeline_of(made, found, record.cluster)
-        # whoever has a timeline so large made has the time to count its bytes
-        made = with_peaks(made, with_averages(found, record.request), most=math.inf)
-        made = dataclasses.replace(made, predicted=predict(made, found, record.cluster))
-        used = bytes_by_rank(made.stages)
-        timeline = dataclasses.replace(timeline, peak_bytes=tuple(used[rank] for rank in range(made.num_ranks)))
+        plan, record = store.stored_plan()
+        profile = priced(store.stored_profile(), record.cluster)
+        refuse_disagreement(plan, profile.graph)
+        requested = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
+        plan, notes = with_schedule(plan, request_of(requested))
+        order_of_work = schedule_of(plan)
+        timeline = timeline_of(plan, profile, record.cluster)
+        # counting the bytes takes less time than the timeline did
+        plan = with_peaks(plan, with_averages(profile, record.request), most=math.inf)
+        plan = dataclasses.replace(plan, predicted=predict(plan, profile, record.cluster))
+        used = bytes_by_rank(plan.stages)
+        timeline = dataclasses.replace(timeline, peak_bytes=tuple(used[rank] for rank in range(plan.num_ranks)))
         artifact.save(timeline, store.timeline)
         if trace is not None:
             artifact.write_text(trace, chrome_trace(timeline))
         return SimulateResult(
-            made,
+            plan,
             record.cluster,
             timeline,
             render(order_of_work),
@@ -192,45 +190,45 @@ def simulate(
             notes,
             trace="" if trace is None else str(trace),
             overlaps=any(order_of_work.staleness),
-            reordered="" if made.digest == record.plan_digest else as_typed(made, said.order.file),
-            misfit=memory_shortfall(made, record.cluster),
+            reordered="" if plan.digest == record.plan_digest else as_typed(plan, requested.order.file),
+            misfit=memory_shortfall(plan, record.cluster),
         )
 
 
 def prepare(
     settings: PlanSettings, progress: Progress | None = None, accept: Callable[[Graph], None] | None = None
 ) -> Prepared:
-    """Do every step that is missing or stale, and say so. The caller holds the lock of the work directory.
+    """Run every step that is missing or stale, with a note of each. The caller holds the lock of the work directory.
 
-    ``accept``: raises where the captured model is not to be trained, before anything is measured or written.
+    ``accept``: called with the captured graph before anything is measured or written; raises to refuse the model.
 
-    Raises: RunError where the number of ranks is not known; what ``accept`` raises; what the steps raise.
+    Raises: RunError if the number of ranks is not known; the errors of ``accept`` and of the steps.
     """
     work = Work.begin(settings.work_dir, progress)
-    minibatch = minibatch_of(settings, work.found(Plan, work.store.plan))
+    minibatch = minibatch_of(settings, work.load(Plan, work.store.plan))
     sizes = microbatch_sizes(settings)
-    model, found = ensure_profile(settings.profile, work, sizes, accept, minibatch)
-    if not found.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
+    model, profile = ensure_profile(settings.profile, work, sizes, accept, minibatch)
+    if not profile.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
         if minibatch is None:
             work.notes.append("each batch is one microbatch: --num-microbatches cuts it into several")
         settings = dataclasses.replace(settings, num_microbatches=1 if minibatch is None else minibatch.parts)
-    made, record = ensure_plan(model.workload, found, settings, work)
+    plan, record = ensure_plan(model.workload, profile, settings, work)
     # a seed or a learning rate of this command alone changes what is trained, not how it is cut
-    made = dataclasses.replace(made, workload=model.workload.spec)
-    if _stages_hold(work.store, made, model.capture.graph.divisor):
+    plan = dataclasses.replace(plan, workload=model.workload.spec)
+    if _stages_hold(work.store, plan, model.capture.graph.divisor):
         work.notes.append("stage files reused")
         note = evaluation.note_of(model, work)
     else:
-        generate_stages(model.capture, made, work.store.stages)
-        note = evaluation.record(model, made, settings.profile, work)
+        generate_stages(model.capture, plan, work.store.stages)
+        note = evaluation.record(model, plan, settings.profile, work)
         remember_stages(work.store.stages)
-        work.notes.append(f"wrote {counted(len(made.stages), 'stage file')} to {work.store.stages}")
+        work.notes.append(f"wrote {counted(len(plan.stages), 'stage file')} to {work.store.stages}")
     return Prepared(
         workload=model.workload,
         graph=model.capture.graph,
-        profile=found,
+        profile=profile,
         record=record,
-        plan=made,
+        plan=plan,
         stages=work.store.stages,
         notes=(*work.notes, *assumptions(record)),
         warnings=model.capture.notes,
@@ -241,12 +239,12 @@ def prepare(
 
 
 def batch_size_of(workload: Workload, plan: Plan) -> int | None:
-    """Return the batch size to ask the data for: None where the data decides for itself."""
+    """Return the batch size to request from the data; None if the data chooses its own."""
     return plan.batch_size if workload.takes_batch_size else None
 
 
 def minibatch_of(settings: PlanSettings, stored: Plan | None) -> Minibatch | None:
-    """Return how the minibatches are asked for and cut, as the settings or the stored plan say; None where neither."""
+    """Return the batch size and number of microbatches of the settings or the stored plan; None without either."""
     size = settings.batch_size or (None if stored is None else stored.batch_size)
     if settings.num_microbatches is not None:
         return Minibatch(settings.num_microbatches, size)
@@ -256,7 +254,7 @@ def minibatch_of(settings: PlanSettings, stored: Plan | None) -> Minibatch | Non
 
 
 def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
-    """Return the microbatch sizes that the settings speak of, so that they are measured and not extrapolated."""
+    """Return the microbatch sizes that the settings imply, which are measured rather than extrapolated."""
     if settings.microbatch_size is not None:
         return (settings.microbatch_size,)
     if settings.batch_size is not None and settings.num_microbatches:
@@ -265,25 +263,25 @@ def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
     return ()
 
 
-def _stages_hold(store: Store, made: Plan, divisor: str) -> bool:
-    """Whether every stage file is there, of this model and plan, and as this account wrote it: to load one runs it.
+def _stages_hold(store: Store, plan: Plan, divisor: str) -> bool:
+    """Return whether every stage file exists, is of this model and plan, and is as this account wrote it.
 
-    ``divisor``: that of the model's loss.
+    Loading a stage file runs it. ``divisor``: that of the model's loss.
     """
     if not wrote_stages(store.stages):
         return False
     try:
-        for stage in made.stages:
-            load_stage(store.stages, stage.index, graph_digest=made.graph_digest, plan_digest=made.digest)
+        for stage in plan.stages:
+            load_stage(store.stages, stage.index, graph_digest=plan.graph_digest, plan_digest=plan.digest)
         load_constants(store.stages)
-        load_divisor(store.stages, divisor, graph_digest=made.graph_digest, plan_digest=made.digest)
+        load_divisor(store.stages, divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
     except ArtifactError:
         return False
     return True
 
 
 def assumptions(record: PlanRecord) -> tuple[str, ...]:
-    """Return what a plan takes for granted and nobody measured, for people."""
+    """Return human-readable notes on the assumptions of a plan that were not measured."""
     level, device = record.cluster.levels[0], record.cluster.devices[0]
     if device.datasheet:
         return (f"{device.name}: {record.cluster.source}", *_assumed_links(record))

@@ -1,4 +1,4 @@
-"""The work directory: which artifact lies where, and reading one that may be missing or of another version."""
+"""The work directory: the paths of the artifacts, and loading artifacts that may be missing or of another version."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """What a stored plan was made from. ``profile_digest``: of the profile's figures."""
+    """The origin of a stored plan."""
 
     plan_digest: str
-    profile_digest: str
+    profile_digest: str  # of the profile's figures
     request: PlanRequest
     cluster: Cluster
 
@@ -36,17 +36,17 @@ class Store:
 
     @property
     def profile(self) -> Path:
-        """What the model costs."""
+        """The profile of the model."""
         return self.path / "profile.json"
 
     @property
     def plan(self) -> Path:
-        """Which rank runs what."""
+        """The plan."""
         return self.path / "plan.json"
 
     @property
     def record(self) -> Path:
-        """What the plan was made from."""
+        """The origin of the plan."""
         return self.path / "plan-record.json"
 
     @property
@@ -61,11 +61,11 @@ class Store:
 
     @property
     def links(self) -> Path:
-        """What was measured between two ranks of this machine."""
+        """The measured links between two ranks of this machine."""
         return self.path / "links.json"
 
     def renew(self, path: Path) -> str:
-        """Return the command that writes an artifact anew."""
+        """Return the command that writes an artifact again."""
         command = {
             self.profile: "autopipe profile TARGET",
             self.links: "autopipe doctor --links",
@@ -73,19 +73,19 @@ class Store:
         return command if self.path == WORK_DIRECTORY else f"{command} --work-dir {shlex.quote(str(self.path))}"
 
     def stored_profile(self) -> Profile:
-        """Read the profile. Raises: ArtifactError that says how to make one."""
+        """Load the profile. Raises: ArtifactError, with the command that makes one."""
         return artifact.load(Profile, self.profile, renew=self.renew(self.profile))
 
     def stored_plan(self) -> tuple[Plan, PlanRecord]:
-        """Read the plan. Raises: ArtifactError that says how to make one."""
+        """Load the plan. Raises: ArtifactError, with the command that makes one."""
         renew = self.renew(self.plan)
         plan = artifact.load(Plan, self.plan, renew=renew)
         record = artifact.load(PlanRecord, self.record, renew=renew)
-        self.refuse_strangers(plan, record)
+        self.refuse_mismatch(plan, record)
         return plan, record
 
-    def refuse_strangers(self, plan: Plan, record: PlanRecord) -> None:
-        """Refuse a plan that is not the one of its record: one of the two was changed or comes from elsewhere.
+    def refuse_mismatch(self, plan: Plan, record: PlanRecord) -> None:
+        """Refuse a plan whose record belongs to another plan: one of the two was changed or copied.
 
         Raises: ArtifactError.
         """
@@ -98,18 +98,18 @@ class Store:
 
 
 def profile_digest(profile: Profile) -> str:
-    """Name the figures of a profile."""
+    """Return the digest of a profile's figures."""
     figures = profile.device, profile.measurements
     return artifact.digest((profile.graph.digest, figures, profile.optimizer_seconds_per_byte))
 
 
 def _silent(what: str, fraction: float) -> None:
-    """Take progress that nobody watches."""
+    """Ignore progress."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One command at work: where it reads and writes, who watches, and what it has to say at the end."""
+    """The context of one command: its work directory, its progress, and its notes."""
 
     store: Store
     progress: Progress
@@ -117,18 +117,18 @@ class Work:
 
     @staticmethod
     def begin(work_dir: Path, progress: Progress | None) -> Work:
-        """Begin a command."""
+        """Return the context of a new command."""
         return Work(Store(work_dir), progress or _silent)
 
-    def found(self, kind: type[T], path: Path) -> T | None:
-        """Return an artifact, None where it is missing; one of another format version is noted and made anew.
+    def load(self, kind: type[T], path: Path) -> T | None:
+        """Return an artifact, or None if it is missing or of another format version, which is noted.
 
-        Raises: ArtifactError for a damaged one: somebody changed it, or the disk did, and neither is passed over.
+        Raises: ArtifactError for a damaged one, which is never replaced silently.
         """
         if not path.exists():
             return None
         try:
             return artifact.load(kind, path, renew=self.store.renew(path))
         except VersionError as error:
-            self.notes.append(f"made anew: {error.what}")
+            self.notes.append(f"rebuilt: {error.what}")
             return None

@@ -57,7 +57,7 @@ class LayerPlanResult:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The best plan for a number of devices, or the reason why there is none."""
+    """The best plan for a number of devices, or the reason why none fits."""
 
     gpus: int
     plan: Plan | None

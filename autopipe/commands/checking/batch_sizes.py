@@ -1,4 +1,4 @@
-"""Which sizes of a microbatch the model itself takes: asked of the model alone, in one forward."""
+"""Find the microbatch sizes that the model itself accepts, by running its forward once for each."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A size that the model does not take. ``error``: what it raises there, with the user's line."""
+    """A microbatch size that the model does not accept."""
 
     samples: int
-    error: AutopipeError | None
+    error: AutopipeError | None  # the model's error, with the user's line; None if its loss is not finite
 
     @property
     def reason(self) -> str:
-        """What the model says."""
+        """The message of the model's error."""
         if self.error is None:
-            return "its loss is no finite number there"
+            return "its loss is not finite"
         cause = self.error.__cause__
         text = self.error.what if cause is None else f"{type(cause).__name__}: {cause}"
         return text.strip().splitlines()[0]
@@ -44,9 +44,9 @@ class PlainModel:
         self._workload, self._device, self._model = workload, torch.device(device), model
 
     def refuses(self, item: Any, num_parts: int) -> Refused | None:
-        """Return the first size among the parts of a minibatch that the model does not take; None where it takes all.
+        """Return the first size among the parts of a minibatch that the model does not accept, or None.
 
-        A loss that is not finite is none that can be trained with either.
+        A size with a loss that is not finite counts as not accepted.
         """
         if self._model is None:
             with exclusive():
@@ -76,9 +76,9 @@ class PlainModel:
 
 
 def taken(workload: Workload, model: nn.Module, sizes: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the sizes from the smallest on that the model takes, and why it does not take a smaller one, else "".
+    """Return the sizes from the smallest accepted one on, and the reason why smaller ones are not accepted, or "".
 
-    Where it takes none of them, all are returned: another part of the work says what is wrong.
+    If none is accepted, all are returned: a later step reports the problem.
     """
     plain = PlainModel(workload, "cpu", model)
     why = ""

@@ -1,4 +1,4 @@
-"""Why a plan is not plain training: the cause, where it is, and what to do about it."""
+"""The causes of differences between a plan and plain training, each with its location and a remedy."""
 
 from __future__ import annotations
 
@@ -98,14 +98,15 @@ def refusal_of_after_step(
     )
 
 
-def looks_beyond(found: Finding, prepared: Prepared) -> RunError:
+def looks_beyond(finding: Finding, prepared: Prepared) -> RunError:
     """Return the error for a finding of the probe."""
     where = prepared.workload.stepping.optimizer_place
     seen = (
-        f"with the same gradients it steps {found.parameter} otherwise in {_label(prepared, found.stage)} than over "
-        f"the whole model (by {found.error:.1e} of its largest value, in step {found.step} of the probe)"
+        f"with the same gradients it steps {finding.parameter} otherwise in {_label(prepared, finding.stage)} than "
+        f"over "
+        f"the whole model (by {finding.error:.1e} of its largest value, in step {finding.step} of the probe)"
     )
-    if found.draws:
+    if finding.draws:
         return RunError(
             f"the optimizer draws random numbers in its steps, and each stage would draw its own: {seen}",
             where=where,
@@ -120,20 +121,20 @@ def looks_beyond(found: Finding, prepared: Prepared) -> RunError:
     )
 
 
-def unequal(found: Comparison, prepared: Prepared) -> RunError:
+def unequal(comparison: Comparison, prepared: Prepared) -> RunError:
     """Return the error for a comparison that is not equal: what differs first, in which stage, and why."""
     graph, plan = prepared.graph, prepared.plan
-    worst = max(found.differences, key=lambda d: d.error)
+    worst = max(comparison.differences, key=lambda d: d.error)
     written = _changes_input(graph)
-    if written is not None and not found.first_gradients:
+    if written is not None and not comparison.first_gradients:
         node, name = written
         return RunError(
             f"the forward changes its input {name} in place, and another stage reads it unchanged: "
-            f"{_by(found, prepared)}",
+            f"{_by(comparison, prepared)}",
             where=node.place,
             remedy=f"work on a copy ({name} = {name}.clone()) before that line",
         )
-    if found.first_gradients and not found.first_weights:
+    if comparison.first_gradients and not comparison.first_weights:
         return RunError(
             "the optimizer steps otherwise in stages: the gradients of the first step are those of plain training to "
             f"the last bit, and the weights after it are not ({worst.name} differs by {worst.error:.1e} in "
@@ -143,14 +144,15 @@ def unequal(found: Comparison, prepared: Prepared) -> RunError:
             "all parameters (--clip-grad-norm X clips over all stages), no place in the list, no random numbers, no "
             f"parameters that it was not given; {_ONE_STAGE}",
         )
-    name, stage, node_ = _first_wrong(found, graph, RunContext.of(plan, graph))
+    name, stage, node_ = _first_wrong(comparison, graph, RunContext.of(plan, graph))
     label = plan.stages[stage].label
     where = f"{node_.place}, node {node_.name} of {label}" if node_ is not None else label
-    if found.first_gradients:
+    if comparison.first_gradients:
         what = "the first step is plain training to the last bit, and a later one is not"
         cause = "something outside of parameters, buffers and the batch changes from step to step"
-    elif found.losses[:1] != found.reference_losses[:1]:
-        what = f"the loss of the first step is {found.losses[0]!r} in stages and {found.reference_losses[0]!r} plainly"
+    elif comparison.losses[:1] != comparison.reference_losses[:1]:
+        what = f"the loss of the first step is {comparison.losses[0]!r} in stages and "
+        f"{comparison.reference_losses[0]!r} plainly"
         cause = "the forward takes another way, or reads what is neither parameter, buffer nor batch"
     else:
         what = "the loss of the first step is that of plain training, and its gradients are not"
@@ -168,8 +170,8 @@ def _label(prepared: Prepared, stage: int) -> str:
     return stages[stage].label if 0 <= stage < len(stages) else "no stage"
 
 
-def _by(found: Comparison, prepared: Prepared) -> str:
-    worst = max(found.differences, key=lambda d: d.error)
+def _by(comparison: Comparison, prepared: Prepared) -> str:
+    worst = max(comparison.differences, key=lambda d: d.error)
     return f"{worst.name} differs by {worst.error:.1e} in {_label(prepared, worst.owner)}"
 
 
@@ -182,13 +184,13 @@ def _changes_input(graph: Graph) -> tuple[Node, str] | None:
     return None
 
 
-def _first_wrong(found: Comparison, graph: Graph, context: RunContext) -> tuple[str, int, Node | None]:
+def _first_wrong(comparison: Comparison, graph: Graph, context: RunContext) -> tuple[str, int, Node | None]:
     """Return the parameter nearest to the loss whose gradient is unequal, its stage, and the call that reads it.
 
     Backward runs from the loss to the first stage: what is wrong began where the call is latest.
     """
     readers = {name: index for index, node in enumerate(graph.nodes) for name in node.parameters}
-    names = found.unequal_gradients or tuple(d.name for d in found.differences if not d.bitwise)
+    names = comparison.unequal_gradients or tuple(d.name for d in comparison.differences if not d.bitwise)
     if not names:
         return "the loss", len(context.plan.stages) - 1, None
     name = max(names, key=lambda n: readers.get(n, -1))

@@ -1,4 +1,4 @@
-"""Is a plan the same training? ``check`` answers; ``check_first`` asks before the first step of a new plan."""
+"""Compare a plan with plain training: ``check``, and ``check_first`` before the first step of a new plan."""
 
 from __future__ import annotations
 
@@ -172,30 +172,30 @@ def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
     return " ".join(map(str, (digest((stages, files, plan.workload)), plan.digest, plan.num_microbatches, *options)))
 
 
-def _report(found: Comparison, prepared: Prepared, cause: AutopipeError | None) -> CheckReport:
+def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | None) -> CheckReport:
     parameters = tuple(
         ParameterError(
             d.name, _finite(d.error), d.owner, d.order, d.order_gradient, d.order_weight, _finite(d.gradient)
         )
-        for d in found.differences
+        for d in comparison.differences
     )
     return CheckReport(
-        equal=found.equal and cause is None,
-        bitwise=found.bitwise and cause is None,
-        max_relative_error=_finite(found.max_relative_error),
+        equal=comparison.equal and cause is None,
+        bitwise=comparison.bitwise and cause is None,
+        max_relative_error=_finite(comparison.max_relative_error),
         parameters=parameters,
-        warnings=(*prepared.warnings, *found.orders, *found.reasons),
-        losses=found.losses,
-        reference_losses=found.reference_losses,
+        warnings=(*prepared.warnings, *comparison.orders, *comparison.reasons),
+        losses=comparison.losses,
+        reference_losses=comparison.reference_losses,
         notes=prepared.notes,
-        nonfinite=found.nonfinite,
-        orders=found.orders,
-        order_error=_finite(found.order_error),
+        nonfinite=comparison.nonfinite,
+        orders=comparison.orders,
+        order_error=_finite(comparison.order_error),
         cause="" if cause is None else str(cause),
-        tolerance=found.tolerance,
-        gradient_tolerance=found.gradient_tolerance,
+        tolerance=comparison.tolerance,
+        gradient_tolerance=comparison.gradient_tolerance,
         modules=tuple(stage.modules for stage in prepared.plan.stages),
-        gradient_error=_finite(max((d.gradient for d in found.differences), default=0.0)),
+        gradient_error=_finite(max((d.gradient for d in comparison.differences), default=0.0)),
     )
 
 

@@ -1,4 +1,4 @@
-"""``check``: what the plain loop is, beside the step of one whole batch."""
+"""``check``: the difference between the plain loop over microbatches and one step of the full batch."""
 
 from __future__ import annotations
 

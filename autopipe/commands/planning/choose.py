@@ -47,12 +47,12 @@ def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work
     """Return the stored plan, or a new one where model, profile or options differ; a note says which."""
     said = request_of(settings)
     request, reason = said, "there was none"
-    stored = work.found(Plan, work.store.plan)
-    record = work.found(PlanRecord, work.store.record)
+    stored = work.load(Plan, work.store.plan)
+    record = work.load(PlanRecord, work.store.record)
     if stored is not None and record is None:
         reason = f"there was no {work.store.record.name}"
     if stored is not None and record is not None:
-        work.store.refuse_strangers(stored, record)
+        work.store.refuse_mismatch(stored, record)
         same_model = stored.graph_digest == found.graph.digest
         if same_model or not settings.profile.model.is_given:
             request = record.request.overlaid(said)
@@ -210,7 +210,7 @@ def cluster_of(request: PlanRequest, num_ranks: int, found: Profile, work: Work)
     """Return the cluster that is meant: a file, figures, or this machine with its links as they were measured."""
     if request.cluster is not None:
         return by_datasheet(request.cluster, found)
-    links = work.found(Links, work.store.links)
+    links = work.load(Links, work.store.links)
     if request.of_other_devices:
         given = request.gpu_memory_bytes, request.link, request.device_name
         return cluster_of_figures(num_ranks, found, *given, links)

@@ -65,7 +65,7 @@ def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progre
 def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
     work = Work.begin(settings.work_dir, progress)
     request = request_of(settings)
-    stored = None if settings.profile.needs_model_file else work.found(Profile, work.store.profile)
+    stored = None if settings.profile.needs_model_file else work.load(Profile, work.store.profile)
     if stored is not None and (batch_size := request.batch_size or stored.batch_size):
         return _Base(stored, request, batch_size, work)
     with only_one(settings.work_dir, "measures a model"):

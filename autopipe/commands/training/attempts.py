@@ -1,11 +1,11 @@
-"""One run, in as many attempts as it takes: a rank that fails ends an attempt, and the next begins at a checkpoint.
+"""The attempts of one run: a failed rank ends an attempt, and the next one resumes from a checkpoint.
 
 ::
 
     launch --WorkerError--> newest intact checkpoint -> (--elastic: a plan for the ranks that are left) -> launch ...
 
-The same failure at the same step, with nothing gained in between, is not tried a third time: it is in the model or the
-data, and every attempt would end there.
+The same failure at the same step twice in a row ends the run: its cause is in the model or the data, and every further
+attempt would fail as well.
 """
 
 from __future__ import annotations
@@ -45,27 +45,24 @@ MakeJob = Callable[[TrainSettings, Prepared, int], Job]
 
 @dataclass(slots=True)
 class Attempts:
-    """A run that is under way. ``make_job``: what the ranks are told, from settings, plan and the step to start at.
-
-    ``repeats``: tries whether the data repeats.
-    """
+    """A run in progress."""
 
     settings: TrainSettings
     prepared: Prepared
     run: RunDirectory
     listener: Listener
     events: Events
-    make_job: MakeJob
-    repeats: Callable[[], Repeats]
+    make_job: MakeJob  # makes the job of the ranks from settings, plan and first step
+    repeats: Callable[[], Repeats]  # tests whether the data repeats
     rendezvous: Rendezvous | None = None  # with the processes of the other ranks, under a cluster's launcher
     stop_requested: Callable[[], bool] | None = None
     restarts: list[Restart] = field(default_factory=list)
 
     def follow(self, start: int) -> None:
-        """Launch until the run is done, or was asked to stop. ``start``: the step it goes on from, -1 for none.
+        """Launch attempts until the run is done or stopped. ``start``: the step to resume from, -1 for a new run.
 
         Raises: WorkerError for the first failing rank of the last attempt; RunError for a step that is not finite;
-        AuditError for one that is not the step of plain training, with the checkpoints behind it set aside.
+        AuditError for a step that differs from plain training, after moving the later checkpoints aside.
         """
         stop = StopRequest(self.stop_requested)
         stoppable = LAUNCHERS[self.settings.launch.name].stops_gracefully
@@ -126,9 +123,9 @@ class Attempts:
             self.events("note", {"text": f"moved later checkpoints ({steps}) aside"})
 
     def _reads_otherwise(self, start: int) -> bool:
-        """Make the next attempt ready where the ranks did not find the data that was read before the checkpoint.
+        """Prepare the next attempt if the ranks read other data than before the checkpoint; return whether they did.
 
-        Raises: RunError where nothing else can be tried.
+        Raises: RunError if there is nothing left to try.
         """
         event = self.listener.other_data
         if event is None:
@@ -155,14 +152,14 @@ class Attempts:
         return True
 
     def _goes_on(self, error: WorkerError) -> bool:
-        """Whether a failure is worth another attempt."""
+        """Return whether to try again after a failure."""
         if len(self.restarts) >= self.settings.restarts:
             return False
         before = self.restarts[-1] if self.restarts else None
         return before is None or (before.what, before.where, before.reached) != _failure(error, self.listener)
 
     def _restart(self, error: WorkerError) -> int:
-        """Make the next attempt ready, say so, and return the step it starts from, -1 for the beginning."""
+        """Prepare the next attempt; return the step it resumes from, -1 for the beginning."""
         what, where, reached = _failure(error, self.listener)
         start = newest_intact(self.run)
         if self.settings.elastic and self.prepared.plan.num_ranks > 1:
@@ -177,7 +174,7 @@ class Attempts:
         return start
 
     def _left(self, error: WorkerError) -> int:
-        """Leave out the host of the failed rank, else its device, and return how many ranks there can be."""
+        """Exclude the host of the failed rank, or its device; return the number of ranks that remain possible."""
         launched, ranks = self.settings.launch, self.prepared.plan.num_ranks
         left = tuple(host for host in launched.hosts if host.name != error.host)
         if not error.host or not left:
@@ -191,10 +188,10 @@ class Attempts:
         return max(min(ranks, room), 1)
 
     def _replan(self, ranks: int, start: int) -> None:
-        """Plan for so many ranks from what the run was planned from, and put the stage files into the run.
+        """Plan for this number of ranks from the run's own profile, and write the stage files into the run.
 
-        In a folder of its own: in the work directory somebody may be at work on something else by now, and what is
-        planned there for the next run is not for this one to change.
+        The plan is prepared in a temporary folder: another command may be using the work directory by now, and its plan
+        for the next run must not change.
         """
         plan, profile = self.prepared.plan, self.settings.plan.profile
         with tempfile.TemporaryDirectory(prefix="autopipe-plan-") as scratch:
@@ -212,22 +209,22 @@ class Attempts:
                 num_microbatches=plan.num_microbatches,
                 microbatch_size=None,
             )
-            made = self._planned(wanted, start)
-            write_run(self.run.path, self.make_job(self.settings, made, start), made)
-        self.prepared = dataclasses.replace(made, stages=self.run.stages)
+            prepared = self._planned(wanted, start)
+            write_run(self.run.path, self.make_job(self.settings, prepared, start), prepared)
+        self.prepared = dataclasses.replace(prepared, stages=self.run.stages)
 
     def _planned(self, wanted: PlanSettings, start: int) -> Prepared:
-        """Return a plan, under another schedule where the run's own cannot run on so few, or lacks older weights."""
+        """Return a plan, with another schedule if the run's own needs more ranks or older weights than there are."""
         try:
-            made = prepare(wanted, self._progress)
+            prepared = prepare(wanted, self._progress)
         except PlanError:
             return prepare(dataclasses.replace(wanted, schedule="auto"), self._progress)
         if start < 0:
-            return made
+            return prepared
         source = Checkpoint(checkpoints.directory_of(self.run.checkpoints, start))
-        what = lacking_version(source, made.plan, made.graph)
+        what = lacking_version(source, prepared.plan, prepared.graph)
         if not what:
-            return made
+            return prepared
         self.events("note", {"text": f"goes on under 1f1b: {what}"})
         return prepare(dataclasses.replace(wanted, schedule="1f1b"), self._progress)
 
@@ -235,7 +232,7 @@ class Attempts:
         self.events("progress", {"what": what, "fraction": fraction})
 
     def _exclude_device(self, rank: int) -> None:
-        """Leave out the device that a rank has said it uses, where its host has another; on a CPU any core will do."""
+        """Exclude the GPU that a rank reported, if its host has another one."""
         index, others = self.listener.devices.get(rank, (-1, 0))
         if others:
             out = (*self.settings.excluded_devices, index)
@@ -249,5 +246,5 @@ def _model_files(plan: Plan) -> tuple[Path, ...]:
 
 
 def _failure(error: WorkerError, listener: Listener) -> tuple[str, str, int]:
-    """Return what makes two failures the same: the message, the place, and how far the run had come."""
+    """Return the key by which two failures are the same: the message, the place, and the steps done."""
     return error.what, error.where, listener.reached

@@ -72,10 +72,10 @@ def covered(
     graph, known = prepared.profile.graph, dict[str, str]()
     for entry in reversed(others):
         known |= homes(graph, entry.graph)
-    found = dataclasses.replace(prepared.profile, graph=dataclasses.replace(graph, homes=known))
+    profile = dataclasses.replace(prepared.profile, graph=dataclasses.replace(graph, homes=known))
     if known and known != graph.homes:
-        artifact.save(found, work.store.profile)
-        choose_plan(found, prepared.record.request, work, prepared.plan.batch_size)
+        artifact.save(profile, work.store.profile)
+        choose_plan(profile, prepared.record.request, work, prepared.plan.batch_size)
         first = others[0]
         why = f"planned again, with room for {first.text}, as minibatch {first.minibatch} of data is ({min(known)})"
         prepared = again()

@@ -1,7 +1,7 @@
-"""Out of memory in a rank: the smallest change that would fit, found by planning for what is really there.
+"""Out of memory in a rank: find the smallest change that fits, by planning for the available memory.
 
-The plan's figures are taken as right up to one factor: how much more the rank needed than was predicted. So the
-planner is asked for plans that stay below the available memory divided by it.
+The plan's figures are assumed to be off by one factor, the ratio of needed to predicted memory. So the planner is given
+the available memory divided by that factor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GIB = 2**30
 
 
 def limit_of(figures: Mapping[str, int]) -> int:
-    """Return the bytes that a plan may predict so that what it really needs is there."""
+    """Return the largest predicted memory for which the real need fits."""
     needed = max(figures["used"] + figures["requested"], figures["predicted"], 1)
     return int(_MARGIN * figures["available"] * min(figures["predicted"] / needed, 1.0))
 
@@ -49,14 +49,14 @@ def _remedy(limit: int, prepared: Prepared) -> str:
     try:
         room = replace(prepared.cluster, devices=devices)
         profile = priced(prepared.profile, room)
-        found = search_within_memory(profile, room, lambda least: make_plan(profile, least, options))
+        smaller = search_within_memory(profile, room, lambda least: make_plan(profile, least, options))
     except AutopipeError as error:
         return f"{error.remedy}; plan for it with {memory}"
-    return f"{memory}: then {_difference(plan, found)}"
+    return f"{memory}: then {_difference(plan, smaller)}"
 
 
 def _difference(before: Plan, after: Plan) -> str:
-    """Say what of a plan makes another fit."""
+    """Return the difference that makes the second plan fit."""
     again = [stage.index for stage in after.stages if stage.recompute]
     if again and again != [stage.index for stage in before.stages if stage.recompute]:
         return f"{counted(len(again), 'stage')} of {len(after.stages)} run their forward twice to save memory"

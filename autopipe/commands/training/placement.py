@@ -1,4 +1,4 @@
-"""Where the ranks of a run are to be: how many the hosts take, and (``--dry-run``) what would be started on each."""
+"""The placement of ranks: how many the hosts take, and (``--dry-run``) the commands for each host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopipe.runtime.job import RunDirectory
 
 
 def placed(settings: TrainSettings) -> TrainSettings:
-    """Return the settings with as many ranks as the hosts have slots, where the options do not say how many."""
+    """Return the settings with one rank per slot of the hosts, if the number of ranks is not given."""
     slots = total_slots(settings.launch.hosts)
     if settings.plan.gpus is not None or slots is None:
         return settings
@@ -21,9 +21,9 @@ def placed(settings: TrainSettings) -> TrainSettings:
 
 
 def rehearse(settings: TrainSettings) -> list[HostCommand]:
-    """Return what would be run. The number of ranks is the one asked for, else that of the stored plan.
+    """Return the commands of a run. The number of ranks is the given one, else that of the stored plan.
 
-    Raises: ArtifactError where there is no stored plan either; RunError where the ranks do not fit on the hosts.
+    Raises: ArtifactError if no plan is stored either; RunError if the ranks do not fit on the hosts.
     """
     world = placed(settings).plan.gpus or Store(settings.plan.work_dir).stored_plan()[0].num_ranks
     path = settings.run_dir or settings.plan.work_dir / "runs" / "DATE"

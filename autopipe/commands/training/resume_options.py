@@ -128,7 +128,7 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
         )
     built = _trainings(prepared.workload, prepared.plan, 2)
     first, second = (_edits(settings, trainings, source) for trainings in built)
-    # what differs from build to build, such as a time, is no edit
+    # what differs from build to build, such as a time, is not an edit
     differences = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
     if differences:
         more = f"; {counted(len(differences) - _SHOWN, 'more difference')}" if len(differences) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on: found, read through, and compared with the model, before any rank is started."""
+"""The checkpoint to resume from: chosen, verified, and compared with the model before any rank starts."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _PREFIX = "model."
 
 
 def chosen(run: RunDirectory, step: int | None) -> Checkpoint:
-    """Return the checkpoint of a step, the newest for None, once every file of it has been read.
+    """Return the checkpoint of a step, or the newest for None, after verifying every file of it.
 
-    Raises: RunError where there is none; ArtifactError for a damaged one, with the steps that are intact.
+    Raises: RunError if it does not exist; ArtifactError if it is damaged, with the steps that are intact.
     """
-    found = checkpoints.steps(run.checkpoints)
-    if not found:
+    steps = checkpoints.steps(run.checkpoints)
+    if not steps:
         raise RunError(
             f"--resume: there is no checkpoint in {run.path}",
             where=str(run.checkpoints),
             remedy="name the run with --run-dir, or train without --resume",
         )
-    if step is not None and step not in found:
+    if step is not None and step not in steps:
         raise RunError(
-            f"there is no checkpoint of step {step}; there are {', '.join(map(str, found))}",
+            f"there is no checkpoint of step {step}; there are {', '.join(map(str, steps))}",
             where=str(run.checkpoints),
-            remedy=f"--resume {max((s for s in found if s < step), default=found[-1])}",
+            remedy=f"--resume {max((s for s in steps if s < step), default=steps[-1])}",
         )
-    wanted = found[-1] if step is None else step
+    wanted = steps[-1] if step is None else step
     try:
         source = Checkpoint(checkpoints.directory_of(run.checkpoints, wanted))
         source.verify()
@@ -61,7 +61,7 @@ def _remedy(run: RunDirectory, damaged: int) -> str:
 
 
 def newest_intact(run: RunDirectory) -> int:
-    """Return the step of the newest checkpoint that is whole, -1 where there is none."""
+    """Return the step of the newest intact checkpoint, or -1 without one."""
     for step in reversed(checkpoints.steps(run.checkpoints)):
         try:
             Checkpoint(checkpoints.directory_of(run.checkpoints, step)).verify()
@@ -75,11 +75,11 @@ def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
     """Refuse a checkpoint of another model. Raises: RunError naming the first parameter that differs."""
     if source.manifest.graph_digest == graph.digest:
         return
-    held = {name.removeprefix(_PREFIX): shape for name, shape in source.shapes().items() if name.startswith(_PREFIX)}
-    # what else is held are buffers, and those of the two need not be the same
+    saved = {name.removeprefix(_PREFIX): shape for name, shape in source.shapes().items() if name.startswith(_PREFIX)}
+    # the other entries are buffers, which may differ
     wanted = _shapes(graph)
     gone = [name for stage in source.stages for name in stage.owned if name not in wanted]
-    what = _difference(wanted, held) or (f"{gone[0]} is in it no more" if gone else "")
+    what = _difference(wanted, saved) or (f"{gone[0]} was removed" if gone else "")
     what = what or f"the same parameters, another computation ({source.manifest.graph_digest} -> {graph.digest})"
     raise RunError(
         f"the checkpoint is of another model: {what}",
@@ -89,17 +89,17 @@ def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
 
 
 def lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> str:
-    """Say which older weights a plan's schedule asks for and the checkpoint does not hold, "" where it has all."""
-    step, held = source.manifest.step, set(source.names)
+    """Return which older weights the schedule of a plan needs and the checkpoint lacks, or ""."""
+    step, saved = source.manifest.step, set(source.names)
     for name, delta in staleness(RunContext.of(plan, graph)).items():
         for version in range(max(step - delta, 0), step):
-            if name in graph.moving and f"version.{version}.{name}" not in held:
+            if name in graph.moving and f"version.{version}.{name}" not in saved:
                 return f"{plan.schedule} asks for {name} as it was after step {version}, and the checkpoint has it not"
     return ""
 
 
 def refuse_lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> None:
-    """Refuse to go on under a schedule with stale weights that were not kept. Raises: RunError."""
+    """Refuse to resume with a schedule whose older weights the checkpoint lacks. Raises: RunError."""
     what = lacking_version(source, plan, graph)
     if what:
         raise RunError(
@@ -121,7 +121,7 @@ def refuse_without_averages(source: Checkpoint) -> None:
 
 
 def skeleton(workload: Workload) -> nn.Module:
-    """Return the model without memory for its parameters, where it can be built so: their shapes are what is wanted."""
+    """Return the model, without memory for its parameters if it can be built so; only their shapes are needed."""
     try:
         return workload.build_model(empty=True)
     except AutopipeError:
@@ -132,7 +132,7 @@ def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None
     """Refuse a model file that has changed since the run. Raises: RunError naming the first parameter that differs."""
     wanted = _shapes(graph)
     now = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    what = _difference(now, wanted) or next((f"{name} is in it no more" for name in wanted if name not in now), "")
+    what = _difference(now, wanted) or next((f"{name} was removed" for name in wanted if name not in now), "")
     if what:
         raise RunError(
             f"the model has changed since this run: {what}",
@@ -146,7 +146,7 @@ def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
 
 
 def _difference(now: Mapping[str, tuple[int, ...]], before: Mapping[str, tuple[int, ...]]) -> str:
-    """Say which parameter of ``now`` is the first that was not so before, "" where all were."""
+    """Return the first difference of ``now`` from ``before``, or ""."""
     for name, shape in now.items():
         if name not in before:
             return f"{name} {list(shape)} is new"

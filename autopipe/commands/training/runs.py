@@ -1,4 +1,4 @@
-"""The commands that run ranks: ``train`` here; ``check``, ``evaluate`` and ``export`` beside it."""
+"""The commands that run ranks or use a run: ``train``, and the names of ``check``, ``evaluate`` and ``export``."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def train(
             remedy="leave it out and give --max-restarts; or restart the job on fewer ranks with --resume",
         )
     settings = _with_devices(settings)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with only_one(settings.plan.work_dir, "prepares a run"), Repeating() as repeating:
-            path, source = _existing(settings, held) if settings.resume else (None, None)
+            path, source = _existing(settings, locks) if settings.resume else (None, None)
             if source is not None:
                 settings = as_recorded(settings, source)
             if settings.data_reader == "auto" and settings.plan.gpus != 1:
@@ -98,7 +98,7 @@ def train(
                 events("note", {"text": misfit})
                 settings = replace(settings, audit_every=0)
             if settings.init_from is not None and not settings.resume:
-                _look_at_weights(settings.init_from, prepared, settings.trust, events)
+                _verify_initial_weights(settings.init_from, prepared, settings.trust, events)
             refuse_changed_data(prepared)
             if settings.check_first:
                 check_first(settings, prepared, events)
@@ -106,7 +106,7 @@ def train(
                 raise refusal  # without a comparison, nothing else would show it
             settings = _with_reader(settings, repeating, events)
             if path is None:
-                path = _new(settings, held)
+                path = _new(settings, locks)
             start = -1 if source is None else source.manifest.step
             run = write_run(path, _job(settings, prepared, start), prepared)
         return _launch(settings, prepared, run, start, events, rendezvous, stop)
@@ -131,7 +131,7 @@ def _with_devices(settings: TrainSettings) -> TrainSettings:
 
 
 def _covered(settings: TrainSettings, prepared: Prepared, repeating: Repeating, progress: Progress) -> Prepared:
-    """Return what was prepared, with a plan for all forms of batches that the first minibatches show."""
+    """Return the prepared run, with a plan for all forms of batches in the first minibatches."""
     if not repeating.begun:
         return prepared
     work = Work.begin(settings.plan.work_dir, progress)
@@ -145,7 +145,7 @@ def _trained(prepared: Prepared) -> dict[str, tuple[tuple[int, ...], torch.dtype
 
 
 def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) -> TrainSettings:
-    """Return the settings with who reads the data, where that was tried."""
+    """Return the settings with the reader of the data, if the test for repeating data has begun."""
     if not repeating.begun:
         return settings
     events("progress", {"what": "reading data in two processes, to see whether it repeats", "fraction": 0.0})
@@ -156,13 +156,15 @@ def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) 
     return replace(settings, data_reader=repeats.reader, same_data=same)
 
 
-def _look_at_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
-    """Compare weights to start from with the model, before any rank does. Raises: RunError, ArtifactError."""
-    found = weights_of(str(path), prepared.graph, prepared.workload, trust=trust)
-    events("note", {"text": f"starts from {path}: {counted(len(found.names), 'tensor')}"})
-    if found.unused:
-        text = f"{counted(len(found.unused), 'tensor')} of {path} {'is' if len(found.unused) == 1 else 'are'} not used"
-        events("note", {"text": f"{text}: {', '.join(found.unused[:3])}{', ...' if len(found.unused) > 3 else ''}"})
+def _verify_initial_weights(path: Path, prepared: Prepared, trust: bool, events: Events) -> None:
+    """Compare the initial weights with the model, before ranks start. Raises: RunError, ArtifactError."""
+    weights = weights_of(str(path), prepared.graph, prepared.workload, trust=trust)
+    events("note", {"text": f"starts from {path}: {counted(len(weights.names), 'tensor')}"})
+    if weights.unused:
+        text = (
+            f"{counted(len(weights.unused), 'tensor')} of {path} {'is' if len(weights.unused) == 1 else 'are'} not used"
+        )
+        events("note", {"text": f"{text}: {', '.join(weights.unused[:3])}{', ...' if len(weights.unused) > 3 else ''}"})
 
 
 def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
@@ -198,7 +200,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
 
 
 def _checkpoint_every(settings: TrainSettings, prepared: Prepared) -> int:
-    """Return the steps from one checkpoint to the next: all ranks must agree, so it is a number and not a time."""
+    """Return the steps between checkpoints. All ranks must agree, so it is a number of steps and not a time."""
     if settings.checkpoint_every is not None:
         return settings.checkpoint_every
     seconds = prepared.plan.predicted.step_seconds
@@ -248,8 +250,8 @@ def _launch(
 
 
 def _latest(run: RunDirectory) -> str:
-    found = checkpoints.steps(run.checkpoints)
-    return str(checkpoints.directory_of(run.checkpoints, found[-1])) if found else ""
+    steps = checkpoints.steps(run.checkpoints)
+    return str(checkpoints.directory_of(run.checkpoints, steps[-1])) if steps else ""
 
 
 def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
@@ -261,24 +263,24 @@ def _write_timeline(run: RunDirectory, listener: Listener, world: int) -> None:
         artifact.save(Timeline("measured", world, spans), run.path / "timeline.json")
 
 
-def _existing(settings: TrainSettings, held: contextlib.ExitStack) -> tuple[Path, Checkpoint]:
-    """Return the run that goes on, held, and the checkpoint it goes on from. Raises: RunError, ArtifactError."""
+def _existing(settings: TrainSettings, locks: contextlib.ExitStack) -> tuple[Path, Checkpoint]:
+    """Lock the run to resume; return its directory and the checkpoint. Raises: RunError, ArtifactError."""
     path = settings.run_dir or find_run(None, settings.plan.work_dir)
-    held.enter_context(only_one(path, "trains"))
+    locks.enter_context(only_one(path, "trains"))
     return path, chosen(RunDirectory(path), settings.resume_step)
 
 
-def _new(settings: TrainSettings, held: contextlib.ExitStack) -> Path:
-    """Return the directory of a new run, held: the one given, or one named by the time.
+def _new(settings: TrainSettings, locks: contextlib.ExitStack) -> Path:
+    """Lock and return the directory of a new run: the given one, or one named by the time.
 
-    Raises: RunError where it already holds a run.
+    Raises: RunError if it already holds a run.
     """
     path = settings.run_dir or _named_by_time(settings.plan.work_dir / "runs")
-    held.enter_context(only_one(path, "trains"))
-    found = checkpoints.steps(RunDirectory(path).checkpoints)
-    if found:
+    locks.enter_context(only_one(path, "trains"))
+    steps = checkpoints.steps(RunDirectory(path).checkpoints)
+    if steps:
         raise RunError(
-            f"{path} already holds a run (checkpoint of step {found[-1]})",
+            f"{path} already holds a run (checkpoint of step {steps[-1]})",
             remedy="add --resume to go on with it, or choose another --run-dir",
         )
     return path

@@ -1,4 +1,4 @@
-"""A run for somebody else's queue: SLURM and Ray start the same command again, once a rank, by ``--launcher env``."""
+"""Runs that a cluster starts: SLURM and Ray run the same command again, once per rank, with ``--launcher env``."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from autopipe.launch.request import HostCommand
 
 TRAIN, RAY = "train", "ray"
 SUBMIT_SECONDS = 120.0
-# options of the command line that say how it is started; the command that is started says it anew
+# options of the launcher, which the started command replaces with its own; True: the option has a value
 _OF_THE_START = {"--launcher": True, "--slurm-option": True, "--dry-run": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A command line taken apart: ``command`` up to ``train``, and the ``rest``."""
+    """A command line, split after ``train``."""
 
     command: tuple[str, ...]
     rest: tuple[str, ...]
 
     @staticmethod
     def of(typed: Sequence[str]) -> Words:
-        """Take apart what was typed behind the program's name."""
+        """Split the words after the program's name."""
         at = next(i for i, word in enumerate(typed) if word == TRAIN and tuple(typed[i - 1 : i]) != ("--config",))
         command = (sys.executable, "-m", "autopipe.cli", *typed[: at + 1])
         return Words(command, slurm.without(typed[at + 1 :], _OF_THE_START))
 
     @property
     def for_a_rank(self) -> tuple[str, ...]:
-        """The command that each rank runs."""
+        """The command of each rank."""
         return (*self.command, "--launcher", "env", *self.rest)
 
 
@@ -53,28 +53,28 @@ class Submission:
 
 
 def ranks_of(settings: TrainSettings) -> int:
-    """Return how many ranks are asked for: by the options, else by the stored plan.
+    """Return the number of ranks of the options, else of the stored plan.
 
-    Raises: RunError where nobody says.
+    Raises: RunError without either.
     """
     if settings.plan.gpus is not None:
         return settings.plan.gpus
     store = Store(settings.plan.work_dir)
     if not store.plan.exists():
         raise RunError(
-            f"--launcher {settings.launch.name}: nobody says how many ranks there are",
+            f"--launcher {settings.launch.name}: the number of ranks is not known",
             remedy="--gpus N, or autopipe plan first",
         )
     return store.stored_plan()[0].num_ranks
 
 
 def in_an_allocation(environment: Mapping[str, str]) -> bool:
-    """Whether SLURM has given this process nodes: then the ranks are started here and now."""
+    """Return whether this process runs in a SLURM allocation, in which the ranks can start at once."""
     return bool(environment.get("SLURM_JOB_ID"))
 
 
 def srun(settings: TrainSettings, words: Words) -> tuple[str, ...]:
-    """Return the command that starts the ranks in this allocation. Without --gpus, as many as it was made for."""
+    """Return the command that starts the ranks in this allocation; without --gpus, one for each of its tasks."""
     return (*slurm.srun_words(settings.plan.gpus), *words.for_a_rank)
 
 
@@ -98,7 +98,7 @@ def job_of(settings: TrainSettings, words: Words, options: Mapping[str, str]) ->
 
 
 def rehearsed(settings: TrainSettings, words: Words, options: Mapping[str, str], inside: bool) -> list[HostCommand]:
-    """Return what would be run: srun in an allocation, else sbatch with the script that it would read; Ray's actors."""
+    """Return the commands of a run: srun in an allocation, else sbatch with its script; for Ray, its actors."""
     if settings.launch.name == RAY:
         note = "an actor of a placement group; ranks count in the order of the nodes"
         return [
@@ -114,22 +114,21 @@ def rehearsed(settings: TrainSettings, words: Words, options: Mapping[str, str],
 def submit(settings: TrainSettings, words: Words, options: Mapping[str, str]) -> Submission:
     """Write the script beside the work directory's artifacts and give it to sbatch.
 
-    Raises: RunError where sbatch is missing, or refuses it.
+    Raises: RunError if sbatch is missing or refuses it.
     """
     job = job_of(settings, words, options)
     text = slurm.script(job)
     job.output.mkdir(parents=True, exist_ok=True)
     path = job.output / f"{time.strftime('%Y%m%d-%H%M%S')}.sh"
     path.write_text(text, encoding="utf-8")
-    said = _said_by_sbatch(path)
-    number = slurm.parse_job_number(said)
+    number = slurm.parse_job_number(_output_of_sbatch(path))
     return Submission(number, str(path), job.output_of(number))
 
 
 def on_ray(settings: TrainSettings, words: Words, say: Callable[[str, str], None]) -> int:
     """Run it on a Ray cluster, and return the exit code. ``say``: takes (out or err, a line) of rank 0's output.
 
-    Raises: RunError where Ray is not installed, does not answer, or has too few devices.
+    Raises: RunError if Ray is not installed, does not answer, or has too few devices.
     """
     from autopipe.launch.ray_cluster import RayRun
 
@@ -145,17 +144,17 @@ def on_ray(settings: TrainSettings, words: Words, say: Callable[[str, str], None
 
 
 def program(name: str) -> str:
-    """Return the path of one of SLURM's programs. Raises: RunError where it is not on this machine."""
-    found = shutil.which(name)
-    if found is None:
+    """Return the path of one of SLURM's programs. Raises: RunError if it is not installed."""
+    path = shutil.which(name)
+    if path is None:
         raise RunError(
             f"--launcher slurm: there is no {name} on this machine",
             remedy="run this on a login node of the cluster; --dry-run shows the script without it",
         )
-    return found
+    return path
 
 
-def _said_by_sbatch(path: Path) -> str:
+def _output_of_sbatch(path: Path) -> str:
     try:
         done = subprocess.run(
             [program("sbatch"), "--parsable", str(path)],

@@ -1,4 +1,4 @@
-"""Training under a cluster's own launcher: the command runs once a rank. Rank 0 does its work, the others follow."""
+"""Training under a cluster's own launcher: the command runs once per rank; rank 0 leads, the others follow it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from autopipe.launch.remote.rendezvous import Rendezvous
 ENVIRONMENT = "env"
 
 
-def joined(settings: TrainSettings, environment: Mapping[str, str]) -> TrainSettings:
-    """Return the settings with which rank of how many this process is, where the environment is to say so.
+def with_identity(settings: TrainSettings, environment: Mapping[str, str]) -> TrainSettings:
+    """Return the settings with this process's identity among the ranks, if a launcher sets it in the environment.
 
-    Raises: RunError that names the variable that is missing or wrong.
+    Raises: RunError that names a missing or invalid variable.
     """
     if settings.launch.name != ENVIRONMENT:
         return settings
     return replace(settings, launch=replace(settings.launch, identity=read_identity(environment)))
 
 
-def follows(settings: TrainSettings) -> bool:
-    """Whether this process is another's to lead: a rank other than 0, that neither prepares nor prints."""
+def is_follower(settings: TrainSettings) -> bool:
+    """Return whether this process is a rank other than 0, which neither prepares nor prints."""
     return settings.launch.identity is not None and settings.launch.identity.rank > 0
 
 
 def follow(settings: TrainSettings) -> int:
-    """Be one of the other ranks, and return the exit code.
+    """Run as a non-zero rank until the job ends; return its exit code.
 
-    Raises: AutopipeError with what failed first, on whichever rank.
+    Raises: AutopipeError with the first failure of any rank.
     """
     from autopipe.launch import env
 
@@ -41,12 +41,12 @@ def follow(settings: TrainSettings) -> int:
 
 
 @contextlib.contextmanager
-def leading(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Rendezvous | None]]:
+def lead(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Rendezvous | None]]:
     """Run as rank 0 and yield the settings and the connections to the other ranks' processes, if there are any.
 
     If the body raises, the other ranks end with the same error.
 
-    Raises: RunError where the options ask for another number of ranks than there are.
+    Raises: RunError if the options request another number of ranks than there are.
     """
     here = settings.launch.identity
     if here is None:
@@ -59,16 +59,16 @@ def leading(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Rendezvous
         if asked is not None and asked != here.world_size:
             raise RunError(
                 f"--gpus {asked}, but {here.launcher} has started {counted(here.world_size, 'rank')}",
-                remedy=f"leave --gpus away: there are {here.world_size}; or start {counted(asked, 'rank')}",
+                remedy=f"omit --gpus: there are {here.world_size}; or start {counted(asked, 'rank')}",
             )
-        # every rank is there already: a plan that leaves some unused, as one with replicas may, is for who asks for it
+        # every rank runs already: a plan with replicas may leave some unused, so it must be requested
         replicas = settings.plan.replicas or "never"
         led = replace(settings, plan=replace(settings.plan, gpus=here.world_size, replicas=replicas))
         yield replace(led, resume=True, resume_step=None) if _goes_on(settings, here) else led, rendezvous
 
 
 def _goes_on(settings: TrainSettings, here: RankIdentity) -> bool:
-    """Whether torchrun has started the ranks again, and the run directory has a checkpoint of the time before."""
+    """Return whether torchrun has restarted the ranks, and the run directory has a checkpoint to resume from."""
     from autopipe.runtime.checkpoint import directory as checkpoints
     from autopipe.runtime.job import RunDirectory
 
