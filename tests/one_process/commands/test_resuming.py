@@ -123,7 +123,7 @@ def test_another_model_is_refused_by_its_first_parameter(run: RunDirectory) -> N
     for shapes, first, message in (
         ((3, 5), 0, r"w1 was \[3\] and is \[5\]"),
         ((3, 3, 2), 0, r"w2 \[2\] is new"),
-        ((3,), 0, "w1 is in it no more"),
+        ((3,), 0, "w1 was removed"),
         ((3, 3), 0, r"the same parameters, another computation \(g -> "),
     ):
         with pytest.raises(RunError, match=f"the checkpoint is of another model: {message}"):
@@ -132,7 +132,7 @@ def test_another_model_is_refused_by_its_first_parameter(run: RunDirectory) -> N
     refuse_other_parameters(graph, Net(3, 3), run.path)
     with pytest.raises(RunError, match=r"the model has changed since this run: w1 was \[3\] and is \[4\]"):
         refuse_other_parameters(graph, Net(3, 4), run.path)
-    with pytest.raises(RunError, match="w1 is in it no more"):
+    with pytest.raises(RunError, match="w1 was removed"):
         refuse_other_parameters(graph, Net(3), run.path)
 
 

@@ -107,7 +107,7 @@ def test_a_model_file_that_changed_is_refused(run: Pipeline, tmp_path: Path) -> 
     with pytest.raises(RunError, match="its file has changed since you named it"):
         export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
     named = ModelSettings(str(tmp_path / "net.py"))
-    with pytest.raises(RunError, match=r"the model has changed since this run: blocks\.0\.0\.bias is in it no more"):
+    with pytest.raises(RunError, match=r"the model has changed since this run: blocks\.0\.0\.bias was removed"):
         export(ExportSettings(tmp_path / "x.pt", run=run.run.path, model=named))
 
 
