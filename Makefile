@@ -7,8 +7,10 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
+# tests start many processes: each would compile every module that it imports
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chaos test test-all test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas docs docs-check check
+.PHONY: help setup demo chaos test test-all coverage test-gpu fuzz test-hosts hosts-tools lint types format zoo zoo-dozen zoo-third bench bench-planner bench-convergence bench-prediction bench-memory bench-restarts bench-checkpoints bench-replicas docs docs-check check
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +27,10 @@ demo: $(READY) ## a GPT in two pipeline stages against the plain loop, in about 
 
 test: $(READY) ## the tests that answer in minutes, in WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 -m "not slow and not hosts"
+
+coverage: $(READY) ## the branches of the planner, the schedules and their data types that the pure tests leave out
+	$(BIN)/python -m coverage run -m pytest -m "not slow" tests/pure
+	$(BIN)/python -m coverage report
 
 test-all: $(READY) hosts-tools ## all tests, also the slow ones and those on several hosts
 	$(BIN)/python -m pytest

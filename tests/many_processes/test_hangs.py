@@ -16,7 +16,7 @@ plenty = data
 def data(batch_size=8):
     for step, item in enumerate(plenty(batch_size)):
         if step == 3 and multiprocessing.current_process().name == "rank 1":
-            select.select([], [], [])  # for ever
+            select.select([], [], [])  # without end
         yield item
 """
 
@@ -38,7 +38,7 @@ def test_a_rank_that_is_stopped_is_named(commands: Commands, tmp_path: Path) -> 
 def test_a_rank_that_hangs_in_the_users_code_is_named_with_their_line(commands: Commands, tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(model.read_text() + STUCK)
-    line = next(n for n, text in enumerate(model.read_text().splitlines(), 1) if "for ever" in text)
+    line = next(n for n, text in enumerate(model.read_text().splitlines(), 1) if "without end" in text)
     process = commands.start(*training(2, steps=20), "--watchdog", "5")
     _, err = process.communicate(timeout=120)
     message = " ".join(err.split())

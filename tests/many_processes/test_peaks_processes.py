@@ -18,7 +18,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", "interleaved", "2bw"])
 def test_planned_peaks_are_measured_ones(schedule: str, work: Path) -> None:
     target = SAMPLES / "unet.py"  # values that skip stages: with interleaving, to another stage of the same rank
     profile = ProfileSettings(

@@ -42,7 +42,9 @@ def data(batch_size=24):
 FILES = {"net.py": MODEL}
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, "auto"), (3, "auto"), (2, "never")])
+@pytest.mark.parametrize(
+    ("ranks", "replicas"), [pytest.param(2, "auto", marks=pytest.mark.slow), (3, "auto"), (2, "never")]
+)
 def test_a_clipped_run_leaves_the_oracles_weights(
     ranks: int, replicas: str, commands: Commands, tmp_path: Path
 ) -> None:

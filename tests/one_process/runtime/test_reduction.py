@@ -113,7 +113,7 @@ def test_replicas_with_other_gradients_missing_agree_to_the_last_bit(count: int)
     ]
 
     def rank(index: int) -> list[torch.Tensor | None]:
-        parameters = {name: nn.Parameter(torch.zeros(5)) for name in ("both", "first", "nobody")}
+        parameters = {name: nn.Parameter(torch.zeros(5)) for name in ("both", "first", "neither")}
         if index == 0:
             parameters["first"].grad = gradients[0][1].clone()
         parameters["both"].grad = gradients[index][0].clone()

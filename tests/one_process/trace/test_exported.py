@@ -15,7 +15,7 @@ from autopipe.trace.verify import verify
 
 
 class Mapped(nn.Module):
-    """Tensors made inside torch.vmap are none that the recorder knows."""
+    """Tensors made inside torch.vmap are not tensors that the recorder knows."""
 
     def __init__(self):
         super().__init__()

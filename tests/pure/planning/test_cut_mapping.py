@@ -1,4 +1,4 @@
-"""The same stages out of another recording: the same cuts, the nearest ones, or a reason why there are none."""
+"""The same stages out of another recording: the same cuts, the nearest ones, or the reason why no plan exists."""
 
 from __future__ import annotations
 
