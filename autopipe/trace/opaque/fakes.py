@@ -1,8 +1,8 @@
-"""Calls whose fake result torch cannot make, though its form is known: packed sequences, CTC, cumulative batch norm.
+"""Fake results of calls that torch cannot fake: packed sequences, CTC loss, cumulative batch norm.
 
-Grouped products of matrices are among them: torch makes their fake in bfloat16 only.
+This includes grouped matrix products, which torch fakes in bfloat16 only.
 
-How many rows a packed sequence has depends on the lengths in the batch; that number becomes a size made by the call.
+The number of rows of a packed sequence depends on the lengths in the batch; it becomes a size that the call defines.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 
 
 class Fakes:
-    """Fake results of one pass. ``run`` is used in place of the call itself."""
+    """Functions for the fake results of one recording. They run in place of the calls."""
 
     def __init__(self, shape_env: ShapeEnv) -> None:
         self.shape_env = shape_env
-        self._batch: dict[int, tuple[Tensor, Any]] = {}  # id of batch_sizes -> (it, number of sequences)
+        self._batch: dict[int, tuple[Tensor, Any]] = {}  # id of batch_sizes -> (batch_sizes, number of sequences)
         self._functions: dict[str, Callable[..., Any]] = {
             "_pack_padded_sequence": self._pack,
             "_pad_packed_sequence": self._pad,
@@ -33,11 +33,11 @@ class Fakes:
         }
 
     def function(self, name: str) -> Callable[..., Any] | None:
-        """Return what makes the fake result of a function, None where torch can do it."""
+        """Return a function for the fake result of a call, or None if torch can fake it."""
         return self._functions.get(name)
 
     def module(self, module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Return what makes the fake result of a leaf module, None where torch can do it."""
+        """Return a function for the fake result of a leaf module, or None if torch can fake it."""
         if isinstance(module, _RECURRENT) and args and isinstance(args[0], PackedSequence):
             return lambda packed, hidden=None: self._recurrent(module, packed)
         if isinstance(module, _BatchNorm) and module.momentum is None and module.training:
@@ -97,7 +97,7 @@ class Fakes:
 def _grouped_mm(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """A matrix that is cut into groups of rows gives its rows; two that are cut along the inner side, one a group."""
+    """Fake a grouped product: groups of rows give their rows; groups along the inner side give one matrix each."""
     shape = (*left.shape[:-1], right.shape[-1])
     if left.dim() == 2 and right.dim() == 2:
         assert offs is not None
@@ -109,7 +109,7 @@ def _grouped_mm(
 
 
 def _with_momentum(module: _BatchNorm, *inputs: Tensor) -> Any:
-    """Run a batch norm that averages over all batches so far: what it reads to do so has no effect on the shapes."""
+    """Run a batch norm that averages over all batches: its running statistics do not affect the shapes."""
     module.momentum = 0.1
     try:
         return module(*inputs)
@@ -118,7 +118,7 @@ def _with_momentum(module: _BatchNorm, *inputs: Tensor) -> Any:
 
 
 def _like(model: Tensor, shape: tuple[Any, ...], *sources: Tensor) -> Tensor:
-    """Return an empty tensor of another shape, through which a gradient reaches ``sources`` as through the call."""
+    """Return an empty tensor of another shape, with gradients to ``sources`` as in the real call."""
     fake = torch.empty(shape, dtype=model.dtype, device=model.device)
     for source in sources:
         if source.requires_grad and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What comes in and goes out of a model's modules on real batches of several sizes, and what their forwards change."""
+"""Observe the inputs and outputs of modules on real batches of several sizes, and what their forwards change."""
 
 from __future__ import annotations
 
@@ -27,63 +27,52 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that came in or went out. ``alias``: place among the inputs of the tensor whose memory it has, or -1.
-
-    ``order``: its dimensions as they lie in memory, the slowest first.
-    """
+    """A tensor that a module received or returned."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    order: tuple[int, ...]
-    alias: int = -1
+    order: tuple[int, ...]  # dimensions by memory order, slowest first
+    alias: int = -1  # index of the input that shares its memory, or -1
     strided: bool = True
 
 
 @dataclass(frozen=True)
 class Part:
-    """An entry of a result. ``leaves``: tensors as ``Leaf``, other values as they are, nested as ``structure`` says."""
+    """An entry of a result."""
 
-    leaves: tuple[Any, ...]
-    structure: Any
+    leaves: tuple[Any, ...]  # a ``Leaf`` for each tensor; other values unchanged
+    structure: Any  # the nesting of the leaves
 
 
 @dataclass
 class Call:
-    """One call of a module. ``inputs``: its tensors. ``outputs``: its result, entry by entry where it is a container.
+    """One call of a module."""
 
-    ``container``: what the entries are in. ``changed``: places of inputs that were changed in place. ``left``:
-    (path, attribute) of attributes that were bound to tensors. ``plain``: what comes in are tensors and plain values,
-    in lists, tuples and dicts.
-    """
-
-    inputs: list[Leaf]
-    plain: bool
-    outputs: list[Part] = field(default_factory=list)
-    container: Any = None
-    changed: tuple[int, ...] = ()
-    left: tuple[tuple[str, str], ...] = ()
+    inputs: list[Leaf]  # its tensors
+    plain: bool  # whether the inputs are tensors and plain values, in lists, tuples and dicts
+    outputs: list[Part] = field(default_factory=list)  # the result, one part for each entry of a container
+    container: Any = None  # the structure around the entries
+    changed: tuple[int, ...] = ()  # indices of inputs that were changed in place
+    left: tuple[tuple[str, str], ...] = ()  # (path, attribute) of attributes that were bound to tensors
 
 
 @dataclass
 class Observed:
-    """The runs of one model. ``calls``: run -> path -> its calls, in order.
+    """The observed runs of one model."""
 
-    ``written``: path of a module -> first names of the buffers that its calls were seen to write; ``parameters``: of
-    the parameters; ``foreign``: of the parameters and buffers of other modules that its calls read.
-    """
-
-    calls: list[dict[str, list[Call]]] = field(default_factory=list)
-    written: dict[str, set[str]] = field(default_factory=dict)
-    parameters: dict[str, set[str]] = field(default_factory=dict)
+    calls: list[dict[str, list[Call]]] = field(default_factory=list)  # for each run: path -> its calls, in order
+    written: dict[str, set[str]] = field(default_factory=dict)  # path -> first names of the buffers that it writes
+    parameters: dict[str, set[str]] = field(default_factory=dict)  # path -> the parameters that it writes
+    # path -> the parameters and buffers of other modules that it reads
     foreign: dict[str, set[str]] = field(default_factory=dict)
 
 
 def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) -> Observed:
-    """Run the model on each of ``items`` and note what its modules take and give. The model is left as it was.
+    """Run the model on each of ``items`` and record the inputs and outputs of its modules. The model is restored.
 
-    Memory: the tensors that come into a module are held until it returns; nothing is kept for a backward afterwards.
+    Memory: the inputs of a module are held until it returns; no autograd graph is kept afterwards.
     """
     observed = Observed()
     for index, item in enumerate(items):
@@ -101,7 +90,7 @@ def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) 
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put attributes, random states and buffers of a model back behind the block."""
+    """Restore attributes, random states and buffers of a model after the block."""
     snapshot = Snapshot(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -134,7 +123,7 @@ def _watched(model: nn.Module, calls: dict[str, list[Call]], observed: Observed)
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the parameters and buffers that a running module reads and does not hold."""
+    """Records the parameters and buffers of other modules that a running module reads."""
 
     def __init__(self, names: Mapping[int, str], watches: list[_Watch]) -> None:
         super().__init__()
@@ -144,7 +133,7 @@ class _Reads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         given = [leaf for value in (*args, *(kwargs or {}).values()) for leaf in _entries(value)]
         known = [leaf for leaf in given if isinstance(leaf, Tensor) and id(leaf) in self.names]
-        # a shape or a device is not what the tensor holds
+        # reading a shape or a device does not read the content
         if known and (func.__name__ in _NUMBERS or any(isinstance(leaf, Tensor) for leaf in _entries(result))):
             for watch in self.watches:
                 watch.read(known)
@@ -156,7 +145,7 @@ def _entries(value: Any) -> Any:
 
 
 class _Watch:
-    """Notes the calls of one module."""
+    """Records the calls of one module."""
 
     def __init__(
         self,
@@ -200,7 +189,7 @@ class _Watch:
         self.calls.append(call)
 
     def read(self, tensors: list[Tensor]) -> None:
-        """Note tensors of the model that are read while the module runs, and came in by no argument."""
+        """Record tensors of the model that are read while the module runs and are not among its arguments."""
         if not self._open:
             return
         given = {id(tensor) for tensor in self._open[-1][1]}

@@ -1,4 +1,4 @@
-"""Calls of modules, as the recorder sees them: one node for a leaf, and for a module that runs as it is."""
+"""Record calls of modules: one node for a leaf or an opaque module."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ if TYPE_CHECKING:
 
 
 class ModuleCalls:
-    """The part of the recorder that ``patches`` brings calls of modules to.
+    """The part of the recorder that records calls of modules; ``patches`` redirects them here."""
 
-    ``opaque``: the modules that run as they are. ``within``: the modules around what failed first, outermost first.
-    """
-
-    opaque: Opaque | None = None
-    within: tuple[str, ...] = ()
+    opaque: Opaque | None = None  # the opaque modules
+    within: tuple[str, ...] = ()  # the modules around the first failure, outermost first
     _bind: Any
     _call: Any
     append: Any
@@ -53,16 +50,16 @@ class ModuleCalls:
 
     @property
     def around(self) -> tuple[str, ...]:
-        """The paths of the modules that are running, the outermost first."""
+        """The paths of the modules that are running, outermost first."""
         return tuple(path for path, *_ in self._stack)
 
     def refuse_drawn(self) -> None:
-        """Refuse what was drawn from Python's or numpy's generator since the last call. Raises: TraceError."""
+        """Refuse draws from Python's or numpy's generator since the last call. Raises: TraceError."""
         if self.borrowed.snapshot.random_drawn():
             raise unsupported("random numbers from outside of torch", "")
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run ``module(*args, **kwargs)``: one node for a leaf or where it runs as it is."""
+        """Run ``module(*args, **kwargs)``, as one node if it is a leaf or opaque."""
         path = self._paths.get(id(module))
         if not self.listening or path is None:
             return original(module, *args, **kwargs)
@@ -81,7 +78,7 @@ class ModuleCalls:
             self._stack.pop()
 
     def _noting(self, run: Callable[[], Any]) -> Any:
-        """Run something, and note the modules around it where it fails, or draws what is watched for."""
+        """Run a function, and record the modules around it if it fails or makes a watched draw."""
         try:
             result = run()
             if self.watch:
@@ -111,12 +108,12 @@ class ModuleCalls:
             silent=written_statistics(module),
         )
 
-    # --- modules that run as they are ---------------------------------------------------------------------------------
+    # --- opaque modules -----------------------------------------------------------------------------------------------
 
     def _run_opaque(self, opaque: Opaque, module: nn.Module, path: str, which: int, args: Any, kwargs: Any) -> Any:
-        """Record the call and return what stands for its result.
+        """Record the call and return its fake result.
 
-        Raises: TraceError where it is called otherwise than on the batches that were run.
+        Raises: TraceError if the module is called more often than on the observed batches.
         """
         form = opaque.form(path, which)
         if form is None:
@@ -124,7 +121,7 @@ class ModuleCalls:
         parameters = list(module.parameters())
 
         def results(args: Any, kwargs: Any) -> Any:
-            self.random.count += 1  # its place, whatever it draws
+            self.random.count += 1  # one position, however often it draws
             return form.results(args, kwargs, parameters, self._unknown)
 
         inputs = tensors_of(args, kwargs)
@@ -140,14 +137,14 @@ class ModuleCalls:
         return any(value is unknown for unknown in self._unknown)
 
     def _bind_object(self, value: Any, node: fx.Node) -> None:
-        """Make attributes of ``node`` the source of the tensors in an object that a call has returned."""
+        """Make attributes of ``node`` the source of the tensors in an object that a call returned."""
         for name in vars(value):
             attribute = getattr(value, name)
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(attribute)):
                 self._bind(attribute, self.append("call_function", getattr, (node, name)), in_place=True)
 
     def _leave_unknown(self, module: nn.Module, form: Form) -> None:
-        """Put tensors that nobody made where a call of the module leaves some: what reads them cannot be followed."""
+        """Bind tensors without a source to the attributes that a call sets: a later read of them is refused."""
         for path, attribute in form.left:
             attributes = vars(module.get_submodule(path))
             with self._deaf():

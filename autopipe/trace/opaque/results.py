@@ -1,7 +1,8 @@
-"""The results that stand for a module's own while the model is followed: their shapes, from what was seen of real ones.
+"""Fake results that replace those of an opaque module while the model is recorded: shapes derived from real runs.
 
-A dimension of a result is that of an input, a constant, or a line over a dimension of an input; whichever holds for all
-batches that were run. Where none does, its size depends on the data, and the module cannot be a node.
+A dimension of a result equals a dimension of an input, a constant, or a linear function of a dimension of an input,
+whichever holds for all batches that were run. If none does, its size depends on the data, and the module cannot be a
+node.
 """
 
 from __future__ import annotations
@@ -16,26 +17,23 @@ from torch.utils import _pytree as pytree
 
 from autopipe.trace.opaque.observe import Call, Leaf
 
-_POINTS = 3  # sizes that a line must go through to be believed
+_POINTS = 3  # sizes needed to accept a linear function
 
 
-class Unfit(Exception):  # noqa: N818  # a finding, which the caller turns into a note or another attempt
-    """A call that cannot be a node; the text says why."""
+class Unfit(Exception):  # noqa: N818  # the caller turns it into a note or another attempt
+    """The call cannot be a node; the message says why."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A size of a result: ``factor`` times a dimension of an input, plus ``offset``.
+    """A size of a result: ``factor`` times a dimension of an input, plus ``offset``."""
 
-    ``place``: (input, dimension); () where the size is the constant ``offset``.
-    """
-
-    place: tuple[int, int] | tuple[()]
+    place: tuple[int, int] | tuple[()]  # (input, dimension); () if the size is the constant ``offset``
     factor: int
     offset: int
 
     def of(self, inputs: Sequence[Tensor]) -> Any:
-        """Return it for these inputs, which may have symbolic sizes."""
+        """Return the size for these inputs, which may have symbolic sizes."""
         if not self.place:
             return self.offset
         size: Any = inputs[self.place[0]].shape[self.place[1]]
@@ -44,32 +42,26 @@ class Size:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a result. ``leaves``: a ``Leaf`` with its sizes, or the value itself where it is no tensor.
+    """An entry of a result."""
 
-    ``why``: why nothing is known of it, "" where it is the same in every batch.
-    """
-
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # a ``Leaf`` with its sizes for each tensor; other values unchanged
     structure: Any
-    why: str = ""
+    why: str = ""  # why the entry is unknown; "" if it is the same in every batch
 
 
 @dataclass(frozen=True)
 class Form:
-    """What one call of a module gives: ``entries`` of its result, in a ``container``.
-
-    ``changed``: places of the inputs that some call changed in place. ``left``: attributes bound to tensors by a call.
-    """
+    """The results of one call of a module."""
 
     entries: tuple[Entry, ...]
-    container: Any
-    changed: tuple[int, ...]
-    left: tuple[tuple[str, str], ...]
+    container: Any  # the structure around the entries
+    changed: tuple[int, ...]  # indices of the inputs that any call changed in place
+    left: tuple[tuple[str, str], ...]  # attributes that any call bound to tensors
 
     def results(self, args: Any, kwargs: Any, parameters: Sequence[Tensor], unknown: list[Any]) -> Any:
-        """Return the stand-in for a call with these fake arguments. Gradients flow to them and to ``parameters``.
+        """Return the fake result of a call with these fake arguments. Gradients flow to them and to ``parameters``.
 
-        ``unknown``: gets the entries that are not the same in every batch. Who reads a tensor of theirs is refused.
+        ``unknown``: receives the entries that differ from batch to batch. A later read of their tensors is refused.
         """
         inputs = tensors_of(args, kwargs)
         results = []
@@ -82,9 +74,9 @@ class Form:
 
 
 def form_of(calls: Sequence[Call]) -> Form:
-    """Return what the same call gave in several runs, as one form.
+    """Combine the results of the same call in several runs.
 
-    Raises: Unfit where the runs do not agree, or something comes in or goes out that is no tensor.
+    Raises: Unfit if the runs disagree, or if an input or output is not a tensor.
     """
     first = calls[0]
     if not all(call.plain for call in calls):
@@ -112,7 +104,7 @@ def _is_sized(leaf: Any) -> bool:
 
 
 def _entry(calls: Sequence[Call], number: int) -> Entry:
-    """Return an entry of a result as the runs agree on it, else as it was in the first."""
+    """Return an entry of a result on which the runs agree, or that of the first run with the reason why not."""
     parts = [call.outputs[number] for call in calls]
     first = parts[0]
     try:
@@ -157,7 +149,7 @@ def _leaf(calls: Sequence[Call], seen: Sequence[Any]) -> Any:
 
 
 def _size(calls: Sequence[Call], seen: Sequence[Leaf], dimension: int) -> Size:
-    """Return what a dimension of a result is. A dimension at the same place of an input comes first."""
+    """Return a dimension of a result. The same dimension of an input takes precedence."""
     sizes = [leaf.shape[dimension] for leaf in seen]
     places = [(i, d) for i, leaf in enumerate(calls[0].inputs) for d in range(len(leaf.shape))]
     places.sort(key=lambda place: (place[1] != dimension, len(calls[0].inputs[place[0]].shape) != len(seen[0].shape)))
@@ -175,7 +167,7 @@ def _size(calls: Sequence[Call], seen: Sequence[Leaf], dimension: int) -> Size:
 
 
 def _line(given: Sequence[int], sizes: Sequence[int]) -> tuple[int, int] | None:
-    """Return factor and offset of the line through the points, None where there is none."""
+    """Return factor and offset of the line through the points, or None."""
     points = sorted(set(zip(given, sizes, strict=True)))
     if len(points) < _POINTS or len({x for x, _ in points}) < len(points):
         return None

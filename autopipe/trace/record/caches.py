@@ -1,7 +1,7 @@
-"""What the user's Python keeps outside of the model's modules, put back behind a pass.
+"""Restore caches of the user's Python code outside of the model's modules.
 
-A table that a helper makes once and keeps (``functools.lru_cache``, a dict at the top of the file, an attribute of an
-object that is no module) would be kept as a fake tensor, and spoil the next real forward.
+A helper may create a table once and keep it (``functools.lru_cache``, a dict at module level, an attribute of an object
+that is not a module). After a recording, such a table would hold fake tensors and break the next real forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopipe.trace.record.containers import attributes, copied, refill
 
 
 class Caches:
-    """The caches of the model's own Python modules as they are now; ``restore`` puts them back or empties them."""
+    """The current caches of the model's Python modules; ``restore`` restores or empties them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._containers: list[tuple[Any, Any]] = []
@@ -40,7 +40,7 @@ class Caches:
                 self._containers.append((value, copied(value)))
 
     def restore(self) -> None:
-        """Put containers back; empty the memoized functions that were called with something new."""
+        """Restore containers; clear the memoized functions that were called with new arguments."""
         for container, before in self._containers:
             refill(container, before)
         for function, misses in self._memoized.values():
@@ -49,7 +49,7 @@ class Caches:
 
 
 def users_namespaces(model: nn.Module) -> list[Any]:
-    """Return the Python modules that the model's own classes come from."""
+    """Return the Python modules that define the model's classes."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
 

@@ -1,4 +1,4 @@
-"""The one text of a call's arguments: equal calls give equal texts, in every process and on every device."""
+"""The canonical text of a call's arguments: equal calls give equal texts, in every process and on every device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from autopipe.trace.record.targets import qualified_name
 
 
 def arguments_text(node: fx.Node, constants: Mapping[str, Tensor], module: nn.Module | None) -> str:
-    """Return the text of a node's arguments. ``module``: the leaf that it calls; its settings are arguments too."""
+    """Return the text of a node's arguments. ``module``: the leaf that it calls, whose settings are included."""
     parts = [_text(arg, constants) for arg in node.args]
     parts += [f"{key}={_text(node.kwargs[key], constants)}" for key in sorted(node.kwargs)]
     text = f"({', '.join(parts)})"
     if node.meta.get("opaque") and module is not None:
-        return f"{module!r} {code_digest(module)}{text}"  # what it calls is nowhere else in the graph
+        return f"{module!r} {code_digest(module)}{text}"  # the graph does not contain the calls inside
     return text if module is None else f"{module!r}{text}"
 
 
 def code_digest(module: nn.Module) -> str:
-    """Return 16 hex digits of the source of a module's classes, torch's left out, and of their plain settings."""
+    """Return 16 hex digits of the source of a module's classes, without torch's, and of their plain settings."""
     state = hashlib.sha256()
     for path, part in module.named_modules():
         kind = type(part)
@@ -54,7 +54,7 @@ def _text(value: Any, constants: Mapping[str, Tensor]) -> str:
     if isinstance(value, enum.Enum):
         return f"{type_name(value)}.{value.name}"
     if isinstance(value, torch.device):
-        return "device"  # where it ran is no part of what was computed
+        return "device"  # the device does not change the computation
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
     if isinstance(value, slice):

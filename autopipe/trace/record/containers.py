@@ -1,7 +1,7 @@
-"""Lists, dicts, sets, deques and objects of the user's: read, compared and refilled without running a method of theirs.
+"""Read, compare and restore containers and user objects without running their methods.
 
-A subclass may forbid change (the configuration of every diffusers model is such a dict) or compare by asking tensors,
-so the base classes' own methods are called, and only on a container whose content differs.
+A subclass may forbid changes (the configuration of every diffusers model is such a dict) or compare tensors, so the
+methods of the base classes are called, and only on a container whose content differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CONTAINERS = (list, dict, set, deque)
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object, where it has a dictionary of them; its class is not asked."""
+    """Return the attribute dictionary of an object, if it has one, without calling its class."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -24,7 +24,7 @@ def attributes(value: Any) -> dict[str, Any] | None:
 
 
 def entries(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Give (key, value) of each entry of a dict, and (index, value) of a list, tuple or deque."""
+    """Yield (key, value) of each entry of a dict, and (index, value) of a list, tuple or deque."""
     if isinstance(container, dict):
         return iter(_base(container).items(container))
     base: Any = next(kind for kind in (list, tuple, deque) if isinstance(container, kind))
@@ -38,7 +38,7 @@ def length(container: Any) -> int:
 
 
 def copied(container: Any) -> Any:
-    """Return the content of a list, dict, set or deque (subclasses too) as a plain one; () where it is empty."""
+    """Return the content of a list, dict, set or deque (subclasses too) as a plain container; () if it is empty."""
     if isinstance(container, list):
         return list.copy(container) or ()
     if isinstance(container, deque):
@@ -49,7 +49,7 @@ def copied(container: Any) -> Any:
 
 
 def same(container: Any, before: Any) -> bool:
-    """Return whether a container holds the very objects that ``copied`` returned, a dict in the same order."""
+    """Return whether a container holds the same objects that ``copied`` returned, a dict in the same order."""
     if isinstance(container, set):
         return set.__len__(container) == len(before) and all(set.__contains__(container, entry) for entry in before)
     if isinstance(container, (list, deque)):
@@ -65,7 +65,7 @@ def same(container: Any, before: Any) -> bool:
 
 
 def refill(container: Any, before: Any) -> None:
-    """Give a container the content that ``copied`` returned; one that holds it already is not touched."""
+    """Restore the content that ``copied`` returned. A container with that content is not touched."""
     if same(container, before):
         return
     if isinstance(container, list):

@@ -1,8 +1,8 @@
-"""Numbers that a forward reads from tensors which depend on no batch: ``if (torch.as_tensor(std) == 0).any():``.
+"""Numbers that a forward reads from tensors independent of the batch: ``if (torch.as_tensor(std) == 0).any():``.
 
-Such a tensor is made in the forward from numbers of the code alone, so its value is the same for every batch, and the
-read can be answered with it. A number that stands for a size of the batch is not told from any other here; so two
-recordings at two sizes must have read the same (``fit.Fit``), and at a symbolic size such a tensor has an input.
+The forward creates such a tensor from constants of the code, so its value is the same for every batch and can answer
+the read. A number that came from a size of the batch looks the same; therefore two recordings at two sizes must have
+read the same values (``fit.Fit``), and at a symbolic size such a tensor depends on an input.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NOT_FIXED = object()
 
 
 class Fixed:
-    """``seen``: what was answered, as text, to be compared with another recording's."""
+    """The values of reads that do not depend on the batch. ``seen``: the answers as text, for comparison."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
 
     def number(self, node: fx.Node) -> Any:
-        """Return what Python reads from a node, a number or nested lists; NOT_FIXED where inputs or state decide it."""
+        """Return the value that Python reads from a node, or NOT_FIXED if it depends on inputs or state."""
         nodes = _ancestors(node)
         if nodes is None or not all(map(_is_fixed, nodes)):
             return NOT_FIXED
@@ -48,7 +48,7 @@ class Fixed:
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node] | None:
-    """Return a node behind all that it is made of, in the order of the graph; None where that is much."""
+    """Return a node preceded by its inputs, in the order of the graph, or None if there are too many."""
     needed, pending = {node}, [node]
     while pending:
         for source in pending.pop().all_input_nodes:

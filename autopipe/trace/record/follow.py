@@ -1,7 +1,7 @@
-"""One pass over the user's loss with fake tensors -> what was recorded, tidied up.
+"""Run the user's loss once with fake tensors, and clean up the recording.
 
-After the pass a few things are made explicit that Python did by assignment: a buffer bound to a new tensor becomes a
-copy into the buffer, and a batch that is changed in place is cloned first, so that every stage can start from its own.
+The recording makes explicit what Python did by assignment: a buffer that is bound to a new tensor becomes a copy into
+the buffer, and a batch that is changed in place is cloned first, so that every stage can start from its own copy.
 """
 
 from __future__ import annotations
@@ -40,20 +40,16 @@ Forward = Callable[[Recorder, Item], tuple[Tensor, Tensor | None]]
 
 @dataclass
 class Followed:
-    """What one pass found. ``sizes``: its number of samples, and its ``lengths``, where they are free to vary.
-
-    ``batch``: the input, and its dimension, that the number of samples is read from; None where it is in none.
-    ``reads_training``: the user's code asks for the mode. ``calls``: as they were recorded, before tidying up.
-    """
+    """The recording of one run."""
 
     recorder: Recorder
     borrowed: Borrowed
     symbols: Symbols
-    sizes: tuple[int, ...]
-    reads_training: bool
-    batch: tuple[str, int] | None
+    sizes: tuple[int, ...]  # the number of samples and the lengths, if they may vary
+    reads_training: bool  # whether the user's code reads ``training``
+    batch: tuple[str, int] | None  # (input, dimension) that gives the number of samples; None if there is no such input
     lengths: tuple[Length, ...] = ()
-    calls: tuple[fx.Node, ...] = ()
+    calls: tuple[fx.Node, ...] = ()  # as recorded, before the cleanup
 
     @property
     def graph(self) -> fx.Graph:
@@ -62,7 +58,7 @@ class Followed:
 
     @property
     def places(self) -> list[tuple[fx.Node, int]]:
-        """Where each of ``sizes`` is read: an input and its dimension."""
+        """The source of each of ``sizes``: an input and its dimension."""
         inputs = {str(node.target): node for node in self.graph.nodes if node.op == "placeholder"}
         places = [] if self.batch is None else [self.batch, *(length.places[0] for length in self.lengths)]
         return [(inputs[name], dimension) for name, dimension in places]
@@ -84,14 +80,13 @@ def follow(
 ) -> Followed:
     """Run ``workload.loss(model, item)`` with fake tensors, or ``forward`` in its place.
 
-    ``workload.batch_dims`` says where the samples are counted. ``batch``: follow a batch of so many
-    samples; None: a symbolic number of them. ``lengths``: each with the size at which it is followed. ``watch``:
-    end the pass at the first call after a draw from Python's or numpy's random numbers. ``answer``: keep data-dependent
-    decisions as this batch makes them (symbolic only). ``most``: calls after which the pass is given up, where not 0.
-    ``comparison``: is told every call as it is recorded, and may raise a TraceError that ends the pass. ``opaque``: the
-    modules that run as they are, each call of theirs being one node.
+    ``batch``: the number of samples to record; None for a symbolic number. ``lengths``: each with the size at which it
+    is recorded. ``watch``: stop at the first call after a draw from Python's or numpy's random generator. ``answer``:
+    keep the data-dependent decisions of this batch (symbolic only). ``most``: maximum number of calls; 0 for no limit.
+    ``comparison``: receives every recorded call, and may raise a TraceError that ends the recording. ``opaque``: the
+    opaque modules, each call of which becomes one node.
 
-    Raises: TraceError with the user's line, and the smallest edit, when the model cannot be followed.
+    Raises: TraceError with the user's line and the smallest edit if the model cannot be recorded.
     """
     leaves = workload.leaves(item)
     sized = [leaf for leaf in leaves.values() if leaf.dim() > 0]
@@ -138,7 +133,7 @@ def follow(
 
 @contextlib.contextmanager
 def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Iterator[TrainingReads]:
-    # without it some operations written in C++ make a number of a symbolic size
+    # without it, some C++ operations convert a symbolic size to a number
     dispatcher = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
     try:
         with following(recorder) as reads, mode, recorder.random, dispatcher, recorder:
@@ -163,7 +158,7 @@ def _fake_leaf(
     batch: int | None,
     lengths: Mapping[tuple[str, int], int],
 ) -> Tensor:
-    """Return the fake of an input; an object of its own even where the user passes one tensor twice.
+    """Return the fake of an input: a separate object even if the user passes one tensor twice.
 
     ``counting``: the dimension that counts the samples.
     """
@@ -180,7 +175,7 @@ def _fake_leaf(
 
 
 def _empty(leaf: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of another shape, which lies in memory as ``leaf`` does."""
+    """Return a tensor of another shape with the memory layout of ``leaf``."""
     strides = strides_like(leaf, shape)
     return torch.empty_strided(
         list(shape), strides, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
@@ -190,7 +185,7 @@ def _empty(leaf: Tensor, shape: Sequence[int]) -> Tensor:
 def _coin(
     workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool, opaque: Opaque | None
 ) -> TraceError:
-    """Return the error for a model that flips coins outside of torch: one way would be kept for ever."""
+    """Return the error for a model that makes random decisions outside of torch, which a graph would fix."""
     before = Snapshot(model)
     within: tuple[str, ...] = ()
     try:
@@ -238,12 +233,12 @@ def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:
 
 
 def _made_at(recorder: Recorder, value: Tensor | None) -> str:
-    """Return ``file:line: source line`` of the call that made a value, "" where no call did."""
+    """Return ``file:line: source line`` of the call that produced a value, or ""."""
     return where_text(recorder.known.node(value).meta) if recorder.known.has(value) and value is not None else ""
 
 
 def _clone_changed_inputs(graph: fx.Graph) -> None:
-    """Give an input that is changed in place a clone, which is changed instead."""
+    """Clone each input that is changed in place; the clone is changed instead."""
     changed = [n for node in graph.nodes for n in node.meta.get("mutates", ()) if _root_input(n) is not None]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in inputs:
@@ -275,14 +270,14 @@ def _root_input(node: fx.Node) -> fx.Node | None:
 
 
 def storage_key(value: Any) -> int | None:
-    """Return what tells one memory from another, None where a value has none."""
+    """Return a key that identifies the memory of a value, or None if it has none."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
     return int(value.untyped_storage()._cdata)
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Remove what nobody reads and what changes nothing. Positions of random draws are already counted."""
+    """Remove unused calls without side effects. Positions of random draws are already counted."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output") or node.users:
             continue
@@ -292,7 +287,7 @@ def remove_unused(graph: fx.Graph) -> None:
 
 
 def source_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line`` of a node, "" where unknown."""
+    """Return ``file:line`` of a node, or "" if unknown."""
     if "source" not in meta:
         return ""
     filename, line = meta["source"]
@@ -300,7 +295,7 @@ def source_text(meta: Mapping[str, Any]) -> str:
 
 
 def own_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line`` of the model's own line that leads to a library's call, "" where the call is the model's."""
+    """Return ``file:line`` of the model's line that leads to a library call, or "" if the model makes the call."""
     if "own" not in meta:
         return ""
     filename, line = meta["own"]
@@ -308,12 +303,12 @@ def own_text(meta: Mapping[str, Any]) -> str:
 
 
 def where_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line: source line`` of a node, "" where unknown: the model's own line, then a library's."""
+    """Return ``file:line: source line`` of a node, the model's own line before that of a library, or ""."""
     return place_in(*_own_and_inner(meta)) if "source" in meta else ""
 
 
 def short_where_text(meta: Mapping[str, Any]) -> str:
-    """Return ``file:line`` of a node, "" where unknown: the model's own line, then a library's."""
+    """Return ``file:line`` of a node, the model's own line before that of a library, or ""."""
     return short_place_in(*_own_and_inner(meta)) if "source" in meta else ""
 
 

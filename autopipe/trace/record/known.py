@@ -1,4 +1,4 @@
-"""Which node a tensor comes from: results of calls, the model's own tensors, and constants met on the way."""
+"""The source node of each tensor: results of calls, the model's own tensors, and constants that the forward uses."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from autopipe.trace.record.values import tensors_in
 
 
 class Known:
-    """Tensors by identity. ``constants``: those that are neither parameter nor buffer, by attribute name."""
+    """Tensors by identity. ``constants``: those that are neither parameters nor buffers, by attribute name."""
 
     def __init__(self, graph: fx.Graph, borrowed: Borrowed) -> None:
         self.graph, self.borrowed = graph, borrowed
         self.constants: dict[str, Tensor] = {}
         self.constant_fakes: list[Tensor] = []
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[Any] = []  # ids are only unique among objects that live
+        self._alive: list[Any] = []  # ids are unique only among live objects
 
     def bind(self, value: Tensor, node: fx.Node) -> None:
-        """Say that ``node`` makes ``value``."""
+        """Register ``node`` as the source of ``value``."""
         self._nodes[id(value)] = node
         self._alive.append(value)
 
     def has(self, value: Any) -> bool:
-        """Return whether a node of the graph makes this very tensor."""
+        """Return whether a node of the graph produces this tensor object."""
         return id(value) in self._nodes
 
     def is_state(self, value: Tensor) -> bool:
-        """Return whether a tensor is the model's own."""
+        """Return whether a tensor belongs to the model."""
         return id(value) in self.borrowed.state or id(value) in self.borrowed.plain
 
     def node(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor; one that reads it from the model where it is the model's.
+        """Return the node of a tensor; for a tensor of the model, a node that reads it.
 
-        Raises: TraceError when nothing that was recorded made it.
+        Raises: TraceError if no recorded call produced the tensor.
         """
         node = self._nodes.get(id(value))
         if node is not None:
@@ -68,7 +68,7 @@ class Known:
         return name
 
     def faked(self, value: Any) -> Any:
-        """Return arguments with every real tensor replaced by its fake one; it is a constant of the graph."""
+        """Return arguments with every real tensor replaced by its fake, which is a constant of the graph."""
         if isinstance(value, Tensor):
             if isinstance(value, FakeTensor):
                 return value
@@ -81,7 +81,7 @@ class Known:
         return value
 
     def constant(self, value: Tensor) -> Tensor:
-        """Return the fake of a real tensor that the forward met; its value becomes part of the graph."""
+        """Return the fake of a real tensor that the forward uses; its value becomes part of the graph."""
         fake = self.borrowed.of_real.get(id(value))
         if fake is None:
             if value.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(value):

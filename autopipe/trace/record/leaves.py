@@ -1,7 +1,7 @@
-"""Which modules become one node of the graph: those of ``torch.nn``, whose forward is torch's own business.
+"""Leaf modules: modules of ``torch.nn`` that become one node of the graph.
 
-A leaf keeps its own behaviour in training and evaluation, its parametrizations and its running statistics. A user's
-block is never a leaf: the graph shows the calls inside it, and cuts may lie there.
+A leaf keeps its behaviour in training and evaluation, its parametrizations and its running statistics. A user's block
+is never a leaf: the graph contains its calls, and the model can be split between them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn
 def is_leaf(module: nn.Module, state: Mapping[int, Any]) -> bool:
     """Return whether a module is one node. ``state``: ids of the tensors that the graph knows as the model's own.
 
-    A forward hook of the user's is seen only from inside. A module whose tensors were exchanged
-    (``torch.func.functional_call``) is not the module that a stage would have.
+    A module with a user's forward hook is not a leaf, because the calls of the hook must be recorded. Neither is a
+    module whose tensors were replaced (``torch.func.functional_call``), because a stage would have the original module.
     """
     place = type(module).__module__
     if isinstance(module, _CONTAINERS) or place.startswith("torch.nn.modules.transformer"):

@@ -1,9 +1,9 @@
-"""What must be different in torch while a model is followed, and is put back whatever happens.
+"""Patch torch while a model is recorded, and restore it afterwards.
 
-Besides the call of modules and of custom autograd functions: ``torch.compiler.is_compiling()`` says yes, so that model
-libraries take the path without data-dependent shortcuts (transformers drops an all-ones mask otherwise); user-level
-``checkpoint()`` runs its function once; reads of ``module.training`` by the user's code are noticed; and what torch
-logs of a fake call that fails is not shown, since the error says it.
+Calls of modules and of custom autograd functions are redirected. ``torch.compiler.is_compiling()`` returns True, so
+that model libraries avoid data-dependent shortcuts (transformers would drop an all-ones mask). User-level
+``checkpoint()`` runs its function once. Reads of ``module.training`` in user code are recorded. Torch's log of a failed
+fake call is suppressed, since the error contains it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class TrainingReads:
-    """Stands for ``nn.Module.training`` and notes whether anybody but a leaf module asked for it."""
+    """Replaces ``nn.Module.training`` and records whether any code outside leaf modules reads it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -47,7 +47,7 @@ class TrainingReads:
 
 @contextlib.contextmanager
 def following(recorder: Recorder) -> Iterator[TrainingReads]:
-    """Bring the calls of modules, custom functions and autocast regions to the recorder."""
+    """Redirect the calls of modules, custom functions and autocast regions to the recorder."""
     call, change_all = nn.Module.__call__, nn.Module._apply
     apply = torch.autograd.Function.__dict__["apply"]
     enter: Any = _AUTOCAST.__enter__
@@ -73,9 +73,9 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         return recorder.call_custom(cls, original, *args, **kwargs)
 
     def module_apply(module: nn.Module, change: Any, *args: Any, **kwargs: Any) -> Any:
-        # module.to(dtype) in the forward: it would put other tensors into the model
+        # module.to(dtype) in the forward would replace the model's tensors
         if not recorder.listening:
-            return change_all(module, change, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own gap
+            return change_all(module, change, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         with torch._C.DisableTorchFunction():
             for tensor in (*module.parameters(), *module.buffers()):
                 now = change(tensor)
@@ -107,7 +107,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         return leave(self, *error)
 
     def symbolic_len(value: Any) -> Any:
-        # len() makes a number of a symbolic size; the user's len(x) means x.shape[0]
+        # len() converts a symbolic size to a number; the user's len(x) means x.shape[0]
         if isinstance(value, torch.Tensor) and value.dim() and recorder.listening:
             return value.shape[0]
         return len(value)
@@ -120,8 +120,8 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         (_AUTOCAST, "__exit__", autocast_exit),
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint_once),
         (nn.Module, "training", reads),
-        (torch.distributions.Distribution, "_validate_args", False),  # it reads the data to check it
-        (_FAKES, "disabled", True),  # it would show a traceback of torch's beside our error
+        (torch.distributions.Distribution, "_validate_args", False),  # validation reads the data
+        (_FAKES, "disabled", True),  # suppress torch's traceback; the error reports the failure
     ]
     with contextlib.ExitStack() as stack:
         namespaces = users_namespaces(recorder.borrowed.model)
@@ -136,7 +136,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keep torch from logging a traceback of its own beside our error, where something is run without numbers."""
+    """Suppress torch's log of a traceback when a fake call fails; the error reports the failure."""
     before = _FAKES.disabled
     _FAKES.disabled = True
     try:
@@ -157,16 +157,18 @@ def _restore(owner: Any, name: str, before: Any) -> None:
 
 @contextlib.contextmanager
 def as_compiled(asked: list[str] | None = None, only: str = "") -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` say yes.
+    """Make ``torch.compiler.is_compiling()`` return True.
 
-    ``asked``: where to put the places (``file:line``) that ask. ``only``: the one place that gets this answer.
+    ``asked``: receives the places (``file:line``) that call it. ``only``: the one place that receives True.
     """
 
     def yes() -> bool:
         place = ""
         if asked is not None:
             frame = calling_frame()
-            while frame is not None and frame.f_code.co_name.startswith("is_"):  # a helper, which hands the answer on
+            while frame is not None and frame.f_code.co_name.startswith(
+                "is_"
+            ):  # a helper that returns the answer to its caller
                 frame = users_frame(frame.f_back)
             place = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
             if place and place not in asked:

@@ -1,7 +1,7 @@
-"""What a data-dependent read would see: the part of the graph recorded so far, run on the real batch.
+"""Compute the value of a data-dependent read by running the recorded part of the graph on the real batch.
 
-Only with ``allow_data_dependent``. The graph stays symbolic in the batch size; a read is answered with the real value,
-and a call of ``autopipe.guards.expect`` is recorded that compares it at every step.
+Only with ``allow_data_dependent``. The graph stays symbolic in the batch size; a read returns the real value, and a
+call of ``autopipe.guards.expect`` is recorded that compares the value at every step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHERE = (0, 0)  # minibatch and microbatch of the captured batch
 
 
 class Reads:
-    """Runs recorded nodes on real tensors, each once and in order, as far as a read needs them."""
+    """Runs recorded nodes on real tensors, each once and in order, up to the node that is read."""
 
     def __init__(self, borrowed: Borrowed, leaves: Mapping[str, Tensor], seed: int) -> None:
         self.borrowed, self.seed = borrowed, seed
@@ -56,9 +56,9 @@ class Reads:
         return self._values[node]
 
     def number(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
-        """Return the real value of a recorded node as Python has it: a number, or nested lists."""
+        """Return the real value of a recorded node as a Python number, or nested lists."""
         value = self.value(node, constants)
-        with _disable_current_modes():  # a fake tensor mode would take the real tensor for one of its own
+        with _disable_current_modes():  # a fake tensor mode would treat the real tensor as fake
             if isinstance(value, Tensor):
                 return value.item() if value.numel() == 1 else value.tolist()
         return value
@@ -86,7 +86,7 @@ class Reads:
             return node.target(*args, **kwargs)
 
     def restore(self) -> None:
-        """Put the buffers back that the run changed."""
+        """Restore the buffers that the run changed."""
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -96,17 +96,17 @@ _SIZES = (2, 3, 4, 5, 8, 17, 64, 100, 1024, 4096)  # batch sizes at which a comp
 
 
 class FollowingShapeEnv(ShapeEnv):
-    """A shape environment that remembers where the user's code fixed a size to a number.
+    """A shape environment that records where the user's code fixed a size to a number.
 
-    ``on_answer`` is told of comparisons whose answer is kept: of data-dependent sizes whose values are known, and of
-    the batch size where another batch would answer otherwise.
+    ``on_answer`` receives comparisons whose answer is kept: of data-dependent sizes whose values are known, and of the
+    batch size if the answer is different for another batch.
     """
 
     def __init__(self, on_answer: Callable[[Any, Any], None] | None = None) -> None:
         super().__init__(allow_scalar_outputs=True)
         self.on_answer = on_answer
         self.fixed_at: dict[Any, str] = {}
-        self.fixed_within: dict[Any, tuple[str, ...]] = {}  # the modules that were running there
+        self.fixed_within: dict[Any, tuple[str, ...]] = {}  # the modules that were running at that point
         self.around: Callable[[], tuple[str, ...]] = tuple
 
     def _log_real_tensor_propagation(self, orig_expr: Any, unsound_result: Any) -> None:
@@ -114,13 +114,13 @@ class FollowingShapeEnv(ShapeEnv):
             self.on_answer(orig_expr, unsound_result)
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a comparison, and tell of it where it would not hold for every batch size."""
+        """Answer a comparison, and report it if the answer does not hold for every batch size."""
         known = len(self.guards)
         answer = super().evaluate_expr(*args, **kwargs)
         for guard in self.guards[known:]:
             symbols = sorted(guard.expr.free_symbols, key=str)
             if self.fixed_at.keys() & set(symbols):
-                continue  # refused as a whole when the pass is over
+                continue  # refused after the recording
             holds = (guard.expr.subs(dict.fromkeys(symbols, size)) for size in _SIZES)
             if self.on_answer is not None and any(truth is sympy.false for truth in holds):  # sympy's false
                 self.on_answer(guard.expr, True)

@@ -1,14 +1,14 @@
-"""The model's forward, as it runs -> an ``fx.Graph`` of the calls it makes.
+"""Record the model's forward, while it runs, as an ``fx.Graph`` of its calls.
 
-The user's Python runs for real; a ``TorchFunctionMode`` sees every public torch call, and ``patches`` brings the calls
-of modules and of custom autograd functions here. A call becomes a node when a tensor comes out or one is changed in
-place. Values are known by the identity of the tensor object, so dataclasses, caches, dicts and hooks need no support.
+The user's Python runs unchanged; a ``TorchFunctionMode`` intercepts every public torch call, and ``patches`` redirects
+the calls of modules and of custom autograd functions. A call becomes a node if it returns a tensor or changes one in
+place. Values are identified by the tensor object, so dataclasses, caches, dicts and hooks need no special support.
 
-What a later step must know of a call and cannot see in the graph goes into ``node.meta``::
+Information about a call that the graph does not contain is stored in ``node.meta``::
 
     val       the fake result              stack     modules around it, outermost first: (path, type, which call)
     grad      grad mode                    autocast  effective regions: (device, dtype, enabled, cache)
-    source    (file, line)                 frame     the user's frame it was made in, by number
+    source    (file, line)                 frame     number of the user frame that made the call
     at        the instruction in it        caller    source, frame and instruction of the call of that function
     random    (position, count) of draws   mutates   nodes whose memory it changes; written: buffers it changes
     length    of a result that is a tuple
@@ -55,7 +55,7 @@ from autopipe.trace.record.values import (
 
 
 class Recorder(ModuleCalls, TorchFunctionMode):
-    """Records one forward. Use it inside ``patches.following``; then ``graph`` and ``constants`` are the result."""
+    """Records one forward inside ``patches.following``; ``graph`` and ``constants`` are the result."""
 
     def __init__(self, borrowed: Borrowed, symbols: Symbols, *, watch: bool = False) -> None:
         TorchFunctionMode.__init__(self)
@@ -66,16 +66,16 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         self.random = RandomCount()
         self.notes: list[str] = []
         self.custom_functions: list[str] = []
-        self.construct = ""  # the call that runs now, for messages
-        self.operands: list[Tensor] = []  # of that call
+        self.construct = ""  # the running call, for messages
+        self.operands: list[Tensor] = []  # of the running call
         self.fakes = Fakes(symbols.shape_env)
-        self.most = 0  # calls after which a second recording is given up; 0: none
-        self.comparison: Callable[[fx.Node], None] | None = None  # is told every call
-        # the user's line and modules of what runs now, where another program stands in for the model
+        self.most = 0  # maximum number of calls of a second recording; 0 for no limit
+        self.comparison: Callable[[fx.Node], None] | None = None  # receives every call
+        # the user's line and modules of the running call, if an exported program runs in place of the model
         self.given: tuple[tuple[str, int] | None, tuple[tuple[str, str, int], ...]] | None = None
         self.fixed = Fixed()
         self.reads: Reads | None = None
-        self.layout_read = ""  # what the forward reads of how tensors lie in memory, see ``ir.batch``
+        self.layout_read = ""  # which memory layout the forward reads, see ``ir.batch``
         self.autocast: list[tuple[str, torch.dtype, bool, bool]] = []
         self._owner = threading.get_ident()
         self._paused = 0
@@ -83,7 +83,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Tensors that are neither parameter nor buffer, by attribute name."""
+        """Tensors that are neither parameters nor buffers, by attribute name."""
         return self.known.constants
 
     # --- inputs and outputs -------------------------------------------------------------------------------------------
@@ -91,17 +91,17 @@ class Recorder(ModuleCalls, TorchFunctionMode):
     def add_input(self, name: str, value: Tensor) -> None:
         """Declare a tensor of the batch."""
         node = self.graph.placeholder(name)
-        node.name = name  # fx would call "input" something else
+        node.name = name  # fx would rename "input"
         node.meta["val"] = value
         self._track(value, node)
         self.symbols.declare(node, value)
 
     def set_output(self, values: tuple[Tensor, ...]) -> None:
-        """Declare what the forward returns."""
+        """Declare the outputs of the forward."""
         self.graph.output(tuple(self.known.node(value) for value in values))
 
     def append(self, kind: str, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        """Write a call that the user did not make (size arithmetic, the copy into a buffer), as at this point."""
+        """Add a call that the user did not make (size arithmetic, the copy into a buffer) at the current place."""
         node: fx.Node = getattr(self.graph, kind)(target, args)
         self._tag(node)
         return node
@@ -110,7 +110,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
 
     @property
     def listening(self) -> bool:
-        """Whether calls are recorded now: not inside a recorded call, not in another thread."""
+        """Whether calls are recorded now: not inside a recorded call, nor in another thread."""
         return not self._paused and threading.get_ident() == self._owner
 
     def __torch_function__(
@@ -118,7 +118,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if "generator" in kwargs and kwargs["generator"] is None:
-            # the default; where it is given, torch has no shape function for symbolic sizes
+            # the default; if it is passed, torch has no shape function for symbolic sizes
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         name = getattr(func, "_opname", "") or getattr(func, "__name__", "")
         if self.listening:
@@ -164,7 +164,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         state: Iterable[Tensor] = (),
         silent: Sequence[Tensor] = (),
     ) -> Any:
-        """Run one call and record it. ``state``: tensors besides its arguments that it may change; ``silent``: does."""
+        """Run and record one call. ``state``: other tensors that it may change; ``silent``: those that it changes."""
         self.construct = name
         args, kwargs = self.known.faked(args), self.known.faked(kwargs)
         touched = self.operands = [*tensors_in((args, kwargs)), *state]
@@ -190,7 +190,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         return self._bind(out, node, in_place or any(out is tensor for tensor in changed))
 
     def _written_silently(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the running statistics that a normalisation updates: torch does not count that as a change."""
+        """Return the running statistics that a normalisation updates; torch does not report that change."""
         if not kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)):
             return []
         state = self.borrowed.state
@@ -228,7 +228,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         self.symbols.shape_env.set_real_tensor_prop_unbacked_vals(symbol, value)
 
     def _fixed_number(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return what every batch reads from a value that is made of no batch; NOT_FIXED for any other."""
+        """Return the value of a read that does not depend on the batch, or NOT_FIXED."""
         if not (name == "item" or (name in OF_ITSELF and is_answered(name, args))) or not self.known.has(args[0]):
             return NOT_FIXED
         self._paused += 1
@@ -238,7 +238,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
             self._paused -= 1
 
     def _answer(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a read with the value for the captured batch, and record that it must stay so."""
+        """Answer a read with the value for the captured batch, and record a guard for it."""
         assert self.reads is not None
         if name in OF_ITSELF:
             node = self.known.node(args[0])
@@ -250,13 +250,13 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         return format(answer, args[1]) if name == "__format__" else answer
 
     def expect(self, node: fx.Node, answer: Any) -> None:
-        """Record that a value must be what it was for the captured batch."""
+        """Record a guard: a value must equal that of the captured batch."""
         guard = self.append("call_function", guards.expect, (node, answer, where_short()))
         guard.meta["keep"] = True
         self.notes.append(f"kept as this batch decided it, and checked at every step: {here()}")
 
     def answered(self, expression: Any, result: Any) -> None:
-        """Record that a comparison of sizes was answered as the captured batch has it."""
+        """Record a guard for the result of a comparison of sizes."""
         node = self._size_node(expression)
         if isinstance(node, fx.Node):
             self.expect(node, bool(result) if result in (True, False) else int(result))
@@ -264,7 +264,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
     # --- calls of custom autograd functions ---------------------------------------------------------------------------
 
     def call_custom(self, function: type, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``function.apply``: one node, so that the user's own backward is kept."""
+        """Run ``function.apply`` as one node, so that the user's own backward is kept."""
         name = f"{function.__module__}.{function.__qualname__}"
         if "<locals>" in name:
             raise unsupported(
@@ -278,7 +278,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
     # --- values -------------------------------------------------------------------------------------------------------
 
     def _argument(self, value: Any) -> Any:
-        """Return an argument as ``fx`` takes it: tensors and symbolic sizes as nodes."""
+        """Return an argument in the form that ``fx`` takes: tensors and symbolic sizes as nodes."""
         if isinstance(value, Tensor):
             return self.known.node(value)
         if isinstance(value, SYMBOLIC):
@@ -320,14 +320,14 @@ class Recorder(ModuleCalls, TorchFunctionMode):
     # --- results ------------------------------------------------------------------------------------------------------
 
     def _bind(self, out: Any, node: fx.Node, in_place: bool) -> Any:
-        """Make ``node`` the source of the tensors in ``out``; return what the user's code gets."""
+        """Make ``node`` the source of the tensors in ``out``; return the result for the user's code."""
         if isinstance(out, Tensor):
             node.meta["val"] = out
             if in_place:
                 self._bind_in_place(out, node)
                 return out
             if self.known.has(out) or self.known.is_state(out):
-                # x.contiguous() may be x itself; the user's x must stay what it was, so this is another object
+                # x.contiguous() may return x itself; another object keeps the source of the user's x
                 self._paused += 1
                 out = node.meta["val"] = out.view_as(out)
                 self._paused -= 1
@@ -365,7 +365,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
                 self._hint(symbol, self._real(self.reads.value, node).shape[dimension])
 
     def alias(self, value: Tensor, of: Tensor) -> None:
-        """Say that ``value`` is ``of`` under another object."""
+        """Register ``value`` as another object for ``of``."""
         self._track(value, self.known.node(of))
 
     def _tag(self, node: fx.Node) -> None:

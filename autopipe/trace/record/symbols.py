@@ -1,8 +1,8 @@
-"""Sizes that may differ from batch to batch: symbolic integers -> nodes of the graph, and -> text.
+"""Convert symbolic sizes, which may differ from batch to batch, to nodes of the graph and to text.
 
-A symbolic integer that the model's Python computed (``x.shape[0] * 16``) is an expression of a few symbols, each being
-one dimension of one tensor of the batch. Where a call takes one, the arithmetic is written into the graph anew, from
-``input.size(dimension)``, so that every stage can do it from its own copy of the batch.
+A symbolic integer that the model's Python computed (``x.shape[0] * 16``) is an expression of a few symbols, each of
+which is one dimension of one tensor of the batch. If a call takes one, the arithmetic is written into the graph,
+starting from ``input.size(dimension)``, so that every stage can compute it from its own copy of the batch.
 """
 
 from __future__ import annotations
@@ -38,19 +38,17 @@ _TEXT = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", "Pow"
 
 @dataclass
 class Symbols:
-    """The symbols of one trace. ``source``: symbol -> (node of the input, dimension); ``names``: symbol -> ``s0``.
-
-    ``made_by``: as ``source``, for a size that depends on the data, such as the number of rows that a mask selects.
-    """
+    """The symbols of one recording."""
 
     shape_env: ShapeEnv
-    source: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
-    names: dict[Any, str] = field(default_factory=dict)
+    source: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)  # symbol -> (node of the input, dimension)
+    names: dict[Any, str] = field(default_factory=dict)  # symbol -> ``s0``
+    # as ``source``, for a data-dependent size, such as the number of rows that a mask selects
     made_by: dict[Any, tuple[fx.Node, int]] = field(default_factory=dict)
     _expressions: dict[Any, Any] = field(default_factory=dict)
 
     def declare(self, node: fx.Node, value: Tensor) -> None:
-        """Take the symbolic dimensions of an input; the first input that has a symbol is its source."""
+        """Register the symbolic dimensions of an input; the first input with a symbol is its source."""
         for dimension, size in enumerate(value.shape):
             symbol = size.node.expr if isinstance(size, torch.SymInt) else None
             if isinstance(symbol, sympy.Symbol) and symbol not in self.source:
@@ -58,7 +56,7 @@ class Symbols:
                 self.names[symbol] = f"s{len(self.names)}"
 
     def declare_made(self, node: fx.Node, value: Tensor) -> list[tuple[Any, int]]:
-        """Take the sizes that a call made by itself (how many rows a mask selects): (symbol, dimension) of each."""
+        """Register the sizes that a call defines (how many rows a mask selects): (symbol, dimension) of each."""
         factors: list[tuple[Any, int]] = []
         for dimension, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -69,20 +67,20 @@ class Symbols:
         return factors
 
     def bind(self, expression: Any, node: fx.Node) -> None:
-        """Say that ``node`` is the number that ``expression`` stands for."""
+        """Register ``node`` as the value of ``expression``."""
         self._expressions.setdefault(expression, node)
 
     def read_from(self, symbol: Any) -> fx.Node | None:
-        """Return the call that read a number from a tensor, None for a symbol of another kind."""
+        """Return the call that read a number from a tensor, or None for another kind of symbol."""
         node = self._expressions.get(symbol)
         return node if isinstance(node, fx.Node) else None
 
     def simplified(self, expression: Any) -> Any:
-        """Return the expression with what has been learnt about its symbols put in."""
+        """Return the expression with the known facts about its symbols applied."""
         return self.shape_env.replace(expression)
 
     def node(self, expression: Any, call: Callable[[str, Any, tuple[Any, ...]], fx.Node]) -> Any:
-        """Return a number, or the node that computes the expression; ``call(kind, target, args)`` makes nodes.
+        """Return a number, or the node that computes the expression; ``call(kind, target, args)`` creates nodes.
 
         Raises: KeyError with the name of a function that has no plain counterpart.
         """
@@ -118,7 +116,7 @@ class Symbols:
         raise KeyError(kind)
 
     def text(self, size: int | torch.SymInt) -> int | str | None:
-        """Return a dimension for a ``TensorSpec``: a number, Python integer arithmetic, or None where it is neither."""
+        """Return a dimension for a ``TensorSpec``: a number, Python integer arithmetic, or None."""
         if isinstance(size, int):
             return size
         expression = self.simplified(size.node.expr)

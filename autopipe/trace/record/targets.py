@@ -1,7 +1,7 @@
-"""What was called -> the form in which it is written down: an operator, a method, or a public function.
+"""Convert a called function to the form in which it is written: an operator, a method, or a public function.
 
 ``x + y`` reaches a ``TorchFunctionMode`` as ``Tensor.add``, ``x.T`` as the getter of a descriptor, ``F.linear`` as
-``torch._C._nn.linear``. Here each gets the form that a reader knows, and a name that is the same in every process.
+``torch._C._nn.linear``. Each is converted to its familiar form, with a name that is the same in every process.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _REVERSED = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call in its written form. ``kind``: that of ``ir.graph.Node``; ``target``: as ``torch.fx`` wants it."""
+    """One call in its written form."""
 
-    kind: str
-    target: Any
+    kind: str  # that of ``ir.graph.Node``
+    target: Any  # in the form of ``torch.fx``
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the written form of a call that a ``TorchFunctionMode`` has seen."""
+    """Return the written form of a call that a ``TorchFunctionMode`` received."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return Call("call_function", getattr, (args[0], property_name(func)), {})
@@ -70,7 +70,7 @@ def _is_tensor_method(func: Any, name: str) -> bool:
 
 @functools.cache
 def _public_names() -> dict[int, str]:
-    """Return id of a function -> the public name it has in torch, for those that live in private modules."""
+    """Return id of a function -> its public name in torch, for functions of private modules."""
     names: dict[int, str] = {}
     places = {
         "torch": torch,
@@ -88,7 +88,7 @@ def _public_names() -> dict[int, str]:
 
 
 def qualified_name(target: Any) -> str:
-    """Return the dotted name under which a function is written: the public one where torch has one.
+    """Return the dotted name under which a function is written: the public name if torch has one.
 
     A custom autograd function is its class with ``.apply``.
     """

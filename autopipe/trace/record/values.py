@@ -1,4 +1,4 @@
-"""What the recorder knows of torch: which calls are no calls, which read data, which draw; and tensors in arguments."""
+"""Tables of torch calls: which are not recorded, which read data, which draw; and helpers for tensors in arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSED = {
 def is_answered(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether a call reads numbers in a way that a real batch can answer.
 
-    Text of a whole number may name a layer (``f"expert_{index}"``); that of any other is printed, and decides nothing.
+    Text of an integer may name a layer (``f"expert_{index}"``); text of any other number is only printed.
     """
     if name not in ANSWERED or not args or not isinstance(args[0], FakeTensor):
         return False
@@ -58,7 +58,7 @@ class RandomCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
 
 
 def effective_autocast(regions: Iterable[tuple[str, torch.dtype, bool, bool]]) -> tuple[Any, ...]:
-    """Return the regions that matter: the innermost of each device, unless it switches off what nothing switched on."""
+    """Return the innermost region of each device, unless it disables autocast that is not enabled."""
     names: dict[str, Any] = {}
     for region in regions:
         device, _, enabled, _ = region
@@ -68,7 +68,7 @@ def effective_autocast(regions: Iterable[tuple[str, torch.dtype, bool, bool]]) -
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Give every tensor in nested tuples, lists, dicts and slices."""
+    """Yield every tensor in nested tuples, lists, dicts and slices."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -82,8 +82,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; one made in inference mode does not count."""
+    """Return how often a tensor was changed in place; 0 for a tensor created in inference mode."""
     try:
         return tensor._version
-    except RuntimeError:  # made in inference mode; asking each tensor first costs as much again
+    except RuntimeError:  # created in inference mode; testing each tensor first would double the cost
         return 0

@@ -67,13 +67,13 @@ class Snapshot:
     _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
-    _whole: set[int] = field(default_factory=set)  # ids of the modules of which every global is looked at
+    _whole: set[int] = field(default_factory=set)  # ids of the modules whose globals are all included
 
     @classmethod
     def of(cls, roots: Iterable[tuple[str, Any]], *, compared: bool = True) -> Snapshot:
-        """Take a snapshot. ``roots``: (readable path, object); a module object's globals are its attributes.
+        """Take a snapshot. ``roots``: (readable path, object); the attributes of a module are its globals.
 
-        ``compared``: False for one that is only put back; it holds no fingerprints.
+        ``compared``: False for a snapshot without fingerprints, which can only be restored.
         """
         snapshot = cls(compared=compared)
         snapshot.extend(roots)
