@@ -1,8 +1,8 @@
-"""Which parameters the ``after_step`` hook changes, and on which others their new values depend.
+"""Find which parameters the ``after_step`` hook changes, and on which others their new values depend.
 
-The hook is run on copies of all parameters, at many step numbers, with every operation watched. What it finds becomes
-part of the graph: a stage then knows which parameters of other stages it needs, and frozen ones that it changes have
-versions.
+The hook runs on copies of all parameters, at many step numbers, with every operation tracked. The result becomes part
+of the graph: a stage then knows which parameters of other stages it needs, and frozen parameters that the hook changes
+get versions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopipe.trace.state.snapshot import Snapshot, is_users_module
 from autopipe.workload import Workload
 from autopipe.workload.batches.isolation import PrivateRandom
 
-# beyond so many bytes of parameters, every dimension of every tensor is cut down to so many elements
+# above this size of all parameters in bytes, limit every dimension of every tensor to this number of elements
 WHOLE_BYTES, CUT = 4 * 2**20, 16
-# a hook may act at some steps only: every so many, or from some step on
+# a hook may act only at some steps: at intervals, or after a step
 _PERIODS = (16, 20, 25, 32, 50, 64, 100, 128, 200, 250, 256, 500, 512, 1000, 1024, 2000, 5000, 10_000, 100_000)
 STEPS = (*range(33), *(step for period in _PERIODS for step in (period - 1, period)))
-# what the hook does may depend on how large the weights are: a norm beyond a limit
+# a hook may act depending on the scale of the weights: a norm above a limit
 _SCALES, _MOVED_STEPS = (10.0, 0.01, 1.0), (0, 9, 99)
 _IN_PARAMETERS = (
     "a checkpoint does not hold it, and each stage would have its own: keep it as parameters of the model with "
@@ -41,24 +41,24 @@ _IN_PARAMETERS = (
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """``reads``: parameter that the hook changes -> the other parameters that its new value depends on."""
+    """The effects of the hook."""
 
-    reads: dict[str, tuple[str, ...]]
+    reads: dict[str, tuple[str, ...]]  # changed parameter -> the other parameters that its new value depends on
     notes: tuple[str, ...] = ()
 
 
 def effects_of(workload: Workload, model: nn.Module) -> Effects:
-    """Run the hook and return what it does. Model and Python state are left as they were.
+    """Run the hook and return its effects. Model and Python state are restored.
 
-    Raises: ModelFileError where it fails on the parameters of the whole model, draws random numbers, changes a shape,
-    or keeps tensors of its own.
+    Raises: ModelFileError if the hook fails on the parameters of the complete model, draws random numbers, changes a
+    shape, or keeps tensors.
     """
     parameters = dict(model.named_parameters())
     whole = sum(p.numel() * p.element_size() for p in parameters.values()) <= WHOLE_BYTES
     with exclusive(), state_restored(workload) as state:
         others = _other_models(workload, model, state)
         if not whole:
-            try:  # it may take numbers of elements for granted
+            try:  # the hook may rely on the original numbers of elements
                 return _run(workload, copies(parameters, cut=True), others)
             except (AutopipeError, RuntimeError):
                 state.restore()
@@ -66,7 +66,7 @@ def effects_of(workload: Workload, model: nn.Module) -> Effects:
 
 
 def copies(parameters: Mapping[str, nn.Parameter], *, cut: bool) -> dict[str, nn.Parameter]:
-    """Return parameters of the same values, flags and attributes on the CPU; random ones of those without memory."""
+    """Return copies of parameters with values, flags and attributes on the CPU; meta tensors get random values."""
     copied = {}
     for name, parameter in parameters.items():
         data = parameter.detach()
@@ -81,9 +81,9 @@ def copies(parameters: Mapping[str, nn.Parameter], *, cut: bool) -> dict[str, nn
 
 
 def _other_models(workload: Workload, model: nn.Module, state: Snapshot) -> dict[str, Tensor]:
-    """Return the parameters that a hook may reach beside those that it is given, and that a run does not train.
+    """Return other parameters that a hook may reach and that a run does not train.
 
-    Of the model that was built, of one that is an object of the user's module, and of others of the same class.
+    These belong to the built model, to a model in the user's module, and to other instances of the same class.
     """
     modules = [o for o in state.owners.values() if isinstance(o, nn.Module) and type(o) is type(model)]
     modules += [o for o in (model, workload.builder.value) if isinstance(o, nn.Module)]
@@ -109,7 +109,7 @@ def _run(workload: Workload, parameters: dict[str, nn.Parameter], others: Mappin
         if step <= 1:
             behind = _state(workload)
             _refuse_kept(workload, behind, flow, parameters)
-        else:  # what is made by the first call is there
+        else:  # state that the first call creates exists now
             strange = strange or flow.strange
     assert behind is not None
     notes = _refuse_state(workload, behind, strange)
@@ -117,13 +117,13 @@ def _run(workload: Workload, parameters: dict[str, nn.Parameter], others: Mappin
         for step in _MOVED_STEPS:
             for name, parameter in parameters.items():
                 parameter.data = _moved(name, first[name], step, scale)
-            call(step, may_fail=True)  # it may take for granted how large weights are
+            call(step, may_fail=True)  # the hook may rely on the scale of the weights
     order = {name: index for index, name in enumerate(parameters)}
     return Effects({n: tuple(sorted(reads[n], key=order.__getitem__)) for n in order if n in reads}, notes)
 
 
 def _moved(name: str, value: Tensor, step: int, scale: float) -> Tensor:
-    """Return other values, by name and step alone, so many times as large."""
+    """Return other values that depend on name and step only, multiplied by ``scale``."""
     if not value.is_floating_point() or not value.numel():
         return value.clone()
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
@@ -142,7 +142,7 @@ def _watched_call(
 ) -> set[str]:
     """Call the hook once and return the names of the parameters that it changed.
 
-    Raises: ModelFileError for what neither a stage nor a checkpoint can follow.
+    Raises: ModelFileError for a change that a stage or a checkpoint cannot reproduce.
     """
     hook = workload.hooks["after_step"]
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -177,16 +177,14 @@ def _watched_call(
                 "a stage's code is written for one shape; build the model with the other one",
             )
         if not torch.equal(parameter.detach().nan_to_num(), values[name].nan_to_num()):
-            changed.add(
-                name
-            )  # by NumPy over the same memory, for one: what it depends on is left to the trial by stages
+            changed.add(name)  # for example by NumPy on the same memory: the trial by stages finds its dependencies
     return changed
 
 
 def _refuse_kept(workload: Workload, now: Snapshot, flow: Flow, parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse tensors that the hook made from parameters and keeps. Raises: ModelFileError.
 
-    A resumed run would make them from other values, and so would a stage in a later call.
+    A resumed run would compute them from other values, and so would a stage in a later call.
     """
     given = {id(parameter) for parameter in parameters.values()}
     for place, name in now.names.items():
@@ -197,7 +195,7 @@ def _refuse_kept(workload: Workload, now: Snapshot, flow: Flow, parameters: Mapp
 
 
 def _refuse_state(workload: Workload, behind: Snapshot, strange: tuple[int, ...] | None) -> tuple[str, ...]:
-    """Refuse tensors that the hook keeps from step to step, and return a note on other state.
+    """Refuse tensors that the hook keeps between steps, and return a note on other state.
 
     Raises: ModelFileError.
     """
@@ -224,7 +222,7 @@ def _refused(workload: Workload, what: str, remedy: str) -> ModelFileError:
 
 @contextlib.contextmanager
 def state_restored(workload: Workload) -> Iterator[Snapshot]:
-    """Leave the Python state that the hook can reach as it was before the block."""
+    """Restore the Python state that the hook can reach after the block."""
     before = _state(workload)
     try:
         yield before
@@ -243,7 +241,7 @@ def _state(workload: Workload) -> Snapshot:
 
 
 def _value(owner: Any, key: Any) -> Any:
-    """Return what is at a place, None where that cannot be said."""
+    """Return the value at a place, or None if it is unknown."""
     if isinstance(owner, Tensor):
         return owner
     try:
@@ -255,5 +253,5 @@ def _value(owner: Any, key: Any) -> Any:
 
 
 def _generators() -> tuple[bytes, str, int]:
-    """Return what changes as soon as one of the global generators is drawn from."""
+    """Return a value that changes with every draw from a global generator."""
     return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), hash(random.getstate())

@@ -1,7 +1,7 @@
-"""``Flow``: which tensors a piece of code changes, and from which others the new values come.
+"""``Flow``: which tensors a piece of code changes, and on which others the new values depend.
 
-Every memory has the set of names that its content depends on. A call hands the names of what it reads on to what it
-makes and to what it writes. Python numbers taken out of tensors (``item()``) carry no names.
+Each memory has the set of names that its content depends on. A call propagates the names of its inputs to its results
+and to the memory that it writes. Python numbers read from tensors (``item()``) carry no names.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ Names = frozenset[str]
 
 
 class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__ has no annotation
-    """``written``: names of the tensors whose memory was written. ``strange``: shape of a tensor that was written and
-    neither given nor made inside, None where there is none. ``others``: tensors that it must not use, by name;
-    ``used``: the name of one that it used, "" where there is none.
-    """
+    """Tracks which named tensors the operations in the block write, and from which their new values come."""
 
     def __init__(self, named: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.named = dict(named)
-        self.used = ""
-        self.written: set[str] = set()
+        self.used = ""  # name of one of ``others``, which must not be used, that was used
+        self.written: set[str] = set()  # names of the tensors whose memory was written
+        # shape of a written tensor that was neither given nor made in the block
         self.strange: tuple[int, ...] | None = None
         self._content: dict[int, Names] = {}
         self._name_of: dict[int, str] = {}
-        self._alive: list[Any] = []  # keys are only unique among memories that live
+        self._alive: list[Any] = []  # keys are unique only among live memories
         for name, tensor in named.items():
             self._name_of[self._key(tensor)] = name
             self._content[self._key(tensor)] = frozenset({name})
         self._others = {self._key(tensor): name for name, tensor in (others or {}).items()}
 
     def sources(self, name: str) -> Names:
-        """Return the names that the present content of a tensor depends on, its own included."""
+        """Return the names that the current content of a tensor depends on, including its own."""
         tensor = self.named[name]
         return self._content.get(self._key(tensor), frozenset()) | {name}
 
     def depends(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made from the named ones; not of these themselves."""
+        """Return whether a tensor was computed from the named ones and is not one of them."""
         key = self._key(tensor)
         return key not in self._name_of and bool(self._content.get(key))
 
@@ -70,7 +68,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         return result
 
     def _each(self, given: list[Any], targets: list[Any], result: Any) -> None:
-        """Take a call over lists for one call an element."""
+        """Treat a call over lists as one call for each element."""
         count = max((len(value) for value in given if isinstance(value, (list, tuple))), default=0)
 
         def at(value: Any, index: int) -> Any:

@@ -1,1 +1,1 @@
-"""The recorded ``fx.Graph`` as ``ir.Graph`` and as a ``GraphModule`` that runs."""
+"""Convert the recorded ``fx.Graph`` to an ``ir.Graph`` and to a ``GraphModule``."""

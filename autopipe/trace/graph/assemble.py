@@ -1,4 +1,4 @@
-"""The recorded graph and the user's model -> a ``GraphModule`` that holds the user's own modules and tensors."""
+"""Build a ``GraphModule`` from the recorded graph, with the user's own modules and tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopipe.errors import TraceError
 
 
 def assemble(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> fx.GraphModule:
-    """Return the graph as a module. Nothing is copied: parameters are the model's own, under their original names.
+    """Return the graph as a module. Nothing is copied: the parameters are the model's, under their original names.
 
-    Raises: TraceError when a call has an argument that cannot be written as source text.
+    Raises: TraceError if an argument of a call cannot be written as source text.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(model).__name__)
     for node in graph.nodes:
@@ -31,15 +31,15 @@ def assemble(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor])
         if not any(keyword.iskeyword(name) for node in graph.nodes for name in str(node.target).split(".")):
             raise TraceError(f"a call has an argument that cannot be written down: {error}") from error
         _run_without_source(module, graph)
-    # not train(): that would reach into the user's modules
+    # not train(), which would change the user's modules
     module.training = any(part.training for part in model.modules())
     return module
 
 
 def _run_without_source(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Give a module its graph where torch.fx cannot write it: a part of the model is named like a Python keyword.
+    """Set the graph of a module that torch.fx cannot write as source: a part is named like a Python keyword.
 
-    Stage files reach such a part as ``self["class"]``.
+    Stage files access such a part as ``self["class"]``.
     """
     module._graph = graph
     graph.owning_module = module
@@ -47,7 +47,7 @@ def _run_without_source(module: fx.GraphModule, graph: fx.Graph) -> None:
 
 
 def _container(module: nn.Module, model: nn.Module, path: str) -> nn.Module:
-    """Return what stands at ``path``, empty containers being made on the way."""
+    """Return the module at ``path``, and create empty containers along the path."""
     for name in path.split(".") if path else ():
         child = module._modules.get(name)
         if child is None:

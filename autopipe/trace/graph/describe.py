@@ -1,4 +1,4 @@
-"""The recorded ``fx.Graph`` -> ``ir.Graph``: what each call reads, changes, shares and draws."""
+"""Convert the recorded ``fx.Graph`` to an ``ir.Graph``: what each call reads, changes, shares and draws."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autopipe.trace.record.targets import qualified_name
 
 
 def describe(followed: Followed, name: str) -> Graph:
-    """Return the ``ir.Graph`` of a pass; every call gets its ``Node`` as ``meta["node"]``.
+    """Return the ``ir.Graph`` of a recording; every call receives its ``Node`` as ``meta["node"]``.
 
-    Raises: TraceError when the forward changes a parameter or a plain tensor of the model in place.
+    Raises: TraceError if the forward changes a parameter or a plain tensor of the model in place.
     """
     return _Describer(followed).graph(name)
 
@@ -36,7 +36,7 @@ class _Describer:
         self.followed = followed
         self.constants = followed.recorder.constants
         self.position: dict[str, int] = {}
-        self.owner: dict[int, str] = {}  # memory -> value that it belongs to
+        self.owner: dict[int, str] = {}  # memory -> value that owns it
         self.changes: dict[int, list[str]] = {}  # memory -> calls that changed it, in order
         self.buffer_names: dict[int, list[str]] = {}
         self.parameter_names: dict[int, str] = {}
@@ -159,7 +159,7 @@ class _Describer:
         return tuple(dict.fromkeys(written))
 
     def _after(self, node: fx.Node, inputs: tuple[str, ...], state: Iterable[str]) -> tuple[str, ...]:
-        """Return the calls that changed what this one reads, and that it does not read itself."""
+        """Return the calls that changed the inputs of this call and are not inputs themselves."""
         changes = []
         for entry in node.all_input_nodes:
             position = self.position.get(entry.name, -1)
@@ -172,8 +172,8 @@ class _Describer:
         return tuple(sorted(dict.fromkeys(changes), key=self.position.__getitem__))
 
     def _own(self, node: fx.Node) -> str:
-        """Return the value whose memory a node's result has, "" where it is its own or the model's."""
-        if node.meta.get("fresh"):  # the clone of an input stands for the fake of the input
+        """Return the value whose memory the result of a node shares, or "" for its own memory or the model's."""
+        if node.meta.get("fresh"):  # the clone of an input replaces the fake of the input
             self.owner[storage_key(node.meta["val"]) or 0] = node.name
             return ""
         if "val" in node.meta:
@@ -191,9 +191,9 @@ class _Describer:
 
 
 def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
-    """Find the nodes that depend on the batch and constants alone.
+    """Find the nodes that depend only on the batch and constants.
 
-    A value that a call with parameters writes into is none of them, nor is anything that shares its memory.
+    A value that a call with parameters writes to is excluded, and so is any value that shares its memory.
     """
     written = {buffer for node in nodes for buffer in node.buffers_written}
     roots = {node.name: node.storage or node.name for node in nodes}
@@ -201,7 +201,7 @@ def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
     while True:
         known = set(inputs)
         for node in nodes:
-            # a guard is read by nobody; it stays where it is, so that one stage runs it
+            # a guard has no readers; it keeps its place, so that one stage runs it
             free = node.target != GUARD and not (
                 node.parameters or node.num_random or node.buffers_written or written & set(node.buffers)
             )
@@ -215,12 +215,12 @@ def _with_input_only(nodes: list[Node], inputs: set[str]) -> list[Node]:
         tainted |= writers
 
 
-# where `sparse` stands when it is not given by name
+# index of `sparse` as a positional argument
 _SPARSE = {"embedding": 6, "embedding_bag": 7}
 
 
 def _refuse_sparse(node: fx.Node, module: nn.Module | None) -> None:
-    """Refuse sparse gradients: they are added up, sent, clipped and compared as what they are not, dense.
+    """Refuse sparse gradients: stages add, send, clip and compare dense gradients only.
 
     Raises: TraceError with the user's line.
     """
@@ -234,12 +234,12 @@ def _refuse_sparse(node: fx.Node, module: nn.Module | None) -> None:
         )
 
 
-# what reads the number of stored values, which a followed tensor has not
+# reads of the number of stored values, which a fake tensor does not have
 _PARTS_OF_SPARSE = {"indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices"}
 
 
 def _refuse_sparse_parts(node: fx.Node) -> None:
-    """Refuse to read what a sparse tensor is made of: its size is known from the values alone.
+    """Refuse reads of the components of a sparse tensor: their size depends on the values.
 
     Raises: TraceError with the user's line.
     """
@@ -254,7 +254,7 @@ def _refuse_sparse_parts(node: fx.Node) -> None:
 
 
 def _refuse_sparse_written(meta: Mapping[str, Any]) -> None:
-    """Refuse a change of a tensor that is stored sparse: it has no storage by which its other readers are known.
+    """Refuse a change of a sparse tensor: without a storage, its other readers are unknown.
 
     Raises: TraceError with the user's line.
     """
@@ -267,7 +267,7 @@ def _refuse_sparse_written(meta: Mapping[str, Any]) -> None:
 
 
 def tensor_spec(meta: Mapping[str, Any], symbols: Symbols) -> TensorSpec | None:
-    """Return the spec of a node's value, None where it is not one dense tensor of a known shape."""
+    """Return the spec of a node's value, or None unless it is one dense tensor of a known shape."""
     value = meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
@@ -284,7 +284,7 @@ def _state_spec(value: Tensor) -> TensorSpec:
 
 
 def context_text(meta: Mapping[str, Any]) -> str:
-    """Return the context of a node as text: ``no_grad; autocast(cpu, bfloat16)``, "" being the default."""
+    """Return the context of a node as text: ``no_grad; autocast(cpu, bfloat16)``, or "" for the default."""
     parts = [] if meta.get("grad", True) else ["no_grad"]
     for device, dtype, _, cache in meta.get("autocast", ()):
         parts.append(f"autocast({device}, {str(dtype).removeprefix('torch.')}{'' if cache else ', uncached'})")

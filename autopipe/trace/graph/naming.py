@@ -1,8 +1,8 @@
-"""Names for values, as a reader of the user's file would expect them.
+"""Name values as a reader of the user's file would expect.
 
-The name on the left of the user's line where the value is the last one that the line makes, also in a function that it
-calls and whose ``return`` makes it (``q, k, v = ...`` names the parts); else the last part of the module's path; else
-the operation. Repeated names get ``_2``, ``_3`` and so on.
+A value takes the name on the left of the user's line if it is the last value of that line. The value may come from a
+function that the line calls, if its ``return`` computes it; ``q, k, v = ...`` names the parts. Otherwise a value takes
+the last part of the module's path, or else the name of the operation. Repeated names get ``_2``, ``_3`` and so on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPERATIONS = {"truediv": "div", "and_": "and_", "or_": "or_"}
 
 
 def rename(graph: fx.Graph) -> None:
-    """Name every node of a recorded graph anew. Inputs keep their names."""
+    """Rename every node of a recorded graph. Inputs keep their names."""
     taken = {node.name for node in graph.nodes if node.op in ("placeholder", "output")}
     names = dict(_assigned(graph))
     for node in graph.nodes:
@@ -36,17 +36,17 @@ def rename(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What happens while the user's code is on a line. ``at``: the instruction; ``own``: not in a function it calls."""
+    """A call made while the user's code executes one line."""
 
     node: fx.Node
     source: tuple[str, int]
-    at: int
-    own: bool
+    at: int  # the instruction
+    own: bool  # on the line itself, rather than in a function that it calls
 
 
 def _assigned(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Give the nodes that the user's code assigns to a variable, and the variable."""
-    visits: dict[int, list[_Step]] = {}  # user's frame -> what happened on the line that it is on
+    """Yield the nodes that the user's code assigns to a variable, with the name of the variable."""
+    visits: dict[int, list[_Step]] = {}  # user frame -> the calls made on its current line
     ended: list[list[_Step]] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or "source" not in node.meta:
@@ -63,13 +63,13 @@ def _assigned(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     ]
     for visit, match in sorted(
         assignments, key=lambda entry: entry[0][-1].own
-    ):  # what its own line says goes last, and wins
+    ):  # the calls of the own line come last and take precedence
         if match is not None:
             yield from _named(visit, [name.strip() for name in match.group(1).split(",")])
 
 
 def _named(visit: list[_Step], targets: list[str]) -> Iterator[tuple[fx.Node, str]]:
-    """Give what a line assigns: what its last instruction made, at every pass where the line is the body of a loop."""
+    """Yield the value that a line assigns: the result of its last instruction, for each execution of the line."""
     last = visit[-1]
     if len(targets) == 1:
         for step, following in zip(visit, [*visit[1:], None], strict=True):
@@ -89,7 +89,7 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _is_returned(node: fx.Node, following: fx.Node | None) -> bool:
-    """Return whether a line of the user's is ``return`` with one value, and that is what this node makes."""
+    """Return whether a user line is a ``return`` of one value, which this node computes."""
     if following is not None and all(node.meta[key] == following.meta[key] for key in ("frame", "source", "stack")):
         return False
     try:
@@ -100,7 +100,7 @@ def _is_returned(node: fx.Node, following: fx.Node | None) -> bool:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Return whether a node takes one tensor out of the tuple that a call returned."""
+    """Return whether a node selects one tensor from the tuple that a call returned."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem

@@ -1,4 +1,4 @@
-"""Runs a captured graph as it is, node by node: grad mode, autocast and random draws as they were in the forward."""
+"""Run a captured graph node by node, with the grad mode, autocast and random draws of the forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopipe import draws
 
 @contextlib.contextmanager
 def context_of(meta: Mapping[str, Any]) -> Iterator[None]:
-    """Open the grad mode and the autocast regions that a node was recorded in."""
+    """Enter the grad mode and the autocast regions in which a node was recorded."""
     with contextlib.ExitStack() as stack:
         if not meta.get("grad", True):
             stack.enter_context(torch.no_grad())
@@ -24,7 +24,7 @@ def context_of(meta: Mapping[str, Any]) -> Iterator[None]:
 
 
 class Replay(fx.Interpreter):
-    """The whole graph on real tensors. ``where``: (run seed, minibatch, microbatch), which seed the random draws."""
+    """Runs the graph on real tensors. ``where``: (run seed, minibatch, microbatch), which seed the random draws."""
 
     def __init__(self, module: fx.GraphModule, where: tuple[int, int, int]) -> None:
         super().__init__(module)
@@ -46,7 +46,7 @@ class Replay(fx.Interpreter):
 
 
 def replay(module: fx.GraphModule, leaves: Mapping[str, Tensor], where: tuple[int, int, int]) -> tuple[Tensor, ...]:
-    """Return what the graph returns for a batch: the loss, and its weight where there is one."""
+    """Return the outputs of the graph for a batch: the loss, and its weight if it has one."""
     inputs = [leaves[node.name] for node in module.graph.nodes if node.op == "placeholder"]
     outputs: tuple[Tensor, ...] = Replay(module, where).run(*inputs)
     return outputs

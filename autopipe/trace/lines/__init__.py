@@ -1,1 +1,1 @@
-"""Which line of the user's code an error names."""
+"""Find the line of the user's code that an error names."""

@@ -1,4 +1,4 @@
-"""Finds the line that draws from Python's or numpy's generators: their functions are C code, which no patch reaches."""
+"""Find the line that draws from Python's or numpy's generators, whose functions are C code and cannot be patched."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from autopipe.trace.lines.owner import STANDARD, library_of
 from autopipe.trace.record.recorder import Recorder
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the functions of the module
-_DRAWS = ("random", "getrandbits")  # what all its functions draw with
+_DRAWS = ("random", "getrandbits")  # all its functions draw with these
 
 
 class DrawingLine:
-    """A context that looks for the line that draws from the generator of Python's random, or of numpy.
+    """A context that finds the line that draws from the generator of Python's random, or of numpy.
 
-    A profile function is told of every call of Python's generator. Numpy's is no builtin function, and calls of it are
-    not reported: there the lines of the user's code are traced, and after each the generator's state is compared.
+    A profile function receives every call of Python's generator. Calls of numpy's generator are not reported, because
+    it is not a builtin function: the lines of the user's code are traced instead, and the generator's state is compared
+    after each.
 
-    ``drawn``: returns whether numpy's generator was drawn from since the start; None to look for Python's. ``where``:
-    the first line that drew, as errors show it; "" where none did. Lines of Python's own modules (``random.choice``)
-    count for the line that calls them.
+    ``drawn``: returns whether numpy's generator was drawn from since the start; None to find draws from Python's.
+    ``where``: the first line that drew, in the form that errors show, or "". A draw in Python's own modules
+    (``random.choice``) counts for the line that called them.
     """
 
     def __init__(self, drawn: Callable[[], bool] | None) -> None:
         self.where = ""
         self._drawn = drawn
-        self._frame: FrameType | None = None  # of the line that began last, or goes on
+        self._frame: FrameType | None = None  # frame of the current line
         self._line = 0
         self._traced: dict[str, bool] = {}
         self._before: tuple[Any, Any] = None, None
@@ -69,7 +70,7 @@ class DrawingLine:
         self._look()
         if self.where:
             return None
-        # behind a return, the line that made the call goes on
+        # after a return, the calling line continues
         self._frame = users_frame(frame.f_back) if event == "return" else frame
         self._line = 0 if self._frame is None else self._frame.f_lineno
         return self._stepped
@@ -86,7 +87,7 @@ class DrawingLine:
 
 
 def is_drawn(recorder: Recorder, error: Exception) -> bool:
-    """Return whether torch drew what the failed call or comparison reads, and the batch has no part in it."""
+    """Return whether the failed call or comparison reads a random draw of torch and does not depend on the batch."""
     known = recorder.known
     stack = [known.node(tensor) for tensor in recorder.operands if known.has(tensor)]
     if isinstance(error, GuardOnDataDependentSymNode):

@@ -1,6 +1,6 @@
-"""Whose line a call stands on: the model's own, or that of a library which the model calls.
+"""Find the owner of a line in a call stack: the model, or a library that the model calls.
 
-A library is an installed package, or the standard library. Where the whole forward is a library's (a transformers
+A library is an installed package, or the standard library. If the complete forward belongs to a library (a transformers
 model), the package of the outermost frame counts as the model's own.
 """
 
@@ -20,7 +20,7 @@ STANDARD = "Python"
 
 @functools.cache
 def library_of(filename: str) -> str:
-    """Return the installed package that a file belongs to, ``STANDARD`` for Python's own files, "" for any other."""
+    """Return the installed package of a file, ``STANDARD`` for the standard library, or ""."""
     for marker in _INSTALLED:
         _, installed, tail = filename.rpartition(marker)
         if installed:
@@ -29,10 +29,10 @@ def library_of(filename: str) -> str:
 
 
 def own_and_library(filenames: Sequence[str]) -> tuple[int, int | None]:
-    """Return the positions of the model's own frame and of the library's frame that it leads to, of a call's frames.
+    """Return the index of the model's own frame, and of the library frame that it leads to.
 
-    ``filenames``: of the frames, innermost first; at least one. The second is None where no library but Python's is
-    innermost.
+    ``filenames``: those of the frames, innermost first; at least one. The second is None unless the innermost library
+    is an installed package.
     """
     return _positions(tuple(filenames))
 

@@ -1,1 +1,1 @@
-"""What the loss divides by, and whether the samples of a batch depend on one another."""
+"""Analyse the loss: its divisor, and whether the samples of a batch depend on one another."""

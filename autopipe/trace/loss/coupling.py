@@ -1,4 +1,4 @@
-"""Whether the samples of a batch know of one another: then microbatches are another computation than the batch."""
+"""Detect losses whose samples depend on one another: microbatches then compute something other than the batch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from autopipe.workload.cutting.find import in_dimension_one
 
 logger = logging.getLogger(__name__)
 
-COUPLED = 1e-3  # relative difference of the gradients from which on it is said
-_COARSE = 8.0  # in a coarse type, such as bfloat16, that many of its steps
+COUPLED = 1e-3  # relative difference of the gradients that is reported
+_COARSE = 8.0  # multiple of the machine epsilon that is tolerated in a coarse type such as bfloat16
 
 
 def coupling_notes(
     workload: Workload, model: nn.Module, item: Item, graph: Graph, divisor: Divisor | None
 ) -> list[str]:
-    """Return what users should know: the gradient of a batch against that of its halves, and batch statistics.
+    """Compare the gradient of a batch with that of its halves, and return notes on differences and batch statistics.
 
-    The gradients are taken a little away from the initial weights, with the same random numbers for every sample and
-    with the whole batch's statistics in layers such as batch norm: see ``trace.loss.steady``.
+    The gradients are computed near the initial weights, with the same random numbers for every sample and with the
+    statistics of the complete batch in layers such as batch norm: see ``trace.loss.steady``.
 
-    Raises: ModelFileError where dimension 1 counts the samples, and nothing but custom speaks for dimension 0.
+    Raises: ModelFileError if dimension 1 counts the samples, and dimension 0 was assumed only by default.
     """
     notes = []
     normalised = normalised_layers(graph)
@@ -81,9 +81,9 @@ def coupling_notes(
 
 
 def _refuse_samples_in_dimension_one(workload: Workload, model: nn.Module) -> None:
-    """Refuse sequence-first batches that would be cut through their sequences.
+    """Refuse sequence-first batches, which microbatches would split through their sequences.
 
-    Asked where the parts of a batch along dimension 0 do not add up to it. Along dimension 1 they do.
+    Called if the parts of a batch along dimension 0 do not add up to it. Along dimension 1 they do.
     """
     if not workload.assumes_samples_first:
         return
@@ -118,7 +118,7 @@ def _elsewhere(workload: Workload, item: Item) -> ModelFileError:
 def _apart_in_float32(
     workload: Workload, model: nn.Module, item: Item, parts: list[Item], factors: Sequence[float]
 ) -> float | None:
-    """Return how far the gradients are apart without the rounding of a coarse type; None where that cannot be run."""
+    """Return the difference of the gradients in float32, or None if the model cannot run in it."""
     try:
         wide, *wide_parts = map(item_in_float32, (item, *parts))
         with in_float32(model):
@@ -130,13 +130,13 @@ def _apart_in_float32(
 
 
 def _is_sum(workload: Workload, model: nn.Module, whole: Mapping[str, Tensor], parts: list[Item], limit: float) -> bool:
-    """Whether the losses of the parts add up to that of the whole batch, so that nothing was divided by the samples."""
+    """Return whether the losses of the parts add up to the loss of the batch, so that the loss is not a mean."""
     apart = difference(whole, gradients_of(workload, model, parts, [1.0] * len(parts)))
     return apart is not None and apart <= limit
 
 
 def normalised_layers(graph: Graph) -> list[str]:
-    """Return the paths of the layers that take statistics of the batch."""
+    """Return the paths of the layers that compute statistics of the batch."""
     writers = [node for node in graph.nodes if node.buffers_written and "Norm" in node.module_type]
     return list(dict.fromkeys(node.module_path for node in writers))
 

@@ -1,13 +1,13 @@
-"""What the loss divides by, read off the captured graph: then microbatches can add up to the whole batch.
+"""Find the divisor of the loss in the captured graph, so that microbatches add up to the complete batch.
 
-A loss is S / D, where S is a sum over the samples and D depends on the batch alone. A microbatch j has S_j / D_j, and
-the whole batch is the sum of (D_j / D) * S_j / D_j. So the share of a microbatch is D_j / D. For a mean over samples
-that is n_j / n, and nothing is written down. For cross entropy with ``ignore_index`` D counts the targets that are
-left, for ``(loss * mask).sum() / mask.sum()`` it is ``mask.sum()``, and for a plain sum it is 1.
+A loss is S / D, where S is a sum over the samples and D depends only on the batch. Microbatch j has S_j / D_j, and the
+complete batch is the sum of (D_j / D) * S_j / D_j. So the share of a microbatch is D_j / D. For a mean over samples
+that is n_j / n, and no divisor is stored. For cross entropy with ``ignore_index``, D counts the remaining targets, for
+``(loss * mask).sum() / mask.sum()`` it is ``mask.sum()``, and for a plain sum it is 1.
 
-A loss with several terms has several divisors; they are all kept, since on many batches they agree. Where the loss is
-not of this form, microbatches may be another computation than the batch. That is for ``coupling`` to find out, which
-compares gradients.
+A loss with several terms has several divisors; all are kept, since they agree on many batches. If the loss does not
+have this form, microbatches may compute something other than the batch; ``coupling`` detects this by comparing
+gradients.
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ from autopipe.trace.record.targets import qualified_name
 
 @dataclass(frozen=True)
 class Divisor:
-    """What a loss divides by. ``module``, ``graph``: compute it from the batch; one output for each term of the loss.
+    """The divisor of a loss."""
 
-    An output "" stands for 1: that term is a sum over the batch. ``constants``: tensors that ``module`` reads.
-    ``penalty``: the loss has a term that does not depend on the batch, so the shares must add up to 1.
-    ``text``: readable.
-    """
-
-    module: fx.GraphModule
+    module: fx.GraphModule  # computes the divisors from the batch
     graph: Graph
-    outputs: tuple[str, ...]
-    constants: dict[str, Tensor]
-    penalty: bool
-    text: str
+    outputs: tuple[str, ...]  # one for each term of the loss; "" stands for 1, for a sum over the batch
+    constants: dict[str, Tensor]  # tensors that ``module`` reads
+    penalty: bool  # the loss has a term that does not depend on the batch, so the shares must add up to 1
+    text: str  # human-readable form
 
     def values(self, leaves: Mapping[str, Tensor]) -> list[float]:
         """Return the divisors of a batch, one for each term of the loss."""
@@ -52,9 +47,9 @@ class Divisor:
 
 
 def find_divisor(graph: Graph, module: fx.GraphModule) -> Divisor | None:
-    """Return what the loss of a captured model divides by; None where it is the samples, or cannot be read.
+    """Return the divisor of the loss of a captured model.
 
-    None too where the loss brings its own weight.
+    None if it is the number of samples, if it cannot be derived, or if the loss returns its own weight.
     """
     if len(graph.outputs) != 1:
         return None
@@ -63,12 +58,12 @@ def find_divisor(graph: Graph, module: fx.GraphModule) -> Divisor | None:
     if not products or products == [SAMPLES]:
         return None
     if not graph.symbols and any(factor in SAMPLES for product in products for factor in product):
-        return None  # nothing to read the number of samples from
+        return None  # no input gives the number of samples
     return _Writer(walk).divisor(products)
 
 
 class _Writer:
-    """Writes the divisors down as a graph of their own: what they read of the batch, and the arithmetic."""
+    """Writes the divisors as a separate graph: their inputs from the batch, and the arithmetic."""
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
@@ -82,7 +77,7 @@ class _Writer:
         for entry in walk.module.graph.nodes:
             if entry.op == "placeholder":
                 self.copies[entry] = self.graph.node_copy(entry)
-                self.copies[entry].name = entry.name  # as the batch names it; torch.fx renames a name such as "input"
+                self.copies[entry].name = entry.name  # torch.fx would rename "input", for example
         needed = {
             node
             for product in products
@@ -130,7 +125,7 @@ class _Writer:
         return copy
 
     def _constant(self, path: str) -> fx.Node:
-        """Return a tensor of the model as a constant: a buffer that no forward writes, or one that was made once."""
+        """Return a tensor of the model as a constant: a buffer that no forward writes, or a plain tensor."""
         entry: fx.Node
         for entry in self.graph.nodes:
             if entry.op == "get_attr" and entry.meta["path"] == path:
@@ -183,7 +178,7 @@ class _Writer:
             entry = self.copies[self.walk.nodes[symbol.input]]
             return self._call("call_method", "size", entry, symbol.dimension, name="size")
         value = self.copies[self.walk.nodes[factor.value]]
-        if factor.kind == "value":  # a number made of sizes is written where it is read, so something must read it
+        if factor.kind == "value":  # a number computed from sizes is written only where it is read
             number = self.walk.spec(self.walk.nodes[factor.value]) is None
             return self._call("call_function", operator.truediv, value, 1) if number else value
         counts = self._call("call_function", operator.ne, value, factor.ignored, name="counts")

@@ -1,4 +1,4 @@
-"""torch's loss functions: how a recorded call of one reduces, what its targets are, and the weights of its classes."""
+"""Describe recorded calls of torch's loss functions: their reduction, targets, and class weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 _INDEXED = {"cross_entropy", "nll_loss", "cross_entropy_loss", "nll_loss_nd", "nll_loss2d"}
-# a mean over elements, of which each sample has the same number; those of ctc_loss and batchmean are over the samples
+# a mean over elements, equally many for each sample; ctc_loss and batchmean average over the samples
 _ELEMENTWISE = {
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "poisson_nll_loss", "gaussian_nll_loss", "kl_div", "hinge_embedding_loss", "margin_ranking_loss",
@@ -41,25 +41,22 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.TripletMarginWithDistanceLoss: "triplet_margin_with_distance_loss",
     nn.CTCLoss: "ctc_loss",
 }
-_REDUCTIONS = ("none", "mean", "sum")  # torch's own numbers for them
+_REDUCTIONS = ("none", "mean", "sum")  # in the order of torch's enumeration
 
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """``operands``: the tensors that are compared. ``target``: None where no element of it is left out of the mean.
-
-    ``ignored``: the target that is left out. ``weight``: of the classes: a value, the path of a buffer, or None.
-    """
+    """A call of one of torch's loss functions or loss modules."""
 
     reduction: str
-    operands: tuple[Any, ...]
-    target: Any = None
-    ignored: int = -100
-    weight: Any = None
+    operands: tuple[Any, ...]  # the tensors that are compared
+    target: Any = None  # None if the mean includes every element
+    ignored: int = -100  # target that the mean excludes
+    weight: Any = None  # class weights: a value, the path of a buffer, or None
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the bare name of what a node calls: ``mean`` for ``torch.mean``, ``x.mean()`` and ``aten.mean``."""
+    """Return the bare name of a node's target: ``mean`` for ``torch.mean``, ``x.mean()`` and ``aten.mean``."""
     if node.op == "call_module":
         return ""
     schema = getattr(node.target, "_schema", None)
@@ -69,7 +66,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def loss_call(node: fx.Node, module: fx.GraphModule) -> LossCall | None:
-    """Read a call of one of torch's loss functions or loss modules; None where it is no such call."""
+    """Describe a call of one of torch's loss functions or loss modules, or return None for any other call."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         name = _MODULES.get(type(called), "")
@@ -96,7 +93,7 @@ def loss_call(node: fx.Node, module: fx.GraphModule) -> LossCall | None:
 
 
 def _reduction(given: Mapping[str, Any]) -> str:
-    """Return none, mean or sum; "" where it is written in a way that is not known."""
+    """Return none, mean or sum, or "" if the reduction is unknown."""
     if given.get("size_average") is not None or given.get("reduce") is not None:
         if given.get("reduce") is False:
             return "none"

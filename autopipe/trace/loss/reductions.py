@@ -1,6 +1,6 @@
-"""The walk back from the loss, through what is linear, to the reductions over the batch: what each term divides by.
+"""Walk back from the loss, through linear operations, to the reductions over the batch: the divisors of its terms.
 
-What the walk cannot read is left out; so is what has no gradient.
+Terms that the walk cannot analyse are skipped, and so are terms without a gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 from autopipe.trace.loss.losses import LossCall, loss_call, name_of
 
-# of a value without a batch: linear, and the divisor stays
+# linear calls on a value without a batch dimension: they keep the divisor
 _SAME = frozenset({
     "neg", "pos", "clone", "contiguous", "to", "float", "double", "half", "bfloat16", "type", "type_as", "view",
     "reshape", "squeeze", "unsqueeze", "flatten", "expand", "expand_as", "getitem", "select", "permute",
@@ -32,17 +32,13 @@ _CONTRACT = frozenset({"dot", "vdot", "inner", "matmul", "mv", "mm", "einsum", "
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One factor of a divisor. ``kind``: samples, targets (those that count), or value (a scalar of the batch).
+    """One factor of a divisor."""
 
-    ``value``: the targets, or the scalar. ``ignored``: the target that does not count. ``weight``: of classes, a value.
-    ``inverse``: the loss is multiplied by it.
-    """
-
-    kind: str
-    value: str = ""
-    ignored: int = 0
-    weight: str = ""
-    inverse: bool = False
+    kind: str  # "samples", "targets" (those that are not ignored) or "value" (a scalar of the batch)
+    value: str = ""  # the targets, or the scalar
+    ignored: int = 0  # target that does not count
+    weight: str = ""  # class weights
+    inverse: bool = False  # the loss is multiplied by the factor
 
 
 SAMPLES = (Factor("samples"),)
@@ -50,20 +46,20 @@ Product = tuple[Factor, ...]
 
 
 class _UnreadableError(Exception):
-    """The walk meets a call of which it does not know that it is linear."""
+    """The walk reached a call that is not known to be linear."""
 
 
 @dataclass
 class Walk:
-    """Goes back from the loss. ``divisors``: of every term. ``penalty``: see ``Divisor``."""
+    """Walks back from the loss."""
 
     graph: Graph
     module: fx.GraphModule
-    divisors: dict[Product, None] = field(default_factory=dict)
-    penalty: bool = False
+    divisors: dict[Product, None] = field(default_factory=dict)  # of every term
+    penalty: bool = False  # see ``Divisor``
 
     def __post_init__(self) -> None:
-        # "" where the number of samples is in no shape: then every dimension may count some
+        # "" if no shape contains the number of samples: then every dimension may count samples
         self.batch = self.graph.symbols[0].name if self.graph.symbols else ""
         self.nodes = {node.name: node for node in self.module.graph.nodes}
         self.of = {node.name: node for node in self.graph.nodes}
@@ -75,14 +71,14 @@ class Walk:
         self.written = {name for node in self.graph.nodes for name in node.buffers_written}
 
     def products(self) -> list[Product]:
-        """Return the divisors of the terms that could be read, each once."""
+        """Return the distinct divisors of the terms that could be analysed."""
         self._term(self.nodes[self.graph.outputs[0]], (), frozenset())
         return list(self.divisors)
 
     # --- what is known of a value -------------------------------------------------------------------------------------
 
     def spec(self, value: Any) -> TensorSpec | None:
-        """Return what is known of a value; None for what is not one tensor."""
+        """Return the spec of a value, or None if it is not one tensor."""
         if not isinstance(value, fx.Node):
             return None
         if value.op == "get_attr":
@@ -91,7 +87,7 @@ class Walk:
         return self.inputs.get(value.name) or (self.of[value.name].spec if value.name in self.of else None)
 
     def has_batch(self, value: Any) -> bool:
-        """Whether the number of samples is in a value's shape."""
+        """Return whether the shape of a value depends on the number of samples."""
         spec = self.spec(value)
         if not self.batch:
             return spec is not None and bool(spec.shape) and self._on_batch(value)
@@ -107,7 +103,7 @@ class Walk:
         )
 
     def above(self, value: fx.Node) -> Iterator[fx.Node]:
-        """Give a value and all that it is made of, calls that changed it in place too."""
+        """Yield a value and its ancestors, including calls that changed it in place."""
         seen: set[str] = set()
         stack = [value]
         while stack:
@@ -121,7 +117,7 @@ class Walk:
                 stack.extend(self.nodes[name] for name in self.of[node.name].after)
 
     def is_pure(self, value: Any) -> bool:
-        """Whether a value depends on the batch and on constants alone: no parameter, no draw, no changing buffer."""
+        """Return whether a value depends only on the batch and constants: no parameter, draw or changing buffer."""
         if not isinstance(value, fx.Node):
             return True
         for node in self.above(value):
@@ -139,18 +135,18 @@ class Walk:
         return not self.changed_later(value)
 
     def changed_later(self, value: fx.Node, *, by: frozenset[str] = frozenset()) -> bool:
-        """Whether a call that is not part of the walk writes into a value."""
+        """Return whether a call outside of the walk writes to a value."""
         return bool(self.writers.get(value.name, set()) - by - {value.name})
 
     def depends_on_batch(self, value: Any) -> bool:
-        """Whether a value differs between the microbatches of one minibatch."""
+        """Return whether a value differs between the microbatches of one minibatch."""
         if not isinstance(value, fx.Node):
             return False
         names = [node.name for node in self.above(value) if node.op == "placeholder"]
         return any(self.has_batch(self.nodes[name]) for name in names)
 
     def is_per_sample(self, value: Any) -> bool:
-        """Whether the number of elements is proportional to the samples: no table of samples by samples."""
+        """Return whether the number of elements is proportional to the samples (not a table of samples by samples)."""
         spec = self.spec(value)
         if spec is None:
             return False
@@ -169,9 +165,9 @@ class Walk:
     # --- the walk -----------------------------------------------------------------------------------------------------
 
     def _term(self, value: Any, product: Product, path: frozenset[str]) -> None:
-        """Find the divisors of a value without a batch dimension. ``product``: what was divided by on the way."""
+        """Find the divisors of a value without a batch dimension. ``product``: the divisors so far."""
         if not isinstance(value, fx.Node) or not self._is_trained(value):
-            return  # a constant: it has no gradient
+            return  # a constant has no gradient
         if not self._on_batch(value):
             self.penalty = True
             return
@@ -214,12 +210,12 @@ class Walk:
         self.divisors[tuple(sorted(factors, key=dataclasses.astuple))] = None
 
     def _varies(self, factor: Factor) -> bool:
-        """Whether a factor differs between microbatches; what the whole minibatch shares cancels out."""
+        """Return whether a factor differs between microbatches; a factor common to the minibatch cancels out."""
         return self.depends_on_batch(self.nodes[factor.value])
 
     def _passed(self, value: Any, product: Product, path: frozenset[str]) -> None:
         if self.has_batch(value):
-            raise _UnreadableError  # one sample is picked out, or the batch is a single one
+            raise _UnreadableError  # one sample is selected, or the batch has one sample
         self._term(value, product, path)
 
     def _times(self, left: Any, right: Any, product: Product, path: frozenset[str]) -> None:
@@ -235,7 +231,7 @@ class Walk:
             self._scaled(right, left, product, path, inverse=True)
 
     def _scaled(self, value: Any, by: Any, product: Product, path: frozenset[str], *, inverse: bool) -> None:
-        """Follow ``value / by``, or ``value * by`` where ``inverse``."""
+        """Follow ``value / by``, or ``value * by`` if ``inverse``."""
         if isinstance(by, fx.Node) and self._on_batch(by):
             spec = self.spec(by)
             if not self.is_pure(by) or (spec is not None and spec.shape not in ((), (1,))):
@@ -248,7 +244,7 @@ class Walk:
         self._passed(value, product, path)
 
     def _degree(self, value: Any) -> int | None:
-        """Return how often the batch size is a factor of a product of sizes; None for any other value."""
+        """Return the exponent of the batch size in a product of sizes, or None for any other value."""
         if not isinstance(value, fx.Node):
             return 0 if isinstance(value, int) else None
         if value.target == "size" and len(value.args) == 2:
@@ -286,7 +282,7 @@ class Walk:
         spec = self.spec(target)
         if not isinstance(target, fx.Node) or spec is None or spec.dtype.startswith(("float", "bfloat")):
             self._add((*product, *SAMPLES))
-        elif not self.is_pure(target):  # found by the model itself, which gives no target that is ignored
+        elif not self.is_pure(target):  # computed by the model, so that no target is ignored
             if call.weight is not None:
                 raise _UnreadableError
             self._add((*product, *SAMPLES))

@@ -1,8 +1,8 @@
-"""A model whose gradients depend on its samples and weights alone: to compare a batch with its microbatches.
+"""Make gradients depend only on samples and weights, in order to compare a batch with its microbatches.
 
-Random operations give every sample the same numbers, layers with batch statistics use those of the whole batch, and the
-weights are moved a little away from where they start: a new classifier's loss is near the logarithm of its classes,
-whatever is averaged over what. All of it is put back, bit for bit.
+Random operations give every sample the same numbers, layers with batch statistics use those of the complete batch, and
+the weights are moved away from their initial values: the loss of a new classifier is near the logarithm of the number
+of its classes, however it is averaged. Everything is restored bit for bit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autopipe.trace.record.borrowed import Snapshot
 from autopipe.workload import Item, Workload
 
 _COARSE = (torch.bfloat16, torch.float16)
-_AWAY = 0.1  # of a tensor's root mean square
-_SMALL = 0.02  # what stands for that of a tensor of zeros
-_NORMAL = 0.37  # what a normal distribution gives to everybody
+_AWAY = 0.1  # shift of the weights, relative to a tensor's root mean square
+_SMALL = 0.02  # used in place of the root mean square of a tensor of zeros
+_NORMAL = 0.37  # common result of every normal draw
 
 
 class SameDraws(Draws):  # type: ignore[no-untyped-call]  # torch has no annotation for its __init_subclass__
-    """While active, a random operation gives all elements one number, whatever the batch; nothing is dropped."""
+    """While active, a random operation gives every element the same number, for any batch; dropout is disabled."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ class SameDraws(Draws):  # type: ignore[no-untyped-call]  # torch has no annotat
 def _undropped(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments of a fused call without its dropout, and whether there was one."""
+    """Return the arguments of a fused call without its dropout, and whether it had dropout."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             if index < len(args):
@@ -64,7 +64,7 @@ def _undropped(
 
 
 def _level(tensor: Tensor, name: str) -> None:
-    """Give all elements of what was drawn one value. A permutation becomes that which moves nothing."""
+    """Set all elements of a random result to one value. A permutation becomes the identity."""
     if "randperm" in name:
         tensor.copy_(torch.arange(tensor.numel(), device=tensor.device))
     elif "bernoulli" in name:
@@ -77,9 +77,9 @@ def _level(tensor: Tensor, name: str) -> None:
 
 @contextlib.contextmanager
 def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool = False) -> Iterator[None]:
-    """Make a model such that the gradient of a batch is comparable with that of its parts.
+    """Make the gradient of a batch comparable with that of its parts.
 
-    ``as_it_is``: leave weights and batch statistics as they are; what is changed is put back all the same.
+    ``as_it_is``: keep weights and batch statistics unchanged; the model is still restored.
     """
     snapshot = Snapshot(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -113,7 +113,7 @@ def _move(model: nn.Module) -> None:
 
 
 def _fix_statistics(workload: Workload, model: nn.Module, item: Item) -> None:
-    """Let layers with batch statistics use those of ``item`` for every part of it."""
+    """Make layers with batch statistics use those of ``item`` for every part of it."""
     layers = [
         layer
         for layer in model.modules()
@@ -130,7 +130,7 @@ def _fix_statistics(workload: Workload, model: nn.Module, item: Item) -> None:
 
 
 def _copied(item: Item) -> Item:
-    """Return a copy of a batch: a forward may change it."""
+    """Return a copy of a batch, because a forward may change it."""
     copy: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), item)
     return copy
 
@@ -138,7 +138,7 @@ def _copied(item: Item) -> Item:
 def gradients_of(
     workload: Workload, model: nn.Module, parts: Sequence[Item], factors: Sequence[float]
 ) -> dict[str, Tensor]:
-    """Return the gradients of the weighted sum of the parts' losses. A loss that gives its own weight uses that."""
+    """Return the gradients of the weighted sum of the parts' losses. A weight that the loss returns has priority."""
     for parameter in model.parameters():
         parameter.grad = None
     weights = 0.0
@@ -157,7 +157,7 @@ def gradients_of(
 
 
 def difference(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> float | None:
-    """Return how far apart two gradients are, relative to the size of the first; None where that is not a number."""
+    """Return the difference of two gradients relative to the first, or None if it is not a number."""
     size = apart = 0.0
     for name in {**whole, **parts}:
         one, other = whole.get(name, torch.zeros(())), parts.get(name, torch.zeros(()))
@@ -169,7 +169,7 @@ def difference(whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> floa
 
 
 def precision_of(workload: Workload, model: nn.Module, graph: Graph) -> float:
-    """Return the step between numbers of the coarsest type that a model computes in, regions of autocast included."""
+    """Return the machine epsilon of the coarsest type that a model computes in, including autocast regions."""
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}}.get(workload.spec.precision, set())
     dtypes = {node.spec.dtype for node in graph.nodes if node.spec is not None}
@@ -177,8 +177,8 @@ def precision_of(workload: Workload, model: nn.Module, graph: Graph) -> float:
     return max((torch.finfo(kind).eps for kind in types), default=0.0)
 
 
-class _NothingCoarse(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own gap
-    """While active, an operation whose result is bfloat16 or float16 is an error."""
+class _NothingCoarse(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    """While active, an operation with a bfloat16 or float16 result is an error."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -191,9 +191,9 @@ class _NothingCoarse(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Give a model that computes in bfloat16 or float16 its weights and buffers in float32 for a while.
+    """Convert the bfloat16 and float16 weights and buffers of a model to float32 within the block.
 
-    Raises: TypeError where it computes in one of these types all the same: autocast, a conversion in its forward.
+    Raises: TypeError if the model still computes in one of these types: autocast, or a conversion in its forward.
     """
     parameters = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype in _COARSE]
     buffers = [
@@ -208,7 +208,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             parameter.data = data.float()
         for registry, name, buffer in buffers:
             registry[name] = buffer.float()
-        with _NothingCoarse():  # type: ignore[no-untyped-call]  # torch's own gap
+        with _NothingCoarse():  # type: ignore[no-untyped-call]  # torch has no annotation for it
             yield
     finally:
         for parameter, data in parameters:
@@ -219,6 +219,6 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def item_in_float32(item: Item) -> Item:
-    """Return a batch whose bfloat16 and float16 tensors are float32."""
+    """Return a batch with its bfloat16 and float16 tensors in float32."""
     wide: Item = pytree.tree_map_only(Tensor, lambda leaf: leaf.float() if leaf.dtype in _COARSE else leaf, item)
     return wide

@@ -47,7 +47,7 @@ class Followed:
     symbols: Symbols
     sizes: tuple[int, ...]  # the number of samples and the lengths, if they may vary
     reads_training: bool  # whether the user's code reads ``training``
-    batch: tuple[str, int] | None  # (input, dimension) that gives the number of samples; None if there is no such input
+    batch: tuple[str, int] | None  # (input, dimension) that gives the number of samples, if any
     lengths: tuple[Length, ...] = ()
     calls: tuple[fx.Node, ...] = ()  # as recorded, before the cleanup
 

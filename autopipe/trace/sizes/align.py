@@ -56,7 +56,7 @@ class LiveComparison:
 def aligned(ours: Followed, theirs: Followed) -> dict[fx.Node, fx.Node]:
     """Return node of ``theirs`` -> node of ``ours``.
 
-    Raises: GraphsDiffer when the calls are not the same, or not on the same values.
+    Raises: GraphsDiffer if the calls are not the same, or not on the same values.
     """
     left, right = list(ours.graph.nodes), list(theirs.graph.nodes)
     same: dict[fx.Node, fx.Node] = {}
@@ -88,7 +88,7 @@ def _same_target(left: fx.Node, right: fx.Node, ours: Followed, theirs: Followed
 
 
 def merged(raw: Any, other: Any, base: Any, same: dict[fx.Node, fx.Node], choose: Callable[[Any, Any], Any]) -> Any:
-    """Walk two argument trees; give ``base``'s entry where they agree and ``choose(raw, other)`` where they do not.
+    """Walk two argument trees; return ``base``'s entry where they agree and ``choose(raw, other)`` where they differ.
 
     ``base`` is ``raw`` or a rewritten form of it. ``same``: node of the other recording -> node of ours.
     """

@@ -1,4 +1,4 @@
-"""Numbers seen at two shapes of the batch -> the arithmetic that gives them at every shape.
+"""Derive the arithmetic of a number from its values at two shapes of the batch.
 
 ::
 
@@ -7,8 +7,9 @@
     v*(k*u + c)       v: the batch size; u: a length
     k*u*w             the batch size squared, the product of two lengths, all of them together
 
-Two shapes are enough, because the steps between them are prime numbers: what a line of one size gives is no line of
-another, unless a factor is a multiple of that prime. Verification then tries a third shape on real numbers.
+Two shapes suffice, because the differences between them are prime numbers: a linear function of one size is not a
+linear function of another, unless a factor is a multiple of that prime. Verification then tries a third shape on real
+numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autopipe.trace.sizes.align import GraphsDiffer
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """``times * (factor * of + offset)``; ``times`` and ``of``: which sizes are multiplied, 0 being the batch size."""
+    """``times * (factor * of + offset)``; ``times`` and ``of``: indices of multiplied sizes (0: batch size)."""
 
     factor: int
     offset: int
@@ -32,9 +33,9 @@ class Size:
 
     @classmethod
     def through(cls, first: tuple[tuple[int, ...], int], second: tuple[tuple[int, ...], int]) -> Size:
-        """Return what gives the numbers seen at two shapes: (batch size and lengths, number) each.
+        """Return the arithmetic for the numbers at two shapes, each given as (batch size and lengths, number).
 
-        Raises: GraphsDiffer when nothing so simple does.
+        Raises: GraphsDiffer if no supported form matches.
         """
         (s, x), (t, y) = first, second
         sizes: list[Size] = []
@@ -66,7 +67,7 @@ class Size:
 
 
 def _forms(count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Give (times, of), the simplest first. ``count``: the batch size and how many lengths."""
+    """Yield (times, of), the simplest first. ``count``: the batch size and the number of lengths."""
     lengths = range(1, count)
     for index in range(count):
         yield (), (index,)

@@ -1,11 +1,11 @@
-"""Two recordings at two shapes of the batch -> one graph for every batch size and, where they vary, every length.
+"""Combine two recordings at two shapes of the batch to one graph for every batch size and for variable lengths.
 
 A number that is the same in both is a constant; one that differs is arithmetic over the sizes (``sizes.Size``) and is
-written into the graph as such, from ``input.size(0)``. Fake tensors cost the same at any size, so the second batch is
-large: what a model does differently for more than a few samples, or for a long sequence, shows. Verification then
-tries a third shape.
+written into the graph, starting from ``input.size(0)``. Fake tensors cost the same at any size, so the second batch is
+large: it reveals code that depends on the number of samples or the length of a sequence. Verification then tries a
+third shape.
 
-About three times as fast as one recording with a symbolic size, which stands behind it for whatever does not fit.
+This is about three times as fast as one recording with a symbolic size, which is the fallback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Fit:
-    """What two recordings have in common. ``narrow`` is the one that becomes the graph."""
+    """The common graph of two recordings. ``narrow`` becomes the graph."""
 
     def __init__(self, narrow: Followed, wide: Followed) -> None:
         self.narrow, self.wide = narrow, wide
@@ -53,7 +53,7 @@ class Fit:
         shape: list[int | str | None] = []
         for a, b in zip(value.shape, wider.shape, strict=True):
             if type(a) is not int or type(b) is not int:
-                shape.append(None)  # as many as the data selects
+                shape.append(None)  # depends on the data
             else:
                 shape.append(a if a == b else str(self._number(a, b)))
         node.meta["shape"] = tuple(shape)
@@ -93,7 +93,7 @@ class Fit:
         return node
 
     def _product(self, which: tuple[int, ...], user: fx.Node, nodes: dict[Size, fx.Node]) -> fx.Node:
-        """Return the node of one size of the batch, or of several multiplied."""
+        """Return the node of one size of the batch, or of a product of several."""
         plain = Size(1, 0, which)
         if plain not in nodes:
             if len(which) == 1:

@@ -1,7 +1,7 @@
-"""What the forward takes apart along the batch and puts together again -> one call for every batch size.
+"""Replace a split along the batch and its concatenation by one call that works for every batch size.
 
-``torch.cat(list(images))``, as models of pictures and text have it, makes as many calls as the batch has samples, and
-so another graph for every batch size. The same numbers are ``images.flatten(0, 1)``.
+Image and text models write ``torch.cat(list(images))``. This makes as many calls as the batch has samples, and so a
+different graph for every batch size. ``images.flatten(0, 1)`` computes the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 
 def join(graph: fx.Graph, batch: int) -> None:
-    """Write ``cat`` and ``stack`` over all parts of a tensor that was taken apart along the batch as one call."""
+    """Replace each ``cat`` and ``stack`` over all parts of a tensor that was split along the batch by one call."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (torch.cat, torch.concat, torch.concatenate, torch.stack):
             continue
@@ -28,7 +28,7 @@ def join(graph: fx.Graph, batch: int) -> None:
             elif isinstance(value, Tensor) and value.dim() > 1:
                 flat = graph.call_method("flatten", (whole, 0, 1))
                 flat.meta = {**node.meta, "val": value.flatten(0, 1)}
-                clone = graph.call_method("clone", (flat,))  # what cat makes shares no memory
+                clone = graph.call_method("clone", (flat,))  # the result of cat does not share memory
             else:
                 continue
         clone.meta = dict(node.meta)

@@ -1,7 +1,7 @@
-"""Sizes beside the batch size that may differ from batch to batch: sequence lengths.
+"""Sizes other than the batch size that may vary between batches: sequence lengths.
 
-Which they are is guessed from the example, and only believed when the recordings agree and real batches of that length
-compare equal (``api.capture``). A guess that is wrong costs a pass; what is not found is captured per shape instead.
+They are guessed from the example, and accepted only if the recordings agree and real batches of that length compare
+equal (``api.capture``). A wrong guess costs one recording; an undetected length is captured per shape instead.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.nn.parameter import is_lazy
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
-_SHORTEST = 4  # a size below is a number of classes or coordinates rather than a length
+_SHORTEST = 4  # smaller sizes are numbers of classes or coordinates rather than lengths
 _MOST = 2  # source and target of an encoder-decoder
-_TABLES = 2  # of positions, say, at the end of which a longer recording is tried
+_TABLES = 2  # tables (of positions, for example) whose end is tried as a length
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A size that tensors of the batch share. ``places``: (input, dimension) of each. ``size``: in the example."""
+    """A size that tensors of the batch share."""
 
-    places: tuple[tuple[str, int], ...]
-    size: int
+    places: tuple[tuple[str, int], ...]  # (input, dimension) of each tensor that has it
+    size: int  # in the example
 
 
 def found_lengths(
@@ -34,8 +34,8 @@ def found_lengths(
 ) -> tuple[Length, ...]:
     """Return the lengths of a batch of ``count`` samples. ``dimensions``: by tensor, the one that counts them.
 
-    The first other dimension of integers (tokens, labels), and dimensions of vectors in a row, ``[batch, length,
-    width]``, that no size of the model equals. Wherever a tensor has that size again, it is taken for the same length.
+    Lengths are the first other dimension of integers (tokens, labels), and dimensions of vectors in a row, ``[batch,
+    length, width]``, that equal no size of the model. Every dimension of that size counts as the same length.
     """
     taken = sizes_of(model)
     wanted: dict[int, None] = {}
@@ -68,7 +68,7 @@ def sizes_of(model: nn.Module) -> set[int]:
 
 
 def other_sizes(workload: Workload, item: Item) -> set[int]:
-    """Return every size of a batch but the number of its samples."""
+    """Return every size of a batch except the number of its samples."""
     dimensions = workload.batch_dims(item)
     return {
         int(size)
@@ -79,11 +79,11 @@ def other_sizes(workload: Workload, item: Item) -> set[int]:
 
 
 def other_lengths(size: int, taken: set[int]) -> tuple[int, ...]:
-    """Return the lengths of a second recording, in the order in which they are tried.
+    """Return the lengths for a second recording, in the order in which they are tried.
 
-    Four times the size; up to the end of a table of the model that is longer, for one that ends there; a shorter one.
-    Each is a prime number of steps away, so that no rounding looks like a line: a length padded to a multiple of 8, or
-    halved, differs by a number that this prime does not divide. ``taken``: sizes of the model.
+    The candidates are four times the size, the end of a larger table of the model, for models that stop there, and a
+    shorter length. Each differs by a prime number, so that a rounded size does not look linear: a length padded to a
+    multiple of 8, or halved, differs by a number that this prime does not divide. ``taken``: sizes of the model.
     """
     tables = sorted((n for n in taken if size < n < 4 * size), reverse=True)[:_TABLES]
     ways = [
@@ -96,12 +96,12 @@ def other_lengths(size: int, taken: set[int]) -> tuple[int, ...]:
 
 
 def shorter(size: int) -> tuple[int, ...]:
-    """Return the lengths at which real batches are compared, the shortest first."""
+    """Return the lengths at which real batches are compared, shortest first."""
     return tuple(dict.fromkeys(cut for cut in (2, size // 4, 3 * size // 4) if 1 < cut < size))
 
 
 def cut(leaves: Mapping[str, Tensor], lengths: tuple[Length, ...], part: int) -> dict[str, Tensor]:
-    """Return the tensors of a batch at the ``part``-th of the shorter lengths."""
+    """Return the tensors of a batch at the shorter length with index ``part``."""
     shortened = dict(leaves)
     for length in lengths:
         for name, dimension in length.places:
