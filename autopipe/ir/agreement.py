@@ -37,10 +37,10 @@ def _disagreements(plan: Plan, graph: Graph) -> Iterator[str]:
         yield f"its stages end at node {plan.stages[-1].stop} of {len(graph.nodes)}"
         return
     for stage in plan.stages:
-        found = graph.nodes[stage.start].name, graph.nodes[stage.stop - 1].name
-        if (stage.first, stage.last) != found:
-            said = f"{stage.first} .. {stage.last}"
-            yield f"stage {stage.index} is said to be {said}, and its cuts say {found[0]} .. {found[1]}"
+        cut_names = graph.nodes[stage.start].name, graph.nodes[stage.stop - 1].name
+        if (stage.first, stage.last) != cut_names:
+            stated = f"{stage.first} .. {stage.last}"
+            yield f"stage {stage.index} is said to be {stated}, and its cuts say {cut_names[0]} .. {cut_names[1]}"
     cuts = Cuts(graph)
     for stage in plan.stages[1:]:
         if stage.start not in cuts.legal:

@@ -2,8 +2,8 @@
 
 Every file that one step writes and another reads goes through here, so a truncated file, a wrong type or a changed
 digit is one clear ``ArtifactError`` that names the field, never a traceback and never a silent default. What a value
-may be is said once, in the ``__post_init__`` of its dataclass; that nothing was changed since is told by ``digest``,
-the SHA-256 of the rest, which whoever edits a file on purpose leaves out.
+may be is defined once, in the ``__post_init__`` of its dataclass. ``digest``, the SHA-256 of the rest, detects later
+changes; a file that is edited on purpose omits it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def decode(kind: Any, value: Any, path: str) -> Any:
 def _is_text(value: str) -> bool:
     """Whether a text can be part of a path: half a surrogate pair and NUL cannot.
 
-    A byte of a path that is no text under the locale can: Python has it as one of U+DC80 to U+DCFF (PEP 383).
+    A byte of a path that the locale cannot decode can: Python has it as one of U+DC80 to U+DCFF (PEP 383).
     """
     try:
         return b"\0" not in value.encode("utf-8", "surrogateescape")
@@ -150,7 +150,7 @@ def _decode_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a value of a file for people, in ASCII and short: it may be anything."""
+    """Return any value of a file as short ASCII text for messages."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -198,8 +198,8 @@ def save(value: Any, path: Path) -> None:
 def load(kind: type[T], path: Path, *, renew: str) -> T:
     """Read an artifact of ``kind``.
 
-    Raises: ArtifactError, naming the file, the field, and ``renew`` (the command that writes it anew); VersionError
-    for a file that is whole but of another format version.
+    Raises: ArtifactError, naming the file, the field, and ``renew`` (the command that writes it again); VersionError
+    for an intact file of another format version.
     """
 
     def damaged(what: str) -> ArtifactError:
@@ -210,22 +210,22 @@ def load(kind: type[T], path: Path, *, renew: str) -> T:
     except FileNotFoundError:
         raise ArtifactError(f"there is no {path.name}", where=str(path), remedy=renew) from None
     except UnicodeDecodeError:
-        raise damaged("it is no text") from None
+        raise damaged("it is not valid UTF-8") from None
     except OSError as error:
         raise ArtifactError(f"{path.name} cannot be read: {error.strerror}", where=str(path), remedy=renew) from None
     except (ValueError, RecursionError) as error:
         raise damaged(f"it is not JSON ({error})") from None
     if not isinstance(document, dict):
         raise damaged("it holds no object")
-    found, version = document.pop("kind", None), document.pop("schema_version", None)
-    if found != kind.__name__ or type(version) is not int:
-        name = found if isinstance(found, str) and found.isidentifier() else _shown(found)
+    found_kind, version = document.pop("kind", None), document.pop("schema_version", None)
+    if found_kind != kind.__name__ or type(version) is not int:
+        name = found_kind if isinstance(found_kind, str) and found_kind.isidentifier() else _shown(found_kind)
         wanted = f"wanted a {kind.__name__} of format {SCHEMA_VERSION}"
         raise damaged(f"it is a {name} of format {_shown(version)}; {wanted}")
     if version != SCHEMA_VERSION:
         raise VersionError(
-            f"{path.name} is of another version of autopipe: a {found} of format {version}, and this one reads format "
-            f"{SCHEMA_VERSION}",
+            f"{path.name} is of another version of autopipe: a {found_kind} of format {version}, and this one reads "
+            f"format {SCHEMA_VERSION}",
             where=str(path),
             remedy=renew,
         )
@@ -236,24 +236,24 @@ def load(kind: type[T], path: Path, *, renew: str) -> T:
         raise damaged(error.what) from None
     if written is not None and written != digest(document):
         raise ArtifactError(
-            f"{path.name} was changed after it was written: its digest is another",
+            f"{path.name} was modified after it was written (digest mismatch)",
             where=str(path),
-            remedy=f'{renew}; or take its line "digest" out, to use it as it is' if renew else "",
+            remedy=f'{renew}; or delete its "digest" line, to use it anyway' if renew else "",
         )
     return value
 
 
 def _parse(text: str) -> Any:
-    """Parse strict JSON: a key that stands twice, and a number that is none, are errors and not guesses."""
+    """Parse strict JSON: duplicate keys, NaN and infinities are errors."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
             keys = [key for key, _ in pairs]
-            raise ValueError(f"key {_shown(next(key for key in keys if keys.count(key) > 1))} stands twice")
-        return found
+            raise ValueError(f"key {_shown(next(key for key in keys if keys.count(key) > 1))} appears twice")
+        return entries
 
     def constant(name: str) -> Any:
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not allowed as a number")
 
     return json.loads(text, object_pairs_hook=unique, parse_constant=constant)

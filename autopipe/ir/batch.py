@@ -10,7 +10,7 @@ ORDER, STRIDES = "order", "strides"  # the larger text is the stricter one
 
 @dataclass(frozen=True, slots=True)
 class BatchForm:
-    """The structure of a batch, and what in it is no tensor.
+    """The structure of a batch, and its values other than tensors.
 
     ``structure``: its containers, their types and keys, as text. ``paths``: of every leaf, for messages
     (``inputs[0]``, ``['alpha']``). ``leaves``: of a tensor its dtype and number of dimensions, of anything else its

@@ -11,7 +11,7 @@ A cut is legal unless it would change the result:
 - memory that crosses is changed in place behind the cut (the sender's copy, or a view of it, would not see it);
 - a buffer that the forward updates is used on both sides (each side would keep its own).
 
-And a cut must leave work on both sides: a run of values that every stage recomputes is no stage.
+And a cut must leave work on both sides: a run of recomputed values alone cannot be a stage.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class Cuts:
                     consumers.setdefault(value, set()).add(stage_of[index])
         last = len(positions)
         for value in self.graph.outputs:
-            made = self._by_name.get(value)
-            if made is not None and not made.input_only and stage_of[self.graph.position[value]] != last:
+            producer = self._by_name.get(value)
+            if producer is not None and not producer.input_only and stage_of[self.graph.position[value]] != last:
                 consumers.setdefault(value, set()).add(last)
         order = self.graph.position
         return [

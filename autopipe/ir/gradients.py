@@ -27,13 +27,13 @@ def _may_carry(node: Node) -> bool:
 
 def _reached(graph: Graph) -> list[bool]:
     """Return, for every call, whether backward from the loss may run through it."""
-    needed, found = set(graph.outputs[:1]), []
+    needed, reached_sets = set(graph.outputs[:1]), []
     for node in reversed(graph.nodes):
         reached = _may_carry(node) and (node.name in needed or bool(node.mutates))
         if reached:
             needed.update(node.inputs)
-        found.append(reached)
-    return found[::-1]
+        reached_sets.append(reached)
+    return reached_sets[::-1]
 
 
 def chains(graph: Graph, plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -43,7 +43,7 @@ def chains(graph: Graph, plan: Plan) -> dict[str, tuple[int, ...]]:
     """
     reached = _reached(graph)
     last = len(plan.stages) - 1
-    found = {}
+    chain_of = {}
     for boundary in plan.boundaries:
         if not boundary.spec.requires_grad:
             continue
@@ -54,8 +54,8 @@ def chains(graph: Graph, plan: Plan) -> dict[str, tuple[int, ...]]:
             or (stage == last and boundary.value == graph.outputs[0])
         ]
         if readers:
-            found[boundary.value] = (boundary.producer, *readers)
-    return found
+            chain_of[boundary.value] = (boundary.producer, *readers)
+    return chain_of
 
 
 def trained_ties(graph: Graph, plan: Plan) -> tuple[Tie, ...]:

@@ -38,7 +38,7 @@ class Symbol:
     """A size that may differ from batch to batch: ``name`` is dimension ``dimension`` of input ``input``.
 
     ``hint``: what it was in the batch that was followed. ``low``, ``high``: between which sizes the graph is known to
-    be the model; ``high`` 0: there is no limit.
+    be the model; ``high`` 0: unlimited.
     """
 
     name: str
@@ -78,8 +78,9 @@ class Node:
     spec: TensorSpec | None
     arguments: str = ""
     after: tuple[str, ...] = ()
+    # all of the model's, by first name, used or not; requires_grad is False for frozen ones
     parameters: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()  # all of the model's, by first name, used or not
     buffers_written: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
@@ -118,15 +119,6 @@ def _only_updates(node: Node) -> bool:
 class Graph:
     """The forward of one microbatch.
 
-    ``outputs``: the loss, and the weight of the loss where the user's loss returns one.
-    ``parameters``/``buffers``: every one of the model under its first name, used or not; ``aliases``: other name ->
-    first name. ``requires_grad`` of a parameter's spec is False where it is frozen. ``captured_by``: how it was found,
-    for people. ``divisor``: what the loss divides by, as readable text, where that is not the number of samples;
-    ``stages/divisor.py`` computes it. ``exact``: False where the model, run plainly, was seen to round otherwise than
-    its calls do: a library that may take another way with the same numbers, as transformers does for a mask of ones.
-    ``homes``: parameter or buffer that no node reads, but batches of another form do -> the node whose stage keeps it.
-    ``after_step``: parameter that the hook of this name changes -> the others that its new value depends on.
-
     Raises: ValueError when a node reads a value that is not made before it, or state that the model does not have.
     """
 
@@ -134,15 +126,19 @@ class Graph:
     inputs: tuple[Input, ...]
     symbols: tuple[Symbol, ...]
     nodes: tuple[Node, ...]
-    outputs: tuple[str, ...]
-    parameters: dict[str, TensorSpec]
-    buffers: dict[str, TensorSpec]
-    aliases: dict[str, str]
-    captured_by: str = ""
+    outputs: tuple[str, ...]  # the loss, and the weight of the loss if the user's loss returns one
+    parameters: dict[str, TensorSpec]  # all of the model's, by first name; requires_grad is False for frozen ones
+    buffers: dict[str, TensorSpec]  # all of the model's, by first name
+    aliases: dict[str, str]  # other name -> first name
+    captured_by: str = ""  # the strategy that captured it, as text
+    # False if the model, run plainly, rounds differently than its calls do: some libraries choose another kernel or
+    # code path for the same numbers, as transformers does for a mask of ones
     exact: bool = True
     batch: BatchForm = field(default_factory=BatchForm)
-    divisor: str = ""
+    divisor: str = ""  # what the loss divides by, as text, if not the number of samples; see stages/divisor.py
+    # parameter that this hook changes -> the others that its new value depends on
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # state that only batches of another form read -> the node whose stage keeps it
     homes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -178,7 +174,7 @@ class Graph:
         shapes = {entry.name: entry.spec.shape for entry in self.inputs}
         for symbol in self.symbols:
             if symbol.hint < 1 or not 0 <= symbol.dimension < len(shapes.get(symbol.input, ())):
-                raise ValueError(f"symbol {symbol.name!r} is no dimension of an input")
+                raise ValueError(f"symbol {symbol.name!r} is not a dimension of an input")
         names = {symbol.name for symbol in self.symbols}
         specs = [entry.spec for entry in self.inputs] + [node.spec for node in self.nodes if node.spec is not None]
         hints = {symbol.name: symbol.hint for symbol in self.symbols}

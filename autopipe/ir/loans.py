@@ -24,11 +24,11 @@ class Loan:
 
 def owners(plan: Plan) -> dict[str, int]:
     """Return the stage that steps each parameter: of a tied one the first."""
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for stage in plan.stages:
         for name in stage.parameters:
-            found.setdefault(name, stage.index)
-    return found
+            owners.setdefault(name, stage.index)
+    return owners
 
 
 def borrowed(plan: Plan, graph: Graph) -> dict[str, tuple[str, ...]]:

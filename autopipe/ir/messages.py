@@ -92,7 +92,7 @@ def loan_channel(loan: Loan, request: ScheduleSpec, reader: int) -> Channel:
 def channels(routes: MessagePlan, request: ScheduleSpec) -> list[Channel]:
     """Return every channel that a run can use, sorted: the same list on every rank."""
     ranks = request.stage_ranks
-    found = {
+    channel_set = {
         Channel(kind, a, b, from_rank, to_rank)
         for kind, edges in ((ACTIVATION, routes.forward), (GRADIENT, routes.backward))
         for a, b in edges
@@ -104,15 +104,17 @@ def channels(routes: MessagePlan, request: ScheduleSpec) -> list[Channel]:
             owners = ranks[tie.owner]
             for index, rank in enumerate(ranks[copy]):
                 owner = owners[index % len(owners)]
-                found.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
+                channel_set.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
     for tie in routes.ties:
         for copy in tie.copies:
-            found.update(Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in ranks[tie.owner])
+            channel_set.update(
+                Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in ranks[tie.owner]
+            )
     for loan in routes.loans:
-        found.update(loan_channel(loan, request, index) for index in range(len(ranks[loan.reader])))
+        channel_set.update(loan_channel(loan, request, index) for index in range(len(ranks[loan.reader])))
     for rank in range(1, request.num_ranks):
-        found.add(Channel(CONTROL, 0, 0, 0, rank))
-        found.add(Channel(CONTROL, 0, 0, rank, 0))
-        found.add(batch_channel(rank))
-    found.update(loss_channel(request, rank) for rank in ranks[-1])
-    return sorted(c for c in found if c.from_rank != c.to_rank)
+        channel_set.add(Channel(CONTROL, 0, 0, 0, rank))
+        channel_set.add(Channel(CONTROL, 0, 0, rank, 0))
+        channel_set.add(batch_channel(rank))
+    channel_set.update(loss_channel(request, rank) for rank in ranks[-1])
+    return sorted(c for c in channel_set if c.from_rank != c.to_rank)

@@ -51,7 +51,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The stage for people: its modules; where it has none, its first and last call."""
+        """The human-readable name: the stage's modules, or its first and last call if it has none."""
         return self.modules or f"{self.first} .. {self.last}"
 
     @property

@@ -35,9 +35,9 @@ class WorkloadSpec:
         if self.precision not in PRECISIONS:
             raise ValueError(f"unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}")
         if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed {self.seed} is none of torch's: 64 bits at most")
+            raise ValueError(f"seed {self.seed} does not fit in 64 bits")
         if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ValueError(f"a learning rate of {self.lr} is none")
+            raise ValueError(f"the learning rate must be finite and at least 0, and is {self.lr}")
 
     def with_hook(self, name: str, target: str) -> WorkloadSpec:
         """Return a spec that finds a hook elsewhere."""
@@ -154,16 +154,18 @@ class Profile:
             if set(measurement.costs) != names:
                 raise ValueError(f"microbatch size {measurement.microbatch_size}: costs do not cover the nodes")
             if not names.issuperset(measurement.keepers.values()):
-                raise ValueError(f"microbatch size {measurement.microbatch_size}: a keeper is no node of the graph")
+                raise ValueError(f"microbatch size {measurement.microbatch_size}: a keeper is not a node of the graph")
             if not names.issuperset(measurement.work):
-                raise ValueError(f"microbatch size {measurement.microbatch_size}: work of what is no node of the graph")
+                raise ValueError(
+                    f"microbatch size {measurement.microbatch_size}: work of a name that is not a node of the graph"
+                )
         sizes = [measurement.microbatch_size for measurement in self.measurements]
         if sizes != sorted(set(sizes)):
             raise ValueError(f"microbatch sizes {sizes} do not ascend")
         if not 0 <= self.optimizer_seconds_per_byte <= 1 or not 0 <= self.optimizer_bytes_per_byte <= _MOST_SECONDS:
             raise ValueError("the optimizer's costs are not negative, and not beyond measure")
         if not 0 <= self.batch_size < 2**31:
-            raise ValueError(f"a batch of {self.batch_size} samples is none")
+            raise ValueError(f"batch_size must be from 0 to 2**31 - 1, and is {self.batch_size}")
 
     @property
     def trained_bytes(self) -> int:

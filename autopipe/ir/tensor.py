@@ -14,7 +14,7 @@ DTYPE_BYTES = {
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
-# what a shape may come to: more than any memory holds, and a power far above it would take for ever
+# the limit of a size: more than any memory holds; computing a power far above it would not end
 _LARGEST = 2**63
 _LARGEST_EXPONENT = 16
 _LONGEST = 1000  # characters of an expression
@@ -36,7 +36,7 @@ def _is_possible(node: ast.BinOp) -> bool:
 
 def _power(base: int, exponent: int) -> int:
     if not 0 <= exponent <= _LARGEST_EXPONENT:
-        raise ValueError(f"{exponent} is no exponent of a shape")
+        raise ValueError(f"{exponent} is not a valid exponent of a shape")
     return int(base**exponent)
 
 
@@ -57,7 +57,7 @@ def _parse(expression: str) -> ast.expr:
             raise SyntaxError("too long")
         return ast.parse(expression, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{expression[:60]!r} is no shape expression") from error
+        raise ValueError(f"{expression[:60]!r} is not a shape expression") from error
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,7 +73,7 @@ def symbols_of(dimension: int | str) -> frozenset[str]:
     for node in ast.walk(body):
         number = isinstance(node, ast.Constant) and (type(node.value) is not int or node.value >= _LARGEST)
         if not isinstance(node, allowed) or number or (isinstance(node, ast.BinOp) and not _is_possible(node)):
-            raise ValueError(f"{dimension[:60]!r} is no shape expression")
+            raise ValueError(f"{dimension[:60]!r} is not a shape expression")
     return frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name))
 
 
@@ -86,10 +86,10 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
         return dimension
 
     def value(node: ast.expr) -> int:
-        found = computed(node)
-        if not -_LARGEST < found < _LARGEST:
+        number = computed(node)
+        if not -_LARGEST < number < _LARGEST:
             raise ValueError(f"{dimension!r} is beyond any size with {dict(sizes)}")
-        return found
+        return number
 
     def computed(node: ast.expr) -> int:
         match node:
@@ -108,7 +108,7 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     except ZeroDivisionError:
         raise ValueError(f"{dimension!r} divides by zero with {dict(sizes)}") from None
     except RecursionError:
-        raise ValueError(f"{dimension[:60]!r} is no shape expression") from None
+        raise ValueError(f"{dimension[:60]!r} is not a shape expression") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class TensorSpec:
         for dimension in self.shape:
             symbols_of(dimension)
             if isinstance(dimension, int) and dimension < 0:
-                raise ValueError(f"a dimension of {dimension} is no size")
+                raise ValueError(f"a dimension must be at least 0, and is {dimension}")
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape as numbers."""

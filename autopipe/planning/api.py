@@ -55,11 +55,11 @@ def make_plan(
         best = _fastest(runnable)
         return best if score is None else best_by_score(runnable, score, solve_problem)
     except KeyboardInterrupt:
-        found = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
-        if not found:
+        usable = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
+        if not usable:
             raise
         watch.stopped = True
-        best = best or _fastest(found)
+        best = best or _fastest(usable)
         return best if score is None else dataclasses.replace(best, predicted=score(best))
 
 

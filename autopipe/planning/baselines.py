@@ -14,29 +14,29 @@ from autopipe.planning.cost.predict import judge
 from autopipe.planning.space import Space, plain, replicated, takes_replicas
 
 
-def compared(made: Plan, found: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:
+def compared(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:
     """Return a single device, data parallelism, the best straight pipeline and the best plan of all.
 
     ``every``: the plan that was made is already the best of those with replicas.
     """
     rivals = space.rivals()
-    score = judge(found, cluster, (*space.straight, *rivals))
+    score = judge(profile, cluster, (*space.straight, *rivals))
     first = space.straight[0]
     base = plain(first) if first.stage_ranks else first  # a grid is for its own ranks alone
 
     def fit(find: Callable[[Cluster], Plan]) -> Plan:
-        return search_within_memory(found, cluster, find)
+        return search_within_memory(profile, cluster, find)
 
     return comparison(
-        found, cluster, base, score=score, straight=space.straight, free=rivals, made=made, every=every, fit=fit
+        profile, cluster, base, score=score, straight=space.straight, free=rivals, current=plan, every=every, fit=fit
     )
 
 
-def explained(made: Plan, found: Profile, cluster: Cluster, space: Space) -> Explanation:
+def explained(plan: Plan, profile: Profile, cluster: Cluster, space: Space) -> Explanation:
     """Return, for each cut, why there; what limits the plan; how near the bound it is; and what came second."""
-    per_rank = made.schedule_options.get("stages_per_rank", 1)
-    options = next(o for o in space.straight if o.schedule == made.schedule and o.stages_per_rank == per_rank)
-    if takes_replicas(options) and any(stage.replicas > 1 for stage in made.stages):
+    per_rank = plan.schedule_options.get("stages_per_rank", 1)
+    options = next(o for o in space.straight if o.schedule == plan.schedule and o.stages_per_rank == per_rank)
+    if takes_replicas(options) and any(stage.replicas > 1 for stage in plan.stages):
         options = replicated(options)
-    reasons = explain(made, found, cluster, options, score=judge(found, cluster, [options]))
+    reasons = explain(plan, profile, cluster, options, score=judge(profile, cluster, [options]))
     return dataclasses.replace(reasons, left_out=space.left_out)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class StageChoice:
     """One stage as the search chose it. ``seconds``: per microbatch of one replica, transfers and all-reduce included.
 
-    ``held``: microbatches in flight on each rank; ``versions``: copies of the weights; ``waiting``: halves of a
+    ``in_flight``: microbatches in flight on each rank; ``versions``: copies of the weights; ``waiting``: halves of a
     backward that wait.
     """
 
@@ -31,7 +31,7 @@ class StageChoice:
     stop: int
     ranks: tuple[int, ...]
     recompute: bool
-    held: int
+    in_flight: int
     versions: int
     seconds: float
     waiting: int = 0
@@ -50,7 +50,12 @@ def straight_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoic
         ranks = (problem.rank_of(stage),)
         choices.append(
             StageChoice(
-                *positions, ranks, recompute, *problem.held(stage, count), float(seconds), problem.waiting(stage)
+                *positions,
+                ranks,
+                recompute,
+                *problem.in_flight_and_versions(stage, count),
+                float(seconds),
+                problem.waiting(stage),
             )
         )
     return choices
@@ -151,7 +156,7 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, coun
         parameters=state[0],
         forward_seconds=math.fsum(costs[node.name].forward_seconds for node in nodes) / speed,
         backward_seconds=math.fsum(costs[node.name].backward_seconds for node in nodes) / speed,
-        peak_bytes=counted.peak(choice.held, choice.versions, choice.recompute, choice.waiting),
+        peak_bytes=counted.peak(choice.in_flight, choice.versions, choice.recompute, choice.waiting),
         recompute=choice.recompute,
         buffers=state[1],
         modules=stage_modules(graph, choice.start, choice.stop),
@@ -172,7 +177,7 @@ def _notes(problem: Problem, edges: Sequence[int], num_used: int) -> tuple[str, 
     graph, given = problem.profile.graph, max(problem.options.num_ranks, problem.options.offered)
     notes = []
     if num_used < given:
-        notes.append(f"{given - num_used} of {given} ranks stay unused: with them a step is no faster")
+        notes.append(f"{given - num_used} of {given} ranks stay unused: they would not make a step faster")
     for name, home in unused_state(graph).items():
         stage = next(s for s in range(len(edges) - 1) if edges[s] <= home < edges[s + 1])
         kind = "parameter" if name in graph.parameters else "buffer"

@@ -109,12 +109,12 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
     """
     if device.kind == "cuda":
         level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
-        found, host = ClusterDevice(device.name, device.memory_bytes), RuntimeOverhead()
+        local, host = ClusterDevice(device.name, device.memory_bytes), RuntimeOverhead()
     else:
         import psutil
 
         level = Level("host", num_ranks, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
-        found, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_COSTS
+        local, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_COSTS
     if links is None or links.device_kind != device.kind:
-        return Cluster((level,), (found,), "assumed", host)
-    return Cluster((links.level(num_ranks),), (found,), "measured", links.host)
+        return Cluster((level,), (local,), "assumed", host)
+    return Cluster((links.level(num_ranks),), (local,), "measured", links.host)

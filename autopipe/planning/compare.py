@@ -1,4 +1,4 @@
-"""One table for people: a single device, data parallelism, the best straight pipeline, and the best plan of all."""
+"""Four plans compared: a single device, data parallelism, the best straight pipeline, and the best of all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fit = Callable[[Callable[[Cluster], Plan]], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """``plan`` is None where there is none; ``reason`` says why."""
+    """A row of the table. ``plan`` is None if none can be made; ``reason`` says why."""
 
     name: str
     plan: Plan | None
@@ -31,15 +31,15 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``verdict``: in plain words, what pays. ``made``: the plan that the command made, None where it made none."""
+    """``verdict``: in plain words, what pays. ``current``: the plan that the command made, None where it made none."""
 
     contenders: tuple[Contender, ...]
     verdict: str
-    made: Plan | None = None
+    current: Plan | None = None
 
     def title(self, contender: Contender) -> str:
         """Return the name of a contender, with a mark where it is the plan that the command made."""
-        is_made = contender.plan is not None and self.made is not None and _same(contender.plan, self.made)
+        is_made = contender.plan is not None and self.current is not None and _same(contender.plan, self.current)
         return f"{contender.name} ({THIS})" if is_made and contender.name != THIS else contender.name
 
     @property
@@ -56,16 +56,16 @@ def comparison(
     score: Score | None = None,
     straight: Sequence[PlanOptions] = (),
     free: Sequence[PlanOptions] = (),
-    made: Plan | None = None,
+    current: Plan | None = None,
     every: bool = False,
     fit: Fit | None = None,
 ) -> Comparison:
     """Plan four ways for the same batch and memory. The best plan may replicate stages.
 
-    A plan that was made already is a fifth row where it is none of these.
+    A plan that was made already becomes a fifth row if it differs from all four.
 
     ``straight``, ``free``: the options among which the two pipelines are chosen; without them, those of ``options``.
-    ``made``: a plan that was made already, and competes; ``every``: it is the best of ``free``.
+    ``current``: a plan that was made already, and competes; ``every``: it is the best of ``free``.
     ``fit``: calls a search with clusters until its plan fits.
     """
     fit = fit or (lambda find: find(cluster))
@@ -74,7 +74,7 @@ def comparison(
     parallel = dataclasses.replace(line, straight=not options.schedule_kind.replicas)
     straight, free = straight or (line,), free or (parallel,)
     first = free[0] if parallel.straight and not free[0].straight else parallel
-    made_straight = made if made is not None and all(stage.replicas == 1 for stage in made.stages) else None
+    made_straight = current if current is not None and all(stage.replicas == 1 for stage in current.stages) else None
 
     def any_of(choices: Sequence[PlanOptions]) -> Callable[[Cluster], Plan]:
         return lambda room: make_best_plan(profile, room, choices, score=score)
@@ -85,29 +85,31 @@ def comparison(
         _contender("best straight pipeline", lambda: made_straight or fit(any_of(straight))),
     )
     # of equally fast ones the plan that was made, then the pipeline
-    known = [plan for plan in (made, *(row.plan for row in reversed(others))) if plan is not None]
+    known = [plan for plan in (current, *(row.plan for row in reversed(others))) if plan is not None]
     contenders = (*others, _contender("best plan", lambda: _best(None if every else lambda: fit(any_of(free)), known)))
-    text = verdict(contenders) + _advice(contenders, made)
-    known_already = made is None or any(row.plan is not None and _same(row.plan, made) for row in contenders)
-    return Comparison(contenders if known_already else (*contenders, Contender(THIS, made)), text, made)
+    text = verdict(contenders) + _advice(contenders, current)
+    known_already = current is None or any(row.plan is not None and _same(row.plan, current) for row in contenders)
+    return Comparison(contenders if known_already else (*contenders, Contender(THIS, current)), text, current)
 
 
 def _same(one: Plan, other: Plan) -> bool:
     return (one.digest, one.num_microbatches) == (other.digest, other.num_microbatches)
 
 
-def _advice(contenders: tuple[Contender, ...], made: Plan | None) -> str:
+def _advice(contenders: tuple[Contender, ...], current: Plan | None) -> str:
     """Return that the best plan is not the one that was made, and the options that choose it."""
     best = contenders[-1].plan
-    if made is None or best is None or best.predicted.samples_per_second <= made.predicted.samples_per_second:
+    if current is None or best is None or best.predicted.samples_per_second <= current.predicted.samples_per_second:
         return ""
     options = []
-    if any(stage.replicas > 1 for stage in best.stages) and all(stage.replicas == 1 for stage in made.stages):
+    if any(stage.replicas > 1 for stage in best.stages) and all(stage.replicas == 1 for stage in current.stages):
         options.append("--replicas auto")
-    if best.schedule != made.schedule:
+    if best.schedule != current.schedule:
         options.append(f"--schedule {best.schedule}")
     chosen = f"; {' '.join(options)} chooses the best one" if options else ""
-    return f" The plan of this command is not the best one: {made.predicted.samples_per_second:.4g} samples/s{chosen}."
+    return (
+        f" The plan of this command is not the best one: {current.predicted.samples_per_second:.4g} samples/s{chosen}."
+    )
 
 
 def _best(find: Callable[[], Plan] | None, known: Sequence[Plan]) -> Plan:

@@ -33,7 +33,7 @@ def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
     cuts = Cuts(other)
     chosen = [stage.start for stage in plan.stages[1:]]
     if _calls(graph) != _calls(other) or not set(chosen) <= set(cuts.legal):
-        chosen = _nearest(_held(plan, graph), graph, other, cuts, chosen)
+        chosen = _nearest(_available(plan, graph), graph, other, cuts, chosen)
     edges = [0, *chosen, len(other.nodes)]
     stages = tuple(
         _moved(stage, other, start, stop)
@@ -46,12 +46,12 @@ def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
     )
     moved = replace(plan, graph_digest=other.digest, stages=stages, boundaries=boundaries)
     _check_edges(plan, graph, moved, other)
-    for stage, held in zip(stages, _held(plan, graph), strict=True):
+    for stage, available in zip(stages, _available(plan, graph), strict=True):
         nodes = cuts.stage_nodes(stage.start, stage.stop, other.outputs if stage is stages[-1] else ())
-        lacking = next((name for node in nodes for name in _state(node) if name not in held), "")
+        lacking = next((name for node in nodes for name in _state(node) if name not in available), "")
         if lacking:
             raise PlanError(
-                f"captured anew, the model reads {lacking} where {stage.label} does not hold it",
+                f"captured again, the model reads {lacking} where {stage.label} does not hold it",
                 remedy=_REMEDY,
             )
     return moved
@@ -85,27 +85,27 @@ def _moved(stage: Stage, other: Graph, start: int, stop: int) -> Stage:
     return replace(stage, start=start, stop=stop, first=first, last=last, modules=stage_modules(other, start, stop))
 
 
-def _held(plan: Plan, graph: Graph) -> list[set[str]]:
+def _available(plan: Plan, graph: Graph) -> list[set[str]]:
     """Return the parameters and buffers that each stage has."""
-    cuts, found = Cuts(graph), []
+    cuts, available = Cuts(graph), []
     for stage in plan.stages:
         nodes = cuts.stage_nodes(stage.start, stage.stop, graph.outputs if stage is plan.stages[-1] else ())
-        found.append({*stage.parameters, *stage.buffers, *(name for node in nodes for name in _state(node))})
-    return found
+        available.append({*stage.parameters, *stage.buffers, *(name for node in nodes for name in _state(node))})
+    return available
 
 
 def _state(node: Node) -> tuple[str, ...]:
     return (*node.parameters, *node.buffers, *node.buffers_written)
 
 
-def _nearest(held: Sequence[set[str]], graph: Graph, other: Graph, cuts: Cuts, starts: Sequence[int]) -> list[int]:
+def _nearest(available: Sequence[set[str]], graph: Graph, other: Graph, cuts: Cuts, starts: Sequence[int]) -> list[int]:
     """Return the legal cuts that are nearest to the plan's, of those that give no stage what it does not hold."""
-    foreign = [_foreign(of_stage, other) for of_stage in held]
+    foreign = [_foreign(of_stage, other) for of_stage in available]
     # best[position] = (sum of distances, cuts so far) of the stages before a cut at ``position``
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for index, place in enumerate(_places(graph, other, starts)):
         positions = sorted(cuts.legal, key=functools.partial(_distance, place))[:_NEAREST]
-        found: dict[int, tuple[int, list[int]]] = {}
+        extended: dict[int, tuple[int, list[int]]] = {}
         for position in positions:
             ways = [
                 (distance + abs(position - place), [*before, position])
@@ -113,23 +113,23 @@ def _nearest(held: Sequence[set[str]], graph: Graph, other: Graph, cuts: Cuts, s
                 if start < position and foreign[index][position] == foreign[index][start]
             ]
             if ways:
-                found[position] = min(ways)
-        best = found
+                extended[position] = min(ways)
+        best = extended
     last = foreign[-1]
     ends = [way for start, way in best.items() if start < len(other.nodes) and last[-1] == last[start]]
     if not ends:
         raise PlanError(
-            f"{other.name}, captured anew, cannot be cut so that every stage needs only what it holds",
+            f"{other.name}, captured again, cannot be cut so that every stage needs only what it holds",
             remedy=_REMEDY,
         )
     return min(ends)[1]
 
 
-def _foreign(held: set[str], other: Graph) -> list[int]:
+def _foreign(available: set[str], other: Graph) -> list[int]:
     """Return, for every position, how many calls before it need state that a stage does not hold."""
     counts = [0]
     for node in other.nodes:
-        counts.append(counts[-1] + (not node.input_only and not held.issuperset(_state(node))))
+        counts.append(counts[-1] + (not node.input_only and not available.issuperset(_state(node))))
     return counts
 
 
@@ -140,10 +140,10 @@ def _distance(place: int, position: int) -> int:
 def _places(graph: Graph, other: Graph, starts: Sequence[int]) -> list[int]:
     """Return where the plan's cuts lie in the other graph: before the call that it begins with, found again."""
     ours, theirs = [_key(node) for node in graph.nodes], [_key(node) for node in other.nodes]
-    found: dict[int, int] = {}
+    matches: dict[int, int] = {}
     for block in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
-        found.update((block.a + i, block.b + i) for i in range(block.size))
-    return [next((found[i] for i in range(start, len(ours)) if i in found), len(theirs)) for start in starts]
+        matches.update((block.a + i, block.b + i) for i in range(block.size))
+    return [next((matches[i] for i in range(start, len(ours)) if i in matches), len(theirs)) for start in starts]
 
 
 def _key(node: Node) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ def _check_edges(plan: Plan, graph: Graph, moved: Plan, other: Graph) -> None:
     ):
         if not theirs <= ours:
             raise PlanError(
-                "captured anew, the model sends values between stages that the plan does not connect", remedy=_REMEDY
+                "captured again, the model sends values between stages that the plan does not connect", remedy=_REMEDY
             )
 
 

@@ -141,7 +141,7 @@ def _cut_reasons(problem: Problem, plan: Plan) -> tuple[CutReason, ...]:
 
 def _limit(problem: Problem, plan: Plan) -> str:
     unlimited = tuple(dataclasses.replace(device, memory_bytes=0) for device in problem.cluster.devices)
-    # both by the formula: a simulator's figure is no match for it
+    # both by the formula: a simulator's figure is not comparable
     limited = solve_problem(problem)
     free = solve_problem(dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, devices=unlimited)))
     if free is not None and limited is not None:

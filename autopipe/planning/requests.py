@@ -41,7 +41,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The options of a plan; None is *not said*. ``cluster``, ``grid``: what cluster file and schedule file held.
+    """The options of a plan; None means not given. ``cluster``, ``grid``: what cluster file and schedule file held.
 
     ``averages``: whether memory for averaged weights is counted.
     """
@@ -86,40 +86,40 @@ class PlanRequest:
 
     @property
     def schedule_options(self) -> dict[str, int]:
-        """What the schedule is told beside how many stages a rank has, under the schedules' own names."""
-        found = {"vertical_sync": 1 if self.vertical_sync else None, "depth": self.warmup_depth}
-        return {name: value for name, value in found.items() if value is not None}
+        """The options of the schedule other than ``stages_per_rank``, under the schedules' own names."""
+        options = {"vertical_sync": 1 if self.vertical_sync else None, "depth": self.warmup_depth}
+        return {name: value for name, value in options.items() if value is not None}
 
-    def overlaid(self, said: PlanRequest) -> PlanRequest:
-        """Return this request with what is said now on top.
+    def overlaid(self, newer: PlanRequest) -> PlanRequest:
+        """Return this request with the values of ``newer`` on top.
 
-        The two ways to name microbatches exclude each other; what one schedule was told is not for another, and a
-        grid says itself how many ranks and microbatches there are.
+        ``num_microbatches`` and ``microbatch_size`` exclude each other. Options of one schedule do not carry over to
+        another. A grid itself determines the numbers of ranks and microbatches.
         """
-        given = {field.name: getattr(said, field.name) for field in dataclasses.fields(said)}
+        given = {field.name: getattr(newer, field.name) for field in dataclasses.fields(newer)}
         changes = {name: value for name, value in given.items() if value is not None}
-        if said.num_microbatches is not None:
+        if newer.num_microbatches is not None:
             changes["microbatch_size"] = None
-        elif said.microbatch_size is not None:
+        elif newer.microbatch_size is not None:
             changes["num_microbatches"] = None
-        if said.cluster is not None:
+        if newer.cluster is not None:
             changes |= dict.fromkeys(("gpu_memory_bytes", "link", "device_name"))
-        elif said.of_other_devices:
+        elif newer.of_other_devices:
             changes["cluster"] = None
-        if said.schedule is not None and said.schedule != self.schedule:
+        if newer.schedule is not None and newer.schedule != self.schedule:
             changes = dict.fromkeys(_OF_SCHEDULE) | changes
-        if said.grid is not None and said.grid != self.grid:
+        if newer.grid is not None and newer.grid != self.grid:
             changes = dict.fromkeys(("gpus", "num_microbatches", "microbatch_size")) | changes
         return dataclasses.replace(self, **changes)
 
     def changes_to(self, other: PlanRequest) -> tuple[str, ...]:
         """Return what differs, as the user would write it: ``--gpus 2 -> 4``."""
-        found = []
+        changes = []
         for name, option in _OPTIONS.items():
             before, after = getattr(self, name), getattr(other, name)
             if before != after:
-                found.append(option if name in _FILES else f"{option} {_shown(before)} -> {_shown(after)}")
-        return tuple(found)
+                changes.append(option if name in _FILES else f"{option} {_shown(before)} -> {_shown(after)}")
+        return tuple(changes)
 
 
 def flag_of(option: str) -> str:

@@ -13,44 +13,44 @@ from autopipe.planning.space import taking
 from autopipe.schedules import layout_of
 
 
-def with_schedule(made: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+def with_schedule(plan: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
     """Return the plan under the schedule that is asked for, and what a person should know of it.
 
     Raises: PlanError for an option that the schedule does not take, or where the stages of the plan cannot be dealt out
     so; the schedule itself says what it refuses.
     """
-    name = request.schedule if request.schedule not in (None, "auto") else made.schedule
+    name = request.schedule if request.schedule not in (None, "auto") else plan.schedule
     taking((str(name),), request)
-    told = dict(request.schedule_options)
+    options = dict(request.schedule_options)
     if (
-        name == made.schedule
-        and not told
+        name == plan.schedule
+        and not options
         and request.stages_per_rank is None
-        and request.grid in (None, made.schedule_text)
+        and request.grid in (None, plan.schedule_text)
     ):
-        return made, ()
-    if name == made.schedule:
-        told = {**made.schedule_options, **told}
+        return plan, ()
+    if name == plan.schedule:
+        options = {**plan.schedule_options, **options}
         if request.vertical_sync is False:
-            told.pop("vertical_sync", None)
-    ranks = made.stage_ranks
+            options.pop("vertical_sync", None)
+    ranks = plan.stage_ranks
     if name == "custom":
-        ranks = _ranks_of_grid(made, request)
+        ranks = _ranks_of_grid(plan, request)
     elif request.stages_per_rank is not None:
-        ranks = _dealt(len(made.stages), request.stages_per_rank)
-        told["stages_per_rank"] = request.stages_per_rank
-    stages = tuple(dataclasses.replace(stage, ranks=own) for stage, own in zip(made.stages, ranks, strict=True))
+        ranks = _dealt(len(plan.stages), request.stages_per_rank)
+        options["stages_per_rank"] = request.stages_per_rank
+    stages = tuple(dataclasses.replace(stage, ranks=own) for stage, own in zip(plan.stages, ranks, strict=True))
     other = dataclasses.replace(
-        made,
+        plan,
         stages=stages,
         num_ranks=1 + max(rank for own in ranks for rank in own),
         schedule=str(name),
-        schedule_options=told,
+        schedule_options=options,
         schedule_text=request.grid or "",
     )
-    what = ", ".join([other.schedule, *(f"{option} {value}" for option, value in told.items())])
-    note = f"the plan is for {made.schedule}; simulated with {what}, the same stages"
-    return other, (note + ("" if ranks == made.stage_ranks else f" on {counted(other.num_ranks, 'rank')}"),)
+    what = ", ".join([other.schedule, *(f"{option} {value}" for option, value in options.items())])
+    note = f"the plan is for {plan.schedule}; simulated with {what}, the same stages"
+    return other, (note + ("" if ranks == plan.stage_ranks else f" on {counted(other.num_ranks, 'rank')}"),)
 
 
 def as_typed(plan: Plan, grid: Path | None) -> str:
@@ -72,14 +72,14 @@ def _dealt(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
     return tuple((stage % (num_stages // per_rank),) for stage in range(num_stages))
 
 
-def _ranks_of_grid(made: Plan, request: PlanRequest) -> tuple[tuple[int, ...], ...]:
+def _ranks_of_grid(plan: Plan, request: PlanRequest) -> tuple[tuple[int, ...], ...]:
     if request.grid is None:
         raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
     ranks, count = layout_of(request.grid)
-    if (len(ranks), count) != (len(made.stages), made.num_microbatches):
+    if (len(ranks), count) != (len(plan.stages), plan.num_microbatches):
         raise PlanError(
             f"the schedule file has {counted(len(ranks), 'stage')} and {count} microbatches, and the plan "
-            f"{len(made.stages)} and {made.num_microbatches}",
+            f"{len(plan.stages)} and {plan.num_microbatches}",
             remedy="autopipe plan --schedule-file FILE",
         )
     return ranks

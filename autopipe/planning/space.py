@@ -83,7 +83,7 @@ class Space:
 
 
 def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
-    """Return the options of a schedule with what the request tells it: a stage a rank, no replicas."""
+    """Return the options of a schedule as the request sets them: one stage per rank, no replicas."""
     kind = REGISTRY[schedule]
     if request.warmup_depth is not None:
         kind = kind.with_depth(request.warmup_depth)
@@ -103,28 +103,28 @@ def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: in
 
 
 def taking(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
-    """Return those of the schedules that take what the request tells them.
+    """Return the schedules that accept the schedule options of the request.
 
-    Raises: PlanError where there is none, with those that do; or where it is out of range.
+    Raises: PlanError if no schedule does, with those that would; or where it is out of range.
     """
-    told = dict(request.schedule_options)
+    given = dict(request.schedule_options)
     if request.stages_per_rank:
-        told["stages_per_rank"] = request.stages_per_rank
+        given["stages_per_rank"] = request.stages_per_rank
 
     def lacks(name: str) -> list[str]:
         known = {option.name for option in REGISTRY[name].options}
-        return [option for option in told if option not in known]
+        return [option for option in given if option not in known]
 
-    found = tuple(name for name in names if not lacks(name))
-    for option in (option for name in found for option in REGISTRY[name].options):
-        value = told.get(option.name, option.default)
+    accepting = tuple(name for name in names if not lacks(name))
+    for option in (option for name in accepting for option in REGISTRY[name].options):
+        value = given.get(option.name, option.default)
         if not option.minimum <= value <= option.maximum:
             raise PlanError(
                 f"{flag_of(option.name)} {value} is out of range: it runs from {option.minimum} to {option.maximum}",
                 remedy=f"leave it out for {option.default} ({option.meaning})",
             )
-    if found:
-        return found
+    if accepting:
+        return accepting
     missing = lacks(names[0])[0]
     takers = [kind.name for kind in REGISTRY.values() if missing in {option.name for option in kind.options}]
     who = f"schedule {names[0]} takes no" if len(names) == 1 else "nothing that --schedule auto tries takes"
@@ -165,7 +165,7 @@ def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptio
 
 
 def plain(options: PlanOptions) -> PlanOptions:
-    """Return the same question under 1f1b, with nothing told to the schedule."""
+    """Return the same options under 1f1b, without options of the schedule."""
     return dataclasses.replace(
         options,
         schedule=_AUTO_FIRST,
@@ -215,9 +215,9 @@ def schedules(name: str, *, links_known: bool = False) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: name != _AUTO_FIRST))
 
 
-def most_stages(found: Profile) -> int:
+def most_stages(profile: Profile) -> int:
     """Return how many stages the model can be cut into."""
-    return len(Cuts(found.graph).legal) + 1
+    return len(Cuts(profile.graph).legal) + 1
 
 
 def _sends_more(kind: ScheduleKind) -> bool:

@@ -49,18 +49,18 @@ def custom(request: ScheduleSpec) -> Schedule:
 def layout_of(text: str) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Return (ranks of each stage, microbatches) of a grid; a row whose cells name no stage is its rank's own.
 
-    Raises: ScheduleError for what is no grid, or leaves a stage or a microbatch out.
+    Raises: ScheduleError if it cannot be read, or leaves a stage or a microbatch out.
     """
     lines = lines_of(text)
     ranks: dict[int, list[int]] = {}
-    found: set[int] = set()
+    microbatches: set[int] = set()
     for rank, row in enumerate(lines):
         for stage, _, microbatch in _cells(rank, row):
             home = ranks.setdefault(rank if stage is None else stage, [])
             if rank not in home:
                 home.append(rank)
-            found.add(microbatch)
-    for kind, numbers in (("stage", ranks), ("microbatch", found)):
+            microbatches.add(microbatch)
+    for kind, numbers in (("stage", ranks), ("microbatch", microbatches)):
         missing = [number for number in range(max(numbers, default=-1) + 1) if number not in numbers]
         if missing or not numbers:
             what = f"{kind} {missing[0]} is not in it" if missing else "there is not one cell in it"
@@ -68,7 +68,7 @@ def layout_of(text: str) -> tuple[tuple[tuple[int, ...], ...], int]:
                 f"the custom schedule runs {kind}s 0 to {max(numbers, default=0)}, and {what}",
                 remedy=f"number the {kind}s from 0 without gaps",
             )
-    return tuple(tuple(ranks[stage]) for stage in range(len(ranks))), len(found)
+    return tuple(tuple(ranks[stage]) for stage in range(len(ranks))), len(microbatches)
 
 
 def lines_of(text: str) -> list[str]:
@@ -77,21 +77,21 @@ def lines_of(text: str) -> list[str]:
 
 
 def _cells(rank: int, text: str) -> list[tuple[int | None, str, int]]:
-    """Return (stage, op, microbatch) of a row. Raises: ScheduleError for what is no cell."""
-    found = []
+    """Return (stage, op, microbatch) of a row. Raises: ScheduleError for an invalid cell."""
+    cells = []
     for index, cell in enumerate(part.strip() for part in text.split(",")):
         if not cell:
             continue
         match = _CELL.fullmatch(cell)
         if match is None:
             raise _no_cell(cell, rank, index)
-        found.append((int(match[1]) if match[1] else None, match[2], int(match[3])))
-    return found
+        cells.append((int(match[1]) if match[1] else None, match[2], int(match[3])))
+    return cells
 
 
 def _no_cell(cell: str, rank: int, index: int) -> ScheduleError:
     return ScheduleError(
-        f"{cell!r} is no cell of a schedule",
+        f"{cell!r} is not a cell of a schedule",
         where=f"rank {rank}, cell {index}",
         remedy="stage, then F, B, I or W, then microbatch: 1F0",
     )
@@ -108,7 +108,7 @@ def _parse(request: ScheduleSpec, rank: int, text: str) -> list[Cell]:
 
 
 def _part(request: ScheduleSpec, rank: int, minibatch: int) -> int:
-    """Return whose row of the grid a rank runs: the replicas of a stage take turns when m is no multiple of them."""
+    """Return whose row of the grid a rank runs: the replicas of a stage take turns when m is not a multiple of them."""
     stages = stages_of(request, rank)
     shifted = [s for s in stages if minibatch * request.num_microbatches % len(request.stage_ranks[s])]
     if not shifted:

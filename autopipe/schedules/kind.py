@@ -50,7 +50,7 @@ class ScheduleKind:
 
     # The most microbatches in flight on a rank of a stage: "all" is m / r; "depth" is
     # min(m / r, depth * (ranks of later stages) / r + 1); "ranks" is min(m / r, (all ranks) / r); each rounded up.
-    # Without a flush, m / r is no limit.
+    # Without a flush, m / r is not a limit.
     in_flight: InFlight = "depth"
 
     # The copies of the weights that exist at once, or a function of m that returns it. "in flight" is

@@ -79,5 +79,5 @@ class Loop:
 
         ``late``: weight halves that wait, for each rank further from the start.
         """
-        held = [self.warmup(place, per_hop) + 1 + late * place for place in range(len(self.ranks))]
-        return [min(count, self.num_microbatches) for count in held * self.stages_per_rank]
+        in_flight = [self.warmup(place, per_hop) + 1 + late * place for place in range(len(self.ranks))]
+        return [min(count, self.num_microbatches) for count in in_flight * self.stages_per_rank]

@@ -76,7 +76,7 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[StageBytes]) -> tuple[int, ..
     Raises: ScheduleError where ``sizes`` are not those of the schedule's stages.
     """
     return tuple(
-        max(sum(now.values()) for _, now in _held(schedule, rank, sizes, MessageBytes()))
+        max(sum(now.values()) for _, now in _usage(schedule, rank, sizes, MessageBytes()))
         for rank in range(len(schedule.rows))
     )
 
@@ -91,12 +91,12 @@ def stage_peaks(schedule: Schedule, sizes: Sequence[StageBytes], messages: Messa
     """
     peaks = [0] * schedule.request.num_stages
     for rank in range(len(schedule.rows)):
-        for stage, now in _held(schedule, rank, sizes, messages):
+        for stage, now in _usage(schedule, rank, sizes, messages):
             peaks[stage] = max(peaks[stage], now[stage])
     return tuple(peaks)
 
 
-def _held(
+def _usage(
     schedule: Schedule, rank: int, sizes: Sequence[StageBytes], messages: MessageBytes
 ) -> Iterator[tuple[int, dict[int, int]]]:
     """Yield, at the worst moment of every instruction of a rank, its stage and what each stage of the rank holds."""
@@ -170,7 +170,7 @@ class _Books:
     def end(self, i: Instruction) -> None:
         """Give back what an instruction leaves behind no longer, and keep what it made."""
         size, departing = self._sizes[i.stage], self._departing[i.stage]
-        # without anything to send back there is no first half: what starts the backward waits for the second
+        # a stage that sends no gradient has no first half: what starts the backward waits for the second
         if i.op in ("B", "I" if departing else "W"):
             for edge, amount in self._arriving[i.stage]:
                 self.now[edge[0] if self._here(edge, i) else i.stage] -= amount
@@ -190,8 +190,8 @@ class _Books:
 
 def _by_end(edges: Mapping[Edge, int], end: int, stages: Iterable[int]) -> dict[int, list[tuple[Edge, int]]]:
     """Return for each stage the edges that begin (0) or end (1) at it, with their bytes."""
-    found: dict[int, list[tuple[Edge, int]]] = {stage: [] for stage in stages}
+    by_stage: dict[int, list[tuple[Edge, int]]] = {stage: [] for stage in stages}
     for edge, amount in edges.items():
-        if edge[end] in found:
-            found[edge[end]].append((edge, amount))
-    return found
+        if edge[end] in by_stage:
+            by_stage[edge[end]].append((edge, amount))
+    return by_stage

@@ -36,13 +36,13 @@ def render(schedule: Schedule) -> str:
 
 
 def _stepped_after(row: tuple[Instruction, ...]) -> set[Instruction]:
-    found, last = set(), None
+    positions, last = set(), None
     for i in row:
         if i.op in COMPUTE:
             last = i
         elif i.op == "S" and last is not None:
-            found.add(last)
-    return found
+            positions.add(last)
+    return positions
 
 
 def render_timeline(timeline: Timeline, width: int = 100) -> str:

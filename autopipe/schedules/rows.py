@@ -8,7 +8,7 @@ Why it cannot deadlock, for any replica counts. Number the microbatches of a run
 waits, on its own rank, for F of at most ``g + w_u r_u``, and that F, at a stage v <= u, waits for B of at most
 ``g + w_u r_u - (w_v + 1) r_v``; where replicas meet for a reduction first, at most ``g + w_u r_u - w_v r_v - 1``. The
 warm-ups satisfy ``w_u r_u <= w_v r_v`` for v <= u, so what a B waits for at the same stage or an earlier one is always
-an earlier microbatch: there is no cycle.
+an earlier microbatch, so no cycle exists.
 
 Source: PipeDream, SOSP 2019, section 3.2 (NOAM), and 1F1B-RR.
 """

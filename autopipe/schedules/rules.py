@@ -55,10 +55,10 @@ def broken(schedule: Schedule, rule: str, what: str, rank: int, index: int) -> N
 
 
 class Row:
-    """One rank's row, followed once; ``found``: where each F, B, I and W of all rows stands."""
+    """One rank's row, followed once; ``places``: where each F, B, I and W of all rows stands."""
 
-    def __init__(self, schedule: Schedule, rank: int, found: dict[tuple[str, Work], Place]) -> None:
-        self.schedule, self.request, self.rank, self.found = schedule, schedule.request, rank, found
+    def __init__(self, schedule: Schedule, rank: int, places: dict[tuple[str, Work], Place]) -> None:
+        self.schedule, self.request, self.rank, self.places = schedule, schedule.request, rank, places
         self.index = 0
         self.stages = stages_of(self.request, rank)
         self.window = minibatches(self.request)
@@ -68,7 +68,7 @@ class Row:
         self.left = {(s, t): len(own_microbatches(self.request, s, rank, t)) for s in self.stages for t in self.window}
         self.last: dict[tuple[str, int], tuple[int, int]] = {}  # latest backward, by (op, stage)
         self.versions: dict[Work, int] = {}
-        self.held = dict.fromkeys(self.stages, 0)
+        self.in_flight = dict.fromkeys(self.stages, 0)
 
     def fail(self, rule: str, what: str) -> NoReturn:
         """Raise the error of a rule that the instruction at hand breaks."""
@@ -111,7 +111,7 @@ class Row:
         if right != self.rank:
             self.fail("placement", f"{i} belongs on rank {right}")
         if (i.op in SENDS or i.op in RECEIVES) and not (0 <= i.peer < self.request.num_stages and i.peer != i.stage):
-            self.fail("placement", f"{i}: there is no stage {i.peer} to exchange with")
+            self.fail("placement", f"{i}: stage {i.peer} does not exist")
 
     def _forward(self, i: Instruction) -> None:
         work = self._once("F", i)
@@ -124,16 +124,16 @@ class Row:
         if i.weight_version != max(i.minibatch - delta, 0):
             self.fail("staleness", f"{i} should run at version {max(i.minibatch - delta, 0)} (staleness {delta})")
         self.versions[work] = i.weight_version
-        self.held[i.stage] += 1
+        self.in_flight[i.stage] += 1
         bound = self.schedule.in_flight
-        if bound and self.held[i.stage] > bound[i.stage]:
-            self.fail("in-flight", f"{i} is number {self.held[i.stage]} in flight; the bound is {bound[i.stage]}")
+        if bound and self.in_flight[i.stage] > bound[i.stage]:
+            self.fail("in-flight", f"{i} is number {self.in_flight[i.stage]} in flight; the bound is {bound[i.stage]}")
 
     def _backward(self, i: Instruction) -> None:
         work = self._once(i.op, i)
-        if work not in self.versions or (i.op == "W" and ("I", work) not in self.found):
+        if work not in self.versions or (i.op == "W" and ("I", work) not in self.places):
             self.fail("backward-after-forward", f"{i} comes before its {'I' if i.op == 'W' else 'F'}")
-        if (i.op == "B") == (("I", work) in self.found) and i.op != "I":
+        if (i.op == "B") == (("I", work) in self.places) and i.op != "I":
             self.fail("once", f"{i}: the backward of this microbatch has run already")
         if i.weight_version != self.versions[work]:
             self.fail("same-version", f"{i}: its forward ran at version {self.versions[work]}")
@@ -152,26 +152,26 @@ class Row:
             self.fail("gradients-apart", f"{i} comes before the step of minibatch {self.newest[i.stage]}")
         if i.op != "I":
             self.left[i.stage, i.minibatch] -= 1
-            self.held[i.stage] -= 1
+            self.in_flight[i.stage] -= 1
 
     def _once(self, op: str, i: Instruction) -> Work:
         work = (i.stage, i.minibatch, i.microbatch)
-        if (op, work) in self.found:
+        if (op, work) in self.places:
             self.fail("once", f"{i} is there twice")
-        self.found[op, work] = self.rank, self.index
+        self.places[op, work] = self.rank, self.index
         return work
 
     def _in_order(self, op: str, i: Instruction, must_follow: list[int]) -> None:
         for stage in must_follow:
-            if (op, (stage, i.minibatch, i.microbatch)) in self.found:
-                place = self.found[op, (stage, i.minibatch, i.microbatch)]
+            if (op, (stage, i.minibatch, i.microbatch)) in self.places:
+                place = self.places[op, (stage, i.minibatch, i.microbatch)]
                 if place[0] == self.rank:
                     self.fail("stages-in-order", f"{i} comes after {op} of stage {stage}, which needs it")
 
     def _message(self, i: Instruction) -> None:
         work = (i.stage, i.minibatch, i.microbatch)
         kind = i.op[1]
-        done = (kind, work) in self.found or (kind == "B" and ("I", work) in self.found)
+        done = (kind, work) in self.places or (kind == "B" and ("I", work) in self.places)
         if done == (i.op in RECEIVES):
             self.fail("message-place", f"{i} comes {'after' if done else 'before'} the {kind} that it belongs to")
 

@@ -1,7 +1,7 @@
 """Lowered schedule and costs to a ``Timeline``: each rank follows its row, and waits where it must.
 
 No clock is needed: a rank runs on until it meets a message that has not been sent, or a reduction that not all replicas
-have reached, and is picked up again by whoever brings it. Every instruction is visited once, so the time is linear in
+have reached, and resumes when another rank provides it. Every instruction is visited once, so the time is linear in
 their number. Links are per pair of ranks and direction, and only their sender puts messages on them, so the order of a
 link is the order of its sender's row, whatever order the ranks are visited in.
 
@@ -28,7 +28,7 @@ Meeting = tuple[int, int]
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Return what happens when. A schedule that is not lowered is lowered for a plain chain of stages first.
 
-    Raises: ScheduleError (rule ``no-deadlock``) where ranks wait for each other for ever.
+    Raises: ScheduleError (rule ``no-deadlock``) if ranks deadlock.
     """
     if len(costs.stages) != schedule.request.num_stages:
         raise ScheduleError(f"costs of {len(costs.stages)} stages for {schedule.request.num_stages}")
@@ -142,7 +142,7 @@ class _Simulation:
         waits = ", ".join(f"rank {r} at {self.schedule.rows[r][self.position[r]]}" for r in stuck[:4])
         more = ", ..." if len(stuck) > 4 else ""
         return ScheduleError(
-            f"{len(stuck)} of {len(self.schedule.rows)} ranks wait for ever: {waits}{more}",
+            f"deadlock: {len(stuck)} of {len(self.schedule.rows)} ranks are blocked: {waits}{more}",
             rule="no-deadlock",
             grid=marked(self.schedule, rank, index),
             where=f"rank {rank}, instruction {index}",

@@ -22,9 +22,9 @@ def validate(schedule: Schedule) -> None:
             f"the request has {request.num_ranks} ranks and {request.num_stages} stages",
             rule="placement",
         )
-    found: dict[tuple[str, Work], Place] = {}
+    places: dict[tuple[str, Work], Place] = {}
     for rank in range(request.num_ranks):
-        Row(schedule, rank, found).check()
+        Row(schedule, rank, places).check()
     _check_channels(schedule)
     simulate(
         schedule if schedule.lowered else lower(schedule, StageEdges.chain(request.num_stages)),

@@ -221,10 +221,10 @@ def test_a_changed_digit_is_noticed_and_can_be_meant(folder: Path) -> None:
     document["measurements"][0]["costs"]["n0"]["forward_seconds"] *= 2
     path = folder / "profile.json"
     path.write_bytes(as_json(document))
-    with pytest.raises(ArtifactError, match="was changed after it was written") as caught:
+    with pytest.raises(ArtifactError, match="was modified after it was written") as caught:
         artifact.load(Profile, path, renew="autopipe profile TARGET")
     assert "autopipe profile TARGET" in caught.value.remedy
-    assert 'take its line "digest" out' in caught.value.remedy
+    assert 'delete its "digest" line' in caught.value.remedy
     del document["digest"]
     path.write_bytes(as_json(document))
     assert artifact.load(Profile, path, renew="").measurements != VALUES["profile"].measurements
@@ -233,8 +233,8 @@ def test_a_changed_digit_is_noticed_and_can_be_meant(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ('{"kind": "Links", "kind": "Links"}', 'key "kind" stands twice'),
-        ('{"kind": NaN}', "NaN is no number"),
+        ('{"kind": "Links", "kind": "Links"}', 'key "kind" appears twice'),
+        ('{"kind": NaN}', "NaN is not allowed as a number"),
         ("[" * 100_000, "it is not JSON"),
         ("9" * 5000, "it is not JSON"),
         ("", "it is not JSON"),

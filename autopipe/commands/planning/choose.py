@@ -34,7 +34,7 @@ QUIET_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A plan, what it was made from, the seconds of the search. ``every``: it is the best of the whole ``space``."""
+    """A plan, what it was made from, the seconds of the search. ``every``: it is the best of the complete ``space``."""
 
     plan: Plan
     record: PlanRecord
@@ -43,33 +43,33 @@ class Chosen:
     every: bool = False
 
 
-def ensure_plan(workload: Workload, found: Profile, settings: PlanSettings, work: Work) -> tuple[Plan, PlanRecord]:
+def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, work: Work) -> tuple[Plan, PlanRecord]:
     """Return the stored plan, or a new one where model, profile or options differ; a note says which."""
-    said = request_of(settings)
-    request, reason = said, "there was none"
+    newer = request_of(settings)
+    request, reason = newer, "there was none"
     stored = work.load(Plan, work.store.plan)
     record = work.load(PlanRecord, work.store.record)
     if stored is not None and record is None:
         reason = f"there was no {work.store.record.name}"
     if stored is not None and record is not None:
         work.store.refuse_mismatch(stored, record)
-        same_model = stored.graph_digest == found.graph.digest
+        same_model = stored.graph_digest == profile.graph.digest
         if same_model or not settings.profile.model.is_given:
-            request = record.request.overlaid(said)
+            request = record.request.overlaid(newer)
         changes = record.request.changes_to(request)
         if not same_model:
-            reason = f"the model changed ({stored.graph_digest} -> {found.graph.digest})"
+            reason = f"the model changed ({stored.graph_digest} -> {profile.graph.digest})"
         elif changes:
             reason = ", ".join(changes)
-        elif record.profile_digest != profile_digest(found):
+        elif record.profile_digest != profile_digest(profile):
             reason = "the profile is newer"
-        elif cluster_of(request, ranks_of(request, found), found, work).levels != record.cluster.levels:
+        elif cluster_of(request, ranks_of(request, profile), profile, work).levels != record.cluster.levels:
             reason = "the links were measured again"
         else:
-            refuse_disagreement(stored, found.graph)
+            refuse_disagreement(stored, profile.graph)
             work.notes.append(f"plan of {counted(stored.num_ranks, 'rank')} ({stored.schedule}) reused")
             return stored, record
-    chosen = choose_plan(found, request, work, batch_of(workload, request))
+    chosen = choose_plan(profile, request, work, batch_of(workload, request))
     work.notes.append(f"planned {counted(len(chosen.plan.stages), 'stage')} in {chosen.seconds:.2f} s: {reason}")
     return chosen.plan, chosen.record
 
@@ -85,57 +85,57 @@ def batch_of(workload: Workload, request: PlanRequest) -> int:
     return request.batch_size
 
 
-def choose_plan(found: Profile, request: PlanRequest, work: Work, batch_size: int) -> Chosen:
+def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: int) -> Chosen:
     """Make the plan of a request and write it and its record. Ctrl-C ends the search with the best so far."""
-    num_ranks = ranks_of(request, found)
-    cluster = cluster_of(request, num_ranks, found, work)
+    num_ranks = ranks_of(request, profile)
+    cluster = cluster_of(request, num_ranks, profile, work)
     space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
     start = time.perf_counter()
-    choices = _choices(request, space, found, work)
-    made, watch = search(with_averages(found, request), cluster, choices, work.progress)
+    choices = _choices(request, space, profile, work)
+    plan, watch = search(with_averages(profile, request), cluster, choices, work.progress)
     seconds = time.perf_counter() - start
     if watch.stopped:
         work.notes.append(f"interrupted: the best plan of {watch.tried} of about {watch.total} searches")
-    record = PlanRecord(made.digest, profile_digest(found), request, cluster)
-    artifact.save(made, work.store.plan)
+    record = PlanRecord(plan.digest, profile_digest(profile), request, cluster)
+    artifact.save(plan, work.store.plan)
     artifact.save(record, work.store.record)
-    return Chosen(made, record, space, seconds, not watch.stopped and space.covered_by(choices))
+    return Chosen(plan, record, space, seconds, not watch.stopped and space.covered_by(choices))
 
 
-def with_averages(found: Profile, request: PlanRequest) -> Profile:
+def with_averages(profile: Profile, request: PlanRequest) -> Profile:
     """Return the profile with the bytes of averaged weights beside the optimizer's, where they were asked for."""
-    trained = [spec for spec in found.graph.parameters.values() if spec.requires_grad]
+    trained = [spec for spec in profile.graph.parameters.values() if spec.requires_grad]
     whole = sum(spec.num_bytes({}) for spec in trained)
     if not request.averages or not whole:
-        return found
+        return profile
     # float32; of float64 float64
     averages = sum(spec.num_bytes({}) * max(4 // DTYPE_BYTES[spec.dtype], 1) for spec in trained)
-    return dataclasses.replace(found, optimizer_bytes_per_byte=found.optimizer_bytes_per_byte + averages / whole)
+    return dataclasses.replace(profile, optimizer_bytes_per_byte=profile.optimizer_bytes_per_byte + averages / whole)
 
 
 def search(
-    found: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress
+    profile: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress
 ) -> tuple[Plan, SearchProgress]:
     """Return the best plan by the simulator, and how the search went.
 
     Raises: PlanError where none can be made, or nothing says how long the model takes; ScheduleError where no schedule
     can run what was made.
     """
-    watch, found = SearchProgress(later(progress)), priced(found, cluster)
-    if found.device.kind == COUNTED:
+    watch, profile = SearchProgress(later(progress)), priced(profile, cluster)
+    if profile.device.kind == COUNTED:
         raise PlanError(
-            f"the profile of {found.graph.name} holds no times: it was taken with --estimate",
+            f"the profile of {profile.graph.name} holds no times: it was taken with --estimate",
             remedy="name the device to plan for: --device-name H100-SXM, or datasheet in a cluster file",
         )
-    score = judge(found, cluster, choices)
+    score = judge(profile, cluster, choices)
 
     def find(room: Cluster) -> Plan:
-        return make_best_plan(found, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
+        return make_best_plan(profile, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
 
-    made = search_within_memory(found, cluster, find, lambda: watch.stopped)
-    if not math.isfinite(made.predicted.step_seconds):
-        predict(made, found, cluster)  # says which rule no schedule can keep
-    return made, watch
+    plan = search_within_memory(profile, cluster, find, lambda: watch.stopped)
+    if not math.isfinite(plan.predicted.step_seconds):
+        predict(plan, profile, cluster)  # says which rule no schedule can keep
+    return plan, watch
 
 
 def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
@@ -149,22 +149,22 @@ def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Pr
     return report
 
 
-def _choices(request: PlanRequest, space: Space, found: Profile, work: Work) -> tuple[PlanOptions, ...]:
+def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -> tuple[PlanOptions, ...]:
     """Return what is searched: plans with replicas too, where neither the request nor the model is against it.
 
     Raises: PlanError for more ranks than stages where no replicas may be taken.
     """
-    ranks, most = space.straight[0].num_ranks, most_stages(found)
+    ranks, most = space.straight[0].num_ranks, most_stages(profile)
     if request.replicas is not None:
         return space.choices(request.replicas)
-    averaged = [name for node in found.graph.nodes for name in node.buffers_written]
+    averaged = [name for node in profile.graph.nodes for name in node.buffers_written]
     if not space.free or ranks == 1:
         return space.straight
     if averaged and not (request.of_other_devices and ranks > most):
         if ranks > most:
             raise PlanError(
                 f"{ranks} stages asked for, but the model has {most - 1} legal cuts: {most} stages at most",
-                where=f"graph of {found.graph.name}",
+                where=f"graph of {profile.graph.name}",
                 remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
             )
         work.notes.append(
@@ -178,7 +178,7 @@ def _choices(request: PlanRequest, space: Space, found: Profile, work: Work) -> 
     return space.choices("auto")
 
 
-def ranks_of(request: PlanRequest, found: Profile) -> int:
+def ranks_of(request: PlanRequest, profile: Profile) -> int:
     """Return how many ranks are meant.
 
     Raises: RunError where the number is not known; PlanError where a schedule file says another number.
@@ -195,23 +195,23 @@ def ranks_of(request: PlanRequest, found: Profile) -> int:
         return request.gpus
     if request.cluster is not None:
         return request.cluster.num_ranks
-    if found.device.kind == "cuda":
+    if profile.device.kind == "cuda":
         import torch
 
         if torch.cuda.is_available():
             return torch.cuda.device_count()
     raise RunError(
-        "the number of ranks is not known: there is no plan yet",
+        "number of ranks not specified, and no stored plan exists",
         remedy="add --gpus N (on a CPU: N processes), or run autopipe plan TARGET --gpus N first",
     )
 
 
-def cluster_of(request: PlanRequest, num_ranks: int, found: Profile, work: Work) -> Cluster:
+def cluster_of(request: PlanRequest, num_ranks: int, profile: Profile, work: Work) -> Cluster:
     """Return the cluster that is meant: a file, figures, or this machine with its links as they were measured."""
     if request.cluster is not None:
-        return by_datasheet(request.cluster, found)
+        return by_datasheet(request.cluster, profile)
     links = work.load(Links, work.store.links)
     if request.of_other_devices:
         given = request.gpu_memory_bytes, request.link, request.device_name
-        return cluster_of_figures(num_ranks, found, *given, links)
-    return this_machine(num_ranks, found.device, links)
+        return cluster_of_figures(num_ranks, profile, *given, links)
+    return this_machine(num_ranks, profile.device, links)

@@ -52,12 +52,12 @@ def plan_layers_with_their_formulas(settings: PlanSettings, path: Path) -> Layer
         tuple(level.count for level in levels), tuple(level.bandwidth for level in levels), device.memory_bytes
     )
     start = time.perf_counter()
-    found = plan_layers(case.layers, machine, straight=case.request.replicas == "never")
+    layer_plan = plan_layers(case.layers, machine, straight=case.request.replicas == "never")
     seconds = time.perf_counter() - start
     alone = math.fsum(case.layers.forward_seconds) + math.fsum(case.layers.backward_seconds)
     parallel = data_parallel_seconds(case.layers, machine)
-    notes = (*_notes(case), *_uncounted(case.layers, found, device.memory_bytes))
-    return LayerPlanResult(case.name, case.layers, found, case.cluster, alone, parallel, seconds, notes)
+    notes = (*_notes(case), *_uncounted(case.layers, layer_plan, device.memory_bytes))
+    return LayerPlanResult(case.name, case.layers, layer_plan, case.cluster, alone, parallel, seconds, notes)
 
 
 def plan_layers_with_our_costs(
@@ -71,35 +71,35 @@ def plan_layers_with_our_costs(
     start = time.perf_counter()
     best: tuple[Chosen, Profile] | None = None
     for deep in (True, False):
-        found = profile_of_layers(case.layers, case.name, deep=deep)
-        choices = _choices(case, space, found)
-        made, watch = search(found, case.cluster, choices, work.progress)
-        record = PlanRecord(made.digest, profile_digest(found), case.request, case.cluster)
-        if best is None or made.predicted.step_seconds < best[0].plan.predicted.step_seconds * (1 - 1e-9):
-            best = Chosen(made, record, space, 0.0, space.covered_by(choices)), found
+        profile = profile_of_layers(case.layers, case.name, deep=deep)
+        choices = _choices(case, space, profile)
+        plan, watch = search(profile, case.cluster, choices, work.progress)
+        record = PlanRecord(plan.digest, profile_digest(profile), case.request, case.cluster)
+        if best is None or plan.predicted.step_seconds < best[0].plan.predicted.step_seconds * (1 - 1e-9):
+            best = Chosen(plan, record, space, 0.0, space.covered_by(choices)), profile
         if watch.stopped:
             work.notes.append("interrupted: the best plan so far")
             break
     assert best is not None  # the loop runs at least once, or raises
-    chosen, found = best
+    chosen, profile = best
     seconds = time.perf_counter() - start
     return PlanResult(
         chosen.plan,
-        found,
+        profile,
         case.cluster,
         "",
         seconds,
         (*work.notes, *_notes(case)),
         (),
-        compared(chosen.plan, found, chosen.record.cluster, space, every=chosen.every and not watch.stopped),
-        explain(chosen.plan, found, chosen.record.cluster, space) if explained else None,
+        compared(chosen.plan, profile, chosen.record.cluster, space, every=chosen.every and not watch.stopped),
+        explain(chosen.plan, profile, chosen.record.cluster, space) if explained else None,
     )
 
 
-def _choices(case: _Case, space: Space, found: Profile) -> tuple[PlanOptions, ...]:
+def _choices(case: _Case, space: Space, profile: Profile) -> tuple[PlanOptions, ...]:
     if case.request.replicas == "never" or not space.free:
         return space.straight
-    return space.choices("auto") if case.num_ranks <= most_stages(found) else space.free
+    return space.choices("auto") if case.num_ranks <= most_stages(profile) else space.free
 
 
 def _case(settings: PlanSettings, path: Path) -> _Case:
@@ -137,11 +137,11 @@ def _notes(case: _Case) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _uncounted(layers: LayerGraph, found: LayerPlan, limit: int) -> tuple[str, ...]:
+def _uncounted(layers: LayerGraph, layer_plan: LayerPlan, limit: int) -> tuple[str, ...]:
     """Return a warning where a stage is larger than the memory, which PipeDream's formula does not see."""
     place = {name: index for index, name in enumerate(layers.names)}
     large = []
-    for index, stage in enumerate(found.stages):
+    for index, stage in enumerate(layer_plan.stages):
         own = [place[name] for name in stage.layers]
         size = math.fsum(layers.parameter_bytes[k] + layers.activation_bytes[k] for k in own)
         if limit and size > limit:

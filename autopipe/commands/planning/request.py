@@ -11,7 +11,7 @@ from autopipe.planning.requests import PlanRequest
 
 
 def request_of(settings: PlanSettings) -> PlanRequest:
-    """Return what the user said. Raises: PlanError where the cluster file, or the schedule file, is not one."""
+    """Return the request of the settings. Raises: PlanError if the cluster file or the schedule file cannot be read."""
     figures, order = settings.cluster, settings.order
     grid = None if order.file is None else _read(order.file)
     if grid is not None and settings.schedule not in (None, "custom"):
@@ -41,7 +41,7 @@ def request_of(settings: PlanSettings) -> PlanRequest:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a schedule file. Raises: PlanError where it is none."""
+    """Return the text of a schedule file. Raises: PlanError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -28,7 +28,7 @@ SAMPLES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    found: Profile
+    profile: Profile
     request: PlanRequest
     batch_size: int
     work: Work
@@ -37,7 +37,7 @@ class _Base:
 def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progress | None = None) -> Scaling:
     """Return the best plan for each number of devices; nothing is written.
 
-    Replicas are allowed unless ``--replicas never`` was said. A number for which there is no plan keeps its reason.
+    Replicas are allowed unless ``--replicas never`` is given. A number without a plan keeps its reason.
     Ctrl-C ends it with the numbers that are done.
     """
     base = _base(settings, progress)
@@ -59,7 +59,7 @@ def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progre
         base.work.notes.append(f"interrupted: {len(points)} of {len(counts)} numbers of devices")
     if all(point.plan is None for point in points):
         raise RunError(f"no plan for any of {', '.join(map(str, counts))} devices: {points[-1].reason}")
-    return Scaling(base.found.graph.name, base.batch_size, tuple(points), time.perf_counter() - start, _notes(base))
+    return Scaling(base.profile.graph.name, base.batch_size, tuple(points), time.perf_counter() - start, _notes(base))
 
 
 def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
@@ -69,8 +69,8 @@ def _base(settings: PlanSettings, progress: Progress | None) -> _Base:
     if stored is not None and (batch_size := request.batch_size or stored.batch_size):
         return _Base(stored, request, batch_size, work)
     with only_one(settings.work_dir, "measures a model"):
-        model, found = ensure_profile(settings.profile, work)
-    return _Base(found, request, batch_of(model.workload, request), work)
+        model, profile = ensure_profile(settings.profile, work)
+    return _Base(profile, request, batch_of(model.workload, request), work)
 
 
 def _point(base: _Base, count: int) -> ScalingPoint:
@@ -78,7 +78,10 @@ def _point(base: _Base, count: int) -> ScalingPoint:
         cluster = _cluster(base, count)
         space = Space.of(base.request, count, base.batch_size)
         plan, watch = search(
-            with_averages(base.found, base.request), cluster, _choices(base, space, count), lambda what, fraction: None
+            with_averages(base.profile, base.request),
+            cluster,
+            _choices(base, space, count),
+            lambda what, fraction: None,
         )
     except AutopipeError as error:
         return ScalingPoint(count, None, 0.0, error.what)
@@ -90,7 +93,7 @@ def _point(base: _Base, count: int) -> ScalingPoint:
 def _choices(base: _Base, space: Space, count: int) -> tuple[PlanOptions, ...]:
     if base.request.replicas == "never" or not space.free:
         return space.straight
-    return space.choices("auto") if count <= most_stages(base.found) else space.free
+    return space.choices("auto") if count <= most_stages(base.profile) else space.free
 
 
 def _device_hours(plan: Plan, count: int) -> float:
@@ -102,7 +105,7 @@ def _cluster(base: _Base, count: int) -> Cluster:
     """Return the cluster with so many devices: a file's outermost level is made as wide as that takes."""
     given = base.request.cluster
     if given is None:
-        return cluster_of(base.request, count, base.found, base.work)
+        return cluster_of(base.request, count, base.profile, base.work)
     inner = given.num_ranks // given.levels[-1].count
     levels = (*given.levels[:-1], dataclasses.replace(given.levels[-1], count=-(-count // inner)))
     if len(set(given.devices)) > 1:
@@ -110,13 +113,13 @@ def _cluster(base: _Base, count: int) -> Cluster:
             "the devices of the cluster file differ; which are the first few is not known",
             remedy="give one [device] for all",
         )
-    return by_datasheet(Cluster(levels, given.devices[:1], given.source), base.found)
+    return by_datasheet(Cluster(levels, given.devices[:1], given.source), base.profile)
 
 
 def _notes(base: _Base) -> tuple[str, ...]:
     notes = list(base.work.notes)
     given = base.request.cluster
-    cluster = cluster_of(base.request, given.num_ranks if given is not None else 1, base.found, base.work)
+    cluster = cluster_of(base.request, given.num_ranks if given is not None else 1, base.profile, base.work)
     if cluster.devices[0].datasheet:
         notes.append(f"{cluster.devices[0].name}: {cluster.source}")
     return tuple(notes)

@@ -81,22 +81,22 @@ class Speed:
 
 
 def datasheet(name: str) -> Datasheet:
-    """Return a device's datasheet, by its name here or by one that people use (``ALIASES``).
+    """Return a device's datasheet, by its name here or by a common one (``ALIASES``).
 
     Raises: PlanError with the known names.
     """
     wanted = ALIASES.get(name.lower(), name).lower()
-    found = {sheet.name.lower(): sheet for sheet in DATASHEETS}.get(wanted)
-    if found is None:
+    known = {sheet.name.lower(): sheet for sheet in DATASHEETS}.get(wanted)
+    if known is None:
         raise PlanError(
             unknown_choice("device", name, (sheet.name for sheet in DATASHEETS)),
             remedy="name one of these, or describe the device in a cluster file",
         )
-    return found
+    return known
 
 
 def recognized(device: str) -> Datasheet | None:
-    """Return the datasheet of a device as its driver names it (``NVIDIA A100-SXM4-80GB``); None where there is none.
+    """Return the datasheet of a device as its driver names it (``NVIDIA A100-SXM4-80GB``); None if it is unknown.
 
     Raises: PlanError when the name leaves several.
     """

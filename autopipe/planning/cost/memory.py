@@ -31,7 +31,7 @@ def _unit(num_bytes: float) -> tuple[int, str]:
 
 
 def gib(num_bytes: float, digits: int = 3) -> str:
-    """Return bytes for people: GiB, small ones in MiB or KiB, to so many digits."""
+    """Return human-readable bytes in GiB, MiB or KiB, to ``digits`` significant digits."""
     if num_bytes >= 1000 * GIB:
         return f"{num_bytes / GIB:,.0f} GiB"
     size, unit = _unit(num_bytes)
@@ -39,7 +39,7 @@ def gib(num_bytes: float, digits: int = 3) -> str:
 
 
 def at_least(num_bytes: float) -> str:
-    """Return bytes for people, rounded up: who has so much has enough."""
+    """Return human-readable bytes, rounded up, so that the amount suffices."""
     size, _ = _unit(num_bytes)
     value = num_bytes / size
     step = 10.0 ** (math.floor(math.log10(value)) - 2) if value > 0 else 1.0
@@ -47,7 +47,7 @@ def at_least(num_bytes: float) -> str:
 
 
 def apart(needed: float, available: float) -> tuple[str, str]:
-    """Return two sizes for people, with as many digits as tell one from the other."""
+    """Return two human-readable sizes, with enough digits to differ."""
     for digits in range(3, 16):
         texts = gib(needed, digits), gib(available, digits)
         if texts[0] != texts[1]:
@@ -80,18 +80,18 @@ def in_flight_of_interleaved(stages_per_rank: int, num_ranks: int, num_microbatc
     return min(num_microbatches, rounds * c + min(max(rest - chunk * c, 0), c))
 
 
-def weight_versions(kind: ScheduleKind, num_microbatches: int, held: int, replicas: int = 1) -> int:
-    """Return how many versions of its weights a stage keeps when ``held`` microbatches are in flight on each rank."""
+def weight_versions(kind: ScheduleKind, num_microbatches: int, num_in_flight: int, replicas: int = 1) -> int:
+    """Return how many versions of its weights a stage keeps, with ``num_in_flight`` microbatches on each rank."""
     fixed = kind.fixed_versions(num_microbatches)
     if fixed is not None:
         return fixed
-    return 1 + math.ceil((held - 1) * replicas / num_microbatches)
+    return 1 + math.ceil((num_in_flight - 1) * replicas / num_microbatches)
 
 
 def peak_tables(
-    tables: Tables, optimizer_bytes_per_byte: float, held: int, versions: int, waiting: int = 0
+    tables: Tables, optimizer_bytes_per_byte: float, num_in_flight: int, versions: int, waiting: int = 0
 ) -> tuple[Array, Array]:
     """Return the peak bytes of every stage (i, j) without and with recompute. ``waiting``: halves of a backward."""
     state = versions * tables.weight_bytes + tables.gradient_bytes + optimizer_bytes_per_byte * tables.stepped_bytes
-    kept = state + held * tables.kept_bytes + tables.workspace_bytes + waiting * tables.between_bytes
-    return kept + held * tables.saved_bytes, kept + tables.saved_bytes
+    kept = state + num_in_flight * tables.kept_bytes + tables.workspace_bytes + waiting * tables.between_bytes
+    return kept + num_in_flight * tables.saved_bytes, kept + tables.saved_bytes

@@ -56,11 +56,14 @@ def state_of_stages(graph: Graph, cuts: Cuts, positions: Sequence[int]) -> list[
     stages = []
     for start, stop in itertools.pairwise(edges):
         outputs = graph.outputs if stop == edges[-1] else ()
-        held: set[str] = {name for name, home in unused.items() if start <= home < stop}
+        present: set[str] = {name for name, home in unused.items() if start <= home < stop}
         for node in cuts.stage_nodes(start, stop, outputs):
-            held.update((*node.parameters, *node.buffers, *node.buffers_written))
+            present.update((*node.parameters, *node.buffers, *node.buffers_written))
         stages.append(
-            (tuple(name for name in graph.parameters if name in held), tuple(n for n in graph.buffers if n in held))
+            (
+                tuple(name for name in graph.parameters if name in present),
+                tuple(n for n in graph.buffers if n in present),
+            )
         )
     return stages
 
@@ -70,7 +73,7 @@ def find_ties(
 ) -> tuple[Tie, ...]:
     """Return the parameters that several stages use; the first one owns it.
 
-    ``exact`` where the parameter is no larger than what the stages exchange for a microbatch anyway
+    ``exact`` if the parameter is at most as large as what the stages exchange for a microbatch anyway
     (``exchanged_bytes``): then its gradient may travel with every microbatch, in plain autograd's order. With
     ``exact_ties`` "always" it does whatever its size. A frozen parameter is always ``exact``: it has no gradient.
     """
@@ -90,10 +93,10 @@ def check_every_parameter(graph: Graph, stages: Sequence[Stage]) -> None:
 
     Raises: PlanError, naming the first that is missing, or foreign, and how many there are.
     """
-    held = {name for stage in stages for name in stage.parameters}
+    present = {name for stage in stages for name in stage.parameters}
     for kind, names in (
-        ("in no stage", [name for name in graph.parameters if name not in held]),
-        ("in a stage but not in the model", sorted(held - set(graph.parameters))),
+        ("in no stage", [name for name in graph.parameters if name not in present]),
+        ("in a stage but not in the model", sorted(present - set(graph.parameters))),
     ):
         if names:
             raise PlanError(

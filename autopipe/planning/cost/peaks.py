@@ -1,6 +1,6 @@
 """The peak bytes of a plan's stages, messages included, and the search for a plan whose peaks fit.
 
-The search knows a stage by its cuts alone, and counts what is in flight by a formula. A plan is counted here anew: its
+The search knows a stage by its cuts alone, and counts what is in flight by a formula. Here a plan is counted again: its
 schedule is followed instruction by instruction, with every message that is received ahead (``schedules.memory``). Where
 that is more than a device has, the search is repeated with less room there.
 """
@@ -90,16 +90,16 @@ def search_within_memory(
 
     ``find``: a search, by the planner's formula. ``stopped``: whether it was interrupted; then none follows.
 
-    Raises: PlanError where none was found.
+    Raises: PlanError if no plan fits.
     """
     room = cluster
     refused: PlanError | None = None
     for _ in range(MOST_SEARCHES):
         try:
-            found = find(room)
+            candidate = find(room)
         except PlanError as none:
             raise refused or none from None
-        plan = with_peaks(found, profile)
+        plan = with_peaks(candidate, profile)
         over = over_limit(plan, cluster)
         if not over:
             return plan
@@ -113,7 +113,7 @@ def search_within_memory(
         )
         if stopped():
             break
-        room = _less(room, cluster, bytes_by_rank(found.stages), over)
+        room = _less(room, cluster, bytes_by_rank(candidate.stages), over)
     assert refused is not None
     raise refused
 

@@ -133,7 +133,7 @@ def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
 
 
 def scored(profile: Profile, cluster: Cluster) -> Score:
-    """Return the simulator as a judge. What no schedule can run takes for ever.
+    """Return the simulator as a score. A plan that no schedule can run takes infinitely long.
 
     A plan too large to be simulated at all keeps the planner's own figures.
     """

@@ -44,11 +44,15 @@ class StageTerms:
     workspace_first: int
     replayed: int
 
-    def peak(self, held: int, versions: int, recompute: bool, waiting: int = 0) -> int:
-        """Return the peak with ``held`` microbatches in flight; ``waiting``: halves of a backward."""
+    def peak(self, in_flight: int, versions: int, recompute: bool, waiting: int = 0) -> int:
+        """Return the peak with ``in_flight`` microbatches in flight; ``waiting``: halves of a backward."""
         state = versions * self.weights + self.gradients + self.optimizer
         return (
-            state + held * self.kept + (1 if recompute else held) * self.saved + self.workspace + waiting * self.between
+            state
+            + in_flight * self.kept
+            + (1 if recompute else in_flight) * self.saved
+            + self.workspace
+            + waiting * self.between
         )
 
 
@@ -63,7 +67,7 @@ def recompute_stage_bytes(
 ) -> list[StageTerms]:
     """Count the stages of the plan with these edges. ``state``: (parameters, buffers) of each."""
     count = _Bytes.of_graph(graph, cuts, measurement)
-    found, stepped = [], set[str]()
+    terms, stepped = [], set[str]()
     for (start, stop), (parameters, buffers) in zip(itertools.pairwise(edges), state, strict=True):
         nodes = cuts.stage_nodes(start, stop, graph.outputs if stop == len(graph.nodes) else ())
         trained = {name: count.parameter(name) for name in parameters if graph.parameters[name].requires_grad}
@@ -74,7 +78,7 @@ def recompute_stage_bytes(
         work = [node for node in nodes if not node.input_only]
         replayed = {name for node in nodes for name in node.buffers_written if name in graph.replayed_buffers}
         between = sum(count.costs[node.name].output_bytes for node in work if trained.keys() & set(node.parameters))
-        found.append(
+        terms.append(
             StageTerms(
                 weights,
                 sum(trained.values()),
@@ -86,7 +90,7 @@ def recompute_stage_bytes(
                 sum(graph.buffers[name].num_bytes(count.sizes) for name in replayed),
             )
         )
-    return found
+    return terms
 
 
 def _saved_and_kept(count: _Bytes, nodes: Sequence[Node], start: int, stop: int) -> tuple[int, int]:
@@ -176,15 +180,17 @@ def _workspaces(
     """Return X, X', Y and Z of a stage."""
     costs, waiting = count.costs, _waiting_gradients(count, work)
     plain = whole = half = first = 0
-    behind, noted, made, left = 0, between, 0, dict(trained)
+    behind, noted, new_gradients, left = 0, between, 0, dict(trained)
     for node in reversed(work):
         own = costs[node.name].workspace_bytes
         most = own + waiting[node.name]
         plain, whole = max(plain, own - behind), max(whole, most - behind)
-        half, first = max(half, most - noted), max(first, most + made - behind)
+        half, first = max(half, most - noted), max(first, most + new_gradients - behind)
         behind += costs[node.name].saved_bytes
         noted -= costs[node.name].output_bytes if trained.keys() & set(node.parameters) else 0
-        made += sum(left.pop(name, 0) for name in node.parameters)  # a parameter of several nodes has one gradient
+        new_gradients += sum(
+            left.pop(name, 0) for name in node.parameters
+        )  # a parameter of several nodes has one gradient
     return plain, whole, half, first
 
 

@@ -1,6 +1,6 @@
 """``Tables``: what a stage would cost, for every pair of cuts at once.
 
-The legal cuts divide the graph into ``n`` *atoms*; a stage is a run of atoms ``i..j-1``. Most of what it costs is no
+The legal cuts divide the graph into ``n`` *atoms*; a stage is a run of atoms ``i..j-1``. Most of its cost is not a
 sum over its atoms: a value read twice in a stage is received once, a parameter read by two layers is stored once, an
 input-only node that three layers read is computed once. Each of these is a count of distinct things, and the number of
 things that the stage touches, for all pairs (i, j), is a sum of rectangles in the plane of pairs:
@@ -100,21 +100,21 @@ class _Memory:
     ``sent``: for each name through which a gradient comes back, the atom that makes it and the last that reads it.
     """
 
-    made: int
+    producer: int
     size: int
     reads: set[int] = field(default_factory=set)
     sent: list[tuple[int, int]] = field(default_factory=list)
 
     def correct(self, extra: PairSum, keeper: int | None, num_atoms: int) -> None:
         """Count it as it is held, given the atom that is the first to keep it; what nodes save holds it there."""
-        if self.sent and self.made >= 0:
-            first, last = min(made for made, _ in self.sent), max(last for _, last in self.sent)
-            extra.rectangle(0, self.made, first + 1, last if keeper is None else min(last, keeper), self.size)
-        if keeper is None or keeper <= self.made:
+        if self.sent and self.producer >= 0:
+            first, last = min(producer for producer, _ in self.sent), max(last for _, last in self.sent)
+            extra.rectangle(0, self.producer, first + 1, last if keeper is None else min(last, keeper), self.size)
+        if keeper is None or keeper <= self.producer:
             return
-        extra.rectangle(self.made + 1, keeper, keeper + 1, num_atoms, -self.size)
+        extra.rectangle(self.producer + 1, keeper, keeper + 1, num_atoms, -self.size)
         # but not for a stage that holds the keeper and has the memory by no name
-        before = max((atom for atom in self.reads if atom <= keeper), default=self.made)
+        before = max((atom for atom in self.reads if atom <= keeper), default=self.producer)
         behind = min((atom for atom in self.reads if atom > keeper), default=num_atoms)
         extra.rectangle(before + 1, keeper, keeper + 1, behind, self.size)
 
@@ -204,22 +204,22 @@ class _Builder:
         """
         extra, memories = PairSum(self.n), dict[str, _Memory]()
         names = [(entry.name, -1) for entry in self.graph.inputs] + [(node.name, -1) for node in copied]
-        for name, made in [*names, *((node.name, atom) for atom, node in work if node.spec is not None)]:
-            later = {atom for atom in self.reads.get(name, ()) if atom > made}
+        for name, producer in [*names, *((node.name, atom) for atom, node in work if node.spec is not None)]:
+            later = {atom for atom in self.reads.get(name, ()) if atom > producer}
             if not later:
                 continue
             base = self.cuts.storage(name)
-            found = memories.setdefault(base, _Memory(self._made_at(base), self._size(base)))
-            found.reads |= later
+            memory = memories.setdefault(base, _Memory(self._made_at(base), self._size(base)))
+            memory.reads |= later
             node = self.by_name.get(name)
-            if made >= 0 and node is not None and node.spec is not None and node.spec.requires_grad:
-                found.sent.append((made, max(later)))
+            if producer >= 0 and node is not None and node.spec is not None and node.spec.requires_grad:
+                memory.sent.append((producer, max(later)))
         keepers: dict[str, int] = {}
         for value, keeper in self.keepers.items():
             base, at = self.cuts.storage(value), self.graph.position[keeper]
             keepers[base] = min(at, keepers.get(base, at))
-        for base, found in memories.items():
-            found.correct(extra, self.atom[keepers[base]] if base in keepers else None, self.n)
+        for base, memory in memories.items():
+            memory.correct(extra, self.atom[keepers[base]] if base in keepers else None, self.n)
         return extra.table(self._sum(work, "saved_bytes"))
 
     def _made_at(self, value: str) -> int:
@@ -244,9 +244,9 @@ class _Builder:
             most[atom] = max(most[atom], self.costs[node.name].workspace_bytes + before)
             saved[atom + 1 :] = before
         # row i: the running maximum from atom i on
-        held = np.where(np.arange(self.n)[None, :] >= np.arange(self.n + 1)[:, None], most[None, :], -np.inf)
+        running = np.where(np.arange(self.n)[None, :] >= np.arange(self.n + 1)[:, None], most[None, :], -np.inf)
         table = np.zeros((self.n + 1, self.n + 1))
-        table[:, 1:] = np.maximum.accumulate(held, axis=1) - saved[None, 1:]
+        table[:, 1:] = np.maximum.accumulate(running, axis=1) - saved[None, 1:]
         return np.maximum(table, 0.0)
 
     def _between_halves(self, work: Sequence[tuple[int, Node]]) -> Array:
@@ -266,16 +266,16 @@ class _Builder:
     def _values(self, work: Sequence[tuple[int, Node]]) -> tuple[PairSum, PairSum, PairSum, Array]:
         received, sent, kept = PairSum(self.n), PairSum(self.n), PairSum(self.n)
         edge = np.zeros(self.n + 1)
-        for made, node in work:
-            later = {atom for atom in self.reads.get(node.name, ()) if atom > made}
+        for producer, node in work:
+            later = {atom for atom in self.reads.get(node.name, ()) if atom > producer}
             if node.spec is None or not later:
                 continue
             size = node.spec.num_bytes(self.sizes)
             traffic = size * (2 if node.spec.requires_grad else 1)
-            received.distinct(later, traffic, after=made)
-            kept.distinct(later, size, after=made)
-            sent.rectangle(0, made, made + 1, max(later), traffic)
-            edge[made + 1 : max(later) + 1] += size
+            received.distinct(later, traffic, after=producer)
+            kept.distinct(later, size, after=producer)
+            sent.rectangle(0, producer, producer + 1, max(later), traffic)
+            edge[producer + 1 : max(later) + 1] += size
         return received, sent, kept, edge
 
     def _state(

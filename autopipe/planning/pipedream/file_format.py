@@ -7,9 +7,9 @@
     <TAB>node5 -- node6
 
 One node a line, then one edge a line, in no particular order; times in milliseconds for one minibatch, sizes in
-bytes; several outputs stand as ``[a; b; c]`` and are summed. Some files indent edges with spaces, so an edge is told by
-its two fields. As PipeDream does, sources named ``Input`` and sinks named ``__getitem__`` are dropped: they compute
-nothing.
+bytes; several outputs stand as ``[a; b; c]`` and are summed. Some files indent edges with spaces, so an
+edge is recognized by its two fields. As in PipeDream, sources named ``Input`` and sinks named ``__getitem__`` are
+dropped: they compute nothing.
 
 Source: msr-fiddle/pipedream, ``graph/graph.py``; AlibabaPAI/DAPPLE, ``profiling_results``.
 """
@@ -83,7 +83,9 @@ def parse_pipedream(text: str, where: str = "profile") -> LayerGraph:
     for a, b, number in links:
         if a not in place or b not in place:
             missing = a if a not in place else b
-            raise PlanError(f"an edge names {missing!r}, which is no node", where=f"{where}:{number}", remedy=_REMEDY)
+            raise PlanError(
+                f"an edge names {missing!r}, which is not a node", where=f"{where}:{number}", remedy=_REMEDY
+            )
         edges.append((place[a], place[b]))
     return _cleaned(names, rows, edges, where)
 

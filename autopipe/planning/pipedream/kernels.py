@@ -11,7 +11,7 @@ bytes, ``X`` bytes across a state's cut; ``r`` replicas; ``B`` bandwidth; ``d`` 
 Source: PipeDream (SOSP 2019) and its ``optimizer_graph_hierarchical.py``; the search is ours (parametric).
 """
 
-# ruff: noqa: PLR0915, SIM300 - compiled loops take arrays one by one and stay in one piece; T is no constant
+# ruff: noqa: PLR0915, SIM300 - compiled loops take arrays one by one and stay in one piece; T is not a constant
 
 from __future__ import annotations
 
@@ -129,9 +129,11 @@ def least_devices(
                 r = replicas_needed(c, k, x, T, B)
             if straight and r > 1:
                 continue
-            held = A[j] - A[i] + P[j] - P[i] if j < n - 1 else 0.0
+            stage_bytes = A[j] - A[i] + P[j] - P[i] if j < n - 1 else 0.0
             # more replicas hold fewer each, but may cost more: both conditions are asked of every count
-            while r + d < best and (math.ceil(d / r) * held > limit or (c + k * (r - 1) / r) / r > T * (1 + 1e-13)):
+            while r + d < best and (
+                math.ceil(d / r) * stage_bytes > limit or (c + k * (r - 1) / r) / r > T * (1 + 1e-13)
+            ):
                 r += 1
                 if straight:
                     r = G + 1
@@ -169,7 +171,7 @@ def solve_flat(
     n = len(C)
     g, after, replicas = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     best_after, best_replicas = after.copy(), replicas.copy()
-    low, high, found = C[n - 1] / G, known, HUGE
+    low, high, best_bottleneck = C[n - 1] / G, known, HUGE
     T = low * 1.1
     if known < HUGE:
         T = known * (1 - 1e-10)
@@ -180,7 +182,7 @@ def solve_flat(
             while i < n - 1:
                 worst = max(worst, stage_cost(C, P, X, i, after[i], replicas[i], B))
                 i = after[i]
-            high = found = worst
+            high = best_bottleneck = worst
             refused = 0
             best_after[:] = after
             best_replicas[:] = replicas
@@ -195,7 +197,7 @@ def solve_flat(
             T = high * (1 - 1e-10)
         else:
             T = math.sqrt(low * high)
-    return found, best_after, best_replicas
+    return best_bottleneck, best_after, best_replicas
 
 
 @compiled

@@ -64,7 +64,7 @@ class LayerStage:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """``cost_seconds``: the bottleneck per minibatch. ``space``: how it was found (for people)."""
+    """``cost_seconds``: the bottleneck per minibatch. ``space``: the search that was used, as text."""
 
     cost_seconds: float
     stages: tuple[LayerStage, ...]
@@ -85,21 +85,21 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
         raise PlanError(
             "no layer of the profile takes any time: there is nothing to share out between devices",
             where=f"forward_compute_time and backward_compute_time of {len(graph.names)} layers",
-            remedy="profile the model anew, or plan with autopipe's own costs (--cost-model autopipe)",
+            remedy="profile the model again, or plan with autopipe's own costs (--cost-model autopipe)",
         )
     machine = _without_trivial_levels(machine)
     search = _Search(graph, machine, straight)
     best: LayerPlan | None = None
     origin = last = None
     for states in search.spaces():
-        found = search.solve(states, best.cost_seconds if best else HUGE)
-        if found is not None:
-            best, origin = found, states
+        solution = search.solve(states, best.cost_seconds if best else HUGE)
+        if solution is not None:
+            best, origin = solution, states
         last = states
     for candidate in (last, origin):  # the last space holds most, but may be too large to nest in
         if candidate is not None and search.can_nest(candidate):
-            found, finished = search.nested(candidate, best.cost_seconds if best else HUGE)
-            best = found or best
+            solution, finished = search.nested(candidate, best.cost_seconds if best else HUGE)
+            best = solution or best
             if finished:
                 break
     if best is None:
@@ -165,7 +165,7 @@ class _Search:
 
     def _many_orders(self, deep: list[int]) -> Iterator[States]:
         """Yield six linear orders, or four, and where they are few enough the ideals of all of them together."""
-        found: dict[int, None] = {}
+        ideal_set: dict[int, None] = {}
         place = {layer: index for index, layer in enumerate(deep)}
         # several levels take half a second an order of thousands of layers
         few = len(self.machine.counts) > 1 and self.dag.count > MOST_STATES_PLACED // 2
@@ -174,9 +174,9 @@ class _Search:
                 name = f"{'deep' if deeply else 'level'} order, {ties} first"
                 order = self.orders[name] = self.dag.order(deep=deeply, ties=ties)
                 yield self.dag.chain_states(order, name)
-                found.update(dict.fromkeys(itertools.accumulate((1 << place[layer] for layer in order), initial=0)))
-        if len(found) <= MOST_STATES_PLACED:
-            ideals = sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
+                ideal_set.update(dict.fromkeys(itertools.accumulate((1 << place[layer] for layer in order), initial=0)))
+        if len(ideal_set) <= MOST_STATES_PLACED:
+            ideals = sorted(ideal_set, key=lambda ideal: (ideal.bit_count(), ideal))
             lattice = self.dag.lattice_states(deep, ideals, self.most_pairs)
             if lattice is not None:
                 yield lattice

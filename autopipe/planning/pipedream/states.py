@@ -134,7 +134,7 @@ class Dag:
             followers[place[a]].append(place[b])
         # each ideal with the layers that can join it, as bit sets both
         level = {0: sum(1 << i for i in range(self.count) if not needs[i])}
-        found = [0]
+        ideals = [0]
         while level:
             larger: dict[int, int] = {}
             for ideal, free in level.items():
@@ -146,16 +146,16 @@ class Dag:
                     if grown in larger:
                         continue
                     # asked of each one: a level alone can be as large as all memory
-                    if len(found) + len(larger) == most:
+                    if len(ideals) + len(larger) == most:
                         return None
                     freed = free ^ joining
                     for other in followers[joining.bit_length() - 1]:
                         if not needs[other] & ~grown:
                             freed |= 1 << other
                     larger[grown] = freed
-            found.extend(larger)
+            ideals.extend(larger)
             level = larger
-        return found
+        return ideals
 
     def lattice_states(self, order: Sequence[int], ideals: Sequence[int], most_pairs: int) -> States | None:
         """Return the ideals as states, with the pairs that are nested; None when these are more than ``most_pairs``."""

@@ -52,14 +52,14 @@ def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | N
 
     Every plan with other cuts lacks one of these, so the first of them is the best plan with other cuts.
     """
-    found: dict[str, Plan] = {}
+    others: dict[str, Plan] = {}
     for stage in plan.stages[1:]:
         if problem.options.straight and len(problem.cuts.legal) < len(plan.stages):
             break  # without one of its cuts the graph has too few
         other = solve(dataclasses.replace(problem, cuts=CutsWithout(problem.profile.graph, stage.start)))
         if other is not None:
-            found.setdefault(other.digest, other)
-    return sorted(found.values(), key=lambda other: other.predicted.step_seconds)
+            others.setdefault(other.digest, other)
+    return sorted(others.values(), key=lambda other: other.predicted.step_seconds)
 
 
 def most_scored(score: Score) -> int:
@@ -108,13 +108,13 @@ def data_parallel_plan(problem: Problem) -> Plan:
     )
     free = dataclasses.replace(problem, options=options)
     tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
-    held = in_flight(problem.kind, m, behind=0, num_ranks=ranks, replicas=ranks)
-    versions = weight_versions(problem.kind, m, held, ranks)
+    num_in_flight = in_flight(problem.kind, m, behind=0, num_ranks=ranks, replicas=ranks)
+    versions = weight_versions(problem.kind, m, num_in_flight, ranks)
     if tau >= 1e300:
-        peaks = peak_tables(problem.tables, problem.profile.optimizer_bytes_per_byte, held, versions)
+        peaks = peak_tables(problem.tables, problem.profile.optimizer_bytes_per_byte, num_in_flight, versions)
         least = min(float(peak[0, n]) for peak in peaks)
         memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
         raise PlanError(f"the whole model needs {gib(least)} on each rank, and {gib(memory)} are available")
     nodes = len(problem.profile.graph.nodes)
-    choice = StageChoice(0, nodes, tuple(range(ranks)), recompute, held, versions, tau * ranks)
+    choice = StageChoice(0, nodes, tuple(range(ranks)), recompute, num_in_flight, versions, tau * ranks)
     return build_plan(free, [choice])

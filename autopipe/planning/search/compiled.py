@@ -20,6 +20,6 @@ def compiled(function: F) -> F:
     njit = importlib.import_module("numba").njit
     try:
         wrapped: F = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder to keep the compiled code in: compile anew in each process
+    except RuntimeError:  # no folder to keep the compiled code in: compile again in each process
         wrapped = njit(nogil=True)(function)
     return wrapped

@@ -66,7 +66,7 @@ class Problem:
         """Return the device of a stage of a straight plan."""
         return self.cluster.device(self.rank_of(stage))
 
-    def held(self, stage: int, num_stages: int) -> tuple[int, int]:
+    def in_flight_and_versions(self, stage: int, num_stages: int) -> tuple[int, int]:
         """Return (microbatches in flight, weight versions) of a stage of a straight plan."""
         v, p = self.options.stages_per_rank, self.options.num_ranks
         if v > 1 and self.kind.in_flight == "depth":
@@ -101,13 +101,15 @@ class Problem:
 
     def stage_peaks(self, stage: int, num_stages: int) -> tuple[Array, Array]:
         """Return the peak bytes of every pair, without and with recompute."""
-        held, versions = self.held(stage, num_stages)
-        return peak_tables(self.tables, self.profile.optimizer_bytes_per_byte, held, versions, self.waiting(stage))
+        num_in_flight, versions = self.in_flight_and_versions(stage, num_stages)
+        return peak_tables(
+            self.tables, self.profile.optimizer_bytes_per_byte, num_in_flight, versions, self.waiting(stage)
+        )
 
     def waiting(self, stage: int) -> int:
         """Return how many halves of a backward wait at most: stage s lets s of them, while the next arises.
 
-        The first stage has nobody to hurry for: it leaves all to the second half (arXiv:2401.10241, section 2.3).
+        Stage 0 sends no gradients upstream, so all its weight gradients can wait (arXiv:2401.10241, section 2.3).
         """
         return min(stage + 1, self.num_microbatches) if self.kind.splits_backward and stage else 0
 
@@ -122,8 +124,10 @@ class Problem:
         rank, count = self.rank_of(stage), self.options.num_stages
         if self.options.stages_on(rank) == 1:
             return memory
-        held = {other: self.held(other, count)[0] for other in range(count) if self.rank_of(other) == rank}
-        return memory * held[stage] / sum(held.values())
+        num_in_flight = {
+            other: self.in_flight_and_versions(other, count)[0] for other in range(count) if self.rank_of(other) == rank
+        }
+        return memory * num_in_flight[stage] / sum(num_in_flight.values())
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k, infinite where the stage does not fit; recompute is used as the options allow."""

@@ -1,4 +1,4 @@
-"""``SearchProgress``: who follows a search that may take long, and how Ctrl-C ends it with the best that was found."""
+"""``SearchProgress``: the progress of a search, and whether Ctrl-C ended it with the best plan so far."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from dataclasses import dataclass
 
 
 def _unseen(what: str, fraction: float) -> None:
-    """Take progress that nobody watches."""
+    """Discard progress."""
 
 
 @dataclass(slots=True)
 class SearchProgress:
-    """One search, watched. ``report``: (what is tried, the part that is done: 0 to 1).
+    """The progress of one search."""
 
-    ``stopped``: an interrupt came after something had been found, which is then the answer. ``tried`` of ``total``
-    problems were solved by then.
-    """
-
-    report: Callable[[str, float], None] = _unseen
-    stopped: bool = False
-    tried: int = 0
-    total: int = 0
+    report: Callable[[str, float], None] = _unseen  # called with (what is tried, the fraction done)
+    stopped: bool = False  # an interrupt ended the search, and the best plan so far was returned
+    tried: int = 0  # problems solved
+    total: int = 0  # problems to solve, estimated
 
     def next(self, what: str) -> None:
-        """Say what is tried now."""
+        """Report the next problem."""
         self.report(what, self.tried / self.total if self.total else 0.0)
         self.tried += 1

@@ -163,21 +163,21 @@ def widths(problem: Problem) -> list[int]:
     Groups are equal only where all devices are; behind one kind of link they bring nothing.
     """
     cluster, G = problem.cluster, problem.options.num_ranks
-    found, size = [1], 1
+    group_counts, size = [1], 1
     for level in cluster.levels[:-1]:
         size *= level.count
         if len(cluster.devices) == 1 and level.count > 1 and size < G and G % size == 0:
-            found.append(G // size)
-    return sorted(set(found))
+            group_counts.append(G // size)
+    return sorted(set(group_counts))
 
 
 def _choice(arrays: Arrays, problem: Problem, row: Row, rows: list[Row]) -> StageChoice:
     i, j, r, d = row
     tau, recompute = arrays.stage(row)
-    held, versions = solver.held_and_versions(arrays.rules, r, d)
+    in_flight, versions = solver.held_and_versions(arrays.rules, r, d)
     first, group = sum(rows[0][2:]) - d - r, arrays.num_ranks
     width = int(arrays.rules[solver.WIDTH])
     # replicas of one group are ``width`` apart, so that a microbatch meets the same group at every stage
     ranks = tuple(g * group + q for q in range(first, first + r) for g in range(width))
     edges = problem.tables.edges
-    return StageChoice(edges[i], edges[j], ranks, recompute, int(held), int(versions), tau * len(ranks))
+    return StageChoice(edges[i], edges[j], ranks, recompute, int(in_flight), int(versions), tau * len(ranks))

@@ -53,17 +53,17 @@ def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
     """Return (microbatches in flight on a rank, weight versions). A VERSIONS of 0 stands for "as deep as in flight"."""
     m, width = rules[MICROBATCHES], rules[WIDTH]
     share = math.ceil(m / (r * width))
-    held = math.ceil(rules[DEPTH] * d / r) + 1
+    in_flight = math.ceil(rules[DEPTH] * d / r) + 1
     if rules[ALL] == 1:
-        held = share
+        in_flight = share
     elif rules[ALL] == 2:
-        held = min(math.ceil(rules[RANKS] / r), share)
+        in_flight = min(math.ceil(rules[RANKS] / r), share)
     elif rules[FLUSH] > 0:
-        held = min(held, share)
+        in_flight = min(in_flight, share)
     versions = rules[VERSIONS]
     if versions == 0:
-        versions = 1 + math.ceil((held - 1) * r * width / m)
-    return held, versions
+        versions = 1 + math.ceil((in_flight - 1) * r * width / m)
+    return in_flight, versions
 
 
 @compiled
@@ -74,13 +74,13 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
         unit = int(rules[UNIT])
         a, q = (int(rules[RANKS]) - d - r) // unit, r // unit
     m = rules[MICROBATCHES]
-    held, versions = held_and_versions(rules, r, d)
-    if rules[FLUSH] == 0 and (held - 1) * r * rules[WIDTH] > (versions - 1) * m:
+    in_flight, versions = held_and_versions(rules, r, d)
+    if rules[FLUSH] == 0 and (in_flight - 1) * r * rules[WIDTH] > (versions - 1) * m:
         return HUGE, 0
-    fixed = versions * tables[WEIGHTS][i, j] + tables[STATE][i, j] + held * tables[KEPT][i, j]
+    fixed = versions * tables[WEIGHTS][i, j] + tables[STATE][i, j] + in_flight * tables[KEPT][i, j]
     saved, memory = tables[SAVED][i, j], place[MEMORY, a, q]
     again = 0
-    if rules[MAY_KEEP] > 0 and fixed + held * saved <= memory:
+    if rules[MAY_KEEP] > 0 and fixed + in_flight * saved <= memory:
         again = 0
     elif rules[MAY_RECOMPUTE] > 0 and fixed + saved <= memory:
         again = 1
@@ -267,16 +267,16 @@ def least_sum(
                     break
                 first = 0 if j == n else max(1, math.ceil(seconds[j, n] / (T * top_speed) - 1e-9))
                 last = 0 if j == n else min(most - r, (n - j) * int(rules[MOST]))
-                tau, held, size = HUGE, -1.0, r // unit
+                tau, last_in_flight, size = HUGE, -1.0, r // unit
                 for behind in range(-(-first // unit), min(last, most - r) // unit + 1):
                     d, here = behind * unit, behind + size
                     if h[j, behind] >= h[i, here]:
                         continue
                     if rules[EQUAL] > 0:
                         now, _ = held_and_versions(rules, r, d)
-                        if now != held or rules[VERSIONS] == 0:
+                        if now != last_in_flight or rules[VERSIONS] == 0:
                             tau, _ = stage(tables, place, rules, i, j, r, d)
-                            held = now
+                            last_in_flight = now
                     else:
                         tau, _ = stage(tables, place, rules, i, j, r, d)
                     if tau <= T and tau + h[j, behind] < h[i, here]:

@@ -31,7 +31,7 @@ def test_anything_else_is_refused(bad: str) -> None:
 
 
 def test_a_broken_expression_is_refused() -> None:
-    with pytest.raises(ValueError, match="no shape expression"):
+    with pytest.raises(ValueError, match="not a shape expression"):
         evaluate("s0 *", {"s0": 5})
 
 

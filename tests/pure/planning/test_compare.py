@@ -39,7 +39,7 @@ def test_a_pipeline_that_does_not_pay_is_called_so():
     assert result.verdict.startswith("A pipeline does not pay here: data parallel is the fastest, 16.67 samples/s.")
     assert "--replicas" not in result.verdict
     straight = make_plan(profile, cluster, dataclasses.replace(options, straight=True))
-    report = comparison(profile, cluster, options, made=straight)
+    report = comparison(profile, cluster, options, current=straight)
     assert "The plan of this command is not the best one: " in report.verdict
     assert report.verdict.endswith(" samples/s; --replicas auto chooses the best one.")
     assert [report.title(row) for row in report.contenders][2:] == ["best straight pipeline (this plan)", "best plan"]

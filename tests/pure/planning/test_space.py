@@ -321,7 +321,7 @@ def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused(
     planned, _ = search(FOUND, cluster, space.free, silent)
     assert (every.num_ranks, planned.num_ranks) == (6, 3)
     assert planned.predicted.step_seconds < every.predicted.step_seconds
-    assert planned.notes[0] == "3 of 6 ranks stay unused: with them a step is no faster"
+    assert planned.notes[0] == "3 of 6 ranks stay unused: they would not make a step faster"
 
 
 def test_what_was_searched_with_replicas_is_not_searched_again(tmp_path, monkeypatch):

@@ -325,9 +325,9 @@ def test_the_replicas_of_a_custom_schedule_take_turns_when_they_do_not_divide_th
     ("stage_ranks", "text", "what"),
     [
         (((0,), (1,)), "F0,B0\n", "1 rows for 2 ranks"),
-        (((0,), (1,)), "F0,B0\nX0,B0\n", "'X0' is no cell of a schedule"),
-        (((0,),), "F0,0SEND_F0,B0\n", "'0SEND_F0' is no cell"),
-        (((0,), (0,)), "F0,1F0,1B0,0B0\n", "'F0' is no cell"),
+        (((0,), (1,)), "F0,B0\nX0,B0\n", "'X0' is not a cell of a schedule"),
+        (((0,),), "F0,0SEND_F0,B0\n", "'0SEND_F0' is not a cell"),
+        (((0,), (0,)), "F0,1F0,1B0,0B0\n", "'F0' is not a cell"),
         (((0,), (1,)), "F0,B0\nB0,F0\n", "[backward-after-forward] custom: 1B0@0 comes before its F"),
         (((0, 1), (0, 1)), "0F0,1F0,1B0,0B0\n,\n", "the grid would change each time"),
     ],

@@ -81,7 +81,7 @@ BROKEN = [
     ("placement", swapped_rows(REPLICAS), "belongs on rank"),
     ("placement", changed(FLUSH, 0, "0F2@0", microbatch=3), "microbatch 3 of 3"),
     ("placement", changed(FLUSH, 0, "0F2@0", minibatch=1), "minibatch 1 is outside 0..0"),
-    ("placement", changed(LOWERED, 0, "0SF0>1", peer=2), "there is no stage 2"),
+    ("placement", changed(LOWERED, 0, "0SF0>1", peer=2), "stage 2 does not exist"),
     ("placement", replace(FLUSH, rows=FLUSH.rows[:1]), "1 rows"),
     ("once", dropped(dropped(FLUSH, 0, "0B2@0"), 0, "0S@0"), "misses 1 backwards"),
     ("once", doubled(FLUSH, 1, "1F1@0"), "1F1@0 is there twice"),
@@ -114,7 +114,7 @@ BROKEN = [
     ("channel-order", dropped(LOWERED, 1, "1RF2<0"), "3 messages are sent and 2 received"),
     ("channel-order", dropped(LOWERED, 0, "0SF2>1"), "2 messages are sent and 3 received"),
     ("step-after-backward", dropped(FLUSH, 0, "0B2@0"), "1 backwards are still to come"),
-    ("no-deadlock", stuck(), "2 of 2 ranks wait for ever: rank 0 at 0RB0<1, rank 1 at 1RF1<0"),
+    ("no-deadlock", stuck(), "deadlock: 2 of 2 ranks are blocked: rank 0 at 0RB0<1, rank 1 at 1RF1<0"),
 ]
 
 
