@@ -1,13 +1,13 @@
-"""The code that the user has named on a command line: the only code that an artifact may lead to.
+"""The code that the user has named: the only code that an artifact may cause to run.
 
 An artifact (profile.json, a run's plan.json) names a TARGET, its arguments and hooks as text, and a run holds stage
-files. Whoever writes an artifact can name any callable with any argument, and can write a digest to match. So what was
-named is remembered outside of all artifacts, in the user's own folder::
+files. The author of an artifact can name any callable with any argument, with a matching digest. So the names that the
+user gave are recorded outside of all artifacts, in the user's own folder::
 
     $XDG_STATE_HOME/autopipe/named/     (~/.local/state without the variable)
-      REFERENCE/CONTENT                 SHA-256 of what was named; SHA-256 of the files behind it. Empty files
+      REFERENCE/CONTENT                 SHA-256 of the reference; SHA-256 of its files. Empty files
 
-A reference that is not there is refused with the option that names it. The folder may be deleted at any time.
+A reference without a record is refused, with the option that names it. The folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -33,36 +33,33 @@ _OPTIONS = {"evaluate_data": "--eval-data"}
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One thing that a workload names. ``role``: MODEL, a hook's name, or ``argument NAME``; ``text``: as named.
+    """One reference of a workload to code."""
 
-    ``location``: a file's absolute path, or a module's dotted name. ``detail``: the attribute, or an argument's value.
-    """
-
-    role: str
-    text: str
-    location: str
-    detail: str
+    role: str  # MODEL, the name of a hook, or ``argument NAME``
+    text: str  # as the user named it
+    location: str  # the absolute path of a file, or the dotted name of a module
+    detail: str  # the attribute, or the value of an argument
 
     @property
     def key(self) -> str:
-        """What stands for the reference in the user's folder."""
+        """The name of the reference in the user's folder."""
         return _digest([self.role, self.location, self.detail])
 
     def option(self, flag: str) -> str:
-        """Return how a command line names it; ``flag``: what stands before TARGET, "" where it is an argument."""
+        """Return the option that names it on a command line; ``flag``: the option before TARGET, or ""."""
         if self.role == MODEL:
             return f"{flag} {shlex.quote(self.text)}".strip()
         kind = "--arg" if self.role.startswith("argument ") else _OPTIONS.get(self.role, f"--{self.role}")
         return f"{flag} TARGET {kind} {shlex.quote(self.text)}".strip()
 
     def content(self) -> str:
-        """Return the digest of the files behind it. Raises: OSError where one cannot be read."""
+        """Return the digest of its files. Raises: OSError if one cannot be read."""
         files = () if self.role.startswith("argument ") else files_of(Target(self.location, ""))
         return _digest([[str(path), _sha256(path)] for path in files])
 
 
 def references(spec: WorkloadSpec) -> tuple[Reference, ...]:
-    """Return everything that a workload names and that decides which code runs, with what."""
+    """Return every reference of a workload that determines the code to run and its arguments."""
     target = Target.parse(spec.target)
     location = str(files_of(target)[-1]) if target.is_file else target.location
     references_of_spec = [Reference(MODEL, spec.target, location, target.attribute)]
@@ -81,9 +78,9 @@ def references(spec: WorkloadSpec) -> tuple[Reference, ...]:
 
 
 def remember(spec: WorkloadSpec, roles: Collection[str] | None = None) -> None:
-    """Note that the user has named a workload on a command line; ``roles``: only these parts of it.
+    """Record that the user has named a workload; ``roles``: only these parts of it.
 
-    Where the user's folder cannot be written, nothing is noted, and the next command asks for TARGET again.
+    If the user's folder cannot be written, the next command requires TARGET again.
     """
     for reference in references(spec):
         if roles is None or reference.role in roles:
@@ -96,11 +93,11 @@ def remember(spec: WorkloadSpec, roles: Collection[str] | None = None) -> None:
 def refuse_unnamed(
     spec: WorkloadSpec, artifact: Path, command: str, *, flag: str = "", named: Collection[str] = ()
 ) -> None:
-    """Refuse a workload that an artifact names, unless the user has named each part of it, with the same content.
+    """Refuse a workload that an artifact names, unless the user has named each part of it with the same content.
 
-    ``named``: the roles that this command line names itself. ``command``, ``flag``: how TARGET is given to it.
+    ``named``: the roles that the current command names. ``command``, ``flag``: the form of TARGET on its command line.
 
-    Raises: RunError naming the part and what differs.
+    Raises: RunError naming the part and the difference.
     """
     for reference in references(spec):
         if reference.role not in named:
@@ -133,7 +130,7 @@ def _refuse(reference: Reference, artifact: Path, remedy: str) -> None:
 
 
 def remember_stages(folder: Path) -> None:
-    """Note that stage files were written here, by this account."""
+    """Record that this account wrote the stage files of a folder."""
     try:
         _note("stages", _digest_of_stages(folder))
     except OSError:
@@ -141,7 +138,7 @@ def remember_stages(folder: Path) -> None:
 
 
 def wrote_stages(folder: Path) -> bool:
-    """Whether this account has written the stage files of a folder, and each is as it was written."""
+    """Return whether this account wrote the stage files of a folder, and none has changed since."""
     try:
         content = _digest_of_stages(folder)
     except OSError:
@@ -150,7 +147,7 @@ def wrote_stages(folder: Path) -> bool:
 
 
 def _digest_of_stages(folder: Path) -> str:
-    """Name the text of the stage files of a folder, those of evaluation included."""
+    """Return the digest of the stage files of a folder, including those of evaluation."""
     folders = (folder, folder / "evaluation")
     files = sorted(path for place in folders for kind in ("stage_*.py", "divisor.py") for path in place.glob(kind))
     return _digest([[str(path.relative_to(folder)), _sha256(path)] for path in files])
@@ -199,7 +196,7 @@ def _home() -> Path | None:
 
 
 def _temporary(*, make: bool = True) -> Path | None:
-    """Return a private folder beside temporary files, for an account whose home cannot be written."""
+    """Return a private folder for temporary files, for an account whose home cannot be written."""
     folder = Path(tempfile.gettempdir()) / f"autopipe-{os.getuid()}"
     try:
         if make:

@@ -1,4 +1,4 @@
-"""Audits of a run, seen from the process that watches the ranks: how often, and the comparison in a process of its own.
+"""Audits of a run, in the supervisor's process: their interval, and the comparison in a separate process.
 
 ::
 
@@ -44,23 +44,23 @@ from autopipe.verify.plain_step import MEMORY_SHARE, audit, memory_bytes
 from autopipe.workload.target.files import files_of
 from autopipe.workload.target.targets import Target
 
-# what audits may take of the time of training, as if they ran on a core that it needs
+# the share of the training time that audits may use, counted as if they ran on a core that training needs
 SHARE = 0.005
-# of CPU time that a process takes before its first step, and how fast a disk is written at least
+# CPU time of a process before its first step, and a lower bound of the disk's write speed
 STARTUP_SECONDS, DISK_BYTES_PER_SECOND = 1.0, 2e8
-# the state is written with the weights, twice their bytes of optimizer state, and the weights again
+# the weights, optimizer state of twice their bytes, and the weights after the step
 _WRITTEN = 4
 _END_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 _NICE = 19
 MOST_SECONDS = 1800.0
-"""After which the process of an audit is taken for hung: at the lowest priority, beside ranks, it may take long."""
+"""The timeout of an audit's process, which runs at the lowest priority and may take long."""
 
 
 def interval(settings: TrainSettings, prepared: Prepared) -> int:
-    """Return after how many steps each a minibatch is audited, 0 for never.
+    """Return the number of steps between audits, 0 for never.
 
-    With ``auto`` so many that audits take at most ``SHARE`` of the predicted time of training; at checkpoints, where
-    these are more frequent.
+    With ``auto``, audits take at most ``SHARE`` of the predicted training time, and coincide with checkpoints if these
+    are more frequent.
     """
     if settings.audit_every is not None:
         return settings.audit_every
@@ -95,18 +95,14 @@ def memory_shortfall(prepared: Prepared) -> str:
 
 @dataclass(slots=True)
 class Auditor:
-    """Compares the audited minibatches of a run, one after another. ``elsewhere``: as in ``plain_step.audit``.
-
-    ``on_result``: takes each result. ``notes``: what was said once and is not said again. ``most_seconds``: after which
-    a comparison that has not ended is taken for hung, and left out.
-    """
+    """Compares the audited minibatches of a run, one after another."""
 
     run: RunDirectory
     events: Events
-    on_result: Callable[[AuditResult], None]
-    elsewhere: str = ""
-    notes: set[str] = field(default_factory=set)
-    most_seconds: float = MOST_SECONDS
+    on_result: Callable[[AuditResult], None]  # takes each result
+    elsewhere: str = ""  # see ``plain_step.audit``
+    notes: set[str] = field(default_factory=set)  # the notes so far, each of which is reported once
+    most_seconds: float = MOST_SECONDS  # the timeout of a comparison, which is then left out
     _deadline: float = 0.0
     _waiting: list[tuple[int, float]] = field(default_factory=list)
     _process: ForkServerProcess | None = None
@@ -115,18 +111,18 @@ class Auditor:
     _different: int = -1
 
     def begin(self) -> None:
-        """Begin an attempt: nothing of an earlier one is compared any more."""
+        """Begin an attempt, and drop the comparisons of an earlier one."""
         self._different = -1
         self.end()
         self._model = _users_files(self.run)
 
     def add(self, step: int, loss: float) -> None:
-        """Take a minibatch whose state is written."""
+        """Queue a minibatch whose state is written."""
         self._waiting.append((step, loss))
         self.poll()
 
     def poll(self) -> None:
-        """Take the result of a comparison that has ended, and begin the next one. Raises: AuditError."""
+        """Handle the result of a finished comparison, and start the next one. Raises: AuditError."""
         if self._process is not None and not self._process.is_alive():
             process, files = self._process, self._files
             self._process = self._files = None
@@ -145,14 +141,14 @@ class Auditor:
             self._start(*self._waiting.pop(0))
 
     def finish(self, stopped: Callable[[], bool]) -> None:
-        """Wait for all comparisons, or until the run is asked to stop. Raises: AuditError."""
+        """Wait for all comparisons, or until a stop is requested. Raises: AuditError."""
         self.poll()
         while self._process is not None and not stopped():
             self._process.join(_LOOK_SECONDS)
             self.poll()
 
     def end(self) -> None:
-        """End what is compared now, and remove what waits; results stay, and the files of a step that differs."""
+        """End the current comparison and clear the queue. Results remain, and the files of a step that differs."""
         if self._process is not None:
             self._process.kill()
             self._process.join(_END_SECONDS)
@@ -161,14 +157,14 @@ class Auditor:
         clear_all(self.run.path, self._different)
 
     def left_out(self, reason: str) -> None:
-        """Say once why an audit is left out."""
+        """Report once why an audit is left out."""
         text = f"an audit is left out: {reason}"
         if text not in self.notes:
             self.notes.add(text)
             self.events("note", {"text": text})
 
     def _edited(self) -> str:
-        """Say which file of the user's is another than when the run began, "" where none is: ranks have the old one."""
+        """Return a note on a user's file that was edited since the run began, or ""; ranks run the old version."""
         edited = next((path for path, digest in self._model.items() if _digest_of(path) != digest), None)
         return f"{edited} was edited since the run began" if edited is not None else ""
 
@@ -214,7 +210,7 @@ class Auditor:
 
 
 def _difference(result: AuditResult, files: AuditFiles) -> AuditError:
-    """Return the end of a run whose step is not the plain loop's."""
+    """Return the error for a step that differs from the plain loop's."""
     others = f", and so do {result.differing - 1} more of {result.tensors} tensors" if result.differing > 1 else ""
     what = "its loss differs" if not result.differing else f"{result.name} differs by {result.error:.1e}{others}"
     return AuditError(
@@ -228,14 +224,14 @@ def _difference(result: AuditResult, files: AuditFiles) -> AuditError:
 
 
 def report_of(result: AuditResult) -> AuditReport:
-    """Return what the result of a run holds of an audit."""
+    """Return the entry of an audit in the result of a run."""
     return AuditReport(result.step, result.status == EQUAL, result.bitwise, result.error, result.seconds)
 
 
 def _users_files(run: RunDirectory) -> dict[Path, str]:
-    """Return the digests of the user's source files: those that the run names, and all that were imported for them.
+    """Return the digests of the user's source files: those that the run names, and all other imported files.
 
-    Installed packages do not count.
+    Installed packages are left out.
     """
     files = {path for reference in references(run.plan().workload) for path in files_of(Target(reference.location, ""))}
     modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
@@ -253,7 +249,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def _digest_of(path: Path) -> str:
-    """Return a digest of a file, "" where it cannot be read."""
+    """Return the digest of a file, or "" if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -261,7 +257,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _audit_entry(path: str, step: int, loss: float, elsewhere: str) -> None:
-    """Compare one minibatch and write the result: the main function of the process."""
+    """Compare one minibatch and write the result; the entry point of the process."""
     die_with_parent()
     leave_signals_to_supervisor()
     os.nice(_NICE)
@@ -281,7 +277,7 @@ def _audit_entry(path: str, step: int, loss: float, elsewhere: str) -> None:
 
 
 def fields_of(result: AuditResult) -> Mapping[str, Any]:
-    """Return the fields of the event, and of the line in the metrics."""
+    """Return the fields of the event, which are also those of the line in the metrics."""
     return {
         "step": result.step,
         "equal": result.status == EQUAL,

@@ -1,9 +1,9 @@
-"""The forms of batches that come later, captured before training: a plan that has room for them, or a refusal.
+"""Capture later forms of batches before training, and make a plan that supports them, or refuse training.
 
-While ranks run, a batch of another form gets code of its own, for the parameters that each stage has. A layer that only
-such batches use may lie in another stage than the one that needs it. So the forms that the first minibatches show, as
-``workload.batches.probe`` reads them, are captured here. Where a stage would lack what they need, the plan is made
-again with that state where they need it. Where that does not help, training is refused.
+While ranks run, code is generated for a batch of another form, with the parameters that each stage has. A layer that
+only such batches use may be in another stage than the one that needs it. So the forms of the first minibatches, as
+``workload.batches.probe`` reads them, are captured here. If a stage lacks state that they need, the plan is made again
+with that state in the right stage. If that does not help, training is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopipe.workload.batches.probe import SeenForm
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """A microbatch of another form, what it differs in, and the graph of it."""
+    """A microbatch of another form: its minibatch, a description of the difference, and its graph."""
 
     minibatch: int
     text: str
@@ -49,11 +49,11 @@ def covered(
     steps: int = 0,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Return what was prepared, or, where other forms need another plan, what ``again`` then prepares.
+    """Return the prepared run, or the one that ``again`` prepares if other forms need another plan.
 
-    ``seen``: forms of the first minibatches. ``steps``: how many of them are trained, 0 for all.
+    ``seen``: forms of the first minibatches. ``steps``: the number of minibatches to train, 0 for all.
 
-    Raises: RunError naming what differs in a batch that these stages cannot follow, and what to do.
+    Raises: RunError for a batch that the stages cannot follow, with the difference and a remedy.
     """
     own = prepared.graph.batch
     other = [entry for entry in seen if _differs(own, entry.form) and (not steps or entry.minibatch < steps)]
@@ -92,18 +92,18 @@ def covered(
 
 
 def _differs(own: BatchForm, form: BatchForm) -> bool:
-    """Tell whether a batch has other entries or values: another layout in memory asks for no other layer."""
+    """Return whether a batch has other entries or values; another memory layout needs no other layer."""
     return bool(own.structure) and (own.structure != form.structure or bool(own.varying(form)))
 
 
 def _kind(own: BatchForm, form: BatchForm) -> tuple[Any, ...]:
-    """Return what makes two such batches ask for code of their own each."""
+    """Return the key by which two such batches need separate code."""
     leaves = dict(zip(form.paths, form.leaves, strict=True))
     return form.structure, tuple((path, text) for path, text in leaves.items() if path not in own.unread)
 
 
 def _parts(prepared: Prepared, seen: Sequence[SeenForm]) -> dict[tuple[int, tuple[Any, ...]], Any]:
-    """Read the data again as far as needed, and return a microbatch of each kind, by minibatch and kind."""
+    """Read the data again, and return a microbatch of each kind, by minibatch and kind."""
     own, workload = prepared.graph.batch, prepared.workload
     wanted = {_kind(own, entry.form) for entry in seen}
     parts: dict[tuple[int, tuple[Any, ...]], Any] = {}
@@ -136,7 +136,7 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
 
 
 def _first_misfit(prepared: Prepared, others: Sequence[_Other]) -> tuple[_Other, PlanError] | None:
-    """Return the first form whose graph these stages cannot follow, and why."""
+    """Return the first form whose graph the stages cannot follow, with the reason."""
     for entry in others:
         try:
             _refuse_lacking_modules(
@@ -148,7 +148,7 @@ def _first_misfit(prepared: Prepared, others: Sequence[_Other]) -> tuple[_Other,
 
 
 def _refuse_lacking_modules(graph: Graph, plan: Plan, other: Graph, moved: Plan) -> None:
-    """Refuse a module with state that a stage would call, and of which it holds only the tensors, or nothing.
+    """Refuse a module with state that a stage would call without holding the module itself.
 
     Raises: PlanError.
     """

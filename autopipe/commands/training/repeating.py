@@ -1,9 +1,9 @@
-"""Does the data repeat? Two fresh processes read the first minibatches, and their digests are compared.
+"""Test whether the data repeats: two fresh processes read the first minibatches, and their digests are compared.
 
-Every rank that reads for itself is a process of its own, so that is what is tried: processes of their own, that have
-imported nothing of the user's before, with another seed for the hashes of strings each, in another second. They are
-started early and import while the run is planned. Where the two differ, or one cannot read, rank 0 reads for all ranks.
-A source that differs later only is found by the digests that ranks compare at every step.
+Each rank that reads the data is a separate process. So the test uses fresh processes that have not imported the user's
+code before, with different seeds for string hashes, in different seconds. They start early and import while the run is
+planned. If the two differ, or one cannot read, rank 0 reads for all ranks. The digests that ranks compare at every step
+find a source that differs only later.
 """
 
 from __future__ import annotations
@@ -26,31 +26,28 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload.batches.probe import READY, ProbeTask, Reading, SeenForm
 
 MINIBATCHES = 3
-# how long the two together may read: data that takes longer to open is read by every rank, and compared at each step
+# the timeout of both together: slower data is read by every rank, and compared at each step
 MOST_SECONDS = 120.0
-# a seed taken from the time in whole seconds must not be the same twice
+# a seed made from the time in seconds must differ between the two
 _APART_SECONDS = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Whether a source repeats, None where that is not known. ``why``: what was seen, for a message.
+    """The result of the test."""
 
-    ``alone``: a second process could not read it.
-    """
-
-    answer: bool | None
-    why: str = ""
-    alone: bool = False
+    answer: bool | None  # whether the source repeats; None if it is not known
+    why: str = ""  # the reason, for a message
+    alone: bool = False  # a second process could not read the source
 
     @property
     def reader(self) -> str:
-        """Who is to read it: of ``runtime.job.DATA_READERS``."""
+        """The reader of the data, one of ``runtime.job.DATA_READERS``."""
         return "one" if self.alone or self.answer is False else "each"
 
 
 class _Probe:
-    """One process. ``hash_seed``: what Python seeds the hashes of strings with in it."""
+    """One process. ``hash_seed``: Python's seed of string hashes in it."""
 
     def __init__(self, hash_seed: int) -> None:
         self.process = subprocess.Popen(
@@ -65,7 +62,7 @@ class _Probe:
         self._text = b""
 
     def ask(self, task: ProbeTask, deadline: float) -> None:
-        """Give it its task, once it can take one."""
+        """Send the task once the process is ready."""
         if self._line(deadline) == READY:
             assert self.process.stdin is not None
             with contextlib.suppress(OSError):
@@ -74,7 +71,7 @@ class _Probe:
         self.begun = time.monotonic()
 
     def answer(self, deadline: float) -> Reading | str | None:
-        """Return what it has read, or why it could not; None where the time is over."""
+        """Return the reading, or the reason of a failure; None after the deadline."""
         line = self._line(deadline)
         if line is None:
             return None
@@ -87,7 +84,7 @@ class _Probe:
             return "the process that read it ended before it had"
 
     def _line(self, deadline: float) -> str | None:
-        """Return its next line, "" at its end, None where the time is over."""
+        """Return the next line, "" at the end, None after the deadline."""
         assert self.process.stdout is not None
         while b"\n" not in self._text:
             ready, _, _ = select.select([self.process.stdout], [], [], max(deadline - time.monotonic(), 0))
@@ -111,7 +108,7 @@ class _Probe:
 
 
 class Repeating:
-    """The two processes: ``start`` them, ``begin``, do something else, then ``finish``. They end with the block."""
+    """The two processes: ``start``, ``begin``, work meanwhile, then ``finish``. They end with the ``with`` block."""
 
     def __init__(self) -> None:
         self._probes: list[_Probe] = []
@@ -128,17 +125,17 @@ class Repeating:
 
     @property
     def begun(self) -> bool:
-        """Whether there is something to finish."""
+        """Whether the test has begun."""
         return self._task is not None
 
     def start(self) -> None:
-        """Start the processes; they import, and wait."""
+        """Start the processes, which import and then wait for their task."""
         if not self._probes:
-            # other numbers than people choose, so that the two differ from what the ranks have, too
+            # uncommon numbers, so that both differ from the seeds of the ranks
             self._probes = [_Probe(seed) for seed in (1597463007, 3405691582)]
 
     def begin(self, spec: WorkloadSpec, batch_size: int, *, evaluation: bool, parts: int = 0) -> None:
-        """Let the first process read. ``batch_size`` 0: the data's own. ``evaluation``: the evaluation data, too.
+        """Start reading in the first process. ``batch_size`` 0: the data's own. ``evaluation``: read that data too.
 
         ``parts``: microbatches of a minibatch, for ``forms``.
         """
@@ -148,7 +145,7 @@ class Repeating:
         self._probes[0].ask(self._task, self._deadline)
 
     def forms(self) -> tuple[SeenForm, ...]:
-        """Return the forms of the microbatches that the first process has read; none where it could not read."""
+        """Return the forms of the microbatches that the first process read; () if it could not read."""
         reading = self._first_answer()
         return reading.forms if isinstance(reading, Reading) else ()
 
@@ -158,7 +155,7 @@ class Repeating:
         return self._first
 
     def finish(self) -> Repeats:
-        """Let the second process read, and compare."""
+        """Read in the second process, and compare."""
         assert self._task is not None, "begin comes first"
         first, second = self._probes
         answers = [self._first_answer()]
@@ -170,14 +167,14 @@ class Repeating:
 
 
 def begin(repeating: Repeating, prepared: Prepared, *, evaluation: bool) -> None:
-    """Begin to try the data of what was prepared, unless it cannot differ: ``--input`` draws with the run's seed."""
+    """Begin the test of a prepared run's data, unless it cannot differ: ``--input`` draws with the run's seed."""
     if not prepared.workload.spec.inputs:
         size = batch_size_of(prepared.workload, prepared.plan) or 0
         repeating.begin(prepared.workload.spec, size, evaluation=evaluation, parts=prepared.plan.num_microbatches)
 
 
 def repeats_now(prepared: Prepared) -> Repeats:
-    """Return whether the data of what was prepared repeats."""
+    """Return whether the data of a prepared run repeats."""
     with Repeating() as repeating:
         begin(repeating, prepared, evaluation=False)
         return repeating.finish() if repeating.begun else Repeats(True)
@@ -198,7 +195,7 @@ def _compared(answers: Sequence[Reading | str | None]) -> Repeats:
 
 
 def explain(repeats: Repeats) -> str:
-    """Return the warning about a source of which it is not known that it repeats, "" where it does."""
+    """Return the warning about a source that does not repeat, or may not; "" if it repeats."""
     if repeats.answer:
         return ""
     if repeats.alone:

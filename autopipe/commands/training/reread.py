@@ -1,7 +1,7 @@
-"""A forward that changes its batch, and data that gives the same memory again.
+"""Refuse a forward that changes its batch in place if the data yields the same memory in every epoch.
 
-In plain training the change then stays in the user's data, and the next epoch reads it; stages work on copies. Such a
-training is refused: which of its epochs would be right is not to be guessed.
+In plain training, the change remains in the user's data, and the next epoch reads it. Stages work on copies and would
+train on other numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopipe.ir.graph import Graph, Node
 def changed_inputs(graph: Graph) -> dict[str, Node]:
     """Return the tensors of the batch that the forward changes in place, each with the first call that does.
 
-    Where a model is followed, such a tensor is cloned first; that clone is a call without a line of the user's.
+    Capture clones such a tensor first; that clone is a call without a line of the user's code.
     """
     inputs = {entry.name for entry in graph.inputs}
     clones = {
@@ -37,7 +37,7 @@ def changed_inputs(graph: Graph) -> dict[str, Node]:
 
 
 def refuse_changed_data(prepared: Prepared) -> None:
-    """Change the first minibatch as the forward would, read it again, and refuse data in which the change has stayed.
+    """Change the first minibatch as the forward would, read it again, and refuse data that kept the change.
 
     Raises: RunError naming the tensor and the line of the forward.
     """
@@ -62,7 +62,7 @@ def refuse_changed_data(prepared: Prepared) -> None:
 
 
 def _stays(name: str, leaf: Tensor, read: Callable[[], Mapping[str, Tensor]]) -> bool:
-    """Tell whether a change of a batch's tensor is seen in the batch that is read again. It is undone."""
+    """Return whether a change of a batch's tensor appears in the batch that is read again. The change is undone."""
     before = leaf.detach().clone()
     other = ~before if before.dtype == torch.bool else before + 1
     with torch.no_grad():

@@ -1,12 +1,12 @@
-"""``--resume`` beside other options: each is applied or refused. What is left out is as the run had it.
+"""``--resume`` with other options: each one is applied or refused. Options that are not given are those of the run.
 
 ==================================  ================================================================================
 option                              with ``--resume``
 ==================================  ================================================================================
---lr                                applied from here on; refused where a scheduler sets the rate
---optimizer, an edited hook         refused where they build something else than the run began with
+--lr                                applied from here on; refused if a scheduler sets the rate
+--optimizer, an edited hook         refused if they build something else than at the run's start
 --seed, --batch-size                another value is refused: the data's place and the random numbers go by them
---num-microbatches, --precision,    applied from here on, and said
+--num-microbatches, --precision,    applied from here on, with a note
 --clip-grad-norm, --ema,
 --deferred-batch-norm
 ==================================  ================================================================================
@@ -38,7 +38,7 @@ _FROM_WEIGHTS = "start a new run from its weights (autopipe export, then --init-
 
 
 def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
-    """Return the settings with every option that was left out as the checkpoint has it.
+    """Return the settings, with the checkpoint's value for every option that is not given.
 
     Raises: RunError for an option that contradicts it.
     """
@@ -84,9 +84,9 @@ def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
 
 
 def _stored_plan_serves(settings: PlanSettings, recorded: TrainingOptions) -> bool:
-    """Whether the plan of the work directory cuts minibatches as the run did, and no option asks for another plan.
+    """Return whether the stored plan cuts minibatches as the run did, and no option requires another plan.
 
-    Then nothing has to be pinned: what is pinned is written down with the plan, and would bind later runs too.
+    Then no value has to be pinned. Pinned values are stored with the plan, and would apply to later runs as well.
     """
     if replace(settings, max_shapes=MAX_SHAPES, ema=None) != PlanSettings(settings.profile):
         return False
@@ -113,9 +113,9 @@ def _as_planned(settings: PlanSettings, recorded: TrainingOptions) -> PlanSettin
 
 
 def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: Checkpoint) -> tuple[str, ...]:
-    """Compare what the options and hooks give now with what the run has; return what goes on otherwise, as notes.
+    """Compare the options and hooks with those of the run; return notes on the options that change.
 
-    Raises: RunError where they would silently be overwritten by the checkpoint, or cannot take over its state.
+    Raises: RunError if the checkpoint would silently override them, or its state does not fit them.
     """
     recorded = source.manifest.options
     assert recorded is not None
@@ -128,7 +128,7 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
         )
     built = _trainings(prepared.workload, prepared.plan, 2)
     first, second = (_edits(settings, trainings, source) for trainings in built)
-    # what differs from build to build, such as a time, is not an edit
+    # a value that differs from build to build, such as a time, is not an edit
     differences = [f"{path} {text}" for path, text in first.items() if second.get(path) == text]
     if differences:
         more = f"; {counted(len(differences) - _SHOWN, 'more difference')}" if len(differences) > _SHOWN else ""
@@ -164,7 +164,7 @@ def _options(settings: TrainSettings, plan: Plan) -> TrainingOptions:
 
 
 def _edits(settings: TrainSettings, trainings: Sequence[Training], source: Checkpoint) -> dict[str, str]:
-    """Compare every stage's optimizer with the checkpoint. Raises: RunError where it has no place in it."""
+    """Compare every stage's optimizer with the checkpoint. Raises: RunError if its state is missing there."""
     differences: dict[str, str] = {}
     for training in trainings:
         now = edits(source, training, rates=settings.new_rate is None)
@@ -177,7 +177,7 @@ def _edits(settings: TrainSettings, trainings: Sequence[Training], source: Check
 def _trainings(workload: Workload, plan: Plan, count: int) -> list[list[Training]]:
     """Build the optimizers and schedulers of a plan's stages ``count`` times, over empty parameters if possible.
 
-    Raises: ModelFileError where the hooks fail.
+    Raises: ModelFileError if the hooks fail.
     """
     try:
         named = dict(workload.build_model(empty=True).named_parameters())

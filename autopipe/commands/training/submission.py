@@ -62,7 +62,7 @@ def ranks_of(settings: TrainSettings) -> int:
     store = Store(settings.plan.work_dir)
     if not store.plan.exists():
         raise RunError(
-            f"--launcher {settings.launch.name}: the number of ranks is not known",
+            f"--launcher {settings.launch.name}: --gpus is not given, and no plan is stored",
             remedy="--gpus N, or autopipe plan first",
         )
     return store.stored_plan()[0].num_ranks

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("args", "shown"),
     [
-        (["train", "x.py", "--launcher", "slurm"], "--launcher slurm: the number of ranks is not known"),
+        (["train", "x.py", "--launcher", "slurm"], "--launcher slurm: --gpus is not given, and no plan is stored"),
         (["train", "nowhere.py", "--gpus", "2"], "file not found: nowhere.py"),
         (["plan", "--gpus", "2"], "no model was named"),
         (["generate"], "there is no plan.json"),

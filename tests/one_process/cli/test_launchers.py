@@ -71,7 +71,7 @@ def test_a_dry_run_for_ray_shows_each_actors_command() -> None:
 def test_slurm_without_a_number_of_ranks_is_refused() -> None:
     done = run("train", "model.py", "--launcher", "slurm")
     assert done.exit_code == 1
-    assert "the number of ranks is not known" in done.stderr
+    assert "--gpus is not given, and no plan is stored" in done.stderr
 
 
 def test_slurm_without_its_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
