@@ -34,7 +34,7 @@ def data(batch_size=8):
 @pytest.fixture(autouse=True)
 def no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attempts, finished):
-        monkeypatch.setattr(module, "launch", lambda request: pytest.fail("a rank was started"))
+        monkeypatch.setattr(module, "run_ranks", lambda *request: pytest.fail("a rank was started"))
 
 
 def refused(folder: Path, **more: Any) -> AutopipeError:
