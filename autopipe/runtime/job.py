@@ -91,7 +91,7 @@ class Job:
         ):
             raise ValueError("the numbers of a job must not be negative, and threads must be at least 1")
         if not 0 <= self.ema < 1:
-            raise ValueError(f"ema must be in [0, 1) (got {self.ema})")
+            raise ValueError(f"the decay of ema must be in [0, 1) (got {self.ema})")
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"unknown device {self.device!r}; known: cpu, cuda")
         if self.on_nonfinite not in NONFINITE:
