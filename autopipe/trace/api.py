@@ -119,8 +119,8 @@ def _refuse_sparse_parameters(model: nn.Module) -> None:
         if sparse.is_sparse(parameter):
             layout = str(parameter.layout).removeprefix("torch.")
             raise TraceError(
-                f"parameter {name} is stored sparse ({layout}): its gradient would be, too",
-                remedy="store it dense (to_dense()), or make it a buffer (register_buffer) where it is not trained",
+                f"parameter {name} is sparse ({layout}), so its gradient would be sparse",
+                remedy="make it dense (to_dense()), or, if it is not trained, a buffer (register_buffer)",
             )
 
 

@@ -201,7 +201,7 @@ def explained(error: Exception, construct: str, *, drawn: bool = False) -> Trace
     name = construct.rpartition(".")[2]
     if depends_on_data(error) and drawn:
         return TraceError(
-            f"{name or 'a comparison of numbers'}: the model draws random numbers and decides by them, {COIN}",
+            f"{name or 'a comparison of numbers'}: the model makes a decision from random numbers, {COIN}",
             where=where,
             remedy="apply the draw as a factor or with torch.where, set the probability to 0 or 1, or, for a random "
             "change of the inputs, make it in data()",
@@ -215,7 +215,7 @@ def explained(error: Exception, construct: str, *, drawn: bool = False) -> Trace
         return TraceError(
             what,
             where=where,
-            remedy=f"{remedy}; or --allow-data-dependent to keep the way this batch goes, checked at every step",
+            remedy=f"{remedy}; or --allow-data-dependent to keep the branch of this batch, checked at every step",
         )
     if isinstance(error, UnsupportedFakeTensorException):
         return TraceError(f"{name or 'a call'} cannot be followed without data: {error}", where=where)
@@ -226,11 +226,11 @@ def explained(error: Exception, construct: str, *, drawn: bool = False) -> Trace
     return TraceError(
         f"the model failed while it was followed{f' in {name}' if name else ''}: {head}",
         where=where,
-        remedy="run the model on one batch by itself; if that works, this line does something that needs real numbers",
+        remedy="run the model on one batch without autopipe; if that works, this line needs real numbers",
     )
 
 
-COIN = "so another step takes another way"
+COIN = "so other steps take other branches"
 FIXED_BATCH = "the model only takes batches of"
 MORE_CALLS = "the model makes more calls than for a batch of another shape"
 OTHER_CALLS = "the model makes other calls than in training"

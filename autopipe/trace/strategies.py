@@ -283,7 +283,7 @@ def _check_model_runs(strategies: CaptureStrategies, error: TraceError) -> None:
             f"the model itself fails on a batch of {strategies.batch} ({shapes(item)}): "
             f"{type(failure).__name__}: {text}",
             where=place_of(failure) or error.where,
-            remedy="compare the batch with what the model takes; run the model on one batch by itself",
+            remedy="compare the batch with the expected inputs; run the model on one batch without autopipe",
         ) from failure
     finally:
         with torch.no_grad():

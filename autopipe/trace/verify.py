@@ -94,7 +94,7 @@ def _with_hooks(error: TraceError, model: nn.Module) -> TraceError:
     return TraceError(
         f"{error.what}; the model has hooks that may change gradients: {', '.join(hooks[:_SHOWN])}",
         where=error.where,
-        remedy="leave the hook out, or change the gradient in a torch.autograd.Function in the forward",
+        remedy="remove the hook, or change the gradient in a torch.autograd.Function in the forward",
     )
 
 
@@ -120,7 +120,7 @@ def _run(
         raise TraceError(
             f"{failed} on real numbers: {type(error).__name__}: {error}",
             where=place_of(error),
-            remedy="run the model on one batch by itself; see whether forward and backward work",
+            remedy="run the model on one batch without autopipe, and check that forward and backward work",
         ) from error
     finally:
         after = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}

@@ -29,7 +29,7 @@ def assemble(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor])
         module.graph = graph
     except (SyntaxError, RuntimeError) as error:
         if not any(keyword.iskeyword(name) for node in graph.nodes for name in str(node.target).split(".")):
-            raise TraceError(f"a call has an argument that cannot be written down: {error}") from error
+            raise TraceError(f"a call has an argument that cannot be written as source text: {error}") from error
         _run_without_source(module, graph)
     # not train(), which would change the user's modules
     module.training = any(part.training for part in model.modules())

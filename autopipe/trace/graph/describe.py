@@ -151,7 +151,7 @@ class _Describer:
                 raise TraceError(
                     "the forward changes a tensor in place that is neither parameter nor buffer",
                     where=where_text(meta),
-                    remedy="register it with register_buffer in the model, so that checkpoints and stages know of it; "
+                    remedy="register it with register_buffer in the model, so that checkpoints and stages include it; "
                     "in a loss that is an nn.Module, where it has a parameter too: self.follow = "
                     "nn.Parameter(torch.zeros(()), requires_grad=False)",
                 )
@@ -228,9 +228,9 @@ def _refuse_sparse(node: fx.Node, module: nn.Module | None) -> None:
     given = node.kwargs.get("sparse", node.args[place] if place < len(node.args) else False)
     if getattr(module, "sparse", None) is True or given is True:
         raise TraceError(
-            f"{node.target if module is not None else 'an embedding'} makes sparse gradients (sparse=True)",
+            f"{node.target if module is not None else 'an embedding'} produces sparse gradients (sparse=True)",
             where=where_text(node.meta),
-            remedy="leave sparse=True out: the gradient is the same, as a dense tensor",
+            remedy="remove sparse=True: the gradient is the same, as a dense tensor",
         )
 
 
@@ -247,9 +247,9 @@ def _refuse_sparse_parts(node: fx.Node) -> None:
     sources = [source.meta.get("val") for source in node.all_input_nodes]
     if name in _PARTS_OF_SPARSE and any(isinstance(value, Tensor) and sparse.is_sparse(value) for value in sources):
         raise TraceError(
-            f"{name}() of a sparse tensor: how many entries it has depends on its values",
+            f"{name}() of a sparse tensor: its number of entries depends on its values",
             where=where_text(node.meta),
-            remedy="keep the indices and values as buffers of their own, or use the sparse tensor as a whole",
+            remedy="keep the indices and values as separate buffers, or use the complete sparse tensor",
         )
 
 
@@ -262,7 +262,7 @@ def _refuse_sparse_written(meta: Mapping[str, Any]) -> None:
         raise TraceError(
             "the forward changes a tensor in place that is stored sparse",
             where=where_text(meta),
-            remedy="keep what the forward changes as a dense tensor (to_dense()); a sparse one may be read",
+            remedy="make the tensor that the forward changes dense (to_dense()); a sparse tensor may be read",
         )
 
 

@@ -111,7 +111,7 @@ def _elsewhere(workload: Workload, item: Item) -> ModelFileError:
         "dimension 1 have the gradient of the batch, and parts along dimension 0 have another",
         where=hook.place,
         remedy="define batch_dim in the model file, such as batch_dim = 1, or (1, 0) for inputs and target; or write "
-        "data(batch_size), so that it is found; batch_dim = 0 cuts along dimension 0 all the same",
+        "data(batch_size), so that autopipe finds it; batch_dim = 0 splits along dimension 0 regardless",
     )
 
 

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 AUTO, NEVER = "auto", "never"
 _GRADIENTS = (f"torch.autograd.grad {TRANSFORMED}", f"torch.func {TRANSFORMED}")
 _RANDOM, _DATA, _BATCH, _UNSEEN = (
-    "its path is drawn at random",
+    "its path is chosen at random",
     "its path depends on the data",
-    "it makes other calls for other batch sizes",
+    "its calls differ between batch sizes",
     "its calls cannot be recorded",
 )
 
@@ -59,7 +59,7 @@ class Opaque:
                 names = [name for name in known if name]
                 raise TraceError(
                     f"--opaque names {path!r}: {unknown_choice('module', path, names)}",
-                    remedy="give auto, never, or paths of modules as model.named_modules() has them",
+                    remedy="give auto, never, or module paths from model.named_modules()",
                 )
             if not known[path]._modules and type(known[path]).__module__.startswith("torch.nn."):
                 continue  # a layer of torch.nn is one node already
@@ -97,11 +97,13 @@ class Opaque:
             return True
         left = self._left() if UNSEEN in error.what else None
         if left is not None:
-            _advise(error, f"return {left[1]} from the forward of {left[0]}, which runs as it is, beside its result")
+            _advise(
+                error, f"return {left[1]} from the forward of {left[0]}, which runs as it is, along with its result"
+            )
         elif reasons:
             _advise(error, f"it cannot run as it is either ({'; '.join(reasons)})")
         else:
-            _advise(error, "move these lines into a module of their own, which then runs as it is in one stage")
+            _advise(error, "move these lines into a separate module, which then runs as it is in one stage")
         return False
 
     def notes(self) -> tuple[str, ...]:
@@ -184,14 +186,14 @@ class Opaque:
         foreign = self._observed.foreign.get(path)
         if foreign:
             raise Unfit(
-                f"its forward reads {min(foreign)}, which it does not hold: make it a parameter or buffer of this "
-                "module, too"
+                f"its forward reads {min(foreign)}, which belongs to another module: make it a parameter or "
+                "buffer of this module, too"
             )
         runs = [calls.get(path, []) for calls in self._observed.calls]
         if not any(runs):
             raise Unfit("nothing calls it: it only holds modules")
         if len({len(calls) for calls in runs[:3]}) > 1 or not runs[0]:
-            raise Unfit("it is called another number of times from batch to batch")
+            raise Unfit("the number of its calls differs from batch to batch")
         runs = [calls for calls in runs if len(calls) == len(runs[0])]
         return [form_of([calls[number] for calls in runs]) for number in range(len(runs[0]))]
 

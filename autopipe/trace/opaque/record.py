@@ -56,7 +56,7 @@ class ModuleCalls:
     def refuse_drawn(self) -> None:
         """Refuse draws from Python's or numpy's generator since the last call. Raises: TraceError."""
         if self.borrowed.snapshot.random_drawn():
-            raise unsupported("random numbers from outside of torch", "")
+            raise unsupported("random numbers from outside torch", "")
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run ``module(*args, **kwargs)``, as one node if it is a leaf or opaque."""
@@ -65,8 +65,8 @@ class ModuleCalls:
             return original(module, *args, **kwargs)
         if isinstance(module, torch.jit.ScriptModule):
             raise unsupported(
-                f"{path or 'the model'} was compiled by torch.jit.script, so its forward is no Python any more",
-                "leave torch.jit.script out of the model file: the plain module computes the same",
+                f"{path or 'the model'} was compiled by torch.jit.script, so its forward is no longer Python",
+                "remove torch.jit.script from the model file: the plain module computes the same",
             )
         which = self._calls[path] = self._calls.get(path, -1) + 1
         if self.watch:
@@ -117,7 +117,7 @@ class ModuleCalls:
         """
         form = opaque.form(path, which)
         if form is None:
-            raise unsupported(f"{path} is called more often than on the batches that were run", "")
+            raise unsupported(f"{path} is called more often than on the batches that were observed", "")
         parameters = list(module.parameters())
 
         def results(args: Any, kwargs: Any) -> Any:

@@ -80,15 +80,15 @@ def form_of(calls: Sequence[Call]) -> Form:
     """
     first = calls[0]
     if not all(call.plain for call in calls):
-        raise Unfit("something comes in that is neither a tensor nor a plain value")
+        raise Unfit("an input is neither a tensor nor a plain value")
     for call in calls[1:]:
         if call.container != first.container or len(call.inputs) != len(first.inputs):
-            raise Unfit("it takes or gives another number of tensors from batch to batch")
+            raise Unfit("the number of its input or output tensors differs from batch to batch")
         if [len(leaf.shape) for leaf in call.inputs] != [len(leaf.shape) for leaf in first.inputs]:
-            raise Unfit("its inputs have another number of dimensions from batch to batch")
+            raise Unfit("the number of dimensions of its inputs differs from batch to batch")
     entries = tuple(_entry(calls, number) for number in range(len(first.outputs)))
     if not any(_is_sized(leaf) for entry in entries if not entry.why for leaf in entry.leaves):
-        raise Unfit(next((entry.why for entry in entries if entry.why), "no tensor goes out"))
+        raise Unfit(next((entry.why for entry in entries if entry.why), "it returns no tensor"))
     changed = tuple(sorted({place for call in calls for place in call.changed}))
     left = tuple(dict.fromkeys(entry for call in calls for entry in call.left))
     return Form(entries, first.container, changed, left)
@@ -109,7 +109,7 @@ def _entry(calls: Sequence[Call], number: int) -> Entry:
     first = parts[0]
     try:
         if any(part.structure != first.structure for part in parts):
-            raise Unfit("another number of tensors goes out from batch to batch")
+            raise Unfit("the number of its output tensors differs from batch to batch")
         places = range(len(first.leaves))
         return Entry(tuple(_leaf(calls, [part.leaves[place] for part in parts]) for place in places), first.structure)
     except Unfit as unfit:
@@ -124,19 +124,19 @@ def _leaf(calls: Sequence[Call], seen: Sequence[Any]) -> Any:
     first = seen[0]
     if not isinstance(first, Leaf):
         if not isinstance(first, (type(None), bool, int, float, str)):
-            raise Unfit(f"a {type(first).__name__} goes out, which is no tensor")
+            raise Unfit(f"it returns a {type(first).__name__}, which is not a tensor")
         if any(type(leaf) is not type(first) or leaf != first for leaf in seen):
-            raise Unfit(f"a value that goes out depends on the data ({first!r})")
+            raise Unfit(f"a value that it returns depends on the data ({first!r})")
         return first
     kinds = {(leaf.dtype, len(leaf.shape)) if isinstance(leaf, Leaf) else None for leaf in seen}
     if len(kinds) > 1 or not all(leaf.strided for leaf in seen):
-        raise Unfit("a tensor that goes out has another type or number of dimensions from batch to batch")
+        raise Unfit("the type or number of dimensions of a tensor that it returns differs from batch to batch")
     shared = {leaf.alias for leaf in seen} - {-1}
     whole_inputs = all(
         leaf.alias < 0 or leaf.shape == call.inputs[leaf.alias].shape for call, leaf in zip(calls, seen, strict=True)
     )
     if len(shared) > 1 or not whole_inputs:
-        raise Unfit("a tensor that goes out is a part of one that comes in")
+        raise Unfit("a tensor that it returns is a part of an input")
     whole = Leaf(
         first.shape,
         first.dtype,
@@ -163,7 +163,7 @@ def _size(calls: Sequence[Call], seen: Sequence[Leaf], dimension: int) -> Size:
         line = _line([call.inputs[input_].shape[d] for call in calls], sizes)
         if line is not None:
             return Size((input_, d), *line)
-    raise Unfit(f"the size of what goes out depends on the data ({', '.join(str(size) for size in sizes)})")
+    raise Unfit(f"the size of a tensor that it returns depends on the data ({', '.join(str(size) for size in sizes)})")
 
 
 def _line(given: Sequence[int], sizes: Sequence[int]) -> tuple[int, int] | None:

@@ -211,7 +211,7 @@ def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> 
                 f"{FIXED_BATCH} {value} samples: dimension {dimension} of {node.name} was taken for "
                 f"a number (the batch had {batch})",
                 where=shape_env.fixed_at.get(symbol, ""),
-                remedy="compute with x.shape[0] as it is: no int(), no range() over it, no comparison with a number",
+                remedy="compute with x.shape[0] directly: do not use int(), range() or a comparison with a number",
             )
             fixed.within = shape_env.fixed_within.get(symbol, ())
             raise fixed
@@ -225,8 +225,8 @@ def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:
             raise TraceError(
                 f"buffer {name} is bound to a tensor of another shape or dtype in the forward",
                 where=_made_at(recorder, now),
-                remedy="where the first forward fills it in, run the model on one batch before build_model returns it; "
-                "else keep its shape and dtype, or keep the value out of the module",
+                remedy="if the first forward sets it, run the model on one batch before build_model returns it; "
+                "otherwise keep its shape and dtype, or store the value outside the module",
             )
         with torch.no_grad():
             fake.copy_(now)

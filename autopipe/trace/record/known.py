@@ -52,7 +52,7 @@ class Known:
         if name is None:
             raise unsupported(
                 f"a tensor of shape {tuple(value.shape)} {UNSEEN}",
-                "make it with a public torch function in forward, or in __init__ with register_buffer",
+                "create it with a public torch function in forward, or in __init__ with register_buffer",
             )
         node = self.graph.get_attr(name)
         node.meta["val"] = value
@@ -88,7 +88,7 @@ class Known:
                 raise unsupported(f"torch.func {TRANSFORMED}", "leave it out")
             if value.requires_grad:
                 raise unsupported(
-                    f"a tensor of shape {tuple(value.shape)} that requires a gradient is no parameter of the model",
+                    f"a tensor of shape {tuple(value.shape)} that requires a gradient is not a parameter of the model",
                     "register it in the model as an nn.Parameter; let a loss that has parameters be the nn.Module "
                     "itself (loss = criterion, not a function that calls it); or detach() it",
                 )

@@ -149,7 +149,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
             return None
         if attribute == "data":
             raise unsupported(
-                "x.data = y changes a tensor behind autograd's back", "use x.copy_(y) under torch.no_grad()"
+                "x.data = y changes a tensor without autograd's knowledge", "use x.copy_(y) under torch.no_grad()"
             )
         return func(*args)
 
@@ -300,7 +300,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
             return self.known.node(self.known.constant(real))
         if isinstance(value, torch.Generator):
             raise unsupported(
-                "a torch.Generator of the model's own", "leave generator= out; every draw gets its own seed"
+                "a torch.Generator that the model owns", "leave generator= out; every draw gets its own seed"
             )
         return value
 
@@ -313,7 +313,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
             return self.symbols.node(expression, self.append)
         except KeyError as error:
             raise unsupported(
-                f"a size is computed with {error.args[0]}, which cannot be written down ({expression})",
+                f"a size is computed with {error.args[0]}, which cannot be written as source text ({expression})",
                 "compute it from x.shape with + - * // %",
             ) from None
 

@@ -30,7 +30,7 @@ _MOST_PLACES = 64  # changed places that are searched for in the source
 _NO_FORWARD = ("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters")
 _FORWARD, _DATA = "the forward or the loss", "the data hook"
 _KEEP = "make it a buffer (register_buffer) that torch operations update, or a tensor of the batch"
-_INPUT = "give it as a tensor of the batch"
+_INPUT = "pass it as a tensor of the batch"
 _DRAW = "draw with torch's functions, without generator=, and apply the result as a factor"
 _FREEZE = "freeze and switch parts where the model is built; another set of trained parameters is another run"
 
@@ -267,16 +267,16 @@ class _Unusable:
     """A placeholder for a value that a run should not read. It can only be printed."""
 
     def __repr__(self) -> str:
-        return "a value of the run before"
+        return "a value of the previous run"
 
     def __format__(self, spec: str) -> str:
         return repr(self)
 
     def __bool__(self) -> bool:
-        raise ValueError("the value of the run before is read")
+        raise ValueError("the value of the previous run is read")
 
     def __eq__(self, other: object) -> bool:
-        raise ValueError("the value of the run before is read")
+        raise ValueError("the value of the previous run is read")
 
     __hash__ = None  # type: ignore[assignment]  # the value must not be usable as a key
 

@@ -99,10 +99,10 @@ def test_a_class_of_optimizer_is_refused_the_same_way(load) -> None:
 
 
 def test_sparse_gradients_are_refused_at_the_users_line(load) -> None:
-    with pytest.raises(TraceError, match="table makes sparse gradients") as caught:
+    with pytest.raises(TraceError, match="table produces sparse gradients") as caught:
         capture(load(sparse=", sparse=True"))
     assert "net.py:13: x = self.table(x)" in caught.value.where
-    assert "leave sparse=True out" in caught.value.remedy
+    assert "remove sparse=True" in caught.value.remedy
 
 
 def test_a_wrong_argument_of_the_model_is_what_the_command_line_said(load) -> None:

@@ -154,10 +154,10 @@ class Sparse(torch.nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("parameter", "parameter table is stored sparse"),
+        ("parameter", "parameter table is sparse"),
         ("changes", "changes a tensor in place that is stored sparse"),
         ("binds", "changes a tensor in place that is stored sparse"),
-        ("indices", "how many entries it has depends on its values"),
+        ("indices", "its number of entries depends on its values"),
     ],
 )
 def test_what_cannot_be_done_with_a_sparse_tensor_is_refused(kind: str, message: str) -> None:

@@ -136,7 +136,7 @@ CASES = {
     Branch: ("__bool__: its result depends on the numbers in the batch", "the branch", "torch.where"),
     IntRead: ("__int__: its result depends", "the read", "keep the value a tensor"),
     NumpyDetour: ("numpy", "the detour", ""),
-    OutsideParameter: ("that requires a gradient is no parameter of the model", "the outsider", "nn.Parameter"),
+    OutsideParameter: ("that requires a gradient is not a parameter of the model", "the outsider", "nn.Parameter"),
     Hook: ("a tensor hook (register_hook)", "the hook", "torch.autograd.Function"),
     Coin: ("draws from Python's random in its forward", "the coin", "layerdrop=0.0"),
     NumpyCoin: ("draws from numpy.random in its forward", "the coin", "draw with torch"),
@@ -148,7 +148,7 @@ CASES = {
     InnerBackward: ("backward() inside the forward", "the backward", "trainer"),
     Penalty: ("torch.autograd.grad inside the forward", "the grad", "leave it out"),
     Failing: ("the model itself fails on a batch of 5 (['x']: float32[5, 4]): Runtime", "the mistake", "one batch"),
-    OwnGenerator: ("a torch.Generator of the model's own", "the generator", "leave generator= out"),
+    OwnGenerator: ("a torch.Generator that the model owns", "the generator", "leave generator= out"),
 }
 
 
@@ -222,7 +222,7 @@ def test_a_scripted_module_is_refused_with_its_line():
     with pytest.raises(TraceError, match=r"inner was compiled by torch\.jit\.script") as caught:
         capture(Toy(Scripted, vectors))
     assert "the scripted" in caught.value.where
-    assert "leave torch.jit.script out" in caught.value.remedy
+    assert "remove torch.jit.script" in caught.value.remedy
 
 
 def test_a_lazy_module_is_refused_with_its_parameter():

@@ -218,7 +218,7 @@ DECISIONS = {
 @pytest.mark.parametrize("case", DECISIONS)
 def test_a_decision_by_torchs_random_numbers_is_not_blamed_on_the_batch(case, model_of):
     forward = f"x = self.a(x)\n{DECISIONS[case]}\n    x = x + 1\nreturn x.mean()"
-    with pytest.raises(TraceError, match="draws random numbers and decides by them, so another step") as caught:
+    with pytest.raises(TraceError, match="makes a decision from random numbers, so other steps") as caught:
         capture(Toy(model_of(forward), vectors))
     assert caught.value.where.endswith("# THIS")
     assert "--allow-data-dependent" not in caught.value.remedy

@@ -137,7 +137,7 @@ def test_it_is_said_which_modules_and_why(folder: Path) -> None:
     notes = captured_file(write("experts", folder)).capture.notes
     assert notes[0].startswith("blocks.0.moe and 2 more modules run as they are: their path depends on the data (")
     notes = captured_file(write("augmented", folder)).capture.notes
-    assert notes[0].startswith("aug runs as it is: its path is drawn at random (")
+    assert notes[0].startswith("aug runs as it is: its path is chosen at random (")
 
 
 REFUSED = {
@@ -168,7 +168,7 @@ def test_the_option_reaches_the_capture(folder: Path, tmp_path: Path) -> None:
     assert "--opaque auto" in json.loads(refused.stdout)["error"]["try"]
     measured = CliRunner().invoke(autopipe, [*words, "--json"])
     assert measured.exit_code == 0
-    assert "aug runs as it is: its path is drawn at random" in measured.stdout
+    assert "aug runs as it is: its path is chosen at random" in measured.stdout
     workload = json.loads((tmp_path / "profile.json").read_text())["workload"]
     assert (workload["opaque"], workload["opaque_modules"]) == ("auto", ["aug"])
 
@@ -269,8 +269,12 @@ class Model(nn.Module):
     ("text", "what", "remedy"),
     [
         (AUXILIARY, "made by a call that cannot be followed", "return extra from the forward of routers.0"),
-        (BORROWING, "depends on the numbers in the batch", "its forward reads last.weight, which it does not hold"),
-        (ROOT, "the model draws from Python's random", "move these lines into a module of their own"),
+        (
+            BORROWING,
+            "depends on the numbers in the batch",
+            "its forward reads last.weight, which belongs to another module",
+        ),
+        (ROOT, "the model draws from Python's random", "move these lines into a separate module"),
         (IN_PLACE, "depends on the numbers in the batch", "its forward changes parameter norm.weight in place"),
         (COUNTER, "changes model.counting.calls, and the model reads it", "buffer"),
     ],

@@ -158,7 +158,7 @@ def test_a_function_over_a_module_with_parameters_is_refused_with_what_to_write(
     path = tmp_path / "own.py"
     text = LOSSES["uncertainty"].replace("loss = Weighted()", "criterion = Weighted()")
     path.write_text(MODEL + text + "def loss(output, target):\n    return criterion(output, target)\n")
-    with pytest.raises(TraceError, match="no parameter of the model") as caught:
+    with pytest.raises(TraceError, match="not a parameter of the model") as caught:
         capture(load_workload(LoadOptions(str(path))))
     assert "loss = criterion" in caught.value.remedy
 

@@ -111,7 +111,7 @@ def test_pitfall_04_what_a_model_does_from_some_batch_size_on_is_noticed():
 
     captured = capture(Toy(Threshold, vectors))
     assert any("if x.shape[0] > 64" in note for note in captured.notes)
-    with pytest.raises(RunError, match="takes another way"):
+    with pytest.raises(RunError, match="takes another branch of the model"):
         replay(captured.module, {"x": torch.ones(100, 4)}, (0, 0, 0))
 
 
