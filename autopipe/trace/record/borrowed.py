@@ -69,7 +69,7 @@ class Snapshot:
         return now[2:] != before[2:] or not np.array_equal(now[1], before[1])
 
     def changed(self, model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
-        """Give (path, attribute, value before, value now) of every plain attribute that was bound anew."""
+        """Give (path, attribute, value before, value now) of every plain attribute that was rebound."""
         for (path, module), (attributes, before) in zip(model.named_modules(), self._attributes, strict=False):
             if vars(module) is not attributes:
                 continue
