@@ -65,7 +65,7 @@ class ModuleCalls:
             return original(module, *args, **kwargs)
         if isinstance(module, torch.jit.ScriptModule):
             raise unsupported(
-                f"{path or 'the model'} was compiled by torch.jit.script, so its forward is no longer Python",
+                f"{path or 'the model'} was compiled by torch.jit.script, so its forward is not Python code",
                 "remove torch.jit.script from the model file: the plain module computes the same",
             )
         which = self._calls[path] = self._calls.get(path, -1) + 1
