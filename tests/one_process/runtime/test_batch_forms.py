@@ -237,7 +237,7 @@ def test_only_equal_values_have_the_same_text() -> None:
 
 
 def test_a_value_that_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ModelFileError, match=r"the batch holds an Opaque at \['handle'\], which cannot be compared"):
+    with pytest.raises(ModelFileError, match=r"the batch has an Opaque at \['handle'\], which cannot be compared"):
         form_of({"x": torch.ones(2, 3), "handle": Opaque()})
     recursive: list[object] = []
     recursive.append(recursive)
