@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 # in a background job, or under nohup, these are ignored, and every child inherits that: tests that interrupt a command
@@ -16,6 +17,8 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 FOLDER = tempfile.mkdtemp(prefix="autopipe-tests-")
 os.environ["TMPDIR"] = tempfile.tempdir = FOLDER
 os.environ["XDG_STATE_HOME"] = f"{FOLDER}/state"
+# tests rewrite model files within a second, which bytecode files cannot tell apart
+sys.dont_write_bytecode = True
 # as ranks have: with more threads, sums and products are rounded differently
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the models of tests are so small that one rank alone would be the fastest plan: commands cut them into stages, unless
@@ -23,5 +26,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["AUTOPIPE_REPLICAS"] = "never"
 
 
-def pytest_sessionfinish() -> None:
+def pytest_unconfigure() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)

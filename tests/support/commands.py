@@ -126,7 +126,7 @@ class Commands:
             if process.poll() is None:
                 process.kill()
             process.communicate()
-        shutil.rmtree(self.temporary)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def _refused(name: str) -> None:
