@@ -319,7 +319,7 @@ def _modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
 
 
 def _named(ran: Ran) -> Iterator[tuple[str, Any]]:
-    """Yield what a function of an installed package reaches by name: globals, also of modules, and its class."""
+    """Yield what a function of an installed package reaches by name: globals, also of modules, and its classes."""
     names = frozenset((*ran.code.co_names, ran.code.co_qualname.partition(".")[0]))
     pending, seen = [sys.modules.get(_module_name(ran))], set()
     while pending:
@@ -329,7 +329,8 @@ def _named(ran: Ran) -> Iterator[tuple[str, Any]]:
         seen.add(id(module))
         yield module.__name__, Names(module, names)
         pending += [value for name in names if isinstance(value := vars(module).get(name), types.ModuleType)]
-    yield from ((kind.__name__, kind) for kind in ran.classes if is_users_module(kind.__module__))
+    classes = dict.fromkeys(base for kind in ran.classes for base in kind.__mro__)
+    yield from ((kind.__name__, kind) for kind in classes if is_users_module(kind.__module__))
 
 
 def _meets(access: Access, key: Key) -> bool:

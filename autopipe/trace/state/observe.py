@@ -27,10 +27,10 @@ class Ran:
     globals: dict[str, Any]
     names: dict[str, list[Any]] = field(default_factory=dict)  # argument -> its values, without tensors
     frames: int = 0  # calls so far
-    classes: list[type] = field(default_factory=list)  # classes of ``self``
+    classes: list[type] = field(default_factory=list)  # classes of ``self``, and values of ``cls``
 
     def keep(self, local: dict[str, Any]) -> bool:
-        """Keep the arguments of one call. Return whether the class of ``self`` is new."""
+        """Keep the arguments of one call. Return whether the class of ``self``, or ``cls``, is new."""
         self.frames += 1
         code = self.code
         count = code.co_argcount + code.co_kwonlyargcount
@@ -40,10 +40,12 @@ class Ran:
                 known = self.names.setdefault(name, [])
                 if not any(value is other for other in known):
                     known.append(value)
-        instance = local.get("self")
-        if instance is None or type(instance) in self.classes:
+        instance, kind = local.get("self"), local.get("cls")
+        if instance is not None:
+            kind = type(instance)
+        if not isinstance(kind, type) or kind in self.classes:
             return False
-        self.classes.append(type(instance))
+        self.classes.append(kind)
         return True
 
 
