@@ -9,6 +9,7 @@ trained (``plan --from-pipedream``, ``plan --sweep-gpus``).
 from __future__ import annotations
 
 import functools
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
@@ -145,6 +146,11 @@ class Pipeline:
         from autopipe.commands.training import runs
         from autopipe.commands.training.placement import placed
 
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # its main module is being imported
+            raise RunError(
+                "a rank that imports the calling script reached train() in it",
+                remedy='call train() under `if __name__ == "__main__":`',
+            )
         given = self._merged(options, table.TrainOptions)
         launch = table.launch_settings(given)
         if launch.name not in _IN_PROCESS:

@@ -205,6 +205,15 @@ LEAST: dict[str, int] = {
     **dict.fromkeys(("steps", "epochs", "stages_per_rank", "warmup_depth"), 1),
     **dict.fromkeys(("max_shapes", "checkpoint_every", "eval_every", "keep_checkpoints", "max_restarts", "step"), 0),
 }
+# options that are switches: True or False
+SWITCHES = frozenset(
+    (
+        *("allow_data_dependent", "no_verify", "vertical_sync", "full_batch", "trust_network", "check", "averaged"),
+        *("deferred_batch_norm", "elastic", "trust", "allow_other_data", "timeline", "measure_memory"),
+    )
+)
+# options that are numbers, whole or not
+NUMBERS = frozenset(("lr", "ema", "clip_grad_norm", "watchdog"))
 _EXCLUSIVE = (
     ("num_microbatches", "microbatch_size"),
     ("cluster", "gpu_memory"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopipe.commands.options import CHOICES, LEAST, exclusive_pair
+from autopipe.commands.options import CHOICES, LEAST, NEWEST, NUMBERS, SWITCHES, exclusive_pair
 from autopipe.errors import unknown_choice, with_article
 
 _PATHS = ("work_dir", "schedule_file", "cluster", "ssh_config", "init_from", "run_dir", "trace")
@@ -42,11 +42,43 @@ def _parsed(name: str, value: Any) -> Any:
         raise ValueError(unknown_choice(name, str(value), CHOICES[name]))
     if name in LEAST and (type(value) is not int or value < LEAST[name]):
         raise ValueError(f"{name} must be a whole number of at least {LEAST[name]}, got {value!r}")
+    if name in SWITCHES and not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    if name in NUMBERS:
+        return _number(name, value)
     if name in _PATHS:
         return Path(value)
     if name in _TARGETS:
         return target_text(value, name)
     return _PARSERS[name](value) if name in _PARSERS else value
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number as it is. Raises: ValueError unless it is finite, and not below 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    if name == "watchdog" and value == 0:
+        raise ValueError("watchdog must be more than 0 seconds, got 0")
+    return value
+
+
+def _seed(value: Any) -> int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise ValueError(f"seed must be a whole number that fits in 64 bits, got {value!r}")
+    return value
+
+
+def _resume(value: Any) -> bool | int:
+    if isinstance(value, bool) or (type(value) is int and value >= NEWEST):
+        return value
+    raise ValueError(f"resume must be True, False or the step of a checkpoint, got {value!r}")
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = tuple(value) if isinstance(value, (list, tuple, range)) else ()
+    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        raise ValueError(f"microbatch_sizes must be a list of whole numbers of at least 1, got {value!r}")
+    return sizes
 
 
 def _arguments(value: Mapping[str, Any]) -> dict[str, str]:
@@ -122,7 +154,9 @@ def _hostfile(value: Any) -> tuple[Any, ...]:
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "arg": _arguments,
     "input": _inputs,
-    "microbatch_sizes": tuple,
+    "microbatch_sizes": _sizes,
+    "seed": _seed,
+    "resume": _resume,
     "gpu_memory": _bytes,
     "link": _rate,
     "hosts": _hosts,

@@ -1,6 +1,7 @@
 """The keywords of ``autopipe.Pipeline`` are the options of the command line, from one table."""
 
 import inspect
+from typing import get_type_hints
 
 import click
 import pytest
@@ -60,3 +61,11 @@ def test_least_numbers_are_those_of_the_command_line(name):
     (option,) = [param for param in command.params if param.name == name]
     assert isinstance(option.type, click.IntRange)
     assert option.type.min == table.LEAST[name]
+
+
+def test_switches_are_the_options_that_are_true_or_false():
+    kinds = (table.TrainOptions, table.CheckOptions, table.ExportOptions, table.EvaluateOptions, table.SimulateOptions)
+    hosts = {"Host": str}  # which the module imports for type checkers alone
+    types = {name: kind for options in kinds for name, kind in get_type_hints(options, localns=hosts).items()}
+    assert {name for name, kind in types.items() if kind == bool | None} == table.SWITCHES
+    assert {name for name, kind in types.items() if kind == float | None} == table.NUMBERS

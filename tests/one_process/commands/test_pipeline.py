@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import multiprocessing
 import threading
 
 import pytest
@@ -82,6 +83,11 @@ def test_options_of_a_call_override_those_of_the_pipeline_for_that_call(planned)
         ({"schedule": "1f1"}, ValueError, "unknown schedule '1f1'.*Did you mean '1f1b'"),
         ({"device": "gpu"}, ValueError, "unknown device 'gpu'"),
         ({"gpu_memory": "much"}, Exception, "much"),
+        ({"allow_data_dependent": "no"}, ValueError, "allow_data_dependent must be True or False, got 'no'"),
+        ({"lr": "fast"}, ValueError, "lr must be a finite number of at least 0, got 'fast'"),
+        ({"ema": float("nan")}, ValueError, "ema must be a finite number of at least 0, got nan"),
+        ({"seed": 1.5}, ValueError, "seed must be a whole number that fits in 64 bits, got 1.5"),
+        ({"microbatch_sizes": "12"}, ValueError, "microbatch_sizes must be a list of whole numbers.*got '12'"),
         ({"num_microbatches": 4, "microbatch_size": 2}, ValueError, "exclude each other"),
         ({"arg": {"model": nn.Linear(1, 1)}}, ValueError, "arg: model is a Linear"),
     ],
@@ -89,6 +95,24 @@ def test_options_of_a_call_override_those_of_the_pipeline_for_that_call(planned)
 def test_a_wrong_option_is_refused_at_once(options, kind, message):
     with pytest.raises(kind, match=message):
         autopipe.Pipeline("gpt.py", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trust": "no"}, "trust must be True or False, got 'no'"),
+        ({"trust_network": "false"}, "trust_network must be True or False, got 'false'"),
+        ({"elastic": 1}, "elastic must be True or False, got 1"),
+        ({"watchdog": -1}, "watchdog must be a finite number of at least 0, got -1"),
+        ({"watchdog": 0}, "watchdog must be more than 0 seconds"),
+        ({"resume": "newest"}, "resume must be True, False or the step of a checkpoint, got 'newest'"),
+        ({"resume": -7}, "resume must be True, False or the step of a checkpoint, got -7"),
+    ],
+)
+def test_a_wrong_option_of_train_is_refused_before_the_model_is_read(trained, options, message):
+    with pytest.raises(ValueError, match=message):
+        autopipe.Pipeline("gpt.py").train(**options)
+    assert not trained
 
 
 def test_an_option_of_another_command_is_unknown():
@@ -126,6 +150,13 @@ def test_callables_of_a_single_file_are_passed_by_its_path(tmp_path, monkeypatch
 def test_what_ranks_cannot_import_is_refused(value, problem):
     with pytest.raises(ValueError, match=f"target is .*{problem}.*top level of a module"):
         autopipe.Pipeline(value)
+
+
+def test_train_names_the_missing_guard_where_a_rank_imports_the_script(trained, monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(autopipe.RunError, match="if __name__ =="):
+        autopipe.Pipeline("gpt.py").train(steps=1)
+    assert not trained
 
 
 def test_train_takes_a_stop_and_devices(trained):
