@@ -101,7 +101,7 @@ class Auditor:
     events: Events
     on_result: Callable[[AuditResult], None]  # takes each result
     elsewhere: str = ""  # see ``plain_step.audit``
-    notes: set[str] = field(default_factory=set)  # the notes so far, each of which is reported once
+    reported: set[str] = field(default_factory=set)  # the notes so far, each of which is reported once
     most_seconds: float = MOST_SECONDS  # the timeout of a comparison, which is then left out
     _deadline: float = 0.0
     _waiting: list[tuple[int, float]] = field(default_factory=list)
@@ -159,8 +159,8 @@ class Auditor:
     def left_out(self, reason: str) -> None:
         """Report once why an audit is left out."""
         text = f"an audit is left out: {reason}"
-        if text not in self.notes:
-            self.notes.add(text)
+        if text not in self.reported:
+            self.reported.add(text)
             self.events("note", {"text": text})
 
     def _edited(self) -> str:
