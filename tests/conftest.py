@@ -1,5 +1,6 @@
 """The environment of all tests: default signal handlers, folders of their own, and plans without replicas."""
 
+import atexit
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 # write in tmp_path stays for a look at it
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 FOLDER = tempfile.mkdtemp(prefix="autopipe-tests-")
+# at the exit, behind what multiprocessing registers later to remove its own folder in it
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 os.environ["TMPDIR"] = tempfile.tempdir = FOLDER
 os.environ["XDG_STATE_HOME"] = f"{FOLDER}/state"
 # tests rewrite model files within a second, which bytecode files cannot tell apart
@@ -24,7 +27,3 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the models of tests are so small that one rank alone would be the fastest plan: commands cut them into stages, unless
 # a test says otherwise
 os.environ["AUTOPIPE_REPLICAS"] = "never"
-
-
-def pytest_unconfigure() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
