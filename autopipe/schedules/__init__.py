@@ -1,4 +1,4 @@
-"""Plan to schedule: pure functions that make rows of instructions, and what checks, lowers, simulates and draws."""
+"""Schedules: pure functions from a plan's layout to rows of instructions, and their validation and simulation."""
 
 from autopipe.schedules.costs import Costs, EdgeCosts, StageCosts
 from autopipe.schedules.custom import layout_of, lines_of, to_csv

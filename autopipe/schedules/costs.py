@@ -1,4 +1,4 @@
-"""What a simulated instruction and a simulated message take."""
+"""The costs of a simulation: seconds of each instruction and each message."""
 
 from __future__ import annotations
 
@@ -11,45 +11,36 @@ from autopipe.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Seconds of one stage: per microbatch, but ``step`` and ``reduce`` (of its replicas) once a minibatch.
+    """Seconds of one stage."""
 
-    ``input_seconds`` and ``weight_seconds``: the halves of the backward, for schedules that split it.
-    ``reduce_buckets``: parts of the reduction, evenly spread over the last backward, each of which starts by itself.
-    """
-
-    forward_seconds: float
+    forward_seconds: float  # per microbatch, as the next three
     backward_seconds: float
-    input_seconds: float = 0.0
+    input_seconds: float = 0.0  # the two halves of the backward, for schedules that split it
     weight_seconds: float = 0.0
-    step_seconds: float = 0.0
-    reduce_seconds: float = 0.0
-    reduce_buckets: int = 1
+    step_seconds: float = 0.0  # per minibatch, as the next
+    reduce_seconds: float = 0.0  # adding up the gradients of the replicas
+    reduce_buckets: int = 1  # parts of the reduction; they become ready at equal intervals during the last backward
 
     def reduced(self, ended: float) -> float:
-        """Return when the reduction ends whose slowest replica's last backward ended then.
+        """Return when the reduction ends, if the last backward of the slowest replica ended at ``ended``.
 
-        One bucket after the other, each once its share of the backward is done: either the last bucket has to wait for
-        the backward, or all of them follow the first without a gap. (Between the two, the k-th bucket starts a gapless
-        rest; that ends in between as well, because both sums are linear in k.)
+        Buckets are reduced one after the other, each when its share of the backward is done. Either the last bucket
+        waits for the backward, or all buckets follow the first without a gap. (In the cases between, the k-th bucket is
+        the first of a sequence without a gap. Its end lies between the two, because it is linear in k.)
         """
-        one = 1 / self.reduce_buckets
-        gapless = ended - self.backward_seconds * (1 - one) + self.reduce_seconds
-        return max(ended + self.reduce_seconds * one, gapless)
+        share = 1 / self.reduce_buckets
+        without_gap = ended - self.backward_seconds * (1 - share) + self.reduce_seconds
+        return max(ended + self.reduce_seconds * share, without_gap)
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeCosts:
-    """Seconds of one message between two stages.
+    """Seconds of one message between two stages."""
 
-    ``occupancy_seconds``: bytes over bandwidth; messages from one rank to another queue for their link, each direction
-    its own. ``latency_seconds``: on top, without occupying the link. ``send_seconds``/``receive_seconds``: what handing
-    over and taking out a message costs the rank itself; 0 where a device copies on its own.
-    """
-
-    occupancy_seconds: float = 0.0
-    latency_seconds: float = 0.0
-    send_seconds: float = 0.0
-    receive_seconds: float = 0.0
+    occupancy_seconds: float = 0.0  # bytes / bandwidth; messages queue for a link, which has one queue per direction
+    latency_seconds: float = 0.0  # in addition, without occupying the link
+    send_seconds: float = 0.0  # of the sending rank's time; 0 if a device copies without it
+    receive_seconds: float = 0.0  # of the receiving rank's time
 
 
 FREE = EdgeCosts()
@@ -57,18 +48,21 @@ FREE = EdgeCosts()
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """``edges``: by (from stage, to stage); a forward edge goes up, a gradient edge down; missing ones cost nothing."""
+    """The costs of a whole schedule."""
 
     stages: tuple[StageCosts, ...]
+    # (from stage, to stage) -> costs of a message, in both directions; a missing edge costs nothing
     edges: Mapping[tuple[int, int], EdgeCosts] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         for index, stage in enumerate(self.stages):
             for name in StageCosts.__slots__:
                 if not 0 <= getattr(stage, name) < float("inf"):
-                    raise ScheduleError(f"stage {index}: {name} is {getattr(stage, name)}; a time is 0 or more")
+                    raise ScheduleError(
+                        f"stage {index}: {name} must be finite and at least 0, and is {getattr(stage, name)}"
+                    )
 
     @staticmethod
     def uniform(num_stages: int, forward: float = 1.0, backward: float = 1.0) -> Costs:
-        """Return equal stages with free messages; each half of a backward takes ``backward`` (F = I = W at 1)."""
+        """Return equal stages with messages that cost nothing. Each half of a split backward takes ``backward``."""
         return Costs((StageCosts(forward, backward, backward, backward),) * num_stages)

@@ -1,9 +1,9 @@
-"""A schedule of the user's own, as a grid of text: a line a rank, cells parted by commas, empty cells are idle.
+"""The user's own schedule, as a grid of text: one line per rank, cells separated by commas. Empty cells are idle.
 
-A cell is stage, F, B, I or W, microbatch: ``1F0`` (the format of torch.distributed.pipelining's compute-only files).
-``F0`` is enough where the rank has one stage. ``#`` starts a comment; blank lines do not count, so a rank with nothing
-to do is a comma. The grid is one minibatch: every minibatch is run so, and then the optimizer steps. It is validated
-before anything else happens.
+A cell is the stage, then F, B, I or W, then the microbatch: ``1F0`` (the format of torch.distributed.pipelining's
+compute-only files). If the rank has one stage, ``F0`` is enough. ``#`` starts a comment. Blank lines are skipped, so
+the line of an idle rank is a comma. The grid describes one minibatch; the optimizer steps after it, and every minibatch
+runs in the same order. The grid is validated before anything else happens.
 
 ::
 
@@ -28,13 +28,13 @@ Cell = tuple[str, int, int]  # op, stage, microbatch
 
 
 def custom(request: ScheduleSpec) -> Schedule:
-    """Return the schedule in ``request.text``. Raises: ScheduleError for what cannot be read, or breaks a rule."""
+    """Return the schedule in ``request.text``. Raises: ScheduleError if it cannot be parsed or breaks a rule."""
     check_request(KIND.name, request)
     lines = lines_of(request.text)
     if len(lines) != request.num_ranks:
         raise ScheduleError(
             f"the custom schedule has {len(lines)} rows for {request.num_ranks} ranks",
-            remedy="one line a rank, in order: cells such as 1F0 parted by commas",
+            remedy="write one line per rank, in order, with cells such as 1F0 separated by commas",
         )
     parts = [_parse(request, rank, text) for rank, text in enumerate(lines)]
 
@@ -47,25 +47,25 @@ def custom(request: ScheduleSpec) -> Schedule:
 
 
 def layout_of(text: str) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return (ranks of each stage, microbatches) of a grid; a row whose cells name no stage is its rank's own.
+    """Return (ranks of each stage, number of microbatches) of a grid. A cell without a stage is of stage = rank.
 
-    Raises: ScheduleError if it cannot be read, or leaves a stage or a microbatch out.
+    Raises: ScheduleError if the grid cannot be parsed, or omits a stage or a microbatch.
     """
     lines = lines_of(text)
     ranks: dict[int, list[int]] = {}
     microbatches: set[int] = set()
     for rank, row in enumerate(lines):
         for stage, _, microbatch in _cells(rank, row):
-            home = ranks.setdefault(rank if stage is None else stage, [])
-            if rank not in home:
-                home.append(rank)
+            stage_ranks = ranks.setdefault(rank if stage is None else stage, [])
+            if rank not in stage_ranks:
+                stage_ranks.append(rank)
             microbatches.add(microbatch)
     for kind, numbers in (("stage", ranks), ("microbatch", microbatches)):
         missing = [number for number in range(max(numbers, default=-1) + 1) if number not in numbers]
         if missing or not numbers:
-            what = f"{kind} {missing[0]} is not in it" if missing else "there is not one cell in it"
+            what = f"lacks {kind} {missing[0]} of 0 to {max(numbers)}" if missing else "has no cells"
             raise ScheduleError(
-                f"the custom schedule runs {kind}s 0 to {max(numbers, default=0)}, and {what}",
+                f"the custom schedule {what}",
                 remedy=f"number the {kind}s from 0 without gaps",
             )
     return tuple(tuple(ranks[stage]) for stage in range(len(ranks))), len(microbatches)
@@ -84,16 +84,16 @@ def _cells(rank: int, text: str) -> list[tuple[int | None, str, int]]:
             continue
         match = _CELL.fullmatch(cell)
         if match is None:
-            raise _no_cell(cell, rank, index)
+            raise _invalid_cell(cell, rank, index)
         cells.append((int(match[1]) if match[1] else None, match[2], int(match[3])))
     return cells
 
 
-def _no_cell(cell: str, rank: int, index: int) -> ScheduleError:
+def _invalid_cell(cell: str, rank: int, index: int) -> ScheduleError:
     return ScheduleError(
         f"{cell!r} is not a cell of a schedule",
         where=f"rank {rank}, cell {index}",
-        remedy="stage, then F, B, I or W, then microbatch: 1F0",
+        remedy="write the stage, then F, B, I or W, then the microbatch: 1F0",
     )
 
 
@@ -102,22 +102,26 @@ def _parse(request: ScheduleSpec, rank: int, text: str) -> list[Cell]:
     cells = []
     for index, (stage, op, microbatch) in enumerate(_cells(rank, text)):
         if stage is None and len(stages) != 1:
-            raise _no_cell(f"{op}{microbatch}", rank, index)
+            raise _invalid_cell(f"{op}{microbatch}", rank, index)
         cells.append((op, stages[0] if stage is None else stage, microbatch))
     return cells
 
 
 def _part(request: ScheduleSpec, rank: int, minibatch: int) -> int:
-    """Return whose row of the grid a rank runs: the replicas of a stage take turns when m is not a multiple of them."""
+    """Return the rank whose row of the grid ``rank`` runs in a minibatch.
+
+    The replicas of a stage take turns if m is not a multiple of their number.
+    """
     stages = stages_of(request, rank)
     shifted = [s for s in stages if minibatch * request.num_microbatches % len(request.stage_ranks[s])]
     if not shifted:
         return rank
     if len(stages) > 1:
         raise ScheduleError(
-            f"rank {rank} has {len(stages)} stages, and the {len(request.stage_ranks[shifted[0]])} replicas of stage "
-            f"{shifted[0]} do not divide {request.num_microbatches} microbatches: the grid would change each time",
-            remedy="take a multiple of the replicas as the number of microbatches",
+            f"{request.num_microbatches} microbatches are not a multiple of the "
+            f"{len(request.stage_ranks[shifted[0]])} replicas of stage {shifted[0]}, so the grid would change from "
+            f"minibatch to minibatch; that is not supported for rank {rank}, which has {len(stages)} stages",
+            remedy="choose a number of microbatches that is a multiple of the replicas",
         )
     replicas = request.stage_ranks[stages[0]]
     return replicas[(replicas.index(rank) - minibatch * request.num_microbatches) % len(replicas)]
@@ -126,10 +130,12 @@ def _part(request: ScheduleSpec, rank: int, minibatch: int) -> int:
 def to_csv(schedule: Schedule) -> str:
     """Return the first minibatch of a synchronous schedule in the format that ``custom`` reads.
 
-    Raises: ScheduleError where minibatches overlap, because a grid of one minibatch cannot say that.
+    Raises: ScheduleError if minibatches overlap, because the format describes one minibatch.
     """
     if any(schedule.staleness):
-        raise ScheduleError(f"{schedule.name} overlaps minibatches; a custom schedule is one minibatch and a flush")
+        raise ScheduleError(
+            f"{schedule.name} overlaps minibatches; a custom schedule describes one minibatch and a flush"
+        )
     first = schedule.request.first_minibatch
     rows = (
         ",".join(f"{i.stage}{i.op}{i.microbatch}" for i in row if i.op in COMPUTE and i.minibatch == first) or ","
@@ -141,7 +147,7 @@ def to_csv(schedule: Schedule) -> str:
 KIND = ScheduleKind(
     name="custom",
     make=custom,
-    description="your own grid, validated first; exact",
+    description="your own grid, validated before it runs; exact",
     source="the user's own text",
     synchronous=True,
     in_flight="all",

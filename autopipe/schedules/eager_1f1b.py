@@ -1,7 +1,8 @@
-"""Eager 1F1B: 1F1B with a deeper warm-up, so that transfers hide behind the microbatches in between.
+"""Eager 1F1B: 1F1B with a deeper warm-up, so that transfers overlap with computation.
 
-With ``p - s`` microbatches in flight the way from stage s to the end and back bounds the pace: every transfer on it is
-waited for. ``depth`` times as many hide it, at the price of the memory they take; the result is the same. Here depth 2.
+With ``p - s`` microbatches in flight, stage s waits for every transfer on the way to the last stage and back. ``depth``
+times as many microbatches in flight hide these transfers, but take more memory. The result is the same. Below, depth is
+2.
 
 ::
 
@@ -9,7 +10,7 @@ waited for. ``depth`` times as many hide it, at the price of the memory they tak
     rank 1 |     F0  F1  F2  B0  F3  B1  F4  B2  F5  B3      B4      B5+
     rank 2 |         F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5+
 
-Bubble: ``(p - 1) / (m + p - 1)`` where transfers are free. Memory: ``depth * (p - 1 - s) + 1`` in flight at stage s.
+Bubble: ``(p - 1) / (m + p - 1)`` if transfers cost nothing. Memory: ``depth * (p - 1 - s) + 1`` in flight at stage s.
 
 Source: arXiv:2211.05322, section 4 (depth 2).
 """
@@ -22,7 +23,7 @@ from autopipe.schedules.one_f_one_b import with_depth
 
 
 def eager_1f1b(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError where a rank has two stages."""
+    """Return the schedule. Raises: ScheduleError if a rank has two stages."""
     return with_depth(KIND.name, request, request.options.get("depth", 2))
 
 

@@ -9,11 +9,11 @@
 
 Bubble: ``(p - 1) / (m + p - 1)``. Memory: all m microbatches in flight.
 
-A rank may have several stages, in any layout: it runs all microbatches through one before the next (breadth first,
-arXiv:2211.05953).
+A rank may have several stages, in any layout: it runs all microbatches through one stage before the next (breadth
+first, arXiv:2211.05953).
 
-Source: GPipe, arXiv:1811.06965, section 2.2; backwards run 0..m-1 here, so that gradients add up in the order of a
-plain accumulation loop.
+Source: GPipe, arXiv:1811.06965, section 2.2. Here backwards run in the order 0..m-1, so that gradients add in the order
+of a plain accumulation loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopipe.schedules.rows import flushed, own_microbatches, stages_of
 
 
 def gpipe(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError for a request that cannot be met, such as no microbatches."""
+    """Return the schedule. Raises: ScheduleError for an invalid request, such as 0 microbatches."""
     check_request(KIND.name, request)
 
     def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""Rows of instructions as text, in order and without times: for errors, where a schedule may never finish."""
+"""Rows of instructions as text, in order and without times. For errors, because an invalid schedule may not finish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RANKS_AROUND = 8
 
 
 def table(rows: Sequence[Sequence[str]], first_rank: int = 0) -> str:
-    """Return cells in columns of one width, a line a rank; nothing hangs over at the right."""
+    """Return one line per rank, with the cells in columns of equal width and no trailing spaces."""
     width = max((len(cell) for row in rows for cell in row), default=1)
     digits = len(str(first_rank + len(rows) - 1))
     return "\n".join(
@@ -21,9 +21,9 @@ def table(rows: Sequence[Sequence[str]], first_rank: int = 0) -> str:
 
 
 def marked(schedule: Schedule, rank: int, index: int) -> str:
-    """Return the part of the grid around instruction ``index`` of ``rank``, which stands in ``>...<``.
+    """Return the part of the grid around instruction ``index`` of ``rank``, with that instruction in ``>...<``.
 
-    Columns are places in the row, not times. ``index`` may be the row's length: the mark then stands behind its end.
+    Columns are positions in the row, not times. ``index`` may be the row's length, to mark its end.
     """
     low_rank, high_rank = max(rank - _RANKS_AROUND, 0), rank + _RANKS_AROUND + 1
     low, high = max(index - _COLUMNS_AROUND, 0), index + _COLUMNS_AROUND + 1

@@ -1,14 +1,15 @@
 """Interleaved 1F1B: v stages on each rank, so that the pipeline fills v times as fast.
 
-Two ranks, four stages: rank 0 has stages 0 and 2, rank 1 has 1 and 3; ``2F0`` is stage 2, forward of microbatch 0.
+Below, two ranks have four stages: rank 0 has stages 0 and 2, rank 1 has 1 and 3. ``2F0`` is the forward of microbatch 0
+at stage 2.
 
 ::
 
     rank 0 | 0F0  0F1  2F0  2F1  0F2  2B0  0F3  2B1  2F2  0B0  2F3  0B1       2B2       2B3  0B2  0B3+
     rank 1 |      1F0  1F1  3F0  3B0  3F1  3B1  1F2  1B0  1F3  1B1  3F2  3B2  3F3  3B3  1B2  1B3+
 
-Bubble: ``(p - 1) / v`` microbatches' worth on p ranks (where m is a multiple of p): a v-th of 1F1B's, for v times the
-transfers. Memory: more in flight than 1F1B, ``1 + (p - 1) / (p v)`` times.
+Bubble: the time of ``(p - 1) / v`` microbatches on p ranks (if m is a multiple of p). This is 1/v of 1F1B's bubble, for
+v times the transfers. Memory: ``1 + (p - 1) / (p v)`` times as much in flight as 1F1B.
 
 Source: Megatron-LM, arXiv:2104.04473, section 2.2.
 """
@@ -22,7 +23,7 @@ from autopipe.schedules.rows import alternate, flushed
 
 
 def interleaved(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError where stages are not dealt out in turn, or rounds are unequal."""
+    """Return the schedule. Raises: ScheduleError if the layout is not looped, or m gives unequal rounds."""
     loop = Loop.of(KIND.name, request)
 
     def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:

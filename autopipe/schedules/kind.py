@@ -1,4 +1,4 @@
-"""``ScheduleKind``: the one description of a schedule, read by the planner, the command line and the runtime."""
+"""``ScheduleKind``: the single description of a schedule. The planner, the command line and the runtime read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ InFlight = Literal["all", "depth", "ranks"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """An integer that a schedule takes in addition to the layout."""
+    """An integer parameter of a schedule, in addition to the layout."""
 
     name: str
     default: int
@@ -27,12 +27,12 @@ class Option:
         return dataclasses.replace(self, default=default)
 
 
-DEPTH = Option("depth", 1, 1, 64, "warm-up as a multiple of 1f1b's: more in flight hides transfers, and takes memory")
+DEPTH = Option("depth", 1, 1, 64, "warm-up as a multiple of 1f1b's: more in flight hides transfers but takes memory")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """A schedule: the pure function that makes it, and the properties by which the planner costs it.
+    """A schedule: the pure function that builds it, and the properties that the planner needs to estimate its cost.
 
     Below, ``p`` is the number of stages, ``m`` that of microbatches and ``r`` that of a stage's replicas.
     """
@@ -63,7 +63,7 @@ class ScheduleKind:
     # Whether ``--schedule auto`` considers it. It must give plain training's result.
     tried_by_auto: bool = False
 
-    # The numbers of stages per rank that the planner tries where the user names none. Under ``auto``, a schedule with
+    # The numbers of stages per rank that the planner tries if the user gives none. Under ``auto``, a schedule with
     # more than one is considered only if the links were measured or described, because it sends more messages.
     planned_stages_per_rank: tuple[int, ...] = (1,)
 
@@ -90,11 +90,11 @@ class ScheduleKind:
         return dataclasses.replace(self, weight_versions=lambda m: 1 + -(-ahead // m))
 
     def least_microbatches(self, num_stages: int) -> int:
-        """Return the least number of microbatches that it runs with."""
+        """Return the minimum number of microbatches."""
         return self.min_microbatches(num_stages, self.depth)
 
     def fixed_versions(self, num_microbatches: int) -> int | None:
-        """Return the copies of the weights if every stage keeps the same number, else None."""
+        """Return the number of weight versions if every stage keeps the same number, else None."""
         if self.weight_versions == "in flight":
             return None
         return self.weight_versions if isinstance(self.weight_versions, int) else self.weight_versions(num_microbatches)
@@ -104,7 +104,10 @@ class ScheduleKind:
         return {option.name: option.default for option in self.options}
 
     def complete(self, request: ScheduleSpec) -> ScheduleSpec:
-        """Return the request with every option filled in. Raises: ScheduleError for an unknown one, or out of range."""
+        """Return the request with a value for every option.
+
+        Raises: ScheduleError if an option is unknown or out of range.
+        """
         known = {option.name: option for option in self.options}
         for name, value in request.options.items():
             option = known.get(name)
@@ -116,7 +119,7 @@ class ScheduleKind:
                 )
             if not option.minimum <= value <= option.maximum:
                 raise ScheduleError(
-                    f"{self.name}: {name} is {value}; it runs from {option.minimum} to {option.maximum}",
+                    f"{self.name}: {name} must be from {option.minimum} to {option.maximum}, and is {value}",
                     remedy=f"{name}={option.default} is the default ({option.meaning})",
                 )
         return dataclasses.replace(request, options={**self.defaults(), **request.options})
@@ -128,7 +131,7 @@ def line(num_stages: int, num_microbatches: int, num_minibatches: int = 1, **opt
 
 
 def check_request(name: str, request: ScheduleSpec) -> None:
-    """Refuse a request that no schedule could serve. Raises: ScheduleError with the numbers."""
+    """Refuse a request that no schedule can fulfil. Raises: ScheduleError with the numbers."""
     counts = {
         "microbatches": request.num_microbatches,
         "minibatches": request.num_minibatches,
@@ -136,16 +139,19 @@ def check_request(name: str, request: ScheduleSpec) -> None:
     }
     for what, count in counts.items():
         if count < 1:
-            raise ScheduleError(f"{name} is asked for {count} {what}", remedy="ask for at least one")
+            raise ScheduleError(f"{name} cannot run {count} {what}", remedy=f"request at least one of the {what}")
     if request.first_minibatch < 0:
-        raise ScheduleError(f"the first minibatch is {request.first_minibatch}", remedy="count minibatches from 0")
+        raise ScheduleError(
+            f"the first minibatch must be at least 0, and is {request.first_minibatch}",
+            remedy="count minibatches from 0",
+        )
     used = sorted(rank for ranks in request.stage_ranks for rank in dict.fromkeys(ranks))
     if any(not ranks or len(set(ranks)) != len(ranks) for ranks in request.stage_ranks):
-        raise ScheduleError(f"every stage needs ranks of its own; given {request.stage_ranks}")
+        raise ScheduleError(f"a stage needs at least one rank, and each of its ranks once; given {request.stage_ranks}")
     missing = [rank for rank in range(request.num_ranks) if rank not in used]
     if missing or min(used) < 0:
         raise ScheduleError(
-            f"ranks {sorted(set(used))} run stages; rank {(missing or used)[0]} has nothing to do",
+            f"rank {(missing or used)[0]} has no stage, or is negative; ranks with a stage: {sorted(set(used))}",
             remedy="number the ranks from 0 without gaps",
         )
 
@@ -158,7 +164,7 @@ def check_one_stage_a_rank(name: str, request: ScheduleSpec) -> None:
         for rank in ranks:
             if rank in stage_of:
                 raise ScheduleError(
-                    f"{name} runs one stage on a rank; rank {rank} has stages {stage_of[rank]} and {stage}",
-                    remedy="choose interleaved, or give each stage ranks of its own",
+                    f"{name} runs one stage per rank; rank {rank} has stages {stage_of[rank]} and {stage}",
+                    remedy="choose interleaved, or give each stage different ranks",
                 )
             stage_of[rank] = stage

@@ -1,8 +1,8 @@
-"""Compute-only schedule to one that can run: adds what the stages send each other.
+"""Lowering: adds sends and receives to a schedule that only computes.
 
-A receive stands directly before the instruction that needs it (the runtime posts it earlier), a send directly behind
-the one that made it. Two stages that meet on one rank for a microbatch exchange nothing: the runtime hands the values
-over.
+A receive comes directly before the instruction that needs it (the runtime posts it earlier), a send directly after the
+instruction that makes the value. If one rank runs both stages for a microbatch, there is no message: the runtime passes
+the values on.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import Instruction, Schedule, StageEdges
 
 
-def lower(schedule: Schedule, traffic: StageEdges) -> Schedule:
-    """Return the schedule with SF, RF, SB and RB. Raises: ScheduleError where it has them, or a stage is unknown."""
+def lower(schedule: Schedule, edges: StageEdges) -> Schedule:
+    """Return the schedule with SF, RF, SB and RB.
+
+    Raises: ScheduleError if the schedule already has them, or an edge names a stage that does not exist.
+    """
     if schedule.lowered:
-        raise ScheduleError(f"{schedule.name} has its sends and receives already", remedy="lower it once")
+        raise ScheduleError(f"{schedule.name} already has sends and receives", remedy="lower it once")
     request = schedule.request
-    sources, targets = _ends(schedule, traffic)
+    sources, targets = _ends(schedule, edges)
     single = [ranks[0] if len(ranks) == 1 else -1 for ranks in request.stage_ranks]
     rows = []
     for rank, row in enumerate(schedule.rows):
@@ -41,17 +44,20 @@ def lower(schedule: Schedule, traffic: StageEdges) -> Schedule:
 Ends = dict[str, list[list[int]]]
 
 
-def _ends(schedule: Schedule, traffic: StageEdges) -> tuple[Ends, Ends]:
-    """Return by kind ("F", "B") and stage: whom it hears from, and whom it tells, each in the order of ``traffic``."""
+def _ends(schedule: Schedule, stage_edges: StageEdges) -> tuple[Ends, Ends]:
+    """Return, by kind ("F", "B") and stage, the stages that it receives from and those that it sends to.
+
+    Both are in the order of ``stage_edges``.
+    """
     count = schedule.request.num_stages
     sources: Ends = {kind: [[] for _ in range(count)] for kind in "FB"}
     targets: Ends = {kind: [[] for _ in range(count)] for kind in "FB"}
-    for kind, edges in (("F", traffic.forward), ("B", traffic.backward)):
+    for kind, edges in (("F", stage_edges.forward), ("B", stage_edges.backward)):
         for a, b in dict.fromkeys(edges):
             if not (0 <= a < count and 0 <= b < count) or (a < b) != (kind == "F") or a == b:
                 raise ScheduleError(
-                    f"{'activations' if kind == 'F' else 'gradients'} from stage {a} to stage {b} of {count}",
-                    remedy="activations go to later stages, gradients to earlier ones",
+                    f"{'activations' if kind == 'F' else 'gradients'} cannot go from stage {a} to stage {b} of {count}",
+                    remedy="send activations to later stages, and gradients to earlier ones",
                 )
             sources[kind][b].append(a)
             targets[kind][a].append(b)

@@ -1,13 +1,13 @@
-"""What a schedule makes each rank hold, counted instruction by instruction: microbatches, weight versions, messages.
+"""The memory that a schedule needs on each rank, counted instruction by instruction.
 
-It shares nothing with the formulas by which planning knows how much is in flight, so each can be held against the
-other.
+The planner estimates the same memory with formulas. This module shares no code with them, so each verifies the other.
 
-A message is held from when its receive is posted, which is a little ahead of its turn (``post_points``), to the end of
-what needs it: activations to the backward of their microbatch, gradients to the end of the backward that they start.
-What two stages of one rank hand each other is not sent, and stays the memory of the stage that made it: an activation
-to the end of that stage's backward, a gradient to the end of the backward that it starts. A gradient that is sent takes
-its time to leave: it is counted to the end of the next compute instruction.
+Memory of microbatches and weight versions is counted from the instruction that allocates it to the one that frees it.
+A message takes memory from the moment at which its receive is posted (``post_points``): activations until the end of
+the backward of their microbatch, gradients until the end of the backward that they start. Values that two stages of one
+rank exchange are not sent, and count for the stage that made them: an activation until the end of that stage's
+backward, a gradient until the end of the backward that it starts. A gradient that is sent counts until the end of the
+next compute instruction, because the transfer takes time.
 """
 
 from __future__ import annotations
@@ -20,44 +20,35 @@ from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Schedule
 from autopipe.schedules.rows import stages_of
 
-# how many compute instructions ahead a receive is posted: one lets a transfer hide behind the computation before it
+# A receive is posted this many compute instructions ahead, so that the transfer overlaps with computation.
 LOOKAHEAD = 2
 Edge = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of one stage on a rank. ``fixed``: optimizer state, workspace; whatever is always there.
+    """Bytes of one stage on a rank."""
 
-    ``version``: one weight version. ``in_flight``: from the forward of a microbatch to the end of its backward.
-    ``between``: gradients that the half of a backward for the input leaves for the half for the weights.
-    ``gradients``: of the weights, from the end of a minibatch's first backward to its step. ``first``: what that first
-    backward takes on top, where it makes them while it still holds much else.
-    """
-
-    fixed: int
-    version: int
-    in_flight: int
-    between: int = 0
-    gradients: int = 0
-    first: int = 0
+    fixed: int  # always allocated: optimizer state, workspace
+    version: int  # one weight version
+    in_flight: int  # one microbatch, from its forward to the end of its backward
+    between: int = 0  # gradients that I leaves for W, in a split backward
+    gradients: int = 0  # of the weights: from the end of a minibatch's first backward to its step
+    first: int = 0  # additional bytes during that first backward, which allocates the gradients
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBytes:
-    """Bytes of the messages between stages: (from stage, to stage) -> bytes of a microbatch.
+    """Bytes of the messages between stages: (from stage, to stage) -> bytes of a microbatch."""
 
-    ``forward``: activations, which the receiver's ``in_flight`` counts as well. ``backward``: gradients.
-    """
-
-    forward: Mapping[Edge, int] = field(default_factory=dict)
-    backward: Mapping[Edge, int] = field(default_factory=dict)
+    forward: Mapping[Edge, int] = field(default_factory=dict)  # activations; the receiver's in_flight includes them
+    backward: Mapping[Edge, int] = field(default_factory=dict)  # gradients
 
 
 def post_points(row: Sequence[Instruction]) -> dict[int, list[Instruction]]:
-    """Say before which instruction of a row each receive is posted: ``LOOKAHEAD`` compute instructions before its turn.
+    """Return where the receives of a row are posted: index in the row -> the receives posted before that instruction.
 
-    Returns: index in the row -> receives.
+    A receive is posted ``LOOKAHEAD`` compute instructions before its position in the row.
     """
     points: dict[int, list[Instruction]] = {}
     computes: list[int] = []
@@ -71,9 +62,9 @@ def post_points(row: Sequence[Instruction]) -> dict[int, list[Instruction]]:
 
 
 def peak_bytes(schedule: Schedule, sizes: Sequence[StageBytes]) -> tuple[int, ...]:
-    """Return the peak of every rank, messages aside. A version is dropped when no later minibatch may ask for it.
+    """Return the peak bytes of every rank, without messages. A weight version counts until no minibatch can use it.
 
-    Raises: ScheduleError where ``sizes`` are not those of the schedule's stages.
+    Raises: ScheduleError if ``sizes`` has another number of stages than the schedule.
     """
     return tuple(
         max(sum(now.values()) for _, now in _usage(schedule, rank, sizes, MessageBytes()))
@@ -82,10 +73,10 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[StageBytes]) -> tuple[int, ..
 
 
 def stage_peaks(schedule: Schedule, sizes: Sequence[StageBytes], messages: MessageBytes) -> tuple[int, ...]:
-    """Return the peak of every stage, on that of its ranks where it is highest, while the stage has its turn.
+    """Return the peak bytes of every stage while it runs, on the rank where that is highest.
 
-    ``schedule``: with its sends and receives. Stages of one rank may have their peaks at different times: together they
-    are an upper bound of the rank's.
+    ``schedule``: with its sends and receives. Stages of one rank may peak at different times, so their sum is an upper
+    bound of the rank's peak.
 
     Raises: ScheduleError as ``peak_bytes``.
     """
@@ -99,25 +90,25 @@ def stage_peaks(schedule: Schedule, sizes: Sequence[StageBytes], messages: Messa
 def _usage(
     schedule: Schedule, rank: int, sizes: Sequence[StageBytes], messages: MessageBytes
 ) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield, at the worst moment of every instruction of a rank, its stage and what each stage of the rank holds."""
+    """Yield, at the peak of every instruction of a rank, its stage and the bytes of each stage of the rank."""
     if len(sizes) != schedule.request.num_stages:
-        raise ScheduleError(f"bytes of {len(sizes)} stages for {schedule.request.num_stages}")
-    books = _Books(schedule, rank, sizes, messages)
-    for stage in books.now:
-        yield stage, books.now
+        raise ScheduleError(f"sizes of {len(sizes)} stages were given for {schedule.request.num_stages} stages")
+    usage = _Usage(schedule, rank, sizes, messages)
+    for stage in usage.now:
+        yield stage, usage.now
     row = schedule.rows[rank]
     ahead = post_points(row)
     for index, instruction in enumerate(row):
         for posted in ahead.get(index, ()):
-            books.post(posted)
-            yield posted.stage, books.now
-        books.begin(instruction)
-        yield instruction.stage, books.now
-        books.end(instruction)
+            usage.post(posted)
+            yield posted.stage, usage.now
+        usage.begin(instruction)
+        yield instruction.stage, usage.now
+        usage.end(instruction)
 
 
-class _Books:
-    """What each stage of a rank holds ``now``: ``begin`` and ``end`` an instruction; between the two it is most."""
+class _Usage:
+    """The bytes of each stage of a rank, ``now``. They peak between ``begin`` and ``end`` of an instruction."""
 
     def __init__(self, schedule: Schedule, rank: int, sizes: Sequence[StageBytes], messages: MessageBytes) -> None:
         self._schedule, self._rank, self._sizes, self._messages = schedule, rank, sizes, messages
@@ -126,15 +117,15 @@ class _Books:
         self.now = {s: sizes[s].fixed + self._versions(s) * sizes[s].version for s in stages}
         self._inputs = _by_end(messages.forward, 1, stages)
         self._arriving, self._departing = (_by_end(messages.backward, end, stages) for end in (1, 0))
-        self._leaving: Counter[int] = Counter()  # bytes of gradients on their way, by the stage that sent them
-        self._left: Counter[int] = Counter()
-        self._begun: set[tuple[int, int]] = set()  # stages and minibatches whose weights have gradients
+        self._leaving: Counter[int] = Counter()  # bytes of gradients that are being sent, by sending stage
+        self._sent: Counter[int] = Counter()  # the same, sent before the current compute instruction
+        self._begun: set[tuple[int, int]] = set()  # (stage, minibatch) pairs whose weights have gradients
 
     def _versions(self, stage: int) -> int:
         return min(self._newest[stage], self._schedule.staleness[stage]) + 1
 
     def _here(self, edge: Edge, i: Instruction) -> bool:
-        """Whether both ends of an edge of an instruction's stage are on this rank for its microbatch."""
+        """Return whether this rank runs both ends of an edge of an instruction's stage, for its microbatch."""
         other = edge[0] if edge[1] == i.stage else edge[1]
         return other in self.now and self._schedule.request.rank_of(other, i.minibatch, i.microbatch) == self._rank
 
@@ -142,21 +133,21 @@ class _Books:
         return sum(amount for edge, amount in edges if self._here(edge, i))
 
     def post(self, i: Instruction) -> None:
-        """Make room for what is received."""
+        """Add the bytes of a message whose receive is posted."""
         edges = self._messages.forward if i.op == "RF" else self._messages.backward
         self.now[i.stage] += edges.get((i.peer, i.stage), 0)
 
     def begin(self, i: Instruction) -> None:
-        """Take what an instruction needs."""
+        """Add the bytes that an instruction allocates."""
         size = self._sizes[i.stage]
         if i.op in COMPUTE:
-            self._left, self._leaving = self._leaving, Counter()
+            self._sent, self._leaving = self._leaving, Counter()
         if i.op == "SB":
             amount = self._messages.backward.get((i.stage, i.peer), 0)
             self._leaving[i.stage] += amount
             self.now[i.stage] += amount
         elif i.op == "F":
-            # what has arrived is there already, and what a stage of this rank made is that stage's
+            # messages were counted when they were posted; values of a stage on this rank count for that stage
             self.now[i.stage] += size.in_flight - sum(amount for _, amount in self._inputs[i.stage])
         elif i.op == "I":
             self.now[i.stage] += size.between
@@ -168,9 +159,9 @@ class _Books:
             self.now[i.stage] += (self._versions(i.stage) - before) * size.version
 
     def end(self, i: Instruction) -> None:
-        """Give back what an instruction leaves behind no longer, and keep what it made."""
+        """Subtract the bytes that an instruction frees, and add those of its result."""
         size, departing = self._sizes[i.stage], self._departing[i.stage]
-        # a stage that sends no gradient has no first half: what starts the backward waits for the second
+        # a stage that sends no gradient does no work in I: the gradient that starts its backward is needed until W
         if i.op in ("B", "I" if departing else "W"):
             for edge, amount in self._arriving[i.stage]:
                 self.now[edge[0] if self._here(edge, i) else i.stage] -= amount
@@ -185,7 +176,7 @@ class _Books:
         if i.op == "S" and (i.stage, i.minibatch) in self._begun:
             self.now[i.stage] -= size.gradients
         if i.op in COMPUTE:
-            self.now.update({stage: self.now[stage] - amount for stage, amount in self._left.items()})
+            self.now.update({stage: self.now[stage] - amount for stage, amount in self._sent.items()})
 
 
 def _by_end(edges: Mapping[Edge, int], end: int, stages: Iterable[int]) -> dict[int, list[tuple[Edge, int]]]:

@@ -1,4 +1,4 @@
-"""1F1B with a flush (PipeDream-Flush): backwards start as soon as they can, so fewer microbatches are in flight.
+"""1F1B with a flush (PipeDream-Flush): each backward runs as soon as possible, so fewer microbatches are in flight.
 
 ::
 
@@ -20,7 +20,7 @@ from autopipe.schedules.rows import alternate, flushed, own_microbatches, stages
 
 
 def one_f_one_b(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError where a rank has two stages."""
+    """Return the schedule. Raises: ScheduleError if a rank has two stages."""
     return with_depth(KIND.name, request, 1)
 
 
@@ -40,7 +40,7 @@ def with_depth(name: str, request: ScheduleSpec, depth: int) -> Schedule:
 KIND = ScheduleKind(
     name="1f1b",
     make=one_f_one_b,
-    description="one forward, one backward in turn, a flush after each minibatch; exact",
+    description="forwards and backwards in turn, and a flush after each minibatch; exact",
     source="PipeDream-Flush, arXiv:2006.09503, section 3",
     synchronous=True,
     tried_by_auto=True,

@@ -1,6 +1,7 @@
-"""PipeDream: 1F1B that never flushes; each stage keeps the weights that its microbatches in flight began with.
+"""PipeDream: 1F1B without a flush. Each stage keeps the weights that the microbatches in flight started with.
 
-Three stages, one microbatch a minibatch, so ``B2:0`` is the backward of minibatch 2, on the version its forward used:
+Below, there are three stages and one microbatch per minibatch. ``B2:0`` is the backward of minibatch 2, on the version
+that its forward used:
 
 ::
 
@@ -8,10 +9,11 @@ Three stages, one microbatch a minibatch, so ``B2:0`` is the backward of minibat
     rank 1 |         F0@0    F1:0@0          B0@0+   F2:0@1  B1:0@0+ F3:0@2  B2:0@1+         B3:0@2+
     rank 2 |                 F0@0    B0@0+   F1:0@1  B1:0@1+ F2:0@2  B2:0@2+ F3:0@3  B3:0@3+
 
-``delta_s = ceil(warm-up of stage s / m)``, the warm-up counted over all its replicas: ``p - 1 - s`` at m = 1. Option
-``vertical_sync``: every stage uses the largest of them, so that a minibatch meets one version of the whole model.
+The staleness is ``delta_s = ceil(warm-up of stage s / m)``, with the warm-up of all replicas together: ``p - 1 - s`` at
+m = 1. With the option ``vertical_sync`` every stage has the largest ``delta_s``, so that a minibatch uses one version
+of the whole model.
 
-Bubble: none but the first fill and the last drain. Memory: ``delta_s + 1`` versions, in flight as 1F1B.
+Bubble: only the first fill and the last drain. Memory: ``delta_s + 1`` versions; as many in flight as 1F1B.
 
 Source: PipeDream, SOSP 2019, sections 3.2 (1F1B-RR) and 3.3 (weight stashing, vertical sync).
 """
@@ -24,7 +26,7 @@ from autopipe.schedules.rows import unflushed, warmups
 
 
 def pipedream(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError where a rank has two stages."""
+    """Return the schedule. Raises: ScheduleError if a rank has two stages."""
     check_one_stage_a_rank(KIND.name, request)
     warmup = warmups(request, request.options.get("depth", 1))
     sent_ahead = [count * len(ranks) for count, ranks in zip(warmup, request.stage_ranks, strict=True)]

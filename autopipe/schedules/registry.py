@@ -1,4 +1,4 @@
-"""The schedules by name. Adding one takes a file that defines its ``KIND``, and a line here."""
+"""The schedules by name. To add one, write a file that defines its ``KIND``, and register it here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REGISTRY: Mapping[str, ScheduleKind] = MappingProxyType(_KINDS)
 
 
 def register(kind: ScheduleKind) -> None:
-    """Make a schedule known under its name: to ``--schedule``, the planner, the simulator and the runtime.
+    """Register a schedule under its name, for ``--schedule``, the planner, the simulator and the runtime.
 
     Raises: ScheduleError if the name is taken.
     """
@@ -37,7 +37,7 @@ register(custom.KIND)
 def make(name: str, spec: ScheduleSpec) -> Schedule:
     """Return the schedule of that name for a spec.
 
-    Raises: ScheduleError for an unknown name or option, and for a spec that the schedule cannot serve.
+    Raises: ScheduleError for an unknown name or option, and for a spec that the schedule does not support.
     """
     kind = REGISTRY.get(name)
     if kind is None:

@@ -1,8 +1,8 @@
-"""Pictures in plain text: a schedule as a grid of unit times, and a timeline to scale.
+"""Drawings in plain text: a schedule as a grid of unit times, and a timeline to scale.
 
-In the grid a cell is one unit of time and names what runs: ``F3`` (forward of microbatch 3), ``B1:3`` (minibatch 1;
-minibatch 0 is not written), ``2F3`` where a rank runs several stages, ``F3@2`` the weight version where versions differ
-from minibatch numbers. ``+`` behind a cell: the optimizer steps after it. Messages and reductions take no time here.
+A cell of the grid is one unit of time: ``F3`` is the forward of microbatch 3, ``B1:3`` the backward of microbatch 3 of
+minibatch 1 (minibatch 0 is not written). ``2F3`` names the stage, if a rank runs several; ``F3@2`` the weight version,
+if the schedule has staleness. ``+`` after a cell: the optimizer steps. Messages and reductions take no time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from autopipe.schedules.simulate import simulate
 
 
 def render(schedule: Schedule) -> str:
-    """Return the grid: a line a rank, time in columns, every F, B, I and W one unit.
+    """Return the grid: one line per rank, one column per unit of time; every F, B, I and W takes one unit.
 
-    Raises: ScheduleError where the schedule never finishes.
+    Raises: ScheduleError if the schedule deadlocks.
     """
     timeline = simulate(schedule, Costs.uniform(schedule.request.num_stages))
     stages_on = [len({i.stage for i in row}) for row in schedule.rows]
@@ -46,9 +46,9 @@ def _stepped_after(row: tuple[Instruction, ...]) -> set[Instruction]:
 
 
 def render_timeline(timeline: Timeline, width: int = 100) -> str:
-    """Return the timeline to scale in ``width`` columns: per column what filled most of it, blank where idle.
+    """Return the timeline to scale in ``width`` columns. A column shows what took most of its time, blank if idle.
 
-    Letters: F B I W as in schedules, S the step, R a reduction, ``.`` waiting for or handling messages.
+    Letters: F B I W as in schedules, S the step, R a reduction, ``.`` waiting for messages or handling them.
     """
     begin = min((span.start_seconds for span in timeline.spans), default=0.0)
     width, seconds = max(width, 1), timeline.seconds
@@ -73,7 +73,7 @@ def render_timeline(timeline: Timeline, width: int = 100) -> str:
 
 
 def _fullest(share: dict[str, float]) -> str:
-    """Return the letter that fills most of a column, blank where idleness does."""
+    """Return the letter that fills most of a column, or a blank if idle time does."""
     idle = 1 - sum(share.values())
     letter, covered = max(share.items(), key=lambda item: item[1], default=(" ", 0.0))
     return letter if covered >= idle else " "

@@ -1,4 +1,4 @@
-"""The rules of schedules, and how one rank's row is held against them. Each has the name that its error carries.
+"""The rules that every schedule obeys, and the check of one rank's row. An error carries the name of the broken rule.
 
 ======================  =============================================================================================
 placement               stage, minibatch and microbatch exist; F, B, I, W run on the replica that round robin gives;
@@ -6,23 +6,23 @@ placement               stage, minibatch and microbatch exist; F, B, I, W run on
 once                    each F once, and each B once (or one I and one W), per stage, minibatch and microbatch
 stages-in-order         a rank with several stages runs F of an earlier stage first, and B of a later one
 backward-after-forward  B and I come after their F, W after its I
-same-version            B, I and W name the version that their F ran at
-version-exists          the version that F names has been made when it runs
-version-kept            it is not older than the newest by more than the staleness: the stash keeps staleness + 1
-staleness               it is version max(t - staleness of s, 0), for minibatch t at stage s
-microbatch-order        the backwards of a stage run in microbatch order on each rank, so do the gradients add up
-in-flight               no rank holds more forwards without backward than the schedule's bound
-step-once               S (and R, where replicated) once per minibatch on every rank of a stage, in order; R behind
-                        the step of the minibatch before
+same-version            B, I and W use the version that their F used
+version-exists          the version that F uses exists when F runs
+version-kept            that version is at most staleness older than the newest: the stash keeps staleness + 1
+staleness               F of minibatch t at stage s uses version max(t - staleness of s, 0)
+microbatch-order        the backwards of a stage run in microbatch order on each rank, so gradients add in that order
+in-flight               no rank has more forwards without a backward than the schedule's bound
+step-once               S (and R, if replicated) once per minibatch on every rank of a stage, in order; R after
+                        the step of the previous minibatch
 step-after-backward     S comes after the rank's last backward of its minibatch
-gradients-apart         S, or R which takes them out, comes before the rank's first backward of a later minibatch
-reduce-before-step      R comes after the rank's last backward of its minibatch and before S, where replicated
-message-place           a send comes behind what makes it, a receive before what needs it
-channel-order           what one end of a channel sends, the other receives, once, in the same order
-no-deadlock             all ranks finish when channels are first in, first out and sends never block
+gradients-apart         S, or R if there is one, comes before the rank's first backward of a later minibatch
+reduce-before-step      R comes after the rank's last backward of its minibatch and before S, if replicated
+message-place           a send comes after the instruction that makes its value, a receive before the one that needs it
+channel-order           both ends of a channel name the same messages, each once, in the same order
+no-deadlock             all ranks finish if channels are first in, first out and sends never block
 ======================  =============================================================================================
 
-A channel is (kind, from stage, to stage, from rank, to rank). ``validate`` holds all rows and channels against them.
+A channel is (kind, from stage, to stage, from rank, to rank). ``validate`` checks all rows and channels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Place = tuple[int, int]  # rank, index
 
 
 def broken(schedule: Schedule, rule: str, what: str, rank: int, index: int) -> NoReturn:
-    """Raise the error of a rule, with the cell marked."""
+    """Raise: ScheduleError for a broken rule, with the grid, in which the instruction is marked."""
     raise ScheduleError(
         f"{schedule.name}: {what}",
         rule=rule,
@@ -55,7 +55,10 @@ def broken(schedule: Schedule, rule: str, what: str, rank: int, index: int) -> N
 
 
 class Row:
-    """One rank's row, followed once; ``places``: where each F, B, I and W of all rows stands."""
+    """The check of one rank's row, instruction by instruction.
+
+    ``places``: the rank and index of each F, B, I and W, of all rows checked so far; this row adds its own.
+    """
 
     def __init__(self, schedule: Schedule, rank: int, places: dict[tuple[str, Work], Place]) -> None:
         self.schedule, self.request, self.rank, self.places = schedule, schedule.request, rank, places
@@ -63,19 +66,20 @@ class Row:
         self.stages = stages_of(self.request, rank)
         self.window = minibatches(self.request)
         first = self.window.start
-        self.newest = dict.fromkeys(self.stages, first)  # versions made, by stage
-        self.reduced = dict.fromkeys(self.stages, first)  # minibatches reduced, by stage
+        self.newest = dict.fromkeys(self.stages, first)  # the newest weight version, by stage
+        self.reduced = dict.fromkeys(self.stages, first)  # the next minibatch to reduce, by stage
+        # backwards still to run, by (stage, minibatch)
         self.left = {(s, t): len(own_microbatches(self.request, s, rank, t)) for s in self.stages for t in self.window}
         self.last: dict[tuple[str, int], tuple[int, int]] = {}  # latest backward, by (op, stage)
-        self.versions: dict[Work, int] = {}
+        self.versions: dict[Work, int] = {}  # the version that each forward used
         self.in_flight = dict.fromkeys(self.stages, 0)
 
     def fail(self, rule: str, what: str) -> NoReturn:
-        """Raise the error of a rule that the instruction at hand breaks."""
+        """Raise: ScheduleError for a rule that the current instruction breaks."""
         broken(self.schedule, rule, what, self.rank, self.index)
 
     def check(self) -> None:
-        """Follow the row from its start to its end. Raises: ScheduleError."""
+        """Check the whole row. Raises: ScheduleError for the first rule that is broken."""
         for self.index, i in enumerate(self.schedule.rows[self.rank]):  # noqa: B020 - the index is what fail() marks
             self._placement(i)
             if i.op == "F":
@@ -92,13 +96,13 @@ class Row:
         for stage in self.stages:
             for t in self.window:
                 if self.left[stage, t]:
-                    self.fail("once", f"stage {stage} misses {self.left[stage, t]} backwards of minibatch {t}")
+                    self.fail("once", f"stage {stage} lacks {self.left[stage, t]} backwards of minibatch {t}")
             if self.newest[stage] != self.window.stop:
-                self.fail("step-once", f"stage {stage} never steps minibatch {self.newest[stage]}")
+                self.fail("step-once", f"stage {stage} has no step for minibatch {self.newest[stage]}")
 
     def _placement(self, i: Instruction) -> None:
         if i.stage not in self.newest:
-            self.fail("placement", f"{i} on rank {self.rank}, which runs stages {list(self.stages)}")
+            self.fail("placement", f"{i} is on rank {self.rank}, which runs stages {list(self.stages)}")
         if i.minibatch not in self.window:
             self.fail(
                 "placement", f"{i}: minibatch {i.minibatch} is outside {self.window.start}..{self.window.stop - 1}"
@@ -120,21 +124,27 @@ class Row:
         if i.weight_version > self.newest[i.stage]:
             self.fail("version-exists", f"{i}: the newest version is {self.newest[i.stage]}")
         if i.weight_version < self.newest[i.stage] - delta:
-            self.fail("version-kept", f"{i}: version {i.weight_version} is gone, the newest is {self.newest[i.stage]}")
+            self.fail(
+                "version-kept",
+                f"{i}: version {i.weight_version} has been dropped; the newest is {self.newest[i.stage]}",
+            )
         if i.weight_version != max(i.minibatch - delta, 0):
             self.fail("staleness", f"{i} should run at version {max(i.minibatch - delta, 0)} (staleness {delta})")
         self.versions[work] = i.weight_version
         self.in_flight[i.stage] += 1
         bound = self.schedule.in_flight
         if bound and self.in_flight[i.stage] > bound[i.stage]:
-            self.fail("in-flight", f"{i} is number {self.in_flight[i.stage]} in flight; the bound is {bound[i.stage]}")
+            self.fail(
+                "in-flight",
+                f"{i} makes {self.in_flight[i.stage]} microbatches in flight; the bound is {bound[i.stage]}",
+            )
 
     def _backward(self, i: Instruction) -> None:
         work = self._once(i.op, i)
         if work not in self.versions or (i.op == "W" and ("I", work) not in self.places):
             self.fail("backward-after-forward", f"{i} comes before its {'I' if i.op == 'W' else 'F'}")
         if (i.op == "B") == (("I", work) in self.places) and i.op != "I":
-            self.fail("once", f"{i}: the backward of this microbatch has run already")
+            self.fail("once", f"{i}: the backward of this microbatch has already run")
         if i.weight_version != self.versions[work]:
             self.fail("same-version", f"{i}: its forward ran at version {self.versions[work]}")
         if i.op != "W":
@@ -157,7 +167,7 @@ class Row:
     def _once(self, op: str, i: Instruction) -> Work:
         work = (i.stage, i.minibatch, i.microbatch)
         if (op, work) in self.places:
-            self.fail("once", f"{i} is there twice")
+            self.fail("once", f"{i} appears twice")
         self.places[op, work] = self.rank, self.index
         return work
 
@@ -178,17 +188,22 @@ class Row:
     def _reduce(self, i: Instruction) -> None:
         if not self.newest[i.stage] == self.reduced[i.stage] == i.minibatch:
             due = max(self.newest[i.stage], self.reduced[i.stage])
-            what = "the next reduction" if self.newest[i.stage] >= due else f"behind step {due - 1}, the next reduction"
-            self.fail("step-once", f"{i}: {what} of stage {i.stage} is of minibatch {due}")
+            after = "" if self.newest[i.stage] >= due else f"after step {due - 1}, "
+            self.fail("step-once", f"{i}: {after}the next reduction of stage {i.stage} must be of minibatch {due}")
         if self.left[i.stage, i.minibatch]:
-            self.fail("reduce-before-step", f"{i}: {self.left[i.stage, i.minibatch]} backwards are still to come")
+            self.fail(
+                "reduce-before-step", f"{i} comes before {self.left[i.stage, i.minibatch]} backwards of its minibatch"
+            )
         self.reduced[i.stage] += 1
 
     def _step(self, i: Instruction) -> None:
         if i.minibatch != self.newest[i.stage] or i.weight_version != i.minibatch:
-            self.fail("step-once", f"{i}: the next step of stage {i.stage} is {self.newest[i.stage]} at that version")
+            due = self.newest[i.stage]
+            self.fail("step-once", f"{i}: the next step of stage {i.stage} must be of minibatch and version {due}")
         if self.left[i.stage, i.minibatch]:
-            self.fail("step-after-backward", f"{i}: {self.left[i.stage, i.minibatch]} backwards are still to come")
+            self.fail(
+                "step-after-backward", f"{i} comes before {self.left[i.stage, i.minibatch]} backwards of its minibatch"
+            )
         if len(self.request.stage_ranks[i.stage]) > 1 and self.reduced[i.stage] <= i.minibatch:
             self.fail("reduce-before-step", f"{i} comes before the reduction")
         self.newest[i.stage] += 1

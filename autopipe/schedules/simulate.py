@@ -1,13 +1,13 @@
-"""Lowered schedule and costs to a ``Timeline``: each rank follows its row, and waits where it must.
+"""The simulator: a lowered schedule and its costs to a ``Timeline``.
 
-No clock is needed: a rank runs on until it meets a message that has not been sent, or a reduction that not all replicas
-have reached, and resumes when another rank provides it. Every instruction is visited once, so the time is linear in
-their number. Links are per pair of ranks and direction, and only their sender puts messages on them, so the order of a
-link is the order of its sender's row, whatever order the ranks are visited in.
+The simulation needs no event queue. It advances a rank along its row until the rank needs a message that has not been
+sent, or a reduction that not all replicas have reached. The rank resumes when another rank provides that. Every
+instruction is visited once, so the time is linear in their number. A link has one sender, so its messages have the
+order of the sender's row, and the result does not depend on the order in which ranks are visited.
 
-Sends never block (beyond ``send_seconds``), nor does a reduction begin with waiting: the step waits, until all replicas
-are there and their gradients added up. That wait is the span of the reduction. An instruction that takes no time and no
-waiting leaves no span.
+Sends never block (beyond ``send_seconds``), and neither does R. The step waits until all replicas have reached their R
+and the gradients are added; the span of the reduction is that wait. An instruction that takes no time and does not wait
+has no span.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from autopipe.schedules.grid import marked
 from autopipe.schedules.lower import lower
 
 Message = tuple[int, int, int, int]
-Meeting = tuple[int, int]
+Reduction = tuple[int, int]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return what happens when. A schedule that is not lowered is lowered for a plain chain of stages first.
+    """Return the simulated timeline. A schedule without messages is lowered first, for a plain chain of stages.
 
     Raises: ScheduleError (rule ``no-deadlock``) if ranks deadlock.
     """
     if len(costs.stages) != schedule.request.num_stages:
-        raise ScheduleError(f"costs of {len(costs.stages)} stages for {schedule.request.num_stages}")
+        raise ScheduleError(f"costs of {len(costs.stages)} stages were given for {schedule.request.num_stages} stages")
     if not schedule.lowered:
         schedule = lower(schedule, StageEdges.chain(schedule.request.num_stages))
     return _Simulation(schedule, costs).run()
 
 
 class _Simulation:
-    """The state of one run: where each rank is, what is on its way, who waits for what."""
+    """The state of a simulation: the position and time of each rank, messages in transit, and waiting ranks."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
@@ -47,8 +47,8 @@ class _Simulation:
         self.arrivals: dict[Message, float] = {}
         self.waiting: dict[Message, int] = {}  # the rank that waits for a message
         self.link_free: dict[tuple[int, int], float] = {}
-        self.reached: dict[Meeting, dict[int, float]] = {}
-        self.stepping: dict[Meeting, list[int]] = {}  # the ranks that wait for a reduction
+        self.reached: dict[Reduction, dict[int, float]] = {}  # when each replica reached its R
+        self.stepping: dict[Reduction, list[int]] = {}  # the ranks whose step waits for a reduction
         self.ready = list(range(len(schedule.rows)))[::-1]
         self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
         self.durations = {
@@ -69,7 +69,7 @@ class _Simulation:
         return Timeline("simulated", len(rows), tuple(itertools.chain.from_iterable(self.spans)))
 
     def _follow(self, rank: int) -> None:
-        """Carry out a row from where it stands to its end, or to what has to be waited for."""
+        """Advance a rank along its row, to its end or to an instruction that has to wait."""
         row, durations, spans, arrivals = self.schedule.rows[rank], self.durations, self.spans[rank], self.arrivals
         edges, now = self.costs.edges, self.clock[rank]
         index = self.position[rank]
@@ -94,7 +94,7 @@ class _Simulation:
                     break
                 now = max(now, arrival) + edges.get((i.peer, i.stage), FREE).receive_seconds
             elif op == "R":
-                self._bring(rank, i, now)
+                self._reach_reduction(rank, i, now)
             else:
                 now = self._send(rank, i, now)
             if now > start:
@@ -117,20 +117,20 @@ class _Simulation:
             self.ready.append(waiter)
         return now
 
-    def _bring(self, rank: int, i: Instruction, now: float) -> None:
-        """Come to a reduction: those who wait for it at their step are picked up by the last replica."""
-        meeting = i.stage, i.minibatch
-        reached = self.reached.setdefault(meeting, {})
+    def _reach_reduction(self, rank: int, i: Instruction, now: float) -> None:
+        """Record that a replica has reached its R. The last one wakes the ranks whose step waits."""
+        reduction = i.stage, i.minibatch
+        reached = self.reached.setdefault(reduction, {})
         reached[rank] = now
         if len(reached) == len(self.schedule.request.stage_ranks[i.stage]):
-            self.ready.extend(self.stepping.pop(meeting, ()))
+            self.ready.extend(self.stepping.pop(reduction, ()))
 
     def _reduced(self, rank: int, i: Instruction, now: float) -> float | None:
-        """Return when a step may begin, None while replicas are missing."""
-        meeting = i.stage, i.minibatch
-        replicas, reached = self.schedule.request.stage_ranks[i.stage], self.reached[meeting]
+        """Return when a step may begin, or None if not all replicas have reached the reduction."""
+        reduction = i.stage, i.minibatch
+        replicas, reached = self.schedule.request.stage_ranks[i.stage], self.reached[reduction]
         if len(reached) < len(replicas):
-            self.stepping.setdefault(meeting, []).append(rank)
+            self.stepping.setdefault(reduction, []).append(rank)
             return None
         if len(replicas) == 1:
             return now
@@ -146,5 +146,5 @@ class _Simulation:
             rule="no-deadlock",
             grid=marked(self.schedule, rank, index),
             where=f"rank {rank}, instruction {index}",
-            remedy="put what the others wait for before what waits for them",
+            remedy="order the rows so that an instruction comes before those that wait for it",
         )

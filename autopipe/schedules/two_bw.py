@@ -1,7 +1,7 @@
-"""PipeDream-2BW: 1F1B that never flushes, with gradients of m microbatches a step and two weight versions.
+"""PipeDream-2BW: 1F1B without a flush, with the gradients of m microbatches per step and two weight versions.
 
 Minibatch t runs forward and backward on version ``t - 1`` at every stage: ``W(t+1) = W(t) - lr * g(W(t-1); t)``. So
-version ``t + 1`` is first needed by minibatch ``t + 2``.
+minibatch ``t + 2`` is the first that needs version ``t + 1``.
 
 ::
 
@@ -9,9 +9,9 @@ version ``t + 1`` is first needed by minibatch ``t + 2``.
     rank 1 |         F0@0    F1@0            B0@0    F1:0@0  B1@0+   F1:1@0  B1:0@0          B1:1@0+
     rank 2 |                 F0@0    B0@0    F1@0    B1@0+   F1:0@0  B1:0@0  F1:1@0  B1:1@0+
 
-Bubble: none but the first fill and the last drain. Memory: 2 versions, in flight as 1F1B.
+Bubble: only the first fill and the last drain. Memory: 2 versions; as many in flight as 1F1B.
 
-Source: arXiv:2006.09503, section 3.1 (which asks m >= p; the warm-up of stage 0 is enough).
+Source: arXiv:2006.09503, section 3.1 (which requires m >= p; m at least the warm-up of stage 0 is enough).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopipe.schedules.rows import unflushed, warmups
 
 
 def two_bw(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError where a rank has two stages, or m is below the warm-up of stage 0."""
+    """Return the schedule. Raises: ScheduleError if a rank has two stages, or m is below the warm-up of stage 0."""
     check_one_stage_a_rank(KIND.name, request)
     warmup = warmups(request, request.options.get("depth", 1))
     ahead = warmup[0] * len(request.stage_ranks[0])  # the most of all stages
@@ -31,7 +31,7 @@ def two_bw(request: ScheduleSpec) -> Schedule:
         raise ScheduleError(
             f"2bw keeps two weight versions, so at most one minibatch may be sent ahead: stage 0 sends {ahead} "
             f"microbatches ahead, and a minibatch has {request.num_microbatches}",
-            remedy=f"cut the minibatch into at least {ahead} microbatches, or choose pipedream",
+            remedy=f"split the minibatch into at least {ahead} microbatches, or choose pipedream",
         )
     return unflushed(KIND.name, request, warmup, [1] * request.num_stages, [count + 1 for count in warmup])
 

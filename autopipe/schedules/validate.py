@@ -1,4 +1,4 @@
-"""The one validator: every schedule, shipped or a user's, keeps the rules of ``rules``."""
+"""The validator: checks any schedule, built-in or the user's own, against the rules of ``rules``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autopipe.schedules.simulate import simulate
 
 
 def validate(schedule: Schedule) -> None:
-    """Check every rule; a schedule without messages is taken for a chain of stages.
+    """Check every rule. A schedule without messages is checked as a chain of stages.
 
-    Raises: ScheduleError that names the first broken one, with the cell marked in the grid.
+    Raises: ScheduleError that names the first broken rule, with the instruction marked in the grid.
     """
     request = schedule.request
     if len(schedule.rows) != request.num_ranks or len(schedule.staleness) != request.num_stages:
         raise ScheduleError(
-            f"{len(schedule.rows)} rows and {len(schedule.staleness)} stages with a staleness; "
+            f"the schedule has {len(schedule.rows)} rows, and a staleness for {len(schedule.staleness)} stages; "
             f"the request has {request.num_ranks} ranks and {request.num_stages} stages",
             rule="placement",
         )
@@ -36,7 +36,7 @@ Channel = tuple[str, int, int, int, int]  # kind, from stage, to stage, from ran
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Both ends of every channel name the same messages in the same order."""
+    """Check that both ends of every channel name the same messages in the same order."""
     request = schedule.request
     ends: dict[Channel, tuple[list[tuple[Instruction, Place]], list[tuple[Instruction, Place]]]] = {}
     for rank, row in enumerate(schedule.rows):
@@ -50,8 +50,8 @@ def _check_channels(schedule: Schedule) -> None:
         name = f"channel {kind} from stage {a} (rank {from_rank}) to stage {b} (rank {to_rank})"
         for (first, _), (second, place) in zip(sent, received, strict=False):
             if (first.minibatch, first.microbatch) != (second.minibatch, second.microbatch):
-                broken(schedule, "channel-order", f"{name}: {first} is sent where {second} is received", *place)
+                broken(schedule, "channel-order", f"{name}: it sends {first} but receives {second}", *place)
         if len(sent) != len(received):
             extra = max(sent, received, key=len)[min(len(sent), len(received))]
-            what = f"{name}: {len(sent)} messages are sent and {len(received)} received"
+            what = f"{name}: it sends {len(sent)} messages but receives {len(received)}"
             broken(schedule, "channel-order", what, *extra[1])

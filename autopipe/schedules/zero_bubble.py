@@ -1,8 +1,8 @@
-"""Zero bubble, ZB-H1: the backward in two halves; the half that no other stage waits for fills the bubble.
+"""Zero bubble, ZB-H1: the backward is split in two halves, and the half that no other stage waits for fills the bubble.
 
-``I``: gradient for the stage's input, which the stage before waits for. ``W``: gradient for its weights, any time
-later.
-Rank k lets its first k weight halves wait, so that no stage holds more than 1F1B's first stage does.
+``I`` computes the gradient for the stage's input, which the previous stage waits for. ``W`` computes the gradient for
+its weights, at any later time. Rank k defers its first k weight halves, so that no stage has more microbatches in
+flight than 1F1B's first stage.
 
 ::
 
@@ -11,7 +11,7 @@ Rank k lets its first k weight halves wait, so that no stage holds more than 1F1
     rank 2 |         F0  F1      I0  F2  I1  F3  I2  W0  F4  I3  W1  F5  I4  W2  I5  W3  W4  W5+
     rank 3 |             F0  I0  F1  I1  F2  I2  F3  I3  W0  F4  I4  W1  F5  I5  W2  W3  W4  W5+
 
-Bubble: a third of 1F1B's where F, I and W take the same time. Memory: p microbatches in flight on every rank.
+Bubble: a third of 1F1B's if F, I and W take the same time. Memory: p microbatches in flight on every rank.
 
 Source: arXiv:2401.10241, section 2.3 (ZB-H1). With several stages on a rank the order is that of
 torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
@@ -26,7 +26,7 @@ from autopipe.schedules.rows import alternate, flushed
 
 
 def zero_bubble(request: ScheduleSpec) -> Schedule:
-    """Return the schedule. Raises: ScheduleError where stages are not dealt out in turn, or rounds are unequal."""
+    """Return the schedule. Raises: ScheduleError if the layout is not looped, or m gives unequal rounds."""
     loop = Loop.of(KIND.name, request)
 
     def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:

@@ -76,7 +76,7 @@ def test_without_messages_it_is_what_a_rank_holds():
     for name in ("gpipe", "1f1b", "2bw"):
         schedule = make(name, line(3, 6, 3))
         assert stage_peaks(schedule, sizes, MessageBytes()) == peak_bytes(schedule, sizes)
-    with pytest.raises(ScheduleError, match="bytes of 1 stages for 3"):
+    with pytest.raises(ScheduleError, match="sizes of 1 stages were given for 3 stages"):
         stage_peaks(make("1f1b", line(3, 6)), sizes[:1], MessageBytes())
 
 

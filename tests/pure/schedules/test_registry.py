@@ -268,7 +268,7 @@ def test_2bw_says_how_many_microbatches_it_needs():
     with pytest.raises(ScheduleError) as caught:
         make("2bw", line(4, 2))
     assert "stage 0 sends 3 microbatches ahead, and a minibatch has 2" in caught.value.what
-    assert caught.value.remedy == "cut the minibatch into at least 3 microbatches, or choose pipedream"
+    assert caught.value.remedy == "split the minibatch into at least 3 microbatches, or choose pipedream"
     make("2bw", line(4, 3))
 
 
@@ -289,18 +289,18 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones_and_the_nearest():
     [
         ("1f1b", line(2, 2, depth=2), "1f1b takes no option 'depth'"),
         ("pipedream", line(2, 2, vertical=1), "unknown option 'vertical'; known: depth, vertical_sync."),
-        ("pipedream", line(2, 2, vertical_sync=2), "vertical_sync is 2; it runs from 0 to 1"),
-        ("1f1b", dealt(2, 2, 4), "1f1b runs one stage on a rank; rank 0 has stages 0 and 2"),
-        ("interleaved", dealt(2, 2, 5), "rounds of equal size: 5 on 2 ranks are 2 rounds"),
+        ("pipedream", line(2, 2, vertical_sync=2), "vertical_sync must be from 0 to 1, and is 2"),
+        ("1f1b", dealt(2, 2, 4), "1f1b runs one stage per rank; rank 0 has stages 0 and 2"),
+        ("interleaved", dealt(2, 2, 5), "5 microbatches on 2 ranks do not divide into 2 rounds"),
         ("interleaved", ScheduleSpec(((0,), (0,), (1,), (1,)), 4), "deals 4 stages out to 2 ranks in turn"),
         ("interleaved", ScheduleSpec(replicated(2, 1), 4), "deals 2 stages out to 3 ranks in turn"),
-        ("interleaved", replace(dealt(2, 2, 4), options={"stages_per_rank": 3}), "4 stages on 2 ranks are 2 a rank"),
-        ("gpipe", line(2, 0), "gpipe is asked for 0 microbatches"),
-        ("gpipe", line(2, 2, 0), "gpipe is asked for 0 minibatches"),
-        ("gpipe", ScheduleSpec(((0,), (1,)), 2, first_minibatch=-1), "the first minibatch is -1"),
-        ("gpipe", ScheduleSpec(((0,), (2,)), 2), "rank 1 has nothing to do"),
-        ("gpipe", ScheduleSpec(((0,), ()), 2), "every stage needs ranks of its own"),
-        ("gpipe", ScheduleSpec(((0, 0),), 2), "every stage needs ranks of its own"),
+        ("interleaved", replace(dealt(2, 2, 4), options={"stages_per_rank": 3}), "4 stages on 2 ranks are 2 per rank"),
+        ("gpipe", line(2, 0), "gpipe cannot run 0 microbatches"),
+        ("gpipe", line(2, 2, 0), "gpipe cannot run 0 minibatches"),
+        ("gpipe", ScheduleSpec(((0,), (1,)), 2, first_minibatch=-1), "minibatch must be at least 0, and is -1"),
+        ("gpipe", ScheduleSpec(((0,), (2,)), 2), "rank 1 has no stage"),
+        ("gpipe", ScheduleSpec(((0,), ()), 2), "a stage needs at least one rank, and each of its ranks once"),
+        ("gpipe", ScheduleSpec(((0, 0),), 2), "a stage needs at least one rank, and each of its ranks once"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused_with_the_numbers(name, request_, what):
@@ -329,7 +329,7 @@ def test_the_replicas_of_a_custom_schedule_take_turns_when_they_do_not_divide_th
         (((0,),), "F0,0SEND_F0,B0\n", "'0SEND_F0' is not a cell"),
         (((0,), (0,)), "F0,1F0,1B0,0B0\n", "'F0' is not a cell"),
         (((0,), (1,)), "F0,B0\nB0,F0\n", "[backward-after-forward] custom: 1B0@0 comes before its F"),
-        (((0, 1), (0, 1)), "0F0,1F0,1B0,0B0\n,\n", "the grid would change each time"),
+        (((0, 1), (0, 1)), "0F0,1F0,1B0,0B0\n,\n", "the grid would change from minibatch to minibatch"),
     ],
 )
 def test_a_custom_schedule_that_is_wrong_is_refused_before_anything_runs(stage_ranks, text, what):
