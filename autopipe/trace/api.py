@@ -18,7 +18,7 @@ from autopipe.trace.after_step import effects_of
 from autopipe.trace.loss.coupling import coupling_notes
 from autopipe.trace.loss.divisor import find_divisor
 from autopipe.trace.opaque.choose import Opaque, paths_of
-from autopipe.trace.record.borrowed import Snapshot
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.lengths import Length, cut, found_lengths, other_sizes, shorter, sizes_of
 from autopipe.trace.state.check import refuse_changing_state
@@ -57,7 +57,7 @@ def capture(
     if training:
         captured = _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)
         return _with_after_step(workload, model, captured) if "after_step" in workload.hooks else captured
-    before, trained = Snapshot(model), workload.spec.opaque_modules
+    before, trained = ModelSnapshot(model), workload.spec.opaque_modules
     model.eval()
     try:
         return _capture(workload, model, batch_size, allow_data_dependent, verify, lengths)

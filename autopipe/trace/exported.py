@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.trace.explain import is_users
-from autopipe.trace.record.borrowed import Snapshot
 from autopipe.trace.record.follow import Forward
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.record.patches import quiet_fakes
 from autopipe.trace.record.recorder import Recorder
 from autopipe.workload import Item, Workload
@@ -43,7 +43,7 @@ def export(workload: Workload, model: nn.Module, item: Item) -> Forward:
     leaves = {name: laid_out(leaf, leaf) for name, leaf in workload.leaves(item).items()}
     dimensions = workload.batch_dims(item)
     free = {name: {dimensions[name]: torch.export.Dim.AUTO} if name in dimensions else None for name in leaves}
-    before, whole = Snapshot(model), _Loss(workload, model, item)
+    before, whole = ModelSnapshot(model), _Loss(workload, model, item)
     try:
         with _custom_functions_refused(), quiet_fakes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

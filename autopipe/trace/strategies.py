@@ -31,8 +31,8 @@ from autopipe.trace.graph.assemble import assemble
 from autopipe.trace.graph.describe import describe
 from autopipe.trace.graph.naming import rename
 from autopipe.trace.opaque.choose import Opaque
-from autopipe.trace.record.borrowed import Snapshot
 from autopipe.trace.record.follow import Followed, Forward, follow
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.result import Capture
 from autopipe.trace.sizes.align import GraphsDiffer, LiveComparison, aligned
 from autopipe.trace.sizes.fit import Fit
@@ -111,7 +111,7 @@ class CaptureStrategies:
         """
         if not training.reads_training or not trains(self.model):
             return {}, ""
-        before = Snapshot(self.model)
+        before = ModelSnapshot(self.model)
         self.model.eval()
         try:
             return aligned(training, self.record(comparison=LiveComparison(training), **options)), ""
@@ -272,7 +272,7 @@ def _check_model_runs(strategies: CaptureStrategies, error: TraceError) -> None:
     model, item = strategies.model, strategies.item
     if any(parameter.is_meta for parameter in model.parameters()):
         return
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with torch.no_grad(), flat_checkpoints():

@@ -22,7 +22,7 @@ from autopipe.errors import AutopipeError, RunError, TraceError
 from autopipe.ir.graph import Graph
 from autopipe.trace.explain import place_of, short_path
 from autopipe.trace.graph.replay import replay
-from autopipe.trace.record.borrowed import Snapshot
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
 
@@ -141,7 +141,7 @@ def _run(
 
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    snapshot = Snapshot(model)
+    snapshot = ModelSnapshot(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         yield

@@ -40,8 +40,8 @@ class _Describer:
         self.changes: dict[int, list[str]] = {}  # memory -> calls that changed it, in order
         self.buffer_names: dict[int, list[str]] = {}
         self.parameter_names: dict[int, str] = {}
-        parameters = {n for n, _ in followed.borrowed.model.named_parameters()}
-        for first, fake in followed.borrowed.fake.items():
+        parameters = {n for n, _ in followed.faked_model.model.named_parameters()}
+        for first, fake in followed.faked_model.fake.items():
             key = storage_key(fake)
             if key is None:
                 continue
@@ -53,7 +53,7 @@ class _Describer:
         self.constant_memory = {storage_key(fake) for fake in followed.recorder.known.constant_fakes}
 
     def graph(self, name: str) -> Graph:
-        model, symbols = self.followed.borrowed.model, self.followed.symbols
+        model, symbols = self.followed.faked_model.model, self.followed.symbols
         inputs: list[Input] = []
         nodes: list[Node] = []
         outputs: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class _Describer:
             outputs=outputs,
             parameters={n: _state_spec(p) for n, p in model.named_parameters()},
             buffers={n: _state_spec(b) for n, b in model.named_buffers()},
-            aliases=dict(self.followed.borrowed.aliases),
+            aliases=dict(self.followed.faked_model.aliases),
         )
         by_name = {node.name: node for node in described}
         for fx_node in self.followed.graph.nodes:
@@ -95,13 +95,13 @@ class _Describer:
     def _node(self, node: fx.Node, index: int) -> Node:
         self.position[node.name] = index
         meta = node.meta
-        module = self.followed.borrowed.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = self.followed.faked_model.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         _refuse_sparse(node, module)
         _refuse_sparse_parts(node)
         read = [entry for entry in node.all_input_nodes if entry.op == "get_attr"]
         state = [str(entry.target) for entry in read if entry.target not in self.constants]
         if module is not None:
-            names = self.followed.borrowed.names
+            names = self.followed.faked_model.names
             state += [names[id(t)] for t in (*module.parameters(), *module.buffers())]
         state = list(dict.fromkeys(state))
         inputs = tuple(entry.name for entry in node.all_input_nodes if entry.op != "get_attr")
@@ -167,7 +167,7 @@ class _Describer:
                 if self.position[name] > position and name not in inputs:
                     changes.append(name)
         for buffer in state:
-            fake = self.followed.borrowed.fake.get(buffer)
+            fake = self.followed.faked_model.fake.get(buffer)
             changes += [name for name in self.changes.get(storage_key(fake) or 0, ()) if name not in inputs]
         return tuple(sorted(dict.fromkeys(changes), key=self.position.__getitem__))
 

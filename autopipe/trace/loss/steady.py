@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.draws import Draws, flat_checkpoints, is_random
 from autopipe.ir.graph import Graph
-from autopipe.trace.record.borrowed import Snapshot
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.workload import Item, Workload
 
 _COARSE = (torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ def steady(workload: Workload, model: nn.Module, item: Item, *, as_it_is: bool =
 
     ``as_it_is``: keep weights and batch statistics unchanged; the model is still restored.
     """
-    snapshot = Snapshot(model)
+    snapshot = ModelSnapshot(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     data = [(parameter, parameter.data) for parameter in model.parameters()]

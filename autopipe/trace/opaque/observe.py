@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopipe.draws import Draws, flat_checkpoints
-from autopipe.trace.record.borrowed import Snapshot, first_names
+from autopipe.trace.record.faked_model import first_names
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.record.values import version_of
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
@@ -91,7 +92,7 @@ def observe(workload: Workload, model: nn.Module, items: list[Item], seed: int) 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore attributes, random states and buffers of a model after the block."""
-    snapshot = Snapshot(model)
+    snapshot = ModelSnapshot(model)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield

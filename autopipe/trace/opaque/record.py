@@ -28,7 +28,7 @@ class ModuleCalls:
     _bind: Any
     _call: Any
     append: Any
-    borrowed: Any
+    faked_model: Any
     fakes: Any
     graph: fx.Graph
     random: Any
@@ -55,7 +55,7 @@ class ModuleCalls:
 
     def refuse_drawn(self) -> None:
         """Refuse draws from Python's or numpy's generator since the last call. Raises: TraceError."""
-        if self.borrowed.snapshot.random_drawn():
+        if self.faked_model.snapshot.random_drawn():
             raise unsupported("random numbers from outside torch", "")
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class ModuleCalls:
     ) -> Any:
         if self.opaque is not None and path in self.opaque.forms:
             return self._run_opaque(self.opaque, module, path, which, args, kwargs)
-        if not path or not is_leaf(module, self.borrowed.state):
+        if not path or not is_leaf(module, self.faked_model.state):
             return original(module, *args, **kwargs)
         if getattr(module, "max_norm", None) is not None:
             raise unsupported(f"{path} changes its weight in the forward (max_norm)", "leave max_norm out")
@@ -126,7 +126,7 @@ class ModuleCalls:
 
         inputs = tensors_of(args, kwargs)
         changed = [inputs[place] for place in form.changed if place < len(inputs)]
-        changed += [self.borrowed.fake[name] for name in sorted(opaque.written.get(path, ()))]
+        changed += [self.faked_model.fake[name] for name in sorted(opaque.written.get(path, ()))]
         out = self._call(results, args, kwargs, lambda a, k: Call("call_module", path, a, k), name=path, silent=changed)
         node = next(n for n in reversed(self.graph.nodes) if n.op == "call_module" and n.target == path)
         node.meta["opaque"] = True

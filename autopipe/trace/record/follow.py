@@ -23,7 +23,8 @@ from autopipe.errors import TraceError
 from autopipe.trace.explain import COIN, FIXED_BATCH, Line, explained, place_in, short_path, short_place_in
 from autopipe.trace.lines.draws import DrawingLine, is_drawn
 from autopipe.trace.opaque.choose import Opaque
-from autopipe.trace.record.borrowed import NUMPYS, Borrowed, Snapshot
+from autopipe.trace.record.faked_model import FakedModel
+from autopipe.trace.record.model_snapshot import NUMPYS, ModelSnapshot
 from autopipe.trace.record.patches import TrainingReads, following
 from autopipe.trace.record.reads import FollowingShapeEnv, Reads
 from autopipe.trace.record.recorder import Recorder
@@ -43,7 +44,7 @@ class Followed:
     """The recording of one run."""
 
     recorder: Recorder
-    borrowed: Borrowed
+    faked_model: FakedModel
     symbols: Symbols
     sizes: tuple[int, ...]  # the number of samples and the lengths, if they may vary
     reads_training: bool  # whether the user's code reads ``training``
@@ -99,9 +100,9 @@ def follow(
     shape_env = FollowingShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     symbols = Symbols(shape_env)
-    borrowed = Borrowed(model, mode, sized[0].device)
-    with borrowed:
-        recorder = Recorder(borrowed, symbols, watch=watch)
+    faked_model = FakedModel(model, mode, sized[0].device)
+    with faked_model:
+        recorder = Recorder(faked_model, symbols, watch=watch)
         recorder.most, recorder.comparison, recorder.opaque = most, comparison, opaque
         shape_env.around = lambda: recorder.around
         given = {place: size for length, size in lengths for place in length.places}
@@ -111,14 +112,14 @@ def follow(
         for name, fake in fakes.items():
             recorder.add_input(name, fake)
         if answer:
-            recorder.reads = Reads(borrowed, leaves, workload.spec.seed)
+            recorder.reads = Reads(faked_model, leaves, workload.spec.seed)
         shape_env.on_answer = recorder.answered
         with _running(recorder, mode, symbolic=batch is None) as reads:
             faked = workload.with_leaves(item, fakes)
             loss, weight = workload.loss(model, faked) if forward is None else forward(recorder, faked)
-            _copy_reassigned(recorder, borrowed)
+            _copy_reassigned(recorder, faked_model)
             recorder.set_output((loss,) if weight is None else (loss, weight))
-        drawn = borrowed.snapshot.random_drawn()
+        drawn = faked_model.snapshot.random_drawn()
     if drawn and not watch:
         raise _coin(workload, model, item, drawn, answer=answer, opaque=opaque)
     _check_batch(symbols, shape_env, count)
@@ -128,7 +129,7 @@ def follow(
     remove_unused(recorder.graph)
     sizes = () if first is None else (batch or count, *(size for _, size in lengths))
     free = tuple(length for length, _ in lengths)
-    return Followed(recorder, borrowed, symbols, sizes, reads.seen, first, free, calls)
+    return Followed(recorder, faked_model, symbols, sizes, reads.seen, first, free, calls)
 
 
 @contextlib.contextmanager
@@ -146,7 +147,7 @@ def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Ite
         raise failure from error
     finally:
         if recorder.reads is not None:
-            with recorder.borrowed.returned():
+            with recorder.faked_model.unfaked():
                 recorder.reads.restore()
 
 
@@ -186,7 +187,7 @@ def _coin(
     workload: Workload, model: nn.Module, item: Item, generator: str, *, answer: bool, opaque: Opaque | None
 ) -> TraceError:
     """Return the error for a model that makes random decisions outside of torch, which a graph would fix."""
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     within: tuple[str, ...] = ()
     try:
         with DrawingLine(before.numpy_drawn if generator == NUMPYS else None) as line:
@@ -217,10 +218,10 @@ def _check_batch(symbols: Symbols, shape_env: FollowingShapeEnv, batch: int) -> 
             raise fixed
 
 
-def _copy_reassigned(recorder: Recorder, borrowed: Borrowed) -> None:
+def _copy_reassigned(recorder: Recorder, faked_model: FakedModel) -> None:
     """Write ``self.buffer = value`` as ``self.buffer.copy_(value)``."""
-    for name, now in borrowed.reassigned_buffers().items():
-        fake = borrowed.fake[name]
+    for name, now in faked_model.reassigned_buffers().items():
+        fake = faked_model.fake[name]
         if now is None or now.shape != fake.shape or now.dtype != fake.dtype:
             raise TraceError(
                 f"buffer {name} is bound to a tensor of another shape or dtype in the forward",

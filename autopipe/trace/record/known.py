@@ -9,15 +9,15 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autopipe.trace.explain import TRANSFORMED, UNSEEN, unsupported
-from autopipe.trace.record.borrowed import Borrowed
+from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.values import tensors_in
 
 
 class Known:
     """Tensors by identity. ``constants``: those that are neither parameters nor buffers, by attribute name."""
 
-    def __init__(self, graph: fx.Graph, borrowed: Borrowed) -> None:
-        self.graph, self.borrowed = graph, borrowed
+    def __init__(self, graph: fx.Graph, faked_model: FakedModel) -> None:
+        self.graph, self.faked_model = graph, faked_model
         self.constants: dict[str, Tensor] = {}
         self.constant_fakes: list[Tensor] = []
         self._nodes: dict[int, fx.Node] = {}
@@ -34,7 +34,7 @@ class Known:
 
     def is_state(self, value: Tensor) -> bool:
         """Return whether a tensor belongs to the model."""
-        return id(value) in self.borrowed.state or id(value) in self.borrowed.plain
+        return id(value) in self.faked_model.state or id(value) in self.faked_model.plain
 
     def node(self, value: Tensor) -> fx.Node:
         """Return the node of a tensor; for a tensor of the model, a node that reads it.
@@ -44,9 +44,9 @@ class Known:
         node = self._nodes.get(id(value))
         if node is not None:
             return node
-        name = self.borrowed.state.get(id(value))
-        if name is None and id(value) in self.borrowed.plain:
-            label, real = self.borrowed.plain[id(value)]
+        name = self.faked_model.state.get(id(value))
+        if name is None and id(value) in self.faked_model.plain:
+            label, real = self.faked_model.plain[id(value)]
             name = self._add_constant(label, real)
             self.constant_fakes.append(value)
         if name is None:
@@ -82,7 +82,7 @@ class Known:
 
     def constant(self, value: Tensor) -> Tensor:
         """Return the fake of a real tensor that the forward uses; its value becomes part of the graph."""
-        fake = self.borrowed.of_real.get(id(value))
+        fake = self.faked_model.of_real.get(id(value))
         if fake is None:
             if value.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(value):
                 raise unsupported(f"torch.func {TRANSFORMED}", "leave it out")
@@ -92,8 +92,8 @@ class Known:
                     "register it in the model as an nn.Parameter; let a loss that has parameters be the nn.Module "
                     "itself (loss = criterion, not a function that calls it); or detach() it",
                 )
-            fake = self.borrowed.mode.from_tensor(value, static_shapes=True)
-            self.borrowed.plain[id(fake)] = str(len(self.borrowed.plain)), value
-            self.borrowed.of_real[id(value)] = fake
+            fake = self.faked_model.mode.from_tensor(value, static_shapes=True)
+            self.faked_model.plain[id(fake)] = str(len(self.faked_model.plain)), value
+            self.faked_model.of_real[id(value)] = fake
             self._alive += [value, fake]
         return fake

@@ -124,7 +124,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         (_FAKES, "disabled", True),  # suppress torch's traceback; the error reports the failure
     ]
     with contextlib.ExitStack() as stack:
-        namespaces = users_namespaces(recorder.borrowed.model)
+        namespaces = users_namespaces(recorder.faked_model.model)
         replaced += [(namespace, "len", symbolic_len) for namespace in namespaces if "len" not in vars(namespace)]
         for owner, name, value in replaced:
             stack.callback(_restore, owner, name, vars(owner).get(name, _ABSENT))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopipe import draws
 from autopipe.trace.explain import here
 from autopipe.trace.graph.replay import context_of
-from autopipe.trace.record.borrowed import Borrowed
+from autopipe.trace.record.faked_model import FakedModel
 from autopipe.workload.batches.layouts import laid_out
 
 WHERE = (0, 0)  # minibatch and microbatch of the captured batch
@@ -28,15 +28,15 @@ WHERE = (0, 0)  # minibatch and microbatch of the captured batch
 class Reads:
     """Runs recorded nodes on real tensors, each once and in order, up to the node that is read."""
 
-    def __init__(self, borrowed: Borrowed, leaves: Mapping[str, Tensor], seed: int) -> None:
-        self.borrowed, self.seed = borrowed, seed
+    def __init__(self, faked_model: FakedModel, leaves: Mapping[str, Tensor], seed: int) -> None:
+        self.faked_model, self.seed = faked_model, seed
         self._leaves = {name: laid_out(leaf, leaf) for name, leaf in leaves.items()}
         self._state: dict[str, Tensor] = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        with borrowed.returned():
-            for _, tensors in (("", borrowed.model.named_parameters()), ("", borrowed.model.named_buffers())):
+        with faked_model.unfaked():
+            for _, tensors in (("", faked_model.model.named_parameters()), ("", faked_model.model.named_buffers())):
                 self._state.update(tensors)
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in borrowed.model.buffers()]
+            self._buffers = [(buffer, buffer.detach().clone()) for buffer in faked_model.model.buffers()]
         self._values: dict[fx.Node, Any] = {}
 
     def value(self, node: fx.Node, constants: Mapping[str, Tensor]) -> Any:
@@ -46,7 +46,7 @@ class Reads:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_disable_current_modes())
                 stack.enter_context(torch._C._DisablePythonDispatcher())
-                stack.enter_context(self.borrowed.returned())
+                stack.enter_context(self.faked_model.unfaked())
                 stack.enter_context(torch.no_grad())
                 for device in ("cpu", "cuda"):
                     if torch.is_autocast_enabled(device):
@@ -79,7 +79,7 @@ class Reads:
             elif count:
                 stack.enter_context(draws.at((self.seed, *WHERE), position, count))
             if node.op == "call_module":
-                return self.borrowed.model.get_submodule(str(node.target))(*args, **kwargs)
+                return self.faked_model.model.get_submodule(str(node.target))(*args, **kwargs)
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             assert callable(node.target)

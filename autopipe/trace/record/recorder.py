@@ -32,7 +32,7 @@ from autopipe import guards
 from autopipe.trace.explain import MORE_CALLS, TRANSFORMED, calling_frame, here, places_of, unsupported, where_short
 from autopipe.trace.opaque.fakes import Fakes
 from autopipe.trace.opaque.record import ModuleCalls
-from autopipe.trace.record.borrowed import Borrowed
+from autopipe.trace.record.faked_model import FakedModel
 from autopipe.trace.record.fixed import NOT_FIXED, Fixed
 from autopipe.trace.record.known import Known
 from autopipe.trace.record.reads import Reads
@@ -57,12 +57,12 @@ from autopipe.trace.record.values import (
 class Recorder(ModuleCalls, TorchFunctionMode):
     """Records one forward inside ``patches.following``; ``graph`` and ``constants`` are the result."""
 
-    def __init__(self, borrowed: Borrowed, symbols: Symbols, *, watch: bool = False) -> None:
+    def __init__(self, faked_model: FakedModel, symbols: Symbols, *, watch: bool = False) -> None:
         TorchFunctionMode.__init__(self)
-        ModuleCalls.__init__(self, borrowed.model)
-        self.borrowed, self.symbols, self.watch = borrowed, symbols, watch
+        ModuleCalls.__init__(self, faked_model.model)
+        self.faked_model, self.symbols, self.watch = faked_model, symbols, watch
         self.graph = fx.Graph()
-        self.known = Known(self.graph, borrowed)
+        self.known = Known(self.graph, faked_model)
         self.random = RandomCount()
         self.notes: list[str] = []
         self.custom_functions: list[str] = []
@@ -193,7 +193,7 @@ class Recorder(ModuleCalls, TorchFunctionMode):
         """Return the running statistics that a normalisation updates; torch does not report that change."""
         if not kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)):
             return []
-        state = self.borrowed.state
+        state = self.faked_model.state
         return [t for t in tensors_in((args, kwargs)) if id(t) in state and not isinstance(t, nn.Parameter)]
 
     def _record(self, call: Call, changed: list[Tensor], random: tuple[int, int]) -> fx.Node:

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from autopipe import draws
 from autopipe.errors import TraceError
-from autopipe.trace.record.borrowed import Snapshot as ModelSnapshot
 from autopipe.trace.record.caches import users_namespaces
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
 from autopipe.trace.state.snapshot import DRAWN, Names, Place, Snapshot, is_users_module
 from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key

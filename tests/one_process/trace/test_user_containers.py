@@ -12,8 +12,8 @@ from support.trace_cases import Toy, vectors
 from torch import nn
 
 from autopipe.trace import capture
-from autopipe.trace.record.borrowed import Snapshot
 from autopipe.trace.record.containers import copied, refill, same
+from autopipe.trace.record.model_snapshot import ModelSnapshot
 
 
 class FrozenDict(OrderedDict):
@@ -86,7 +86,7 @@ def test_a_model_whose_settings_forbid_change_is_captured():
 
 def test_what_did_not_change_is_not_touched():
     model = Configured()
-    snapshot = Snapshot(model)
+    snapshot = ModelSnapshot(model)
     model.seen.append(1)
     model.layers[0].extra = 2
     snapshot.restore()

@@ -1,0 +1,77 @@
+"""A snapshot of the Python state of a model: the attributes of its modules, and the generators outside torch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopipe.trace.record.containers import CONTAINERS, copied, refill
+
+PYTHONS, NUMPYS = "Python's random", "numpy.random"  # generators that are not torch's
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
+
+
+class ModelSnapshot:
+    """The attributes of every module, containers one level deep, and the random states. ``restore`` restores them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        for module in model.modules():
+            attributes = vars(module)
+            self._attributes.append((attributes, dict(attributes)))
+            for value in attributes.values():
+                if isinstance(value, CONTAINERS):
+                    self._containers.append((value, copied(value)))
+        self._random = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def random_drawn(self) -> str:
+        """Return the name of the generator that was drawn from since the snapshot, Python's or numpy's, else ""."""
+        if random.getstate() != self._random[2]:
+            return PYTHONS
+        return NUMPYS if self.numpy_drawn() else ""
+
+    def numpy_drawn(self) -> bool:
+        """Return whether numpy's generator was drawn from since the snapshot."""
+        now: Any = np.random.get_state()
+        before: Any = self._random[1]
+        return now[2:] != before[2:] or not np.array_equal(now[1], before[1])
+
+    def changed(self, model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield (path, attribute, value before, value now) of every plain attribute that was rebound."""
+        for (path, module), (attributes, before) in zip(model.named_modules(), self._attributes, strict=False):
+            if vars(module) is not attributes:
+                continue
+            for name, value in attributes.items():
+                if name not in REGISTRIES and before.get(name, _ABSENT) is not value:
+                    yield path, name, before.get(name), value
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the attributes for the duration of the block, and undo that at its end."""
+        attributes = [(attributes, dict(attributes)) for attributes, _ in self._attributes]
+        containers = [(container, copied(container)) for container, _ in self._containers]
+        self._refill(self._containers, self._attributes)
+        try:
+            yield
+        finally:
+            self._refill(containers, attributes)
+
+    def restore(self) -> None:
+        """Restore everything, in the same dictionaries and lists."""
+        self._refill(self._containers, self._attributes)
+        torch.set_rng_state(self._random[0])
+        np.random.set_state(self._random[1])
+        random.setstate(self._random[2])
+
+    @staticmethod
+    def _refill(containers: list[tuple[Any, Any]], attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        for container, contents in (*containers, *attributes):
+            refill(container, contents)
