@@ -111,7 +111,10 @@ class Supervisor:
             if counts != seen:
                 seen, progress = counts, time.monotonic()
             elif time.monotonic() - progress > self._limit(beats):
-                raise self._hang(time.monotonic() - progress)
+                hang = self._hang(time.monotonic() - progress)
+                if any(state.failed and not (state.error and state.error["secondary"]) for state in self._states):
+                    raise self._cause()  # a lost host, for example, was detected while the stacks were written
+                raise hang
             self.on_event({"kind": "tick", "ranks": [(beat.doing, beat.waiting) for beat in beats]})
 
     def _limit(self, beats: Sequence[Beat]) -> float:

@@ -143,6 +143,14 @@ def test_a_hang_is_blamed_on(notes: list[Beat], odd: dict[int, str], blamed: int
     assert "no rank has moved" in cause.what and "--watchdog" in cause.remedy
 
 
+def test_a_host_that_is_lost_while_stacks_are_written_is_the_cause_of_a_hang(tmp_path: Path) -> None:
+    ranks = Played([], hosts=("", "there"), notes=[Beat(1, 0.0, True, "0RB0@0"), Beat(1, 0.0, False, "1F0@0")])
+    ranks.on_stacks = lambda: ranks.script.append([lost("there", [1], 5)])
+    caught = failure(ranks, tmp_path, watchdog=0.0)
+    assert (caught.rank, caught.host) == (1, "there")
+    assert "host there does not answer" in caught.what
+
+
 def test_a_hang_shows_where_each_rank_stands(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
     run = NoPlan(tmp_path)
