@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.samples import SAMPLES
 
 from autopipe.commands.settings import CheckSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 
 
 def settings(sample: str, folder: Path, gpus: int) -> PlanSettings:

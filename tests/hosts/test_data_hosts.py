@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.hosts.launches import environment
 from support.hosts.two_hosts import Hosts, why_not
+from support.warm import AUTOPIPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
-AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 # each host has an /etc/hosts of its own, which ends with its name; this is the file that differs
 MODEL = """
 import torch
@@ -42,7 +41,7 @@ def run(hosts: Hosts, folder: Path, name: str, *words: str) -> subprocess.Comple
         capture_output=True,
         text=True,
         timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         check=False,
     )
 

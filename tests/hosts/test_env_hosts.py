@@ -14,7 +14,6 @@ from support.hosts.launches import (
     environment,
     gone,
     one_line,
-    prepared,
     ranks,
     steps_made,
     weights,
@@ -24,11 +23,6 @@ from support.hosts.two_hosts import Hosts, why_not
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 PORT = 29555
 Processes = list["subprocess.Popen[str]"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("work"))
 
 
 @pytest.fixture

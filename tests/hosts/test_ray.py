@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.hosts.launches import AUTOPIPE, STEPS, environment, prepared, weights
+from support.hosts.launches import AUTOPIPE, STEPS, environment, free_port, weights
 
 from autopipe.launch.ray_cluster import contracts
 from autopipe.launch.remote.identity import read_identity
@@ -35,16 +34,9 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("work"))
-
-
-@pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
     """Start a head node of this machine, and yield the environment that finds it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray = str(Path(sys.executable).with_name("ray"))
     quiet = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
     start = [ray, "start", "--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false"]

@@ -16,7 +16,6 @@ from support.hosts.launches import (
     await_,
     gone,
     one_line,
-    prepared,
     ranks,
     steps_made,
     weights,
@@ -33,11 +32,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with slurm(folder) as running:
         yield running
     assert left(folder) == []
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("work"))
 
 
 def test_srun_in_an_allocation_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> None:

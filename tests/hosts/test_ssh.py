@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from support.hosts.launches import MODEL, environment
 from support.hosts.two_hosts import Hosts, why_not, words
+from support.warm import AUTOPIPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
-AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
-MODEL = """
-import torch
-from torch import nn
-
-def build_model():
-    layers = [layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(24, 1))
-
-def loss(output, target):
-    return (output - target).pow(2).mean()
-
-def data(batch_size=8):
-    g = torch.Generator().manual_seed(0)
-    for step in range(100_000):
-        yield torch.randn(batch_size, 24, generator=g), torch.randn(batch_size, 1, generator=g)
-"""
 OPTIONS = ["--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]
 
 
@@ -48,16 +31,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def finished(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder to its end."""
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
 
 
 def here(path: Path, *words: str) -> str:
-    done = subprocess.run(
-        [AUTOPIPE, *words], cwd=path, capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
+    """Run autopipe on this machine alone."""
+    done = finished([AUTOPIPE, *words], path)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def assert_same_weights(folder: Path, *runs: Path) -> None:
+    """Export two runs, and assert that their weights are equal, bit for bit."""
+    for run in runs:
+        here(folder, "export", str(run), "-o", f"{run}.pt")
+    ours, theirs = (torch.load(f"{run}.pt") for run in runs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def over_ssh(hosts: Hosts, *words: str, slots: str = "") -> list[str]:
@@ -119,22 +113,10 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
 @pytest.mark.parametrize("slots", ["h0:2,h1:2", "localhost:2,h1:2"])
 def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, tmp_path: Path, slots: str) -> None:
     remote, local = tmp_path / "remote", tmp_path / "local"
-    done = subprocess.run(
-        over_ssh(hosts, "train", "--run-dir", str(remote), "--steps", "5", "--json", slots=slots),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(),
-        check=False,
-    )
+    done = finished(over_ssh(hosts, "train", "--run-dir", str(remote), "--steps", "5", "--json", slots=slots), folder)
     assert done.returncode == 0, done.stderr
     here(folder, "train", "--run-dir", str(local), "--steps", "5")
-    for run in (remote, local):
-        here(folder, "export", str(run), "-o", f"{run}.pt")
-    ours, theirs = (torch.load(f"{run}.pt") for run in (local, remote))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(folder, local, remote)
     assert (remote / "metrics.jsonl").read_text().count("\n") == 5
     assert_nothing_runs(hosts, 5)
 
@@ -243,23 +225,11 @@ def test_the_hosts_that_are_left_go_on_to_the_same_weights(
     assert restart["from_step"] > 0 and restart["from_step"] % 5 == 0
     steps = int(latest.read_text().strip().removeprefix("step-"))
     here(folder, "train", "--gpus", "4", "--run-dir", str(tmp_path / "whole"), "--steps", str(steps))
-    for run in ("run", "whole"):
-        here(folder, "export", str(tmp_path / run), "-o", str(tmp_path / f"{run}.pt"))
-    ours, theirs = (torch.load(tmp_path / f"{run}.pt") for run in ("run", "whole"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(folder, tmp_path / "run", tmp_path / "whole")
 
 
 def test_doctor_looks_at_every_host(hosts: Hosts, folder: Path) -> None:
-    done = subprocess.run(
-        over_ssh(hosts, "doctor", "--json"),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(),
-        check=False,
-    )
+    done = finished(over_ssh(hosts, "doctor", "--json"), folder)
     findings = json.loads(done.stdout)["findings"]
     assert done.returncode == 0, findings
     network = {f["host"]: f for f in findings if f["name"] == "network"}
@@ -270,9 +240,7 @@ def test_doctor_looks_at_every_host(hosts: Hosts, folder: Path) -> None:
 
 def test_a_host_without_autopipe_says_what_to_install(hosts: Hosts, folder: Path) -> None:
     command = over_ssh(hosts, "train", "--steps", "1", "--remote-python", "/usr/bin/env")
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
+    done = finished(command, folder)
     assert done.returncode == 1, done.stderr
     assert "--remote-python" in done.stderr
     assert "Traceback" not in done.stderr
@@ -287,9 +255,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, folder: Pat
     words = [AUTOPIPE, "train", "--steps", "1", "--run-dir", str(private / "run")]
     slots = ",".join(f"{name}:2" for name in hosts.names)
     command = hosts.inside(0, *script, *words, "--hosts", slots, "--ssh-config", str(hosts.config))
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment(), check=False
-    )
+    done = finished(command, folder)
     assert done.returncode == 1, done.stderr
     assert "is not the same folder there" in done.stderr
     assert "--run-dir" in done.stderr
@@ -297,15 +263,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, folder: Pat
 
 def test_a_host_that_is_not_there_is_named(hosts: Hosts, folder: Path) -> None:
     command = hosts.inside(0, AUTOPIPE, "train", "--steps", "1", "--gpus", "4", "--ssh-config", str(hosts.config))
-    done = subprocess.run(
-        [*command, "--hosts", "h0:2,nowhere:2"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(),
-        check=False,
-    )
+    done = finished([*command, "--hosts", "h0:2,nowhere:2"], folder)
     assert done.returncode == 1
     assert "ssh to nowhere failed" in done.stderr
     assert_nothing_runs(hosts, 5)

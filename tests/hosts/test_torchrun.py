@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,9 +17,9 @@ from support.hosts.launches import (
     STEPS,
     await_,
     environment,
+    free_port,
     gone,
     one_line,
-    prepared,
     ranks,
     steps_made,
     weights,
@@ -29,17 +28,6 @@ from support.hosts.launches import (
 pytestmark = pytest.mark.hosts
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 Agents = list["subprocess.Popen[str]"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("work"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

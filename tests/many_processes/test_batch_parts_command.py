@@ -6,22 +6,11 @@ from pathlib import Path
 
 import pytest
 from support.commands import Commands
+from support.graph_cases import NET, SPLIT
 
-MODEL = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3)
-    def forward(self, x, edges):
-        for layer in self.layers:
-            x = torch.tanh(layer(x) + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]))
-        return self.head(x)
-
-build_model = Net
-
+MODEL = (
+    NET
+    + """
 def data():
     g = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -31,16 +20,7 @@ def data():
 evaluate_data = data
 loss = nn.CrossEntropyLoss
 """
-SPLIT = """
-def split(batch, parts):
-    (x, edges), target = batch
-    microbatches = []
-    for some in torch.arange(6).tensor_split(parts):
-        low, high = int(some[0]) * 4, (int(some[-1]) + 1) * 4
-        inside = (edges[0] >= low) & (edges[0] < high)
-        microbatches.append(((x[low:high], edges[:, inside] - low), target[low:high]))
-    return microbatches
-"""
+)
 
 
 @pytest.mark.parametrize("way", ["split", "whole"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from support.commands import await_first_step
+from support.warm import AUTOPIPE
 
 MODEL = """
 import torch
@@ -36,7 +37,7 @@ def loss(output, target):
 
 data = DataLoader(Rows(), batch_size=8, num_workers=2)
 """
-COMMAND = [str(Path(sys.executable).with_name("autopipe")), "train", "net.py", "--gpus", "2", "--device", "cpu"]
+COMMAND = [AUTOPIPE, "train", "net.py", "--gpus", "2", "--device", "cpu"]
 OPTIONS = ["--microbatch-sizes", "2", "--num-microbatches", "4", "--no-check", "--run-dir", "run", "--json"]
 
 
@@ -63,12 +64,7 @@ def test_ranks_may_read_through_a_loader_with_workers(tmp_path: Path) -> None:
 def test_workers_of_a_loader_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     process = start(tmp_path, rows=8_000_000, steps=1_000_000)
     try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.lstrip().startswith("step "):
-                break
-        else:
-            raise AssertionError("it ended before a step")
+        await_first_step(process)
         family = psutil.Process(process.pid).children(recursive=True)
         ranks = [one for one in family if len(one.children()) >= 2 and one.parent().pid != process.pid]
         assert len(ranks) == 2, [(one.pid, one.cmdline()) for one in family]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.samples import SAMPLES
 
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings
 from autopipe.commands.training import runs
-
-SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 
 
 @pytest.fixture(scope="module")

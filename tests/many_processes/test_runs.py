@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.oracle import train as plain
-from support.pipelines import SAMPLES, minibatches
+from support.pipelines import minibatches
+from support.samples import SAMPLES
 
 from autopipe.commands.settings import (
     EvaluateSettings,

@@ -11,7 +11,8 @@ import torch
 from support.oracle import by_owner
 from support.oracle import train as plain
 from support.oracle_order import Order
-from support.pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, minibatches
+from support.pipelines import ARGUMENTS, BATCH, build, captured, minibatches
+from support.samples import SAMPLES
 from support.schedule_cases import Case
 
 from autopipe.commands.settings import ExportSettings, ModelSettings, PlanSettings, ProfileSettings, TrainSettings

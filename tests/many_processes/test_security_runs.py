@@ -7,14 +7,14 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.commands import Commands
+from support.commands import Commands, await_first_step, descendants
+from support.warm import AUTOPIPE
 
 MODEL = """
 import torch
@@ -44,20 +44,12 @@ def data(batch_size=8):
 
 evaluate_data = data
 """
-COMMAND = str(Path(sys.executable).with_name("autopipe"))
 GARBAGE = (b"\x00" * 64, b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
-
-
-def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def ended(process: subprocess.Popen[str]) -> None:
     """End a run and see that it leaves nothing."""
-    children = descendants(process)
+    children = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     try:
         process.communicate(timeout=20)
@@ -75,19 +67,14 @@ def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "net.py").write_text(MODEL.format(batches=10**6))
     arguments = ["train", "net.py", "--gpus", "2", "--device", "cpu", "--steps", "1000000", "--no-check", "--run-dir"]
     process = subprocess.Popen(
-        [COMMAND, *arguments, "run", "--microbatch-sizes", "2", "--num-microbatches", "4", "--arg", "token=hunter2"],
+        [AUTOPIPE, *arguments, "run", "--microbatch-sizes", "2", "--num-microbatches", "4", "--arg", "token=hunter2"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.lstrip().startswith("step "):
-                break
-        else:
-            raise AssertionError("it ended before a step")
+        await_first_step(process)
         yield process
     finally:
         if process.poll() is None:
@@ -97,7 +84,7 @@ def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def listeners(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
     return [
         (connection.laddr.ip, connection.laddr.port)
-        for one in (psutil.Process(process.pid), *descendants(process))
+        for one in (psutil.Process(process.pid), *descendants(process.pid))
         for connection in one.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     ]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mutations import FUZZING, as_json, damaged, mutated
-from support.planning_cases import cluster_of, profile_of, random_graph
+from support.planning_cases import CLUSTER_FILE, cluster_of, profile_of, random_graph
 
 from autopipe.commands.store import PlanRecord, profile_digest
 from autopipe.errors import ArtifactError, AutopipeError
@@ -32,23 +32,6 @@ from autopipe.planning.pipedream.profile import profile_of_layers
 from autopipe.planning.requests import PlanRequest
 from autopipe.runtime.job import Job
 
-CLUSTER = """
-source = "datasheet"
-[device]
-name = "V100-16GB"
-memory = "16GiB"
-speed = 1.0
-[[level]]
-name = "node"
-count = 4
-bandwidth = "10GB/s"
-latency = "5us"
-[[level]]
-name = "cluster"
-count = 2
-bandwidth = "1.25GB/s"
-latency = "20us"
-"""
 GRAPH_TXT = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.000
 node2 -- Linear(4, 4) -- forward_compute_time=1.500, backward_compute_time=3.000, activation_size=64.000, parameter_size=80.000
 node3 -- ReLU() -- forward_compute_time=0.500, backward_compute_time=0.250, activation_size=[64.0; 32.0], parameter_size=0.000
@@ -272,7 +255,7 @@ def plan_on(profile: Profile, cluster: Any) -> object:
 
 def test_a_changed_cluster_file_describes_a_cluster_or_is_refused() -> None:
     @FUZZING
-    @given(mutated(tomllib.loads(CLUSTER)))
+    @given(mutated(tomllib.loads(CLUSTER_FILE)))
     def check(document: Any) -> None:
         value: list[Any] = []
         if not refused(lambda: value.append(parse_cluster(document, "cluster.toml"))):
@@ -291,7 +274,7 @@ def test_bytes_of_a_cluster_file_that_change_are_never_a_traceback(folder: Path)
     path = folder / "cluster.toml"
 
     @FUZZING
-    @given(damaged(CLUSTER.encode()))
+    @given(damaged(CLUSTER_FILE.encode()))
     def check(data: bytes) -> None:
         path.write_bytes(data)
         refused(lambda: read_cluster(path))
@@ -302,12 +285,12 @@ def test_bytes_of_a_cluster_file_that_change_are_never_a_traceback(folder: Path)
 @pytest.mark.parametrize(
     "text",
     [
-        CLUSTER.replace("count = 4", "count = 1000000000"),
-        CLUSTER.replace('"16GiB"', '"1e99GiB"'),
-        CLUSTER.replace('"10GB/s"', '"0GB/s"'),
-        CLUSTER.replace('"5us"', '"1e99s"'),
-        CLUSTER.replace("[device]", "device = 3\n[other]"),
-        CLUSTER.replace("speed = 1.0", "speed = nan"),
+        CLUSTER_FILE.replace("count = 4", "count = 1000000000"),
+        CLUSTER_FILE.replace('"16GiB"', '"1e99GiB"'),
+        CLUSTER_FILE.replace('"10GB/s"', '"0GB/s"'),
+        CLUSTER_FILE.replace('"5us"', '"1e99s"'),
+        CLUSTER_FILE.replace("[device]", "device = 3\n[other]"),
+        CLUSTER_FILE.replace("speed = 1.0", "speed = nan"),
         "a = " + "[" * 5000,
     ],
 )

@@ -146,6 +146,12 @@ def select_a_moment() -> None:
     select.select([], [], [], 0.05)
 
 
+def await_first_step(process: subprocess.Popen[str]) -> None:
+    """Read what a training reports on stderr until it reports a step."""
+    assert process.stderr is not None
+    assert any(line.lstrip().startswith("step ") for line in process.stderr), "the command ended before its first step"
+
+
 def wait_for_steps(
     folder: Path, process: subprocess.Popen[str], *, count: int = 3, seconds: float = 90.0
 ) -> list[psutil.Process]:

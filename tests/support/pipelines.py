@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from autopipe.commands.named import remember, remember_stages
 from autopipe.generate import generate
@@ -20,10 +22,12 @@ from autopipe.runtime.context import RunContext
 from autopipe.runtime.job import Job, RunDirectory
 from autopipe.runtime.session import RankSession
 from autopipe.runtime.transport.threads import run_in_threads
+from autopipe.schedules import make
 from autopipe.trace import Capture, capture
 from autopipe.workload import LoadOptions, Workload, load_workload
+from support import oracle
+from support.samples import SAMPLES
 
-SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
 # smaller than the samples' own defaults: the same layers, fewer and narrower
 ARGUMENTS: dict[str, dict[str, str]] = {
     "gpt": {"blocks": "3", "width": "32", "dropout": "0.1"},
@@ -85,9 +89,9 @@ class Pipeline:
     run: RunDirectory
     job: Job
 
-    def train(self, items: Sequence[Any], **options: Any) -> list[RankSession]:
-        """Train over these minibatches with ranks as threads and return the sessions."""
-        job = replace(self.job, steps=len(items))
+    def train(self, items: Sequence[Any], steps: int | None = None, **options: Any) -> list[RankSession]:
+        """Train to a step, by default one step for each minibatch, with ranks as threads; return the sessions."""
+        job = replace(self.job, steps=len(items) if steps is None else steps)
         return run_in_threads(
             self.run, job, self.context, lambda session: session.train(), items=lambda epoch: iter(items), **options
         )
@@ -115,3 +119,23 @@ def minibatches(workload: Workload, count: int, batch_size: int, last: int = 0) 
     if last:
         items[-1] = workload.resized(items[-1], last)
     return items
+
+
+def with_exact_ties(plan: Plan) -> Plan:
+    """Return the plan with every tie exact: the gradients of tied parameters are added in the order of one process."""
+    return replace(plan, ties=tuple(replace(tie, exact=True) for tie in plan.ties))
+
+
+def staleness_of(plan: Plan) -> Callable[[str], int]:
+    """Return the number of steps by which the weights of a parameter are old under the schedule of a plan."""
+    deltas = make(plan.schedule, plan.request()).staleness
+    return oracle.by_owner([stage.parameters for stage in plan.stages], deltas)
+
+
+def assert_equals_oracle(plan: Plan, items: Sequence[Any], weights: dict[str, torch.Tensor]) -> None:
+    """Assert that the weights are, bit for bit, those of a plain loop over these minibatches."""
+    path = Path(plan.workload.target)
+    _, model, _ = oracle.train(path, items, plan.num_microbatches, staleness=staleness_of(plan))
+    expected = dict(model.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []

@@ -12,6 +12,24 @@ from autopipe.ir.graph import Graph, Input, Node, Symbol
 from autopipe.ir.profile import Device, Measurement, NodeCost, Profile, WorkloadSpec
 from autopipe.ir.tensor import TensorSpec
 
+CLUSTER_FILE = """\
+source = "datasheet"
+[device]
+name = "V100-16GB"
+memory = "16GiB"
+speed = 1.0
+[[level]]
+name = "node"
+count = 4
+bandwidth = "10GB/s"
+latency = "5us"
+[[level]]
+name = "cluster"
+count = 4
+bandwidth = "1.25GB/s"
+latency = "20us"
+"""
+
 
 def random_graph(rng: random.Random, num_nodes: int) -> Graph:
     """Return a graph whose values are read by random later nodes, the last one being the loss."""

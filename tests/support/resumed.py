@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.workload import LoadOptions, load_workload
 from support.pipelines import Captured, Pipeline
 from support.resume_cases import FILE
@@ -22,11 +21,8 @@ def with_hooks(network: Captured, text: str, folder: Path) -> Captured:
 
 
 def train(pipeline: Pipeline, items: list[object], steps: int) -> dict[str, torch.Tensor]:
-    job = replace(pipeline.job, steps=steps)
-    sessions = run_in_threads(
-        pipeline.run, job, pipeline.context, lambda session: session.train(), items=lambda epoch: iter(items)
-    )
-    return pipeline.weights(sessions)
+    """Train to a step and return the weights."""
+    return pipeline.weights(pipeline.train(items, steps))
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

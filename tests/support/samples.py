@@ -8,8 +8,8 @@ import pytest
 
 from autopipe.workload import LoadOptions, Workload, load_workload
 
-FOLDER = Path(__file__).resolve().parents[2] / "sample_models"
-SAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_models"
+NAMES = sorted(path.stem for path in SAMPLES.glob("*.py"))
 REQUIRED_PACKAGES = {"resnet": "sklearn", "unet": "sklearn", "vgg16": "sklearn", "hf_llama": "transformers"}
 
 
@@ -17,4 +17,4 @@ def load_sample(name: str) -> Workload:
     """Load a sample model; skip the test if its package is not installed."""
     if name in REQUIRED_PACKAGES:
         pytest.importorskip(REQUIRED_PACKAGES[name])
-    return load_workload(LoadOptions(str(FOLDER / f"{name}.py")))
+    return load_workload(LoadOptions(str(SAMPLES / f"{name}.py")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from autopipe.trace.opaque.choose import Opaque
 
 
-class ModuleCalls:
+class ModuleCalls(abc.ABC):
     """The part of the recorder that records calls of modules; ``patches`` redirects them here."""
 
     opaque: Opaque | None = None  # the opaque modules
@@ -44,9 +45,9 @@ class ModuleCalls:
             self._paths.setdefault(id(module), path)
 
     @property
+    @abc.abstractmethod
     def listening(self) -> bool:
         """Whether calls are recorded now."""
-        raise NotImplementedError
 
     @property
     def around(self) -> tuple[str, ...]:

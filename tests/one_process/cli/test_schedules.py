@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.pipelines import SAMPLES
+from support.samples import SAMPLES
 from support.stored_profiles import HERE, stored_profile
 
 from autopipe.cli.main import autopipe

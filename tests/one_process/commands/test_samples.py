@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from support.samples import FOLDER, REQUIRED_PACKAGES, SAMPLES, load_sample
+from support.samples import NAMES, REQUIRED_PACKAGES, SAMPLES, load_sample
 
 LEARNS = {  # steps of 16 samples, and what the mean loss of the last five must be below
     "gpt": (20, 4.2),
@@ -28,10 +28,10 @@ def load(monkeypatch):
 
 
 def test_every_sample_has_a_bar_to_learn_to():
-    assert sorted(LEARNS) == SAMPLES
+    assert sorted(LEARNS) == NAMES
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sample_learns(load, name):
     workload = load(name)
     steps, bar = LEARNS[name]
@@ -53,7 +53,7 @@ def test_a_sample_learns(load, name):
     assert statistics.fmean(losses[-5:]) < bar < losses[0]
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sample_gives_examples_and_the_same_data_twice(load, name):
     workload = load(name)
     assert workload.num_samples(workload.example_item(6)) == 6
@@ -83,10 +83,10 @@ print(found.hexdigest())
 def test_the_samples_are_the_same_in_every_process():
     for module in set(REQUIRED_PACKAGES.values()):
         pytest.importorskip(module)
-    paths = [str(FOLDER / f"{name}.py") for name in SAMPLES]
+    paths = [str(SAMPLES / f"{name}.py") for name in NAMES]
     digests = {
         subprocess.run(
-            [sys.executable, "-c", DIGEST, *paths], capture_output=True, text=True, check=True, cwd=FOLDER.parent,
+            [sys.executable, "-c", DIGEST, *paths], capture_output=True, text=True, check=True, cwd=SAMPLES.parent,
             env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
@@ -94,9 +94,9 @@ def test_the_samples_are_the_same_in_every_process():
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sample_is_an_ordinary_users_file(name):
-    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    tree = ast.parse((SAMPLES / f"{name}.py").read_text())
     assert ast.get_docstring(tree)
     imported = {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     imported |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
@@ -105,7 +105,7 @@ def test_a_sample_is_an_ordinary_users_file(name):
 
 
 def test_the_llama_file_is_under_ten_lines():
-    assert len((FOLDER / "hf_llama.py").read_text().splitlines()) < 10
+    assert len((SAMPLES / "hf_llama.py").read_text().splitlines()) < 10
 
 
 def test_gpt_ties_its_embeddings_and_drops_nothing_by_default(load):
@@ -131,5 +131,5 @@ def test_seq2seq_weighs_its_loss_by_letters(load):
 def forget_samples():
     yield
     importlib.invalidate_caches()
-    for name in SAMPLES:
+    for name in NAMES:
         sys.modules.pop(name, None)

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 import torch
-from support.samples import SAMPLES, load_sample
+from support.samples import NAMES, load_sample
 
 from autopipe.measure import measure
 from autopipe.trace import capture
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sample_is_measured_and_its_saved_bytes_are_those_of_one_forward(name, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     workload = load_sample(name)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.after_step_cases import MODELS, PLAIN, TEACHER, text
-from support.oracle import by_owner, train
-from support.pipelines import Captured, build, captured_file, minibatches, plan_for
+from support.pipelines import (
+    Captured,
+    assert_equals_oracle,
+    build,
+    captured_file,
+    minibatches,
+    plan_for,
+    with_exact_ties,
+)
 from support.schedule_cases import compared, laid_out
 
 from autopipe.commands.checking.causes import refusal_of_after_step
 from autopipe.errors import ModelFileError, RunError, WorkerError
 from autopipe.ir.loans import loans
-from autopipe.runtime.transport.threads import run_in_threads
-from autopipe.schedules import make
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
 
@@ -29,15 +32,6 @@ def subject_of(folder: Path, name: str) -> Captured:
     path = folder / "net.py"
     path.write_text(text(*MODELS[name]))
     return captured_file(path)
-
-
-def assert_the_oracles(subject: Captured, plan, items, ours: dict[str, torch.Tensor]) -> None:
-    deltas = make(plan.schedule, plan.request()).staleness
-    owner = by_owner([stage.parameters for stage in plan.stages], deltas)
-    _, model, _ = train(Path(subject.workload.spec.target), items, plan.num_microbatches, staleness=owner)
-    expected = dict(model.named_parameters())
-    assert ours.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []
 
 
 CASES = [
@@ -56,11 +50,11 @@ def test_the_weights_are_those_of_a_plain_loop(
     subject = subject_of(tmp_path, name)
     plan = plan_for(subject, stages, schedule, 4, 8)
     plan = laid_out(plan, schedule, tuple((stage,) for stage in range(stages)), (recompute,))
-    plan = replace(plan, ties=tuple(replace(tie, exact=True) for tie in plan.ties))
+    plan = with_exact_ties(plan)
     items = minibatches(subject.workload, STEPS, 8, last=5)
     pipeline = build(subject, plan, tmp_path / "run")
     assert refusal_of_after_step(subject.workload, plan, subject.capture.graph) is None
-    assert_the_oracles(subject, plan, items, pipeline.weights(pipeline.train(items)))
+    assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
 def test_a_teacher_far_from_its_student_borrows_it(tmp_path: Path) -> None:
@@ -79,7 +73,7 @@ def test_stages_of_one_rank_lend_to_each_other(tmp_path: Path) -> None:
     plan = laid_out(plan, "interleaved", ((0,), (1,), (0,), (1,)), options={"stages_per_rank": 2})
     items = minibatches(subject.workload, STEPS, 8)
     pipeline = build(subject, plan, tmp_path / "run")
-    assert_the_oracles(subject, plan, items, pipeline.weights(pipeline.train(items)))
+    assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
 @pytest.mark.parametrize("name", ["a momentum teacher", "a trained tie"])
@@ -97,14 +91,8 @@ def test_a_resumed_run_goes_on_with_the_same_teacher(schedule: str, tmp_path: Pa
     first = build(subject, plan_for(subject, 3, schedule, 4, 8), tmp_path / "run", save=True)
     first.train(items[:3])
     second = build(subject, plan_for(subject, 2, schedule, 4, 8), first.run.path, start_step=3)
-    sessions = run_in_threads(
-        second.run,
-        replace(second.job, steps=STEPS),
-        second.context,
-        lambda session: session.train(),
-        items=lambda epoch: iter(items),
-    )
-    assert_the_oracles(subject, second.plan, items, second.weights(sessions))
+    sessions = second.train(items)
+    assert_equals_oracle(second.plan, items, second.weights(sessions))
 
 
 def test_a_parameter_that_was_not_seen_to_change_ends_the_run(tmp_path: Path) -> None:
@@ -206,7 +194,7 @@ def test_what_a_stage_can_follow_is_not_refused(name: str, tmp_path: Path) -> No
     items = minibatches(subject.workload, STEPS, 8)
     pipeline = build(subject, plan, tmp_path / "run")
     assert refusal_of_after_step(subject.workload, plan, subject.capture.graph) is None
-    assert_the_oracles(subject, plan, items, pipeline.weights(pipeline.train(items)))
+    assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
 BEYOND = {
@@ -253,7 +241,7 @@ def test_a_hook_that_looks_beyond_its_stage_is_refused_before_training(
     plan = plan_for(subject, 1, "1f1b", 4, 8)
     items = minibatches(subject.workload, 3, 8)
     pipeline = build(subject, plan, tmp_path / "run")
-    assert_the_oracles(subject, plan, items, pipeline.weights(pipeline.train(items)))
+    assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
 def test_a_norm_over_a_few_parameters_is_lent_and_exact(tmp_path: Path) -> None:
@@ -264,7 +252,7 @@ def test_a_norm_over_a_few_parameters_is_lent_and_exact(tmp_path: Path) -> None:
     assert refusal_of_after_step(subject.workload, plan, subject.capture.graph) is None
     items = minibatches(subject.workload, 3, 8)
     pipeline = build(subject, plan, tmp_path / "run")
-    assert_the_oracles(subject, plan, items, pipeline.weights(pipeline.train(items)))
+    assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
 def test_a_counter_is_mentioned_and_trained_with(tmp_path: Path) -> None:

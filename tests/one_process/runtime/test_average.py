@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.after_step_cases import MODELS, text
-from support.oracle import by_owner, train
-from support.pipelines import Captured, Pipeline, build, captured_file, minibatches, plan_for
+from support.oracle import train
+from support.pipelines import (
+    Captured,
+    Pipeline,
+    build,
+    captured_file,
+    minibatches,
+    plan_for,
+    staleness_of,
+    with_exact_ties,
+)
 from support.schedule_cases import compared, laid_out
 
 from autopipe.commands.planning.choose import with_averages
@@ -18,8 +27,6 @@ from autopipe.planning.requests import PlanRequest
 from autopipe.runtime.after_step import Averages
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.job import Job
-from autopipe.runtime.transport.threads import run_in_threads
-from autopipe.schedules import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,16 +71,10 @@ def subject_of(folder: Path, dtype: str = "float32") -> Captured:
     return captured_file(path)
 
 
-def with_exact_ties(plan):
-    return replace(plan, ties=tuple(replace(tie, exact=True) for tie in plan.ties))
-
-
 def assert_averaged(pipeline: Pipeline, items, ours: dict[str, torch.Tensor]) -> None:
     plan = pipeline.plan
-    deltas = make(plan.schedule, plan.request()).staleness
-    owner = by_owner([stage.parameters for stage in plan.stages], deltas)
     path = Path(plan.workload.target)
-    _, model, _ = train(path, items, plan.num_microbatches, staleness=owner, ema=DECAY)
+    _, model, _ = train(path, items, plan.num_microbatches, staleness=staleness_of(plan), ema=DECAY)
     averaged = dict(vars(model)["averaged"].module.named_parameters())
     moving = {f"ema.{name}" for name in pipeline.captured.capture.graph.moving}
     assert {name for name in ours if name.startswith("ema.")} == moving
@@ -111,13 +112,7 @@ def test_a_resumed_run_goes_on_with_its_averages_or_begins_them(began_with: floa
     saved = Checkpoint.latest(first.run.checkpoints)
     assert saved is not None and saved.manifest.options is not None and saved.manifest.options.ema == began_with
     second = build(subject, plans[1], first.run.path, start_step=3, ema=DECAY)
-    sessions = run_in_threads(
-        second.run,
-        replace(second.job, steps=STEPS),
-        second.context,
-        lambda session: session.train(),
-        items=lambda epoch: iter(items),
-    )
+    sessions = second.train(items)
     ours = second.weights(sessions)
     if began_with:
         assert_averaged(second, items, ours)

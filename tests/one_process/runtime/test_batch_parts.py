@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.graph_cases import NET, SPLIT
 from support.oracle import load as imported
 from support.oracle import train as plain
 from support.pipelines import Captured, build, minibatches, plan_for, profile_of
@@ -20,24 +21,9 @@ from autopipe.workload.cutting.hook import Minibatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GRAPHS = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-NODES = 4
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3)
-    def forward(self, x, edges):
-        for layer in self.layers:
-            x = F.dropout(torch.tanh(layer(x) + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])), 0.1)
-        return self.head(x)
-
-build_model = Net
-
+GRAPHS = (
+    NET
+    + """
 def data():
     g = torch.Generator().manual_seed(0)
     for step in range(5):
@@ -50,16 +36,7 @@ def data():
 evaluate_data = data
 loss = nn.CrossEntropyLoss
 """
-SPLIT = """
-def split(batch, parts):
-    (x, edges), target = batch
-    microbatches = []
-    for some in torch.arange(len(x) // NODES).tensor_split(parts):
-        low, high = int(some[0]) * NODES, (int(some[-1]) + 1) * NODES
-        inside = (edges[0] >= low) & (edges[0] < high)
-        microbatches.append(((x[low:high], edges[:, inside] - low), target[low:high]))
-    return microbatches
-"""
+)
 IMAGES = """
 import torch
 from torch import nn

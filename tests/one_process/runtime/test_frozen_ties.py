@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracle import by_owner, train
-from support.pipelines import Captured, Pipeline, build, captured_file, minibatches, plan_for
+from support.oracle import train
+from support.pipelines import (
+    Captured,
+    Pipeline,
+    assert_equals_oracle,
+    build,
+    captured_file,
+    minibatches,
+    plan_for,
+    with_exact_ties,
+)
 from support.schedule_cases import laid_out
 
 from autopipe.ir.plan import Plan
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
-from autopipe.runtime.transport.threads import run_in_threads
-from autopipe.schedules import make
 
 HEAD = """
 import torch
@@ -110,15 +117,6 @@ def trained(pipeline: Pipeline, items: Sequence[Any], **job: Any) -> dict[str, t
     return pipeline.weights(pipeline.train(items))
 
 
-def assert_the_oracles(subject: Captured, plan: Plan, items: Sequence[Any], ours: dict[str, torch.Tensor]) -> None:
-    deltas = make(plan.schedule, plan.request()).staleness
-    owner = by_owner([stage.parameters for stage in plan.stages], deltas)
-    _, model, _ = train(Path(subject.workload.spec.target), items, plan.num_microbatches, staleness=owner)
-    assert ours.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(ours[name], parameter), name
-
-
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "2bw", "pipedream"])
 @pytest.mark.parametrize("name", MODELS)
@@ -128,12 +126,12 @@ def test_the_weights_are_those_of_the_plain_loop(name: str, schedule: str, num_s
     subject = written(name, tmp_path)
     plan = plan_for(subject, num_stages, schedule, 4, 8)
     # the trained one is larger than what these stages exchange: added up once a step, it would only be close
-    plan = replace(plan, ties=tuple(replace(tie, exact=True) for tie in plan.ties))
+    plan = with_exact_ties(plan)
     items = minibatches(subject.workload, STEPS, 8, last=5)
     pipeline = build(subject, plan, tmp_path / "run")
     # the stage files name the plan that was written, not one without its frozen ties
     assert pipeline.context.plan.digest == plan.digest
-    assert_the_oracles(subject, plan, items, trained(pipeline, items))
+    assert_equals_oracle(plan, items, trained(pipeline, items))
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (2,)), ((0,), (1, 2))])
@@ -153,7 +151,7 @@ def test_a_batch_of_another_shape_follows_a_recording_of_its_own(tmp_path: Path)
     plan = plan_for(subject, 2, "2bw", 2, 8)
     items = minibatches(subject.workload, 2, 8)
     items += [(ids[:, :3].contiguous(), target) for ids, target in items]
-    assert_the_oracles(subject, plan, items, trained(build(subject, plan, tmp_path / "run"), items))
+    assert_equals_oracle(plan, items, trained(build(subject, plan, tmp_path / "run"), items))
 
 
 def test_a_checkpoint_is_read_at_another_number_of_stages_and_evaluates_the_same(tmp_path: Path) -> None:
@@ -166,14 +164,8 @@ def test_a_checkpoint_is_read_at_another_number_of_stages_and_evaluates_the_same
     # a frozen copy is written once, by the stage that owns it
     assert [file.tensors.count("model.words.weight") for file in saved.manifest.files] == [1, 0, 0]
     second = build(subject, plan_for(subject, 2, "1f1b", 4, 8), first.run.path, start_step=3)
-    sessions = run_in_threads(
-        second.run,
-        replace(second.job, steps=STEPS),
-        second.context,
-        lambda session: session.train(),
-        items=lambda epoch: iter(items),
-    )
-    assert_the_oracles(subject, second.plan, items, second.weights(sessions))
+    sessions = second.train(items)
+    assert_equals_oracle(second.plan, items, second.weights(sessions))
 
 
 def test_only_trained_ties_are_exchanged_and_compared(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pipelines import BATCH, SAMPLES, build, captured_file, minibatches, plan_for, profile_of
+from support.pipelines import BATCH, build, captured_file, minibatches, plan_for, profile_of
+from support.samples import SAMPLES
 
 from autopipe.errors import PlanError
 from autopipe.runtime.step.scaler import LossScaler

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.oracle import by_owner, train
-from support.pipelines import Captured, build, captured_file, minibatches, plan_for
+from support.oracle import train
+from support.pipelines import Captured, build, captured_file, minibatches, plan_for, staleness_of
 from support.schedule_cases import laid_out
 
 from autopipe.ir.graph import Node
 from autopipe.ir.plan import Plan, Stage
 from autopipe.planning.cost.peaks import with_peaks
-from autopipe.schedules import make
 
 HEAD = """
 import torch
@@ -137,9 +136,8 @@ def test_the_weights_are_those_of_the_plain_loop(
     items = minibatches(subject.workload, STEPS, 8, last=8 if name == "batch norm" else 5)
     pipeline = build(subject, plan, tmp_path)
     ours = pipeline.weights(pipeline.train(items))
-    deltas = make(plan.schedule, plan.request()).staleness
-    owner = by_owner([stage.parameters for stage in plan.stages], deltas)
-    _, model, _ = train(Path(subject.workload.spec.target), items, num_microbatches, staleness=owner)
+    path = Path(subject.workload.spec.target)
+    _, model, _ = train(path, items, num_microbatches, staleness=staleness_of(plan))
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     assert ours.keys() == state.keys()
     for key, tensor in state.items():

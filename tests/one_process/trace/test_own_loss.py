@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.oracle import by_owner, train
-from support.pipelines import Pipeline, build, captured_file, minibatches, plan_for
+from support.oracle import train
+from support.pipelines import Pipeline, build, captured_file, minibatches, plan_for, staleness_of
 
 from autopipe.errors import ModelFileError, TraceError
-from autopipe.schedules import make
 from autopipe.trace import capture
 from autopipe.verify.check import compare
 from autopipe.workload import LoadOptions, load_workload
@@ -107,9 +106,7 @@ def test_it_is_trained_as_a_plain_loop_trains_it(loss: str, stages: int, schedul
     path, pipeline = pipeline_of(tmp_path, loss, stages, schedule)
     items = minibatches(pipeline.captured.workload, 5, 8, last=7)
     ours = pipeline.weights(pipeline.train(items))
-    deltas = make(schedule, pipeline.plan.request()).staleness
-    staleness = by_owner([stage.parameters for stage in pipeline.plan.stages], deltas)
-    _, model, _ = train(path, items, 4, staleness=staleness)
+    _, model, _ = train(path, items, 4, staleness=staleness_of(pipeline.plan))
     expected = model.state_dict() | vars(model)["criterion"].state_dict(prefix="loss.")
     assert expected.keys() == ours.keys()
     assert [name for name in expected if not torch.equal(expected[name], ours[name])] == []

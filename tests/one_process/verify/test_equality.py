@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.oracle import train as plain
-from support.pipelines import ARGUMENTS, BATCH, SAMPLES, build, captured, captured_file, minibatches, plan_for
+from support.pipelines import ARGUMENTS, BATCH, build, captured, captured_file, minibatches, plan_for
+from support.samples import SAMPLES
 
 from autopipe.ir.cuts import Cuts
 from autopipe.schedules import REGISTRY

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.oracle import by_owner
 from support.oracle import train as plain
-from support.pipelines import ARGUMENTS, SAMPLES, build, captured, minibatches
+from support.pipelines import ARGUMENTS, build, captured, minibatches
+from support.samples import SAMPLES
 from support.schedule_cases import BATCH, LAST, SCHEDULES, STEPS, Case, cases, compared, hold
 
 QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}

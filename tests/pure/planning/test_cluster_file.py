@@ -1,6 +1,10 @@
 """cluster.toml and its quantities: what is read, and what is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
+from support.planning_cases import CLUSTER_FILE
 
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
@@ -11,25 +15,9 @@ from autopipe.planning.cluster_file import (
     read_cluster,
     uniform_cluster,
 )
+from autopipe.planning.cost.datasheets import datasheet
 
-# the example of the command line's reference
-EXAMPLE = """\
-source = "datasheet"
-[device]
-name = "V100-16GB"
-memory = "16GiB"
-speed = 1.0
-[[level]]
-name = "node"
-count = 4
-bandwidth = "10GB/s"
-latency = "5us"
-[[level]]
-name = "cluster"
-count = 4
-bandwidth = "1.25GB/s"
-latency = "20us"
-"""
+SPEED = "speed = 1.0"
 
 
 def cluster_from(tmp_path, text):
@@ -38,16 +26,29 @@ def cluster_from(tmp_path, text):
     return read_cluster(path)
 
 
-def test_the_documented_file_is_read(tmp_path):
-    assert cluster_from(tmp_path, EXAMPLE) == Cluster(
+def test_a_file_is_read(tmp_path):
+    assert cluster_from(tmp_path, CLUSTER_FILE) == Cluster(
         (Level("node", 4, 1e10, 5e-6), Level("cluster", 4, 1.25e9, 2e-5)),
         (ClusterDevice("V100-16GB", 16 * 2**30, 1.0),),
         "datasheet",
     )
 
 
+def test_the_documented_files_are_read(tmp_path):
+    page = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
+    first, second = re.findall(r"^```toml$(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    # the page gives the default of memory_speed, too
+    assert cluster_from(tmp_path, first) == cluster_from(
+        tmp_path, CLUSTER_FILE.replace(SPEED, f"{SPEED}\nmemory_speed = 1.0")
+    )
+    cluster = cluster_from(tmp_path, second)
+    assert cluster.num_ranks == 16
+    assert {cluster.device(rank).name for rank in range(16)} == {datasheet("H100-SXM").name}
+    assert [cluster.link(0, rank).bandwidth for rank in (7, 8)] == [450e9, 50e9]
+
+
 def test_devices_may_differ_by_rank(tmp_path):
-    head, _, levels = EXAMPLE.partition("[[level]]")
+    head, _, levels = CLUSTER_FILE.partition("[[level]]")
     mixed = '[[device]]\nname = "fast"\ncount = 12\nspeed = 2\n[[device]]\nname = "slow"\ncount = 4\n[[level]]'
     cluster = cluster_from(tmp_path, mixed + levels)
     assert [cluster.device(rank).name for rank in (0, 11, 12, 15)] == ["fast", "fast", "slow", "slow"]
@@ -110,7 +111,7 @@ def test_a_quantity_without_a_known_unit_is_refused(call, text, message):
 )
 def test_a_wrong_file_is_refused_with_its_key(tmp_path, change, message, where):
     with pytest.raises(PlanError) as caught:
-        cluster_from(tmp_path, EXAMPLE.replace(*change))
+        cluster_from(tmp_path, CLUSTER_FILE.replace(*change))
     assert message in caught.value.what
     assert caught.value.where == f"{tmp_path / 'cluster.toml'}{where}"
 

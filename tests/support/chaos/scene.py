@@ -9,7 +9,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import psutil
 
 from support.chaos.case import MODEL, STEPS, WATCHDOG, Case
+from support.warm import AUTOPIPE
 
-AUTOPIPE = str(Path(sys.executable).with_name("autopipe"))
 MARKER = "AUTOPIPE_CHAOS"
 LONGEST_SECONDS = 300.0
 # Python's clock alone: what autopipe asks the time is Python

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +44,12 @@ def data(batch_size=8):
         yield item
 """
 OPTIONS = ["--gpus", "2", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "--schedule", "1f1b"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def environment() -> dict[str, str]:
