@@ -1,1 +1,1 @@
-"""The nouns: frozen values that pass between the steps. No torch, no other part of autopipe but ``errors``."""
+"""The data types that pass between the steps: frozen and validated. They need no torch, and import only ``errors``."""

@@ -1,7 +1,7 @@
-"""Does a plan belong to a graph? Asked wherever the two meet again after they lay in files.
+"""Whether a plan belongs to a graph. Checked whenever both are loaded from files.
 
-``Plan`` and ``Graph`` each say what is impossible by itself; what only the two together can say is here: a plan that is
-cut elsewhere than it says, sends other values than its cuts, or lacks a parameter, would train another model.
+``Plan`` and ``Graph`` each validate themselves. This module validates what depends on both: a plan whose stages do not
+match its cuts, that sends values which its cuts do not cross, or that lacks a parameter would train another model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from autopipe.ir.plan import Plan
 
 
 def refuse_disagreement(plan: Plan, graph: Graph) -> None:
-    """Refuse a plan that is not one of this graph.
-
-    Raises: ArtifactError naming the first thing that differs.
-    """
+    """Refuse a plan that does not belong to this graph. Raises: ArtifactError naming the first difference."""
     what = next(_disagreements(plan, graph), "")
     if what:
         raise ArtifactError(
@@ -30,9 +27,9 @@ def refuse_disagreement(plan: Plan, graph: Graph) -> None:
 
 def _disagreements(plan: Plan, graph: Graph) -> Iterator[str]:
     if plan.graph_digest != graph.digest:
-        yield f"it is of model {plan.graph_digest}, and the model is {graph.digest}"
+        yield f"it was made for model {plan.graph_digest}, and the model is {graph.digest}"
     if len(graph.outputs) > 2:
-        yield f"the model has {len(graph.outputs)} outputs; the loss is wanted, and its weight where it has one"
+        yield f"the model has {len(graph.outputs)} outputs; expected the loss, or the loss and its weight"
     if plan.stages[-1].stop != len(graph.nodes):
         yield f"its stages end at node {plan.stages[-1].stop} of {len(graph.nodes)}"
         return
@@ -40,20 +37,20 @@ def _disagreements(plan: Plan, graph: Graph) -> Iterator[str]:
         cut_names = graph.nodes[stage.start].name, graph.nodes[stage.stop - 1].name
         if (stage.first, stage.last) != cut_names:
             stated = f"{stage.first} .. {stage.last}"
-            yield f"stage {stage.index} is said to be {stated}, and its cuts say {cut_names[0]} .. {cut_names[1]}"
+            yield f"stage {stage.index} is named {stated}, but its cuts are at {cut_names[0]} .. {cut_names[1]}"
     cuts = Cuts(graph)
     for stage in plan.stages[1:]:
         if stage.start not in cuts.legal:
-            yield f"stage {stage.index} begins at node {stage.start}, where no cut may be"
+            yield f"stage {stage.index} begins at node {stage.start}, which is not a legal cut"
             return
     crossing = cuts.boundaries([stage.start for stage in plan.stages[1:]])
-    said_to_cross = [(boundary.value, boundary.producer, boundary.consumers) for boundary in plan.boundaries]
-    if said_to_cross != crossing:
-        yield f"its boundaries are {_values(said_to_cross)}, and its cuts send {_values(crossing)}"
+    stated_crossing = [(boundary.value, boundary.producer, boundary.consumers) for boundary in plan.boundaries]
+    if stated_crossing != crossing:
+        yield f"its boundaries are {_values(stated_crossing)}, but its cuts send {_values(crossing)}"
         return
     for boundary in plan.boundaries:
         if boundary.spec != cuts.spec(boundary.value):
-            yield f"it sends {boundary.value} as {boundary.spec}, and the model makes {cuts.spec(boundary.value)}"
+            yield f"it sends {boundary.value} as {boundary.spec}, but in the model it is {cuts.spec(boundary.value)}"
     yield from _state(plan, graph, cuts)
 
 
@@ -76,9 +73,9 @@ def _state(plan: Plan, graph: Graph, cuts: Cuts) -> Iterator[str]:
             yield f"parameter {name} is in no stage"
     for name, stages in holders.items():
         if name not in graph.parameters:
-            yield f"stage {stages[0]} holds parameter {name}, which the model does not have"
+            yield f"stage {stages[0]} has parameter {name}, which the model does not have"
     tied = {tie.parameter: [tie.owner, *tie.copies] for tie in plan.ties}
     shared = {name: stages for name, stages in holders.items() if len(stages) > 1}
     for name in {**tied, **shared}:
         if tied.get(name) != shared.get(name):
-            yield f"{name} is tied over stages {tied.get(name, [])}, and is held by {holders.get(name, [])}"
+            yield f"{name} is tied over stages {tied.get(name, [])}, but stages {holders.get(name, [])} have it"

@@ -1,9 +1,9 @@
 """Artifacts: frozen dataclasses to JSON files and back, checked field by field.
 
-Every file that one step writes and another reads goes through here, so a truncated file, a wrong type or a changed
-digit is one clear ``ArtifactError`` that names the field, never a traceback and never a silent default. What a value
-may be is defined once, in the ``__post_init__`` of its dataclass. ``digest``, the SHA-256 of the rest, detects later
-changes; a file that is edited on purpose omits it.
+Every file that one step writes and another reads goes through this module. A truncated file, a wrong type or a changed
+digit gives an ``ArtifactError`` that names the field, never a traceback or a silent default. The ``__post_init__`` of
+each dataclass defines which values are valid. ``digest``, the SHA-256 of the other fields, detects later changes; a
+file that is edited on purpose omits it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autopipe.errors import ArtifactError, AutopipeError, VersionError, disk_is_
 
 SCHEMA_VERSION = 1
 LARGEST = 2**63
-"""No count, size or seed reaches it: what does was never written by a step, and would overflow far from here."""
+"""The exclusive limit of counts, sizes and seeds. A step never writes a larger value, which would overflow later."""
 
 T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """Turn a dataclass (and what it holds) into plain JSON values. Non-finite floats are refused."""
+    """Return a dataclass, with all its values, as plain JSON values. Raises: ValueError for a non-finite float."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -38,12 +38,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} has no place in an artifact")
+        raise ValueError(f"an artifact cannot contain {value}")
     return value
 
 
 def canonical(value: Any) -> str:
-    """Return the one text of a value: sorted keys, no spaces. Equal values give equal bytes."""
+    """Return the canonical JSON text of a value: sorted keys, no spaces. Equal values give equal texts."""
     return json.dumps(encode(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -58,7 +58,10 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, path: str) -> Any:
-    """Turn plain JSON values into ``kind``, or raise ``ArtifactError`` that names ``path`` ("" for the whole)."""
+    """Return plain JSON values as ``kind``. ``path``: the field, for errors; "" for the whole file.
+
+    Raises: ArtifactError naming ``path``.
+    """
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, value, path)
     origin = typing.get_origin(kind)
@@ -89,9 +92,9 @@ def decode(kind: Any, value: Any, path: str) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text can be part of a path: half a surrogate pair and NUL cannot.
+    """Return whether a text can be part of a path. A lone surrogate and NUL cannot.
 
-    A byte of a path that the locale cannot decode can: Python has it as one of U+DC80 to U+DCFF (PEP 383).
+    Surrogates U+DC80 to U+DCFF can: Python uses them for bytes of a path that the locale cannot decode (PEP 383).
     """
     try:
         return b"\0" not in value.encode("utf-8", "surrogateescape")
@@ -150,7 +153,7 @@ def _decode_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return any value of a file as short ASCII text for messages."""
+    """Return any value of a file as short ASCII text, for messages."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -161,14 +164,11 @@ def _mismatch(expected: str, value: Any, path: str) -> ArtifactError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new one, never a part of it.
-
-    Raises: ArtifactError where the disk does not take it.
-    """
+    """Write a file atomically: a reader sees the old text or the new one. Raises: ArtifactError if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # a path in a comment may hold bytes that are no text
+        # a path in a comment may contain bytes that are not text
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
@@ -181,14 +181,14 @@ def write_text(path: Path, text: str) -> None:
         raise ArtifactError(
             f"the disk of {path} is full" if full else f"cannot write {path.name}: {error.strerror}",
             where=str(path),
-            remedy="choose a folder that can be written to, with space left (--work-dir, --run-dir)",
+            remedy="choose a writable folder with free space (--work-dir, --run-dir)",
         ) from error
 
 
 def save(value: Any, path: Path) -> None:
-    """Write an artifact: ``{"kind", "schema_version", "digest", ...fields}``, indented, whole or not at all.
+    """Write an artifact atomically: ``{"kind", "schema_version", "digest", ...fields}``, indented.
 
-    Mappings keep their order: that of a model's parameters is the order in which the norm of their gradients is added.
+    Mappings keep their order, because the gradient norm is added in the order of the model's parameters.
     """
     body = encode(value)
     head = {"kind": type(value).__name__, "schema_version": SCHEMA_VERSION, "digest": digest(body)}
@@ -196,10 +196,9 @@ def save(value: Any, path: Path) -> None:
 
 
 def load(kind: type[T], path: Path, *, renew: str) -> T:
-    """Read an artifact of ``kind``.
+    """Read an artifact of ``kind``. ``renew``: the command that writes it again, for errors.
 
-    Raises: ArtifactError, naming the file, the field, and ``renew`` (the command that writes it again); VersionError
-    for an intact file of another format version.
+    Raises: ArtifactError naming the file, the field and ``renew``; VersionError for another format version.
     """
 
     def damaged(what: str) -> ArtifactError:
@@ -216,16 +215,16 @@ def load(kind: type[T], path: Path, *, renew: str) -> T:
     except (ValueError, RecursionError) as error:
         raise damaged(f"it is not JSON ({error})") from None
     if not isinstance(document, dict):
-        raise damaged("it holds no object")
+        raise damaged("it does not contain an object")
     found_kind, version = document.pop("kind", None), document.pop("schema_version", None)
     if found_kind != kind.__name__ or type(version) is not int:
         name = found_kind if isinstance(found_kind, str) and found_kind.isidentifier() else _shown(found_kind)
-        wanted = f"wanted a {kind.__name__} of format {SCHEMA_VERSION}"
-        raise damaged(f"it is a {name} of format {_shown(version)}; {wanted}")
+        expected = f"expected a {kind.__name__} of format {SCHEMA_VERSION}"
+        raise damaged(f"it is a {name} of format {_shown(version)}; {expected}")
     if version != SCHEMA_VERSION:
         raise VersionError(
-            f"{path.name} is of another version of autopipe: a {found_kind} of format {version}, and this one reads "
-            f"format {SCHEMA_VERSION}",
+            f"{path.name} was written by another version of autopipe: it is a {found_kind} of format {version}, and "
+            f"this version reads format {SCHEMA_VERSION}",
             where=str(path),
             remedy=renew,
         )
@@ -238,7 +237,7 @@ def load(kind: type[T], path: Path, *, renew: str) -> T:
         raise ArtifactError(
             f"{path.name} was modified after it was written (digest mismatch)",
             where=str(path),
-            remedy=f'{renew}; or delete its "digest" line, to use it anyway' if renew else "",
+            remedy=f'{renew}; or delete its "digest" line to use it anyway' if renew else "",
         )
     return value
 

@@ -1,43 +1,40 @@
-"""``BatchForm``: what a graph takes for granted of every batch beside its shapes."""
+"""``BatchForm``: the properties of a batch, besides its shapes, that a graph assumes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ORDER, STRIDES = "order", "strides"  # the larger text is the stricter one
-"""What a forward reads of how its inputs lie in memory: whether they are contiguous, or the strides themselves."""
+ORDER, STRIDES = "order", "strides"  # of two, the larger text is the stricter one
+"""What a forward reads of the memory layout of its inputs: whether they are contiguous, or the strides themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchForm:
-    """The structure of a batch, and its values other than tensors.
+    """The structure of a batch, and its values other than tensors. A form without a structure fits every batch.
 
-    ``structure``: its containers, their types and keys, as text. ``paths``: of every leaf, for messages
-    (``inputs[0]``, ``['alpha']``). ``leaves``: of a tensor its dtype and number of dimensions, of anything else its
-    type and value. ``orders``, ``strides``: by tensor, how it lies in memory, coarsely and exactly. ``reads``: which
-    of the two the forward reads: ``ORDER``, ``STRIDES``, or "" for none. ``unread``: paths of leaves whose value
-    neither forward nor loss reads (file names, ids): of them the type alone counts. A form without a structure fits
-    every batch.
-
-    Raises: ValueError where the fields do not agree.
+    Raises: ValueError if the fields contradict one another.
     """
 
-    structure: str = ""
-    paths: tuple[str, ...] = ()
-    leaves: tuple[str, ...] = ()
-    orders: tuple[str, ...] = ()
-    strides: tuple[str, ...] = ()
-    reads: str = ""
+    structure: str = ""  # the containers, with their types and keys, as text
+    paths: tuple[str, ...] = ()  # of every leaf, for messages: ``inputs[0]``, ``['alpha']``
+    leaves: tuple[str, ...] = ()  # a tensor's dtype and number of dimensions; the type and value of any other leaf
+    orders: tuple[str, ...] = ()  # the memory layout of every tensor, coarsely: contiguous or not
+    strides: tuple[str, ...] = ()  # the memory layout of every tensor, exactly
+    reads: str = ""  # which of the two the forward reads: ``ORDER``, ``STRIDES``, or "" for neither
+    # paths of leaves whose values neither forward nor loss reads, such as file names: only their types must match
     unread: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.leaves) or len(self.orders) != len(self.strides):
-            raise ValueError("a batch has as many paths as leaves, and strides for every order")
+            raise ValueError(
+                f"{len(self.paths)} paths for {len(self.leaves)} leaves, {len(self.strides)} strides for "
+                f"{len(self.orders)} orders: expected one of each"
+            )
         if self.reads not in ("", ORDER, STRIDES):
-            raise ValueError(f"unknown property of the memory: {self.reads!r}")
+            raise ValueError(f"unknown property of the memory layout: {self.reads!r}")
 
     def fits(self, batch: BatchForm) -> bool:
-        """Tell whether a graph captured with this form stands for a batch of the other one."""
+        """Return whether a graph captured with this form is valid for a batch with the other one."""
         if not self.structure:
             return True
         if self.structure != batch.structure or self.varying(batch):
@@ -47,7 +44,7 @@ class BatchForm:
         return not self.reads or self.orders == batch.orders
 
     def difference(self, batch: BatchForm) -> str:
-        """Name the first thing in which a batch differs from this form, "" where nothing does."""
+        """Return a description of the first difference between a batch and this form, or "" if they are equal."""
         ours, theirs = (
             dict(zip(self.paths, self.leaves, strict=True)),
             dict(zip(batch.paths, batch.leaves, strict=True)),
@@ -65,14 +62,14 @@ class BatchForm:
             return f"its containers are {batch.structure}, where {self.structure} were captured"
         for path, known, now in zip(self._tensors, self.orders, batch.orders, strict=True):
             if self.reads and known != now:
-                return f"{path} lies otherwise in memory ({now}, where {known} was captured)"
+                return f"{path} has another memory layout ({now}, where {known} was captured)"
         for path, known, now in zip(self._tensors, self.strides, batch.strides, strict=True):
             if self.reads == STRIDES and known != now:
                 return f"{path} has strides {now}, where {known} were captured"
         return ""
 
     def varying(self, batch: BatchForm) -> tuple[str, ...]:
-        """Return the paths of the leaves that both have, and that differ in what is read of them."""
+        """Return the paths of the leaves that exist in both, and differ in a property that is read."""
         if self.leaves == batch.leaves and self.paths == batch.paths:
             return ()
         theirs, unread = dict(zip(batch.paths, batch.leaves, strict=True)), frozenset(self.unread)
@@ -85,11 +82,11 @@ class BatchForm:
         )
 
     def is_tensor(self, path: str) -> bool:
-        """Tell whether a leaf is a tensor."""
+        """Return whether a leaf is a tensor."""
         return path in self._tensors
 
     def is_text(self, path: str) -> bool:
-        """Tell whether a leaf is a str or bytes."""
+        """Return whether a leaf is a str or bytes."""
         return any(
             path == own and _type_of(text) in ("str", "bytes")
             for own, text in zip(self.paths, self.leaves, strict=True)
@@ -101,7 +98,7 @@ class BatchForm:
 
 
 def _type_of(text: str) -> str:
-    """Return the type of a str, bytes, int or float from its text; of any other leaf the text itself."""
+    """Return the type of a str, bytes, int or float leaf from its text; for any other leaf, the text itself."""
     if text[:1] in ("'", '"'):
         return "str"
     if text[:2] in ("b'", 'b"'):

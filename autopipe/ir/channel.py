@@ -1,4 +1,4 @@
-"""``Channel``: one direction between two ranks for one purpose, as plain data. Transports carry it, plans name it."""
+"""``Channel``: the address of messages between two ranks, in one direction and for one purpose. Plain data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ ACTIVATION, GRADIENT, TIE_GRADIENT, TIE_VALUE, LOAN, CONTROL, LOSS, BATCH = (
     "loss",
     "batch",
 )
-# what stays on the CPU, whatever device the rank computes on, and is contiguous
+# the kinds whose tensors are contiguous and stay on the CPU, on any device that the rank computes on
 FIGURES = (CONTROL, LOSS, BATCH)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Channel:
-    """One first-in-first-out direction. Stages keep apart what two ranks exchange for several pairs of stages."""
+    """One direction between two ranks; messages arrive in the order in which they are sent.
 
-    kind: str
+    Two ranks may exchange messages for several pairs of stages. Each pair has its own channel.
+    """
+
+    kind: str  # one of the constants above
     from_stage: int
     to_stage: int
     from_rank: int

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# more than any machine has; tables and tuples of ranks are made of what is written here
+# more than any machine has; the planner builds tables and tuples of this length
 MOST_RANKS = 2**17
-# what is outside of these divides into infinity: 30 years for a byte, or for a message
+# the range of rates and times within which no quotient is infinite; the slowest takes 30 years for a byte or a message
 _SLOWEST, _FASTEST = 1e-9, 1e300
 _LONGEST_SECONDS = 1e9
 
@@ -19,16 +19,16 @@ def _is_rate(*values: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """``count`` members side by side, joined by links of this bandwidth (bytes per second) and latency (seconds).
+    """One level of the hierarchy: ``count`` members, which are ranks or whole inner levels, and the links between them.
 
-    ``all_reduce_bandwidth``: what a ring over the members moves; 0 where it is the bandwidth of the links.
+    Raises: ValueError naming the field that is out of range.
     """
 
     name: str
     count: int
-    bandwidth: float
+    bandwidth: float  # of a link, in bytes per second
     latency_seconds: float
-    all_reduce_bandwidth: float = 0.0
+    all_reduce_bandwidth: float = 0.0  # of a ring over the members, in bytes per second; 0: as ``bandwidth``
 
     @property
     def ring_bandwidth(self) -> float:
@@ -36,114 +36,116 @@ class Level:
         return self.all_reduce_bandwidth or self.bandwidth
 
     def __post_init__(self) -> None:
-        rates = (self.bandwidth, *([self.all_reduce_bandwidth] if self.all_reduce_bandwidth else []))
-        numbers = _is_rate(*rates) and 0 <= self.latency_seconds <= _LONGEST_SECONDS
-        if not numbers or not 1 <= self.count <= MOST_RANKS:
-            raise ValueError(
-                f"level {self.name!r}: count >= 1, bandwidth > 0 and latency >= 0 are needed, none beyond measure"
-            )
+        for name, valid, limits in (
+            ("count", 1 <= self.count <= MOST_RANKS, f"from 1 to {MOST_RANKS}"),
+            ("bandwidth", _is_rate(self.bandwidth), "above 0 and finite"),
+            ("latency_seconds", 0 <= self.latency_seconds <= _LONGEST_SECONDS, "0 or more, and finite"),
+            ("all_reduce_bandwidth", _is_rate(self.all_reduce_bandwidth or self.bandwidth), "0 or more, and finite"),
+        ):
+            if not valid:
+                raise ValueError(f"level {self.name!r}: {name} must be {limits}, and is {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
-    """One kind of device. ``memory_bytes`` 0: no limit.
+    """One kind of device. Speeds are relative to the device on which the profile was taken.
 
-    ``speed``: of forwards and backwards, relative to the device the profile was taken on. ``memory_speed``: the same of
-    what only moves memory, such as the step of an optimizer; 0: as ``speed``.
-    ``datasheet``: the name of the built-in datasheet that describes it, "" where its figures come from elsewhere.
+    Raises: ValueError naming the field that is out of range.
     """
 
     name: str
-    memory_bytes: int = 0
-    speed: float = 1.0
-    memory_speed: float = 0.0
-    datasheet: str = ""
+    memory_bytes: int = 0  # 0: no limit
+    speed: float = 1.0  # of forwards and backwards
+    memory_speed: float = 0.0  # of operations that only move memory, such as optimizer steps; 0: as ``speed``
+    datasheet: str = ""  # name of the built-in datasheet that describes it; "" if its figures come from elsewhere
 
     @property
     def update_speed(self) -> float:
-        """How fast the optimizer steps, relative to the device the profile was taken on."""
+        """How fast the optimizer steps, relative to the device on which the profile was taken."""
         return self.memory_speed or self.speed
 
     def __post_init__(self) -> None:
-        rates = (self.speed, *([self.memory_speed] if self.memory_speed else []))
-        if not _is_rate(*rates) or not 0 <= self.memory_bytes < 2**63:
-            raise ValueError(f"device {self.name!r}: speed > 0 and memory >= 0 are needed, none beyond measure")
+        for name, valid, limits in (
+            ("speed", _is_rate(self.speed), "above 0 and finite"),
+            ("memory_speed", _is_rate(self.memory_speed or self.speed), "0 or more, and finite"),
+            ("memory_bytes", 0 <= self.memory_bytes < 2**63, "from 0 to 2**63 - 1"),
+        ):
+            if not valid:
+                raise ValueError(f"device {self.name!r}: {name} must be {limits}, and is {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOverhead:
-    """Seconds that the runtime itself takes of a rank, beyond what the model does.
+    """Seconds of a rank's time that the runtime takes, in addition to the model's operations."""
 
-    ``compute_seconds``: for each forward and each backward. ``send_seconds``, ``send_seconds_per_byte``,
-    ``receive_seconds``: for what crosses with a microbatch, at its two ends; ``value_seconds``: at each end, for each
-    value of it beyond the first. ``step_seconds``: from one minibatch to the next. ``delivery_seconds``: what a message
-    waits, beyond the link's latency, where the ranks compute: on a CPU the cores that compute also move the messages.
-    ``pace``: how much longer forwards and backwards take of ranks that work on and on than in the quietest moment of a
-    profile, 1 or more.
-    """
-
-    compute_seconds: float = 0.0
-    send_seconds: float = 0.0
+    compute_seconds: float = 0.0  # per forward and per backward
+    send_seconds: float = 0.0  # per message, on the sending rank
     send_seconds_per_byte: float = 0.0
-    receive_seconds: float = 0.0
-    step_seconds: float = 0.0
+    receive_seconds: float = 0.0  # per message, on the receiving rank
+    step_seconds: float = 0.0  # between two minibatches
+    # per message, in addition to the link's latency, while the ranks compute: on a CPU, the cores that compute also
+    # move the messages
     delivery_seconds: float = 0.0
-    value_seconds: float = 0.0
+    value_seconds: float = 0.0  # on each of the two ranks, per value of a message beyond the first
+    # how many times as long forwards and backwards take in ranks under continuous load as in a profile; 1 or more
     pace: float = 1.0
 
     def __post_init__(self) -> None:
         ends = self.send_seconds, self.send_seconds_per_byte, self.receive_seconds, self.value_seconds
         others = self.compute_seconds, self.step_seconds, self.delivery_seconds
         if not all(0 <= cost <= _LONGEST_SECONDS for cost in (*ends, *others)):
-            raise ValueError("the runtime's own costs are times: 0 or more")
+            raise ValueError(f"the overhead of the runtime must be finite and at least 0, and is {self}")
         if not (_is_rate(self.pace) and self.pace >= 1):
-            raise ValueError("the pace of ranks is 1 or more: how much longer they take than in the profile")
+            raise ValueError(f"the pace of ranks must be finite and at least 1, and is {self.pace}")
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Measured between two ranks of this machine. ``device_kind``: cpu or cuda. Bandwidths in bytes per second."""
+    """The links between the ranks of this machine, measured between two of them."""
 
-    device_kind: str
+    device_kind: str  # cpu or cuda
     latency_seconds: float
-    bandwidth: float
-    all_reduce_bandwidth: float
+    bandwidth: float  # bytes per second
+    all_reduce_bandwidth: float  # bytes per second
     host: RuntimeOverhead = RuntimeOverhead()
 
     def __post_init__(self) -> None:
         if not _is_rate(self.bandwidth, self.all_reduce_bandwidth) or not 0 <= self.latency_seconds <= _LONGEST_SECONDS:
-            raise ValueError("links: bandwidths > 0 and latency >= 0 are needed")
+            raise ValueError(
+                f"links need bandwidths above 0 and a latency of at least 0, all finite; got bandwidth "
+                f"{self.bandwidth}, all-reduce bandwidth {self.all_reduce_bandwidth}, latency {self.latency_seconds}"
+            )
         if self.device_kind not in ("cpu", "cuda"):
-            raise ValueError(f"links between {self.device_kind!r} devices: cpu or cuda is known")
+            raise ValueError(f"links between {self.device_kind!r} devices; known: cpu, cuda")
 
     def level(self, count: int) -> Level:
-        """Return the links of so many ranks of this machine."""
+        """Return the level of ``count`` ranks of this machine."""
         return Level("measured", count, self.bandwidth, self.latency_seconds, self.all_reduce_bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``levels``: innermost first; rank r's neighbours are r-1 and r+1. ``source``: where the figures come from.
+    """Devices and links. Ranks are numbered along the hierarchy: the neighbours of rank r are r-1 and r+1.
 
-    ``devices``: one for all ranks, or one per rank. ``host``: what the runtime costs each rank.
+    Raises: ValueError if there is no level or device, or the number of devices does not match the ranks.
     """
 
-    levels: tuple[Level, ...]
-    devices: tuple[ClusterDevice, ...]
-    source: str
-    host: RuntimeOverhead = RuntimeOverhead()
+    levels: tuple[Level, ...]  # innermost first
+    devices: tuple[ClusterDevice, ...]  # one for all ranks, or one per rank
+    source: str  # where the figures come from, as text
+    host: RuntimeOverhead = RuntimeOverhead()  # of each rank
 
     def __post_init__(self) -> None:
         if not self.levels or not self.devices:
             raise ValueError("a cluster has at least one level and one device")
         if self.num_ranks > MOST_RANKS:
-            raise ValueError(f"{self.num_ranks} ranks; {MOST_RANKS} at most")
+            raise ValueError(f"a cluster has at most {MOST_RANKS} ranks, and this one has {self.num_ranks}")
         if len(self.devices) not in (1, self.num_ranks):
             raise ValueError(f"{len(self.devices)} devices for {self.num_ranks} ranks: give one, or one per rank")
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it holds."""
+        """The number of ranks."""
         return math.prod(level.count for level in self.levels)
 
     def device(self, rank: int) -> ClusterDevice:
@@ -151,19 +153,19 @@ class Cluster:
         return self.devices[rank if len(self.devices) > 1 else 0]
 
     def speed_of(self, ranks: Sequence[int]) -> float:
-        """Return how fast a stage on these ranks computes: as the slowest of them."""
+        """Return how fast a stage on these ranks computes: the speed of the slowest rank."""
         return min(self.device(rank).speed for rank in ranks)
 
     def update_speed_of(self, ranks: Sequence[int]) -> float:
-        """Return how fast the optimizer of a stage on these ranks steps: as the slowest of them."""
+        """Return how fast the optimizer of a stage on these ranks steps: the speed of the slowest rank."""
         return min(self.device(rank).update_speed for rank in ranks)
 
     def memory_of(self, rank: int) -> int:
-        """Return the bytes of a rank's device; 0, no limit, also for a rank that unequal devices do not reach."""
+        """Return the memory of a rank's device in bytes; 0 (no limit) for a rank beyond a list of unequal devices."""
         return self.device(rank).memory_bytes if rank < self.num_ranks or len(self.devices) == 1 else 0
 
     def link(self, a: int, b: int) -> Level:
-        """Return the innermost level that holds both ranks."""
+        """Return the innermost level that contains both ranks."""
         size = 1
         for level in self.levels:
             size *= level.count

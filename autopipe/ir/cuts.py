@@ -1,17 +1,17 @@
-"""Cuts of a graph: which are legal, and what crosses them. Pure arithmetic over ``Graph``.
+"""Cuts of a graph: which are legal, and which values cross them. Pure arithmetic over ``Graph``.
 
-A value crosses cut ``i`` when it is made before node ``i`` and read at or after it. Values that need only the batch are
-never sent: every stage that reads one computes it again (``recomputed``).
+A value crosses cut ``i`` if it is made before node ``i`` and read at or after it. Values that depend only on the batch
+and on constants (``input_only``) are never sent: every stage that reads one computes it.
 
 A cut is legal unless it would change the result:
 
 - a crossing value is not one tensor (a tuple, a size), so it cannot be sent;
-- the node behind it is glued to the one before it;
-- one tensor crosses under two names (a call gave back what it was given): gradients would add up in another order;
-- memory that crosses is changed in place behind the cut (the sender's copy, or a view of it, would not see it);
-- a buffer that the forward updates is used on both sides (each side would keep its own).
+- the node after the cut is glued to the one before it;
+- one tensor crosses under two names (a call returned its argument): gradients would be added in another order;
+- memory that crosses is changed in place after the cut (the sender's copy, or a view of it, would not change);
+- a buffer that the forward updates is used on both sides (each side would have its own copy).
 
-And a cut must leave work on both sides: a run of recomputed values alone cannot be a stage.
+A cut must also leave work on both sides: a stage cannot consist of ``input_only`` nodes alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cuts:
 
     @functools.cached_property
     def crossing(self) -> tuple[tuple[str, ...], ...]:
-        """For every position 0..N the values that a cut there would send, in the order they are made."""
+        """For every position 0..N, the values that a cut there would send, in the order in which they are made."""
         count = len(self.graph.nodes)
         live: list[list[str]] = [[] for _ in range(count + 1)]
         for index, node in enumerate(self.graph.nodes):
@@ -56,7 +56,7 @@ class Cuts:
         work = [index for index, node in enumerate(self.graph.nodes) if not node.input_only]
         if not work:
             return ()
-        # of the positions between two nodes that do work only the first counts: the others cut the same stages
+        # all positions between two nodes that do work give the same stages: one of them is enough
         positions, previous = [], work[0]
         for index in work[1:]:
             candidates = [p for p in range(previous + 1, index + 1) if allowed[p]]
@@ -101,7 +101,7 @@ class Cuts:
                 allowed[position] = False
 
     def storage(self, value: str) -> str:
-        """Return the value whose memory this one is or shares."""
+        """Return the value that owns the memory of ``value``: itself, or the one of which it is a view."""
         node = self._by_name.get(value)
         while node is not None and node.storage:
             value = node.storage
@@ -109,7 +109,7 @@ class Cuts:
         return value
 
     def spec(self, value: str) -> TensorSpec:
-        """Return the spec of a crossing value."""
+        """Return the spec of a crossing value. Raises: ValueError if the value is not one tensor."""
         spec = self._by_name[value].spec
         if spec is None:
             raise ValueError(f"{value} is not one tensor")
@@ -123,8 +123,9 @@ class Cuts:
     def stage_nodes(self, start: int, stop: int, outputs: Iterable[str] = ()) -> tuple[Node, ...]:
         """Return the nodes that a stage of positions ``start..stop`` runs, in order.
 
-        Its own, less the input-only ones that it does not read, and the input-only ones of elsewhere that it reads
-        (with what changes them in place). ``outputs``: values that it must also have, such as the loss weight.
+        These are the nodes of its range, without ``input_only`` nodes that it does not read, and the ``input_only``
+        nodes of other ranges that it reads, with those that change them in place. ``outputs``: values that it must
+        also compute, such as the loss weight.
         """
         graph = self.graph
         wanted = {node.name for node in graph.nodes[start:stop] if not node.input_only}

@@ -1,9 +1,9 @@
-"""``Graph``: one training forward (model and loss) as a list of nodes in the order they run.
+"""``Graph``: one training forward (model and loss) as a list of nodes in execution order.
 
-It is what the tracer found, without torch: the planner cuts it, the generator writes it, its digest names the model.
+The tracer builds it, the planner cuts it, the generator writes code from it, and its digest identifies the model.
 
-Cut ``i`` lies before ``nodes[i]``; stages are the runs of nodes between chosen cuts. A *value* is a graph input or the
-result of a node, both by name. What a cut moves from stage to stage, and which cuts are legal, is in ``ir.cuts``.
+Cut ``i`` is before ``nodes[i]``; a stage is the range of nodes between two chosen cuts. A *value* is a graph input or
+the result of a node, identified by name. ``ir.cuts`` determines which cuts are legal and which values cross them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from autopipe.ir.artifact import digest
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.tensor import TensorSpec, evaluate, symbols_of
 
-_MANY = 1024  # a size at which every shape must still be a number that fits
+_MANY = 1024  # a size with which every shape expression must still be computable
 KINDS = ("call_module", "call_function", "call_method")
-# torch's normalisations: where one updates running statistics, its result does not depend on them
+# normalization modules of torch: if one updates its running statistics, its result does not depend on them
 _STATISTICS = {f"{kind}{d}d" for kind in ("BatchNorm", "InstanceNorm") for d in (1, 2, 3)} | {"SyncBatchNorm"}
 _STATISTICS_FUNCTIONS = {
     f"{place}.{name}" for place in ("torch", "torch.nn.functional") for name in ("batch_norm", "instance_norm")
@@ -27,7 +27,7 @@ _STATISTICS_FUNCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor of the batch, under the name that the generated code gives it."""
+    """One tensor of the batch, with its name in the generated code."""
 
     name: str
     spec: TensorSpec
@@ -35,81 +35,66 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size that may differ from batch to batch: ``name`` is dimension ``dimension`` of input ``input``.
+    """A size that may differ from batch to batch: a dimension of an input."""
 
-    ``hint``: what it was in the batch that was followed. ``low``, ``high``: between which sizes the graph is known to
-    be the model; ``high`` 0: unlimited.
-    """
-
-    name: str
+    name: str  # in shape expressions: s0, s1, ...
     input: str
     dimension: int
-    hint: int
-    low: int = 1
-    high: int = 0
+    hint: int  # its value in the batch that was captured
+    low: int = 1  # the smallest size for which the graph equals the model
+    high: int = 0  # the largest; 0: no limit
 
     def holds(self, size: int) -> bool:
-        """Tell whether the graph stands for batches of this size."""
+        """Return whether the graph is valid for this size."""
         return self.low <= size and (not self.high or size <= self.high)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call.
+    """One call. State is named by its first name: a tied tensor has one name here."""
 
-    ``inputs``: values read, each once, in order of first use. ``after``: earlier nodes that change in place what this
-    one reads; it must stay behind them. ``spec``: the result where it is one tensor, else None (a tuple, a size).
-    ``arguments``: the canonical text of the call's constant arguments, so that the digest sees them.
-    ``parameters``/``buffers``/``constants``: state it reads, by first name (a tied tensor has one name here).
-    ``storage``: the earlier value whose memory the result shares, or "". ``mutates``: values changed in place.
-    ``input_only``: depends on the batch and on constants alone, so every stage can compute it for itself.
-    ``random_position``/``num_random``: the place of its first random draw in the whole forward, and how many it makes.
-    ``glued``: must stand in the stage of the node before it. ``context``: grad mode and autocast, "" being the default.
-    ``source``: ``file:line`` of the call; ``own_source``: of the model's own line that leads to it, where that is a
-    library's.
-    ``opaque``: a module of the user's that runs as it is, since its calls are not the same for every batch; its draws
-    take one position, whatever it draws.
-    """
-
-    name: str
-    kind: str
-    target: str
-    inputs: tuple[str, ...]
-    spec: TensorSpec | None
-    arguments: str = ""
-    after: tuple[str, ...] = ()
-    # all of the model's, by first name, used or not; requires_grad is False for frozen ones
-    parameters: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()  # all of the model's, by first name, used or not
+    name: str  # of its result
+    kind: str  # one of ``KINDS``
+    target: str  # the module, function or method that is called
+    inputs: tuple[str, ...]  # values read, each once, in order of first use
+    spec: TensorSpec | None  # of the result if it is one tensor, else None (a tuple, a size)
+    arguments: str = ""  # the constant arguments as canonical text, for the digest
+    after: tuple[str, ...] = ()  # earlier nodes that change in place what this one reads, and must run before it
+    parameters: tuple[str, ...] = ()  # read by the call
+    buffers: tuple[str, ...] = ()  # read by the call
     buffers_written: tuple[str, ...] = ()
-    constants: tuple[str, ...] = ()
-    mutates: tuple[str, ...] = ()
-    storage: str = ""
-    input_only: bool = False
-    num_random: int = 0
-    random_position: int = 0
-    glued: bool = False
+    constants: tuple[str, ...] = ()  # tensors that are neither parameters nor buffers
+    mutates: tuple[str, ...] = ()  # values changed in place
+    storage: str = ""  # the earlier value whose memory the result shares, or ""
+    input_only: bool = False  # depends only on the batch and on constants, so every stage can compute it
+    num_random: int = 0  # how many random draws it makes
+    random_position: int = 0  # the position of its first draw in the whole forward
+    glued: bool = False  # must be in the same stage as the previous node
+    # a user module that runs as it is, because its calls differ from batch to batch; it takes one random position
     opaque: bool = False
-    context: str = ""
-    module_path: str = ""
+    context: str = ""  # grad mode and autocast; "" for the default
+    module_path: str = ""  # of the module whose forward makes the call
     module_type: str = ""
-    source: str = ""
-    own_source: str = ""
+    source: str = ""  # ``file:line`` of the call
+    own_source: str = ""  # the line of the model's own code that leads to it, if ``source`` is in a library
 
     @property
     def place(self) -> str:
-        """Where the call stands, for errors: the model's own line, and that of a library behind it; "" if unknown."""
+        """The place of the call for errors: the model's own line, with the library's in parentheses; "" if unknown."""
         return f"{self.own_source} ({self.source})" if self.own_source else self.source
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"node {self.name}: unknown kind {self.kind!r}")
         if min(self.num_random, self.random_position) < 0:
-            raise ValueError(f"node {self.name}: a number of random draws is negative")
+            raise ValueError(
+                f"node {self.name}: num_random and random_position must be at least 0, and are {self.num_random} and "
+                f"{self.random_position}"
+            )
 
 
 def _only_updates(node: Node) -> bool:
-    """Tell whether a node's result is independent of the buffers that it writes."""
+    """Return whether a node's result is independent of the buffers that it writes."""
     if node.kind == "call_module":
         return node.module_type in _STATISTICS
     return node.target in _STATISTICS_FUNCTIONS
@@ -119,7 +104,7 @@ def _only_updates(node: Node) -> bool:
 class Graph:
     """The forward of one microbatch.
 
-    Raises: ValueError when a node reads a value that is not made before it, or state that the model does not have.
+    Raises: ValueError if a node reads a value that is not made before it, or state that the model does not have.
     """
 
     name: str
@@ -131,20 +116,20 @@ class Graph:
     buffers: dict[str, TensorSpec]  # all of the model's, by first name
     aliases: dict[str, str]  # other name -> first name
     captured_by: str = ""  # the strategy that captured it, as text
-    # False if the model, run plainly, rounds differently than its calls do: some libraries choose another kernel or
-    # code path for the same numbers, as transformers does for a mask of ones
+    # False if the original model rounds differently from the recorded calls. Some libraries choose another kernel or
+    # code path for the same numbers, as transformers does for a mask of ones.
     exact: bool = True
     batch: BatchForm = field(default_factory=BatchForm)
     divisor: str = ""  # what the loss divides by, as text, if not the number of samples; see stages/divisor.py
-    # parameter that this hook changes -> the others that its new value depends on
+    # parameter that the after_step hook changes -> the other parameters that its new value depends on
     after_step: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # state that only batches of another form read -> the node whose stage keeps it
+    # state that only batches of another form read -> the node whose stage has it
     homes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = {entry.name for entry in self.inputs}
         if len(known) < len(self.inputs):
-            raise ValueError("two inputs have the same name")
+            raise ValueError(f"two inputs have the same name; the names are {[entry.name for entry in self.inputs]}")
         self._check_symbols()
         for node in self.nodes:
             for value in (*node.inputs, *node.after):
@@ -163,12 +148,12 @@ class Graph:
         names = {node.name for node in self.nodes}
         for name, home in self.homes.items():
             if home not in names or (name not in self.parameters and name not in self.buffers):
-                raise ValueError(f"{name!r} is kept beside {home!r}, and one of the two is not there")
+                raise ValueError(f"{name!r} is assigned to the stage of {home!r}, and one of the two does not exist")
         if not self.outputs:
-            raise ValueError("no output: the loss is wanted")
+            raise ValueError("the graph has no output: expected the loss")
         for value in self.outputs:
             if value not in known:
-                raise ValueError(f"output {value!r} is made by no node")
+                raise ValueError(f"output {value!r} is not the result of a node")
 
     def _check_symbols(self) -> None:
         shapes = {entry.name: entry.spec.shape for entry in self.inputs}
@@ -181,7 +166,7 @@ class Graph:
         specs += [*self.parameters.values(), *self.buffers.values()]
         for dimension in dict.fromkeys(size for spec in specs for size in spec.shape if isinstance(size, str)):
             if not symbols_of(dimension) <= names:
-                raise ValueError(f"{dimension!r} is made of sizes that no input has")
+                raise ValueError(f"{dimension!r} contains a symbol that is not a size of an input")
             for sizes in (hints, dict.fromkeys(names, 1), dict.fromkeys(names, _MANY)):
                 if evaluate(dimension, sizes) < 0 and sizes is hints:
                     raise ValueError(f"{dimension!r} is negative with {hints}")
@@ -194,11 +179,11 @@ class Graph:
         ):
             for name in read:
                 if name not in there:
-                    raise ValueError(f"node {node.name} names {kind} {name!r}, which is not there")
+                    raise ValueError(f"node {node.name} names {kind} {name!r}, which does not exist")
 
     @functools.cached_property
     def digest(self) -> str:
-        """Name the model: other layers, shapes, constants or order give another digest; other weights do not."""
+        """The identity of the model: other layers, shapes, constants or order change it; other weights do not."""
         anonymous = [
             (n.name, n.kind, n.target, n.inputs, n.spec, n.arguments, n.parameters, n.buffers, n.context)
             for n in self.nodes
@@ -208,19 +193,19 @@ class Graph:
 
     @functools.cached_property
     def moving(self) -> frozenset[str]:
-        """The parameters whose values change from step to step: trained ones, and what ``after_step`` changes."""
+        """The parameters whose values change from step to step: trained ones, and those that ``after_step`` changes."""
         return frozenset(
             name for name, spec in self.parameters.items() if spec.requires_grad or name in self.after_step
         )
 
     @functools.cached_property
     def position(self) -> Mapping[str, int]:
-        """Node name -> its place in ``nodes``."""
+        """Node name -> its index in ``nodes``."""
         return {node.name: index for index, node in enumerate(self.nodes)}
 
     @functools.cached_property
     def module_spans(self) -> Mapping[str, tuple[int, int]]:
-        """Path of a module, or of one around it -> places of its first and last call, ``input_only`` ones left out."""
+        """Path of a module -> indices of the first and last call in it or its submodules, without ``input_only``."""
         spans: dict[str, tuple[int, int]] = {}
         for index, node in enumerate(self.nodes):
             path = "" if node.input_only else node.module_path
@@ -231,12 +216,12 @@ class Graph:
 
     @functools.cached_property
     def containers(self) -> frozenset[str]:
-        """Paths of the modules that have calls in modules of theirs."""
+        """Paths of the modules that have calls in submodules."""
         return frozenset(path.rpartition(".")[0] for path in self.module_spans)
 
     @functools.cached_property
     def last_use(self) -> Mapping[str, int]:
-        """Value -> place of the last node that reads it; ``len(nodes)`` for an output."""
+        """Value -> index of the last node that reads it; ``len(nodes)`` for an output."""
         last: dict[str, int] = {}
         for index, node in enumerate(self.nodes):
             for value in node.inputs:
@@ -249,8 +234,8 @@ class Graph:
     def replayed_buffers(self) -> frozenset[str]:
         """The buffers that a forward writes and that a result depends on: queues, power iterations, counters.
 
-        A forward that is run a second time must see them as they were at the first. Running statistics that are only
-        updated are not among them. All nodes that use one of them are in one stage (``ir.cuts``).
+        If a forward runs a second time, they must have the values of the first time. Running statistics that are only
+        updated are not included. All nodes that use one of these buffers are in one stage (``ir.cuts``).
         """
         written = {name for node in self.nodes for name in node.buffers_written}
         read = {
@@ -259,5 +244,5 @@ class Graph:
         return frozenset(written & read)
 
     def sizes(self, batch_size: int) -> dict[str, int]:
-        """Return a number for every symbol: the batch where it is the first one, else its hint."""
+        """Return the sizes for shape expressions: ``batch_size`` for the first symbol, the hint for the others."""
         return {s.name: batch_size if index == 0 else s.hint for index, s in enumerate(self.symbols)}

@@ -1,8 +1,8 @@
-"""Which parameters of other stages a stage needs so that ``after_step`` gives its own the values of one process.
+"""Loans: the parameters of other stages that a stage needs to run the ``after_step`` hook.
 
-The new value of a parameter may depend on others (a momentum teacher's on its student's). Where they lie in another
-stage, their values after the optimizer's step are lent: the stage runs the hook over its own parameters and these, and
-drops what the hook made of the lent ones.
+The new value of a parameter may depend on others: a momentum teacher's depends on its student's. If those are in
+another stage, their values after the optimizer's step are sent to the stage. It runs the hook over its own parameters
+and these loans, and discards the changes to the loans. So its own parameters get the same values as in one process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopipe.ir.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """``parameter``, which stage ``owner`` steps, is lent to stage ``reader`` after each step."""
+    """A parameter that stage ``owner`` steps, and sends to stage ``reader`` after each step."""
 
     parameter: str
     owner: int
@@ -23,7 +23,7 @@ class Loan:
 
 
 def owners(plan: Plan) -> dict[str, int]:
-    """Return the stage that steps each parameter: of a tied one the first."""
+    """Return the stage that steps each parameter: for a tied one, the first of its stages."""
     owners: dict[str, int] = {}
     for stage in plan.stages:
         for name in stage.parameters:
@@ -32,7 +32,7 @@ def owners(plan: Plan) -> dict[str, int]:
 
 
 def borrowed(plan: Plan, graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter that the hook changes, those of other stages that its new value depends on."""
+    """Return, for each parameter that the hook changes, the ones of other stages that its new value depends on."""
     owner = owners(plan)
     return {
         name: tuple(other for other in read if owner[other] != owner[name]) for name, read in graph.after_step.items()
@@ -40,7 +40,7 @@ def borrowed(plan: Plan, graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def loans(plan: Plan, graph: Graph) -> tuple[Loan, ...]:
-    """Return every loan of a plan, by reader, in the order of the model's parameters: the same on every rank."""
+    """Return all loans of a plan, sorted by reader and by the order of the model's parameters: equal on every rank."""
     owner = owners(plan)
     wanted = {(owner[name], other) for name, others in borrowed(plan, graph).items() for other in others}
     return tuple(

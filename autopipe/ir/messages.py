@@ -1,8 +1,8 @@
-"""What a plan makes the stages send each other: the traffic for lowering, and the values in each message.
+"""The messages between the stages of a plan: the edges for lowering, and the values in each message.
 
-Forward: each boundary value goes from its producer straight to each consumer. Backward: its gradient comes back as a
-chain through the consumers, last to first, then to the producer (see ``ir.plan.Boundary``). The gradient of an exactly
-tied parameter takes the same kind of chain through its copies to its owner.
+Forward: each boundary value goes from its producer directly to each consumer. Backward: its gradient returns as a chain
+through the consumers, last to first, to the producer (see ``ir.plan.Boundary``). The gradient of an exact tie takes the
+same kind of chain, through its copies to its owner.
 """
 
 from __future__ import annotations
@@ -21,27 +21,23 @@ Edge = tuple[int, int]
 
 
 def tied(parameter: str) -> str:
-    """Return the name under which a tied parameter's gradient travels; no value of a graph has such a name."""
+    """Return the name of a tied parameter's gradient in messages. It differs from all names of values."""
     return f"parameter:{parameter}"
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePlan:
-    """For every edge (from stage, to stage) the values that one message holds, in order.
+    """The contents of the messages. An edge is (from stage, to stage); a message has its values in this order."""
 
-    ``forward``: boundary values. ``backward``: boundary values whose gradient it carries, then tied parameters.
-    ``ties``: those of trained parameters; ``shared``: those whose values move. ``loans``: for the ``after_step`` hook.
-    """
-
-    forward: dict[Edge, tuple[str, ...]]
-    backward: dict[Edge, tuple[str, ...]]
-    ties: tuple[Tie, ...]
-    shared: tuple[Tie, ...] = ()
-    loans: tuple[Loan, ...] = ()
+    forward: dict[Edge, tuple[str, ...]]  # edge -> boundary values
+    backward: dict[Edge, tuple[str, ...]]  # edge -> boundary values and tied parameters whose gradients it carries
+    ties: tuple[Tie, ...]  # of trained parameters
+    shared: tuple[Tie, ...] = ()  # of parameters whose values change, see ``moving_ties``
+    loans: tuple[Loan, ...] = ()  # for the ``after_step`` hook
 
     @staticmethod
     def of(plan: Plan, graph: Graph) -> MessagePlan:
-        """Read the routes off a plan of this graph."""
+        """Return the messages of a plan of this graph."""
         forward: dict[Edge, list[str]] = {}
         backward: dict[Edge, list[str]] = {}
 
@@ -69,28 +65,28 @@ class MessagePlan:
 
     @property
     def edges(self) -> StageEdges:
-        """The edges alone, for lowering."""
+        """The edges, for lowering."""
         return StageEdges(tuple(self.forward), tuple(self.backward))
 
 
 def loss_channel(request: ScheduleSpec, rank: int) -> Channel:
-    """Return where a rank of the last stage sends its share of the losses."""
+    """Return the channel on which a rank of the last stage sends its part of the losses to rank 0."""
     return Channel(LOSS, request.num_stages - 1, 0, rank, 0)
 
 
 def batch_channel(rank: int) -> Channel:
-    """Return where rank 0 sends another rank its part of the minibatches, where one rank reads them for all."""
+    """Return the channel on which rank 0 sends another rank its part of the minibatches, if rank 0 reads for all."""
     return Channel(BATCH, 0, 0, 0, rank)
 
 
 def loan_channel(loan: Loan, request: ScheduleSpec, reader: int) -> Channel:
-    """Return where the ``reader``-th replica of the reading stage gets a parameter from."""
+    """Return the channel on which replica ``reader`` of the reading stage receives a parameter."""
     givers, takers = request.stage_ranks[loan.owner], request.stage_ranks[loan.reader]
     return Channel(LOAN, loan.owner, loan.reader, givers[reader % len(givers)], takers[reader])
 
 
 def channels(routes: MessagePlan, request: ScheduleSpec) -> list[Channel]:
-    """Return every channel that a run can use, sorted: the same list on every rank."""
+    """Return all channels that a run can use, sorted: the same list on every rank."""
     ranks = request.stage_ranks
     channel_set = {
         Channel(kind, a, b, from_rank, to_rank)

@@ -1,8 +1,8 @@
-"""Stages and cuts in the words of the model: ``tok_emb, blocks.0 to blocks.2``; ``inside blocks.3, before mlp``.
+"""Names of stages and cuts by modules of the model: ``tok_emb, blocks.0 to blocks.2``; ``inside blocks.3, before mlp``.
 
-A stage is named by the outermost modules whose calls it makes in full. A *block* is a module with a number, such as
-``blocks.3``: of one that lies in several stages each says ``part of``. Modules without parameters are left out beside
-others. Calls that every stage can make for itself (``input_only``) do not count.
+A stage is named by the outermost modules that are completely in it. A *block* is a module with a number, such as
+``blocks.3``; if it is in several stages, each of them names it as ``part of``. Modules without parameters are omitted
+if there are others. ``input_only`` calls, which every stage can make, are ignored.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from dataclasses import dataclass, field
 
 from autopipe.ir.graph import Graph
 
-_MOST_NAMES = 4  # of one stage; beyond that only the first and the last are named
+_MOST_NAMES = 4  # of one stage; with more, only the first and the last are named
 
 
 @dataclass(slots=True)
 class _Named:
-    """A module of a stage. ``trained``: it has parameters. ``within``: of a part of a block, what the stage has of it.
-
-    ``weak``: a container of which only a call of its own, such as an addition, is in the stage.
-    """
+    """A module of a stage."""
 
     path: str
-    trained: bool = False
-    part: bool = False
-    weak: bool = False
-    within: list[str] = field(default_factory=list)
+    trained: bool = False  # it has parameters
+    part: bool = False  # only a part of it is in the stage
+    weak: bool = False  # a container of which the stage has no submodule, only a call such as an addition
+    within: list[str] = field(default_factory=list)  # the submodules of the block that are in the stage, if ``part``
 
     @property
     def text(self) -> str:
@@ -34,7 +31,7 @@ class _Named:
 
 
 def stage_modules(graph: Graph, start: int, stop: int) -> str:
-    """Return the modules whose calls are ``graph.nodes[start:stop]``, "" where none of them is made in a module."""
+    """Return the names of the modules whose calls are ``graph.nodes[start:stop]``, or "" if no call is in a module."""
     named: dict[tuple[str, bool], _Named] = {}
     for node in graph.nodes[start:stop]:
         if node.input_only or not node.module_path:
@@ -55,7 +52,7 @@ def stage_modules(graph: Graph, start: int, stop: int) -> str:
 
 
 def cut_place(graph: Graph, position: int) -> str:
-    """Return where the cut before ``graph.nodes[position]`` lies: before a module, inside a block, or before a call."""
+    """Return where the cut before ``graph.nodes[position]`` is: before a module, inside a block, or before a call."""
     node = next((node for node in graph.nodes[position:] if not node.input_only), graph.nodes[position])
     first, spans = graph.position[node.name], graph.module_spans
     around = list(_ancestors(node.module_path))
@@ -72,7 +69,7 @@ def cut_place(graph: Graph, position: int) -> str:
 
 
 def _name(graph: Graph, path: str, start: int, stop: int) -> tuple[_Named, str]:
-    """Return the module that a call of a stage is named by and, of a part of a block, what of it the stage has."""
+    """Return the module that names a call of a stage, and the submodule of it if only a part of a block is there."""
     spans, around = graph.module_spans, list(_ancestors(path))
     whole = next((entry for entry in around if start <= spans[entry][0] and spans[entry][1] < stop), "")
     blocks = [entry for entry in around if _is_block(entry) and len(entry) < len(whole or f"{path}.")]
@@ -84,7 +81,7 @@ def _name(graph: Graph, path: str, start: int, stop: int) -> tuple[_Named, str]:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """Give the paths of the modules around a call, outermost first; that of the call's own module is the last."""
+    """Yield the paths of the modules around a call, outermost first, the call's own module last."""
     parts = path.split(".") if path else []
     for count in range(1, len(parts) + 1):
         yield ".".join(parts[:count])
@@ -95,12 +92,12 @@ def _is_block(path: str) -> bool:
 
 
 def called(path: str) -> str:
-    """Return the name of a module; an entry of a model that is a ``Sequential`` has a number alone."""
+    """Return the name of a module for text. In a model that is a ``Sequential``, the path is only a number."""
     return f"module {path}" if path[:1].isdecimal() else path
 
 
 def _runs(names: Sequence[_Named]) -> Iterator[list[_Named]]:
-    """Give the names, blocks whose numbers follow one another together."""
+    """Yield the names, with consecutive blocks grouped."""
     run: list[_Named] = []
     for entry in names:
         if run and not _follows(run[-1], entry):

@@ -1,4 +1,4 @@
-"""``Plan``: which rank runs which nodes, under which schedule, and what that should cost."""
+"""``Plan``: which rank runs which nodes, under which schedule, and at what predicted cost."""
 
 from __future__ import annotations
 
@@ -15,43 +15,47 @@ from autopipe.ir.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A run of nodes, ``start`` to ``stop`` (exclusive), on one rank or, replicated, on several.
+    """A range of nodes, on one rank or, if replicated, on several.
 
-    ``parameters``: every one it computes with, by first name, and what nothing reads but belongs here; ``buffers`` the
-    same. Seconds: per microbatch. ``peak_bytes``: on each rank. ``modules``: what it runs in the words of the model
-    (``ir.module_names``), "" where no call is made in a module.
+    Raises: ValueError if a rank, parameter or buffer appears twice, or a number is negative.
     """
 
     index: int
-    start: int
-    stop: int
-    first: str
-    last: str
+    start: int  # index of its first node
+    stop: int  # index of the node after its last one
+    first: str  # name of its first node
+    last: str  # name of its last node
     ranks: tuple[int, ...]
+    # by first name: those that its nodes read, and parameters that no node reads but that are assigned to this stage
     parameters: tuple[str, ...]
-    forward_seconds: float
-    backward_seconds: float
-    peak_bytes: int
-    recompute: bool = False
-    buffers: tuple[str, ...] = ()
-    modules: str = ""
+    forward_seconds: float  # per microbatch
+    backward_seconds: float  # per microbatch
+    peak_bytes: int  # on each of its ranks
+    recompute: bool = False  # run the forward again before the backward, instead of keeping its activations
+    buffers: tuple[str, ...] = ()  # as ``parameters``
+    modules: str = ""  # the names of its modules (``ir.module_names``), or "" if no call is in a module
 
     def __post_init__(self) -> None:
         if not self.ranks or len(set(self.ranks)) < len(self.ranks) or min(self.ranks) < 0:
-            raise ValueError(f"stage {self.index} runs on ranks {list(self.ranks)}: one or more are needed, each once")
+            raise ValueError(
+                f"stage {self.index} needs at least one rank, and each rank once; its ranks are {list(self.ranks)}"
+            )
         if len({*self.parameters}) < len(self.parameters) or len({*self.buffers}) < len(self.buffers):
-            raise ValueError(f"stage {self.index} holds the same parameter or buffer twice")
+            raise ValueError(f"stage {self.index} has the same parameter or buffer twice")
         if min(self.forward_seconds, self.backward_seconds, self.peak_bytes) < 0:
-            raise ValueError(f"stage {self.index}: seconds and bytes are not negative")
+            raise ValueError(
+                f"stage {self.index}: seconds and bytes must be at least 0, and are {self.forward_seconds} s forward, "
+                f"{self.backward_seconds} s backward, {self.peak_bytes} bytes"
+            )
 
     @property
     def replicas(self) -> int:
-        """How many ranks run this stage, each on its share of the microbatches."""
+        """The number of ranks that run this stage, each on its share of the microbatches."""
         return len(self.ranks)
 
     @property
     def name(self) -> str:
-        """The human-readable name: the stage's modules, or its first and last call if it has none."""
+        """The human-readable name: the stage's modules, or its first and last node if it has no modules."""
         return self.modules or f"{self.first} .. {self.last}"
 
     @property
@@ -61,12 +65,12 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Forward, backward and, with recompute, the second forward of one microbatch."""
+        """Seconds of one microbatch: forward, backward and, with recompute, the second forward."""
         return self.forward_seconds * (2 if self.recompute else 1) + self.backward_seconds
 
 
 def bytes_by_rank(stages: Iterable[Stage]) -> Counter[int]:
-    """Return what each rank needs for its stages at most: their peaks together."""
+    """Return an upper bound of each rank's memory: the sum of the peaks of its stages."""
     used: Counter[int] = Counter()
     for stage in stages:
         used.update(dict.fromkeys(stage.ranks, stage.peak_bytes))
@@ -75,86 +79,96 @@ def bytes_by_rank(stages: Iterable[Stage]) -> Counter[int]:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A tensor that crosses between stages: made once, sent straight to each consumer, bytes per microbatch.
+    """A tensor that crosses between stages: made by one stage, and sent directly to each consumer.
 
-    Where a gradient flows, it comes back as a chain: the last consumer hands its gradient to the consumer before it,
-    and the first consumer to the producer. Each adds its own to what it was handed, so the sum has the order of
-    plain autograd, and is equal to the last bit.
+    If it has a gradient, the gradient returns as a chain: the last consumer sends its gradient to the consumer before
+    it, and so on to the producer. Each stage adds its own gradient to the one that it receives. So the order of the sum
+    is that of plain autograd, and the result is equal bit for bit.
+
+    Raises: ValueError if the stages are not in ascending order.
     """
 
-    value: str
-    producer: int
-    consumers: tuple[int, ...]
+    value: str  # name of the node that makes it
+    producer: int  # stage
+    consumers: tuple[int, ...]  # stages, ascending
     spec: TensorSpec
-    bytes: int
+    bytes: int  # per microbatch
 
     def __post_init__(self) -> None:
         if not self.consumers or list(self.consumers) != sorted({*self.consumers}):
-            raise ValueError(f"boundary {self.value}: its consumers {list(self.consumers)} do not ascend")
+            raise ValueError(
+                f"boundary {self.value}: its consumers must be in ascending order, and are {list(self.consumers)}"
+            )
         if not 0 <= self.producer < self.consumers[0]:
-            raise ValueError(f"boundary {self.value} does not go forward")
+            raise ValueError(
+                f"boundary {self.value} does not go forward: stage {self.producer} to stage {self.consumers[0]}"
+            )
         if self.bytes < 0:
-            raise ValueError(f"boundary {self.value}: bytes are not negative")
+            raise ValueError(f"boundary {self.value}: bytes must be at least 0, and is {self.bytes}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A parameter used by several stages. ``owner`` steps it and sends the new value to ``copies``.
+    """A parameter used by several stages. Its owner steps it and sends the new value to the copies.
 
-    ``exact``: every microbatch's gradient goes along the same chain as a boundary's (bit-equal to plain training);
-    else the copies add up their own over the minibatch and send the sum once.
+    Raises: ValueError if the stages are not in ascending order.
     """
 
     parameter: str
-    owner: int
-    copies: tuple[int, ...]
+    owner: int  # the first of its stages
+    copies: tuple[int, ...]  # the other stages, ascending
+    # True: the gradient of every microbatch takes the same chain as a boundary's, equal bit for bit to plain training.
+    # False: each copy adds its gradients over the minibatch and sends the sum once.
     exact: bool
 
     def __post_init__(self) -> None:
         if not self.copies or list(self.copies) != sorted({*self.copies}) or not 0 <= self.owner < self.copies[0]:
-            raise ValueError(f"{self.parameter} is tied over stages {[self.owner, *self.copies]}, which do not ascend")
+            raise ValueError(
+                f"{self.parameter}: the stages of a tie must be in ascending order, and are "
+                f"{[self.owner, *self.copies]}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the plan should do. ``step_seconds``: one minibatch. ``bottleneck_seconds``: the slowest stage."""
+    """The predicted performance of a plan."""
 
-    step_seconds: float
+    step_seconds: float  # of one minibatch
     samples_per_second: float
-    bubble_fraction: float
-    bottleneck_seconds: float
+    bubble_fraction: float  # the part of all ranks' time in which they do not compute
+    bottleneck_seconds: float  # of the slowest stage, per microbatch
 
     def __post_init__(self) -> None:
-        # -1e-9: a sum of shares is rounded
+        # a bubble fraction may be rounded to slightly below 0
         if min(self.step_seconds, self.samples_per_second, self.bottleneck_seconds) < 0 or not (
             -1e-9 <= self.bubble_fraction <= 1
         ):
-            raise ValueError("a prediction is not negative, and not more than everything is idle")
+            raise ValueError(f"a prediction must be at least 0, and its bubble fraction at most 1: {self}")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages partition the nodes; boundaries go forward only; every parameter of the model is in a stage.
+    """A complete plan. Stages partition the nodes, boundaries go forward, and every parameter is in a stage.
 
-    ``schedule_options``: what the schedule takes beside the layout, such as ``stages_per_rank``. ``schedule_text``: the
-    user's own grid, for the schedule ``custom``.
-    ``notes``: what a person should know about it.
+    ``ir.agreement`` checks what depends on the graph as well.
+
+    Raises: ValueError if its parts contradict one another.
     """
 
-    graph_digest: str
+    graph_digest: str  # of the graph that it was made for
     workload: WorkloadSpec
     num_ranks: int
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     ties: tuple[Tie, ...]
-    schedule: str
-    schedule_options: dict[str, int]
-    batch_size: int
+    schedule: str  # its name
+    schedule_options: dict[str, int]  # parameters of the schedule, such as ``stages_per_rank``
+    batch_size: int  # samples of a minibatch
     num_microbatches: int
-    microbatch_size: int
+    microbatch_size: int  # samples of the largest microbatch
     predicted: Prediction
-    notes: tuple[str, ...] = ()
-    schedule_text: str = ""
+    notes: tuple[str, ...] = ()  # for the user
+    schedule_text: str = ""  # the user's own grid, for the schedule ``custom``
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -162,29 +176,37 @@ class Plan:
         for index, stage in enumerate(self.stages):
             expected = self.stages[index - 1].stop if index else 0
             if stage.index != index or stage.start != expected or stage.stop <= stage.start:
-                raise ValueError(f"stage {index} does not follow the one before it")
+                raise ValueError(
+                    f"stage {index} must be number {index} and begin at node {expected}; it is number {stage.index}, "
+                    f"nodes {stage.start} to {stage.stop}"
+                )
         last = len(self.stages) - 1
         for boundary in self.boundaries:
             if boundary.consumers[-1] > last:
-                raise ValueError(f"boundary {boundary.value} goes to stage {boundary.consumers[-1]} of {last + 1}")
+                raise ValueError(
+                    f"boundary {boundary.value} goes to stage {boundary.consumers[-1]}; there are {last + 1} stages"
+                )
         for tie in self.ties:
             if tie.copies[-1] > last:
-                raise ValueError(f"{tie.parameter} is tied over stages {[tie.owner, *tie.copies]} of {last + 1}")
+                raise ValueError(
+                    f"{tie.parameter} is tied over stages {[tie.owner, *tie.copies]}; there are {last + 1} stages"
+                )
         ranks = {rank for stage in self.stages for rank in stage.ranks}
         if len(ranks) != self.num_ranks or ranks != set(range(len(ranks))):
-            raise ValueError(f"the stages use ranks {sorted(ranks)} of {self.num_ranks}")
+            raise ValueError(f"the stages must use all of {self.num_ranks} ranks, and use {sorted(ranks)}")
         if not 1 <= self.num_microbatches <= self.batch_size < 2**31:
             raise ValueError(
-                f"{self.num_microbatches} microbatches of a batch of {self.batch_size}: 1 at least, each 1"
+                f"a batch of {self.batch_size} samples cannot be split into {self.num_microbatches} microbatches"
             )
         if self.microbatch_size != -(-self.batch_size // self.num_microbatches):
             raise ValueError(
-                f"{self.num_microbatches} microbatches of {self.microbatch_size} make no batch of {self.batch_size}"
+                f"{self.num_microbatches} microbatches of {self.microbatch_size} samples do not make a batch of "
+                f"{self.batch_size}"
             )
 
     @functools.cached_property
     def digest(self) -> str:
-        """Name what decides the result of a run: cuts, ranks, schedule; not the predicted figures."""
+        """The identity of what determines a run's result: cuts, ranks and schedule, without the predicted figures."""
         stages = [(s.start, s.stop, s.ranks, s.parameters, s.recompute) for s in self.stages]
         order = self.schedule, self.schedule_options, *([self.schedule_text] if self.schedule_text else [])
         return digest((self.graph_digest, stages, self.ties, *order))
@@ -195,6 +217,6 @@ class Plan:
         return tuple(stage.ranks for stage in self.stages)
 
     def request(self, num_minibatches: int = 1) -> ScheduleSpec:
-        """Return what the plan's schedule is made for."""
+        """Return the spec of the plan's schedule for ``num_minibatches``."""
         options = dict(self.schedule_options)
         return ScheduleSpec(self.stage_ranks, self.num_microbatches, num_minibatches, 0, options, self.schedule_text)

@@ -1,4 +1,4 @@
-"""``Profile``: what the nodes of a graph cost on one device, measured at one or more microbatch sizes."""
+"""``Profile``: the costs of a graph's nodes on one device, measured at one or more microbatch sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from autopipe.ir.graph import Graph
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COUNTED = "none"
-"""The kind of device of a profile that was counted and not timed: all its seconds are 0."""
+"""The device kind of a profile whose operations were counted and not timed: all its seconds are 0."""
 _MOST_SECONDS = 1e9  # 30 years, for one call
 _MOST_BYTES = 2**60
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """How to load the user's model again, also in another process. See ``workload``."""
+    """How to load the user's model, also in another process. See ``workload``.
+
+    Raises: ValueError for an unknown precision, or a seed or learning rate out of range.
+    """
 
     target: str  # path/to/file.py[:ATTR] or package.module[:ATTR]
     _: KW_ONLY
@@ -35,56 +38,51 @@ class WorkloadSpec:
         if self.precision not in PRECISIONS:
             raise ValueError(f"unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}")
         if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed {self.seed} does not fit in 64 bits")
+            raise ValueError(f"the seed must fit in 64 bits, and is {self.seed}")
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"the learning rate must be finite and at least 0, and is {self.lr}")
 
     def with_hook(self, name: str, target: str) -> WorkloadSpec:
-        """Return a spec that finds a hook elsewhere."""
+        """Return the spec with another TARGET for a hook."""
         return replace(self, hooks={**self.hooks, name: target})
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """One node, one microbatch: seconds and bytes. ``saved_bytes``: kept from forward to backward.
-
-    ``workspace_bytes``: the most that its forward or its backward holds at once and gives back, the gradients that come
-    in and go out included.
-    """
+    """Seconds and bytes of one node for one microbatch."""
 
     forward_seconds: float
     backward_seconds: float
     output_bytes: int
-    saved_bytes: int
+    saved_bytes: int  # kept from forward to backward
+    # the peak of temporary memory in its forward or its backward, including the gradients of its inputs and outputs
     workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         seconds = self.forward_seconds, self.backward_seconds
         size = self.output_bytes, self.saved_bytes, self.workspace_bytes
         if not (0 <= min(seconds) <= max(seconds) <= _MOST_SECONDS and 0 <= min(size) <= max(size) <= _MOST_BYTES):
-            raise ValueError("costs are not negative, and not beyond measure")
+            raise ValueError(
+                f"costs must be at least 0, and at most {_MOST_SECONDS:g} s and {_MOST_BYTES} bytes: {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class PassWork:
-    """What one pass over a node does, on any device.
+    """The operations of one pass over a node: the same on any device."""
 
-    ``flops``: floating-point operations of its matrix products, convolutions and attention. ``matrix_bytes``: what
-    these read and write. ``other_bytes``: what all other operations read and write.
-    """
-
-    flops: int = 0
-    matrix_bytes: int = 0
-    other_bytes: int = 0
+    flops: int = 0  # floating-point operations of matrix products, convolutions and attention
+    matrix_bytes: int = 0  # bytes that these read and write
+    other_bytes: int = 0  # bytes that all other operations read and write
 
     def __post_init__(self) -> None:
         if min(self.flops, self.matrix_bytes, self.other_bytes) < 0:
-            raise ValueError("operations and bytes are not negative")
+            raise ValueError(f"operations and bytes must be at least 0: {self}")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWork:
-    """What one node does for one microbatch: in its forward, and in its backward."""
+    """The operations of one node for one microbatch."""
 
     forward: PassWork = PassWork()
     backward: PassWork = PassWork()
@@ -92,90 +90,97 @@ class NodeWork:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All nodes at one microbatch size. ``spread``: relative interquartile range of the repeated whole passes.
+    """The costs of all nodes at one microbatch size."""
 
-    ``keepers``: value (an input, or a node's result) -> the node that is the first to keep its memory for the backward,
-    and therefore counts it in ``saved_bytes``. Values that no node keeps are left out.
-    ``work``: node -> its operations and bytes, counted while it ran. Nodes that only name memory are left out; empty in
-    a profile of an earlier version.
-    """
-
-    microbatch_size: int
-    costs: dict[str, NodeCost]
-    spread: float = 0.0
+    microbatch_size: int  # samples
+    costs: dict[str, NodeCost]  # by node
+    spread: float = 0.0  # relative interquartile range of repeated passes over the whole graph
+    # value (an input, or a node's result) -> the first node that keeps its memory for the backward, and therefore
+    # counts it in ``saved_bytes``; only values that a node keeps
     keepers: dict[str, str] = field(default_factory=dict)
+    # node -> its operations; without nodes that only return a view, and empty in a profile of an earlier version
     work: dict[str, NodeWork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatch_size < 2**31 or self.spread < 0:
-            raise ValueError(f"microbatch size {self.microbatch_size}, spread {self.spread}: 1 and 0 at least")
+            raise ValueError(
+                f"the microbatch size must be at least 1 and the spread at least 0, and are {self.microbatch_size} and "
+                f"{self.spread}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the times were taken on. ``threads``: intra-op threads (CPU)."""
+    """The device on which a profile was measured."""
 
-    kind: str
+    kind: str  # cpu, cuda, gpu (one of another machine) or ``COUNTED``
     name: str
     memory_bytes: int
-    threads: int = 1
+    threads: int = 1  # intra-op threads of torch, on a CPU
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cpu", "cuda", "gpu", COUNTED):  # gpu: one that is not here
+        if self.kind not in ("cpu", "cuda", "gpu", COUNTED):
             raise ValueError(f"unknown kind of device {self.kind!r}; known: cpu, cuda, gpu, {COUNTED}")
         if self.memory_bytes < 0 or self.threads < 1:
-            raise ValueError(f"{self.name}: memory >= 0 and threads >= 1 are needed")
+            raise ValueError(
+                f"{self.name}: memory must be at least 0 bytes and threads at least 1, and are {self.memory_bytes} and "
+                f"{self.threads}"
+            )
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A graph and its measurements, ascending in microbatch size.
+    """A graph and its measurements.
 
-    ``optimizer_seconds_per_byte``: optimizer step, per byte of parameters. ``optimizer_bytes_per_byte``: optimizer
-    state kept, per byte of parameters (AdamW in float32: 2).
-    ``batch_size``: samples of a minibatch of the user's own data; 0 where it is not known.
-
-    Raises: ValueError when a measurement does not cover every node.
+    Raises: ValueError if a measurement does not cover every node, or a number is out of range.
     """
 
     workload: WorkloadSpec
     graph: Graph
     device: Device
-    measurements: tuple[Measurement, ...]
-    optimizer_seconds_per_byte: float = 0.0
-    optimizer_bytes_per_byte: float = 2.0
-    batch_size: int = 0
+    measurements: tuple[Measurement, ...]  # ascending in microbatch size
+    optimizer_seconds_per_byte: float = 0.0  # of an optimizer step, per byte of parameters
+    optimizer_bytes_per_byte: float = 2.0  # of optimizer state, per byte of parameters (AdamW in float32: 2)
+    batch_size: int = 0  # samples of a minibatch of the user's data; 0: not known
 
     def __post_init__(self) -> None:
         names = {node.name for node in self.graph.nodes}
         if not self.measurements:
-            raise ValueError("a profile holds at least one measurement")
+            raise ValueError("a profile needs at least one measurement")
         for measurement in self.measurements:
             if set(measurement.costs) != names:
-                raise ValueError(f"microbatch size {measurement.microbatch_size}: costs do not cover the nodes")
-            if not names.issuperset(measurement.keepers.values()):
-                raise ValueError(f"microbatch size {measurement.microbatch_size}: a keeper is not a node of the graph")
-            if not names.issuperset(measurement.work):
+                nodes = sorted(set(measurement.costs) ^ names)
                 raise ValueError(
-                    f"microbatch size {measurement.microbatch_size}: work of a name that is not a node of the graph"
+                    f"microbatch size {measurement.microbatch_size}: the costs do not match the nodes of the graph; "
+                    f"{nodes[0]!r} is in only one of them"
                 )
+            for kind, keys in (("keepers", measurement.keepers.values()), ("work", measurement.work)):
+                unknown = sorted(set(keys) - names)
+                if unknown:
+                    raise ValueError(
+                        f"microbatch size {measurement.microbatch_size}: {kind} names {unknown[0]!r}, which is not a "
+                        "node of the graph"
+                    )
         sizes = [measurement.microbatch_size for measurement in self.measurements]
         if sizes != sorted(set(sizes)):
-            raise ValueError(f"microbatch sizes {sizes} do not ascend")
+            raise ValueError(f"microbatch sizes must be in ascending order, and are {sizes}")
         if not 0 <= self.optimizer_seconds_per_byte <= 1 or not 0 <= self.optimizer_bytes_per_byte <= _MOST_SECONDS:
-            raise ValueError("the optimizer's costs are not negative, and not beyond measure")
+            raise ValueError(
+                f"the optimizer's costs are out of range: {self.optimizer_seconds_per_byte} seconds and "
+                f"{self.optimizer_bytes_per_byte} bytes per byte of parameters"
+            )
         if not 0 <= self.batch_size < 2**31:
             raise ValueError(f"batch_size must be from 0 to 2**31 - 1, and is {self.batch_size}")
 
     @property
     def trained_bytes(self) -> int:
-        """The parameters that an optimizer steps."""
+        """The bytes of all parameters that the optimizer steps."""
         return sum(spec.num_bytes({}) for spec in self.graph.parameters.values() if spec.requires_grad)
 
     def at(self, microbatch_size: int) -> Measurement:
-        """Return the costs at a microbatch size: measured, or on the line through the two nearest measured sizes.
+        """Return the costs at a microbatch size: measured, or interpolated between the two nearest measured sizes.
 
-        The work of the nodes is left out between measured sizes.
+        An interpolated measurement has no ``work``.
         """
         exact = [m for m in self.measurements if m.microbatch_size == microbatch_size]
         if exact:

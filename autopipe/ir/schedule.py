@@ -1,4 +1,4 @@
-"""``Schedule``: rows of instructions, one row a rank. A pure value; nothing else in the project knows about 1F1B.
+"""``Schedule``: rows of instructions, one row per rank. The runtime executes the rows of any schedule in the same way.
 
 =====  ==================================================================================================
 op     meaning (stage ``s``, minibatch ``t``, microbatch ``j``, weight version ``v``, peer stage ``q``)
@@ -6,14 +6,15 @@ op     meaning (stage ``s``, minibatch ``t``, microbatch ``j``, weight version `
 F      forward of microbatch j at version v
 B      backward of microbatch j, whose forward ran at version v
 I, W   the two halves of B: gradient for the input, gradient for the weights
-SF RF  send to / receive from stage q what its forward needs
-SB RB  send to / receive from stage q the gradients that its backward needs
-R      add up the gradients of replicas and of tied parameters
+SF     send to stage q the activations that its forward needs
+RF     receive from stage q the activations that the forward of s needs
+SB RB  the same for the gradients that a backward needs
+R      add the gradients of replicas and of tied parameters
 S      optimizer step t: version v becomes v + 1
 =====  ==================================================================================================
 
-Text form: ``2F7@3`` is stage 2, forward of microbatch 7, at version 3; ``2F1:7@3`` the same in minibatch 1 (minibatch 0
-is not written); ``0SF7>1`` sends; ``1RF7<0`` receives; ``2S@3`` steps.
+Text form: ``2F7@3`` is the forward of microbatch 7 at stage 2, at version 3; ``2F1:7@3`` is the same in minibatch 1
+(minibatch 0 is not written). ``0SF7>1`` sends from stage 0 to 1, ``1RF7<0`` receives, and ``2S@3`` steps.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ OPS = (*COMPUTE, *SENDS, *RECEIVES, "R", "S")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One thing that one rank does. ``peer`` is a stage, set on sends and receives."""
+    """One operation of one rank. Fields that do not apply to an operation are -1."""
 
-    op: str
+    op: str  # one of ``OPS``
     stage: int
     minibatch: int
     microbatch: int = -1
     weight_version: int = -1
-    peer: int = -1
+    peer: int = -1  # the other stage of a send or receive
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -56,28 +57,24 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """What a schedule is made for: a finite window of minibatches.
+    """The layout and size of a schedule, which covers a finite window of minibatches."""
 
-    ``stage_ranks[s]``: the ranks of stage s (several where it is replicated; a rank may run several stages).
-    ``first_minibatch``: its number in the run, so that windows in a row name the versions that the formula gives.
-    ``options``: what this schedule takes beyond that. ``text``: the user's own grid, for the schedule ``custom``.
-    """
-
+    # stage_ranks[s]: the ranks of stage s, several if it is replicated; a rank may run several stages
     stage_ranks: tuple[tuple[int, ...], ...]
-    num_microbatches: int
-    num_minibatches: int = 1
-    first_minibatch: int = 0
-    options: dict[str, int] = field(default_factory=dict)
-    text: str = ""
+    num_microbatches: int  # per minibatch
+    num_minibatches: int = 1  # in the window
+    first_minibatch: int = 0  # number of the window's first minibatch in the run, which determines weight versions
+    options: dict[str, int] = field(default_factory=dict)  # parameters of the schedule
+    text: str = ""  # the user's own grid, for the schedule ``custom``
 
     @property
     def num_stages(self) -> int:
-        """How many stages."""
+        """The number of stages."""
         return len(self.stage_ranks)
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return 1 + max(rank for ranks in self.stage_ranks for rank in ranks)
 
     def rank_of(self, stage: int, minibatch: int, microbatch: int) -> int:
@@ -88,35 +85,29 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """``rows[r]``: what rank r does, in order. ``staleness[s]``: the delta of docs/semantics.md, 0 for a flush.
-
-    ``in_flight[s]``: the most microbatches that a rank of stage s may hold whose backward is not done; empty: no bound.
-    """
+    """The instructions of all ranks for one window of minibatches."""
 
     name: str
     request: ScheduleSpec
-    rows: tuple[tuple[Instruction, ...], ...]
-    staleness: tuple[int, ...]
-    in_flight: tuple[int, ...] = ()
+    rows: tuple[tuple[Instruction, ...], ...]  # by rank, in execution order
+    staleness: tuple[int, ...]  # by stage: the delta of docs/semantics.md; 0 if the schedule flushes
+    in_flight: tuple[int, ...] = ()  # by stage: the most microbatches in flight on one of its ranks; (): no bound
 
     @property
     def lowered(self) -> bool:
-        """Whether communication has been added."""
+        """Whether the rows include sends and receives."""
         return any(i.op in SENDS or i.op in RECEIVES for row in self.rows for i in row)
 
 
 @dataclass(frozen=True, slots=True)
 class StageEdges:
-    """Which stages exchange something for each microbatch: (from, to) pairs, for lowering.
+    """The (from stage, to stage) pairs that exchange messages for each microbatch, for lowering."""
 
-    ``forward``: activations. ``backward``: gradients, and so from a later stage to an earlier one.
-    """
-
-    forward: tuple[tuple[int, int], ...]
-    backward: tuple[tuple[int, int], ...]
+    forward: tuple[tuple[int, int], ...]  # activations
+    backward: tuple[tuple[int, int], ...]  # gradients, from a later stage to an earlier one
 
     @staticmethod
     def chain(num_stages: int) -> StageEdges:
-        """Return the traffic of a plain chain of stages."""
+        """Return the edges of a plain chain of stages."""
         forward = tuple((s, s + 1) for s in range(num_stages - 1))
         return StageEdges(forward, tuple((b, a) for a, b in forward))

@@ -1,4 +1,4 @@
-"""``TensorSpec``: what is known of a tensor before it exists; shapes may hold expressions of the batch."""
+"""``TensorSpec``: shape and dtype of a tensor. A dimension may be an expression of the batch's sizes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DTYPE_BYTES = {
     "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
-# the limit of a size: more than any memory holds; computing a power far above it would not end
+# the limit of a size, more than any memory; computing a power far above it could take forever
 _LARGEST = 2**63
 _LARGEST_EXPONENT = 16
 _LONGEST = 1000  # characters of an expression
 
 
 def _is_possible(node: ast.BinOp) -> bool:
-    """Whether an operation has a result whatever the sizes are, which are 1 at least."""
+    """Return whether an operation has a result for all sizes, which are at least 1."""
     match node.op, node.right:
         case ((ast.FloorDiv() | ast.Mod()), ast.Constant(value=int(number))):
             return number > 0
@@ -62,9 +62,9 @@ def _parse(expression: str) -> ast.expr:
 
 @functools.lru_cache(maxsize=4096)
 def symbols_of(dimension: int | str) -> frozenset[str]:
-    """Return the symbols that a dimension is made of.
+    """Return the symbols in a dimension.
 
-    Raises: ValueError for anything that is not integer arithmetic.
+    Raises: ValueError if it is not an expression of integer arithmetic.
     """
     if isinstance(dimension, int):
         return frozenset()
@@ -78,9 +78,9 @@ def symbols_of(dimension: int | str) -> frozenset[str]:
 
 
 def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
-    """Return a dimension as a number: an int as it is, an expression such as ``s0*16`` with ``sizes`` put in.
+    """Return the value of a dimension: an int as it is, an expression such as ``s0*16`` with the values in ``sizes``.
 
-    Raises: ValueError for an unknown symbol, a division by zero, or anything that is not integer arithmetic.
+    Raises: ValueError for an unknown symbol, a division by zero, or an expression that is not integer arithmetic.
     """
     if isinstance(dimension, int):
         return dimension
@@ -88,7 +88,7 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     def value(node: ast.expr) -> int:
         number = computed(node)
         if not -_LARGEST < number < _LARGEST:
-            raise ValueError(f"{dimension!r} is beyond any size with {dict(sizes)}")
+            raise ValueError(f"{dimension!r} does not fit in 64 bits with {dict(sizes)}")
         return number
 
     def computed(node: ast.expr) -> int:
@@ -113,14 +113,14 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and whether a gradient flows.
+    """Shape and dtype of a tensor, and whether it needs a gradient.
 
-    ``shape``: ints and strings; a string is integer arithmetic over symbols, ``s0`` being the first one (the batch).
-    ``dtype``: torch's name without ``torch.``.
+    Raises: ValueError for an unknown dtype, or an invalid dimension.
     """
 
+    # a string is an expression of integer arithmetic over symbols; ``s0`` is the first symbol (the batch size)
     shape: tuple[int | str, ...]
-    dtype: str
+    dtype: str  # torch's name without ``torch.``
     requires_grad: bool = False
 
     def __post_init__(self) -> None:
@@ -132,11 +132,11 @@ class TensorSpec:
                 raise ValueError(f"a dimension must be at least 0, and is {dimension}")
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape as numbers."""
+        """Return the shape with the values in ``sizes``. Raises: ValueError as ``evaluate``."""
         return tuple(evaluate(dimension, sizes) for dimension in self.shape)
 
     def num_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes of the dense tensor."""
+        """Return the bytes of the dense tensor. Raises: ValueError as ``evaluate``."""
         count = DTYPE_BYTES[self.dtype]
         for dimension in self.concrete(sizes):
             count *= dimension

@@ -1,4 +1,4 @@
-"""``Timeline``: who did what when. A measured run and a simulated one are the same type."""
+"""``Timeline``: when each rank ran each instruction. Measured and simulated timelines have the same type."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """``source``: "simulated" or "measured". ``peak_bytes``: per rank, empty where it is not known."""
+    """The spans of all ranks."""
 
-    source: str
+    source: str  # "simulated" or "measured"
     num_ranks: int
     spans: tuple[Span, ...]
-    peak_bytes: tuple[int, ...] = ()
+    peak_bytes: tuple[int, ...] = ()  # by rank; () if not known
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         if not self.spans:
             return 0.0
         return max(span.end_seconds for span in self.spans) - min(span.start_seconds for span in self.spans)
 
     def busy_seconds(self, rank: int) -> float:
-        """Return the time that a rank computes (forward and backward)."""
+        """Return the seconds during which a rank computes (forward and backward)."""
         return math.fsum(
             span.end_seconds - span.start_seconds
             for span in self.spans
@@ -44,6 +44,6 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute."""
+        """The part of all ranks' time during which they do not compute, from 0 to 1."""
         total = self.seconds * self.num_ranks
         return 1 - math.fsum(self.busy_seconds(rank) for rank in range(self.num_ranks)) / total if total else 0.0

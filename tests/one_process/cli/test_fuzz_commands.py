@@ -126,8 +126,11 @@ def test_the_command_that_renews_it_names_the_work_directory(planned: Path, tmp_
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
-        (lambda d: d.update(num_microbatches=0), "plan.json is damaged: 0 microbatches"),
-        (lambda d: d["stages"][-1].update(last="bogus"), "and its cuts say"),
+        (
+            lambda d: d.update(num_microbatches=0),
+            "plan.json is damaged: a batch of 8 samples cannot be split into 0 microbatches",
+        ),
+        (lambda d: d["stages"][-1].update(last="bogus"), ", but its cuts are at"),
     ],
 )
 def test_generate_refuses_a_plan_that_cannot_be(planned: Path, tmp_path: Path, monkeypatch, change, shown) -> None:

@@ -135,5 +135,6 @@ def test_a_profile_of_another_version_is_said_to_be_one(run, version):
     path = Path(".autopipe/profile.json")
     path.write_text(path.read_text().replace('"schema_version": 1', f'"schema_version": {version}'))
     done = run("plan", "--gpus", "2", code=1)
-    assert f"profile.json is of another version of autopipe: a Profile of format {version}" in done.stderr
+    text = f"profile.json was written by another version of autopipe: it is a Profile of format {version}"
+    assert text in done.stderr
     assert "try: autopipe profile TARGET" in done.stderr

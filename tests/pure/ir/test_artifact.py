@@ -36,11 +36,11 @@ def test_a_missing_file_is_answered_with_the_command_that_writes_it(tmp_path: Pa
     ("change", "message"),
     [
         (lambda d: d["levels"][0].update(count="two"), r"levels\[0\].count: expected an int, found \"two\""),
-        (lambda d: d["levels"][0].update(count=0), r"levels\[0\]: level 'node': count >= 1"),
+        (lambda d: d["levels"][0].update(count=0), r"levels\[0\]: level 'node': count must be from 1"),
         (lambda d: d["levels"][0].pop("name"), r"levels\[0\]: key 'name' is missing"),
         (lambda d: d.update(extra=1), "unknown key 'extra'"),
         (lambda d: d.update(schema_version=99), "of format 99"),
-        (lambda d: d.update(kind="Plan"), "is a Plan of format 1; wanted a Cluster"),
+        (lambda d: d.update(kind="Plan"), "is a Plan of format 1; expected a Cluster"),
         (lambda d: d["levels"][0].update(bandwidth=None), "expected a float, found null"),
         (lambda d: d.update(devices={}), "expected a list"),
         (lambda d: d["devices"][0].update(memory_bytes=True), "expected an int, found true"),
@@ -78,7 +78,7 @@ def test_equal_values_have_one_text_whatever_the_order_of_keys() -> None:
 
 
 def test_a_number_that_is_not_finite_has_no_place(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no place in an artifact"):
+    with pytest.raises(ValueError, match="an artifact cannot contain"):
         artifact.encode({"x": float("nan")})
 
 

@@ -116,5 +116,5 @@ def test_state_that_only_another_recording_reads_goes_where_that_one_needs_it(
 def test_a_home_that_is_not_there_is_refused() -> None:
     graph = graph_of(["lin.w", "loss"])
     for wrong in ({"w": "gone"}, {"gone": "lin_0"}):
-        with pytest.raises(ValueError, match="is kept beside"):
+        with pytest.raises(ValueError, match="is assigned to the stage of"):
             replace(graph, homes=wrong)
