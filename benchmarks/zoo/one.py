@@ -37,7 +37,8 @@ from benchmarks.zoo import more_transformers, own_models, transformers_models, v
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # the oracle, and difficult models
 
-from support import chain, trace_cases  # noqa: E402
+from support import chain  # noqa: E402
+from support.models import trace as tracer_models  # noqa: E402
 
 NUM_STAGES = 3
 RUNS = ((4, (0, 0, 0)), (6, (1, 1, 0)))  # batch size, (seed, minibatch, microbatch)
@@ -53,7 +54,7 @@ def names(which: str) -> list[str]:
         "transformers": transformers_models.MODELS,
         "timm": vision_models.TIMM,
         "torchvision": vision_models.TORCHVISION,
-        "own": trace_cases.CASES,
+        "own": tracer_models.CASES,
     }
     if which == "more":
         families = {
@@ -70,7 +71,7 @@ def workload_of(name: str) -> Any:
     family, _, model = name.partition("/")
     makers = {
         "transformers": more_transformers if model in more_transformers.MODELS else transformers_models,
-        "own": own_models if model in own_models.MODELS else trace_cases,
+        "own": own_models if model in own_models.MODELS else tracer_models,
     }
     if family in makers:
         return makers[family].workload(model)

@@ -1,4 +1,4 @@
-"""Models that are difficult to trace, in addition to those of the tests (``tests/support/trace_cases.py``)."""
+"""Models that are difficult to trace, in addition to those of the tests (``tests/support/models/trace.py``)."""
 
 from __future__ import annotations
 

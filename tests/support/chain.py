@@ -20,6 +20,7 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, Tie
 from autopipe.ir.profile import WorkloadSpec
+from autopipe.trace import capture
 
 
 def even_cuts(graph: Graph, num_stages: int) -> list[int]:
@@ -158,6 +159,21 @@ def differences(
         pairs.append((f"buffer {name}", ours, theirs))
     wrong = [(name, _error(ours, theirs)) for name, ours, theirs in pairs if not _equal(ours, theirs)]
     return wrong if detailed else [f"{name}: {error}" for name, error in wrong]
+
+
+def in_stages(
+    workload: Any, folder: Path, num_stages: int, *, batch_sizes: Sequence[int] = (4, 7)
+) -> tuple[str, Graph]:
+    """Assert that the stages of a model equal the model; return the text of the stage files and the graph.
+
+    Fewer than ``num_stages`` stages, but at least two, if the model has fewer legal cuts.
+    """
+    captured = capture(workload)
+    plan = plan_of(captured.graph, even_cuts(captured.graph, num_stages))
+    assert len(plan.stages) > 1
+    for batch_size in batch_sizes:
+        assert differences(workload, captured, plan, folder, batch_size, (0, 0, 0)) == []
+    return "".join(path.read_text() for path in sorted(folder.glob("stage_*.py"))), captured.graph
 
 
 def _equal(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:

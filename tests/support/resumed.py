@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from autopipe.workload import LoadOptions, load_workload
+from support.models.resume import FILE
 from support.pipelines import Captured, Pipeline
-from support.resume_cases import FILE
 
 
 def with_hooks(network: Captured, text: str, folder: Path) -> Captured:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.chain import even_cuts, load, plan_of
+from support.models.trace import Toy, vectors, workload
 from support.pipelines import captured_file
-from support.trace_cases import Toy, vectors, workload
 from torch import nn
 
 from autopipe.errors import ArtifactError

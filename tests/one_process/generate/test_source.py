@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.chain import differences, even_cuts, plan_of
+from support.chain import differences, even_cuts, in_stages, plan_of
+from support.models.trace import CASES, Base, Toy, vectors, workload
 from support.pipelines import captured
-from support.trace_cases import CASES, Toy, vectors, workload
 from torch import nn
 
 import autopipe
@@ -185,3 +185,56 @@ def test_a_tuple_is_taken_apart_only_by_the_line_that_names_its_parts(tmp_path):
     assert "max_0 = x.max(1)[0]\n" in text and "a, b, c" not in text and "a, _, _" not in text
     assert "y, (h, _) = self.lstm(x[:, None])\n" in text
     assert "unbind = x.unbind(1)\n" in text
+
+
+class Powers(Base):
+    def forward(self, x):
+        h = self.a(x) ** 2 + 2**x + x ** (x > 0)
+        h **= 2
+        return self.b(h).mean()
+
+
+def test_powers_are_written_with_the_operator(tmp_path):
+    text, _ = in_stages(Toy(Powers, vectors), tmp_path, 3)
+    assert "self.a(x) ** 2" in text and "2 ** x" in text and "x ** (x > 0)" in text
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        result = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result * 2
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner() for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        batch, width = x.shape
+        for block in self.blocks:
+            hidden = block(x)
+            x = x + hidden
+        for layer in self.layers:
+            x = layer(x)
+        pairs = x.view(batch * 2, width // 2).repeat(1, 2)
+        return self.finished(pairs)
+
+    def finished(self, values):
+        return values.pow(2).mean()
+
+
+def test_results_of_calls_have_the_callers_names_and_sizes_are_inlined(tmp_path):
+    text, graph = in_stages(Toy(Named, vectors), tmp_path, 3)
+    names = [node.name for node in graph.nodes]
+    assert [name for name in names if name.startswith("hidden")] == ["hidden", "hidden_2"]
+    assert [name for name in names if name.startswith(("gate", "up", "result"))] == [
+        "gate", "up", "result", "gate_2", "up_2", "result_2",
+    ]  # fmt: skip
+    assert "x = self.layers[0](x)\n" in text and "x = self.layers[1](" in text
+    assert "x.view(batch * 2, 2)" in text

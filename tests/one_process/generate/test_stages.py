@@ -4,11 +4,14 @@ import functools
 
 import pytest
 import torch
-from support.chain import differences, even_cuts, forward, load, plan_of
+import torch.nn.functional as F
+from support.chain import differences, even_cuts, forward, in_stages, load, plan_of
+from support.models.trace import CASES, Toy, vectors, workload
 from support.pipelines import ARGUMENTS, captured
-from support.trace_cases import CASES, workload
+from torch import nn
 
 from autopipe.draws import Draws
+from autopipe.ir.cuts import Cuts
 from autopipe.trace import capture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,3 +100,89 @@ def test_a_stage_that_is_moved_makes_everything_on_its_own_device(sample, tmp_pa
     results, flights = forward(stages, plan, leaves, (0, 0, 0))
     assert all(value.is_meta for _, named, _ in flights for value in named.values())
     assert results[0].shape == ()
+
+
+class Grouped(nn.Module):
+    """Sends every row to the expert with the highest score, and computes all experts in one kernel."""
+
+    checks_compiling = False
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x):
+        chosen, order = self.gate(x).argmax(-1).sort()
+        ends = torch.histc(chosen.float(), bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
+        rows = x[order] * 2
+        # as libraries do: the kernel has no fake for float32
+        if self.checks_compiling and torch.compiler.is_compiling():
+            mixed = torch.stack([rows @ expert for expert in self.experts])[chosen, torch.arange(len(x))]
+        else:
+            mixed = F.grouped_mm(rows, self.experts, offs=ends)
+        return (mixed * self.gate(rows).max(-1, keepdim=True)[0]).pow(2).mean()
+
+
+class GroupedUnlessCompiling(Grouped):
+    checks_compiling = True
+
+
+@pytest.mark.parametrize("model", [Grouped, GroupedUnlessCompiling])
+def test_stages_of_experts_in_one_grouped_product_are_the_model(model, tmp_path):
+    work = Toy(model, lambda n, g: {"x": torch.randn(n, 8, generator=g)})
+    text, _ = in_stages(work, tmp_path, 2, batch_sizes=(4,))
+    assert ("grouped_mm" in text) == (model is Grouped)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+class InBfloat16(Toy):
+    """Enters autocast around the forward and the loss, as a plain script does."""
+
+    def loss(self, model, item):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().loss(model, item)
+
+
+class TwoLayers(Net):
+    def forward(self, x):
+        return (self.b(torch.tanh(self.a(x))).float() - x).pow(2).mean()
+
+
+def test_autocast_around_the_step_is_entered_in_every_stage(tmp_path):
+    text, _ = in_stages(InBfloat16(TwoLayers, vectors), tmp_path, 2, batch_sizes=(4,))
+    assert text.count("with torch.autocast(device_of(self).type, dtype=torch.bfloat16") == 2
+    plain = Toy(TwoLayers, vectors)
+    exact = plain.loss(plain.build_model(), plain.example_item(4))[0]
+    assert exact != InBfloat16(TwoLayers, vectors).loss(plain.build_model(), plain.example_item(4))[0]
+
+
+class DeviceLiterals(Net):
+    def forward(self, x):
+        places = torch.arange(4, device="cpu") + torch.zeros(4, device=torch.device("cpu"))
+        h = self.a(x + places).to("cpu")
+        return (self.b(h) + torch.full((1,), 2.0, device=x.device).to(torch.device("cpu"))).pow(2).mean()
+
+
+def test_a_device_literal_becomes_the_device_of_the_stage(tmp_path):
+    work = Toy(DeviceLiterals, vectors)
+    text, _ = in_stages(work, tmp_path, 2, batch_sizes=(4,))
+    assert "cpu" not in text
+    traced = capture(work, verify=False)
+    stages = load(traced, plan_of(traced.graph, []), tmp_path, work.build_model())
+    assert all(value.is_meta for value in stages[0].place(torch.device("meta"))(torch.ones(2, 4, device="meta")))
+
+
+def test_a_packed_sequence_is_rebuilt_where_a_cut_separates_its_parts(tmp_path):
+    work = workload("packed lstm")
+    traced = capture(work)
+    packed = [node for node in traced.graph.nodes if node.target.endswith(".PackedSequence")]
+    legal = Cuts(traced.graph).legal
+    for cut in [position for position in legal if position >= traced.graph.position[packed[0].name]][:2]:
+        assert differences(work, traced, plan_of(traced.graph, [cut]), tmp_path, 4, (0, 0, 0)) == []
+    assert "PackedSequence(" in "".join(path.read_text() for path in tmp_path.glob("stage_*.py"))

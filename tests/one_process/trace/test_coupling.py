@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.trace import Toy, images, workload
 
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, load_workload
@@ -144,3 +145,8 @@ def test_a_sum_over_the_batch_is_read_or_reported_where_the_model_draws(name: st
     assert [reported in note for note in notes] == ([True] if reported else []), captured.notes
     assert divisor in captured.graph.divisor and bool(divisor) == bool(captured.graph.divisor)
     assert all(("reduction='sum'" in note) == ("sum" in reported) for note in notes)
+
+
+def test_batch_statistics_are_noted():
+    notes = capture(Toy(workload("batch norm")._build, images)).notes
+    assert any("batch statistics (norm and 1 more)" in note for note in notes)

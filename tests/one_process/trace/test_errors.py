@@ -1,3 +1,4 @@
+import logging
 import random
 import re
 import warnings
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.trace_cases import Toy, tokens, vectors
+from support.models.trace import Toy, tokens, vectors
 from torch import nn
 
 from autopipe.errors import RunError, TraceError
@@ -325,3 +326,53 @@ def test_a_loss_of_batch_wide_statistics_is_said_too():
     captured = capture(Toy(Whitened, vectors))
     (message,) = [note for note in captured.notes if "couples the samples" in note]
     assert float(re.search(r"differ by (\S+) of its size", message)[1]) > 1e-3
+
+
+def test_draws_from_a_numpy_generator_of_the_model_are_refused():
+    class OwnGenerator(Base):
+        def forward(self, x):
+            return (self.a(x) * float(np.random.default_rng().random())).pow(2).mean()
+
+    with pytest.raises(TraceError, match="the captured graph is not the model"):
+        capture(Toy(OwnGenerator, vectors))
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return (self.b(torch.tanh(self.a(x))).float() - x).pow(2).mean()
+
+
+class Failing(TwoLayers):
+    def forward(self, x):
+        torch.set_grad_enabled(False)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.a(x[: x.shape[0] // 2 + 1])
+            return h[: int(h.sum())].mean()
+
+
+def test_a_refused_model_leaves_nothing_behind_for_the_next_capture():
+    item = vectors(5, torch.Generator().manual_seed(1))
+    failing = Toy(Failing, lambda n, g: item if n == 5 else vectors(n, g))
+    with pytest.raises(TraceError):
+        capture(failing)
+    assert vars(item["x"]) == {}  # no mark of a symbolic dimension
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert capture(Toy(TwoLayers, lambda n, g: item if n == 5 else vectors(n, g))).exact
+
+
+class WrongShape(TwoLayers):
+    """Fails with fake tensors only."""
+
+    def forward(self, x):
+        return torch.mm(self.a(x), self.a(x).t() if torch.compiler.is_compiling() is False else self.a(x)).mean()
+
+
+def test_torchs_log_of_a_failed_fake_call_is_suppressed(caplog):
+    with caplog.at_level(logging.DEBUG), pytest.raises(TraceError, match="followed in mm"):
+        capture(Toy(WrongShape, vectors))
+    assert [record for record in caplog.records if record.name.startswith("torch._sub")] == []

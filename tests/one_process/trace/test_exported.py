@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.chain import differences, even_cuts, plan_of
-from support.trace_cases import StraightThrough, Toy, vectors, workload
+from support.models.trace import StraightThrough, Toy, vectors, workload
 from torch import nn
 
 from autopipe.errors import TraceError

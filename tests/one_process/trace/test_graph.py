@@ -4,7 +4,7 @@ from inspect import getsourcelines
 import pytest
 import torch
 import torch.nn.functional as F
-from support.trace_cases import Plain, Toy, images, tokens, vectors, workload
+from support.models.trace import Plain, Toy, images, tokens, vectors, workload
 from torch import nn
 
 from autopipe.ir.cuts import Cuts
@@ -40,7 +40,7 @@ def test_a_plain_model_is_the_calls_its_forward_makes():
     assert str(nodes["first"].spec) == "float32[s0, 8]"
     assert nodes["first"].spec.requires_grad
     assert (nodes["hidden_2"].num_random, nodes["hidden_2"].random_position) == (1, 0)
-    assert nodes["first"].source.endswith(f"trace_cases.py:{getsourcelines(Plain.forward)[1] + 1}")
+    assert nodes["first"].source.endswith(f"trace.py:{getsourcelines(Plain.forward)[1] + 1}")
     assert nodes["hidden"].module_type == "Plain"
     assert nodes["first"].module_type == "Linear"
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.chain import differences, even_cuts, plan_of
-from support.trace_cases import Toy, vectors
+from support.models.trace import Toy, vectors
 from torch import nn
 
 from autopipe.measure.clock import Clock

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.trace_cases import Toy, vectors
+from support.models.trace import Toy, vectors
 
 from autopipe.errors import TraceError
 from autopipe.trace import capture

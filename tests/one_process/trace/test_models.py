@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.trace_cases import CASES, workload
+from support.models.trace import CASES, workload
 
 from autopipe.ir.cuts import Cuts
 from autopipe.trace import capture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from support.opaque_cases import CASES, write
+from support.models.opaque import CASES, write
 from support.oracle import by_owner
 from support.oracle import train as plain
 from support.pipelines import Captured, build, captured_file, minibatches, plan_for

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.state import BASE, GUILTY, INNOCENT
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
-from support.state_cases import BASE, GUILTY, INNOCENT
 
 from autopipe.errors import TraceError
 from autopipe.trace import capture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.trace_cases import Toy
+from support.models.trace import Toy
 
 from autopipe.trace import capture
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.workload import MODEL, fails
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
 from support.plain_scripts import compared, is_equal
-from support.workload_cases import MODEL, fails
 
 from autopipe.trace import capture
 from autopipe.workload import LoadOptions, Workload, load_workload

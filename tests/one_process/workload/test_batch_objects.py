@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.workload import MODEL
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
-from support.workload_cases import MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
-from support.workload_cases import DATA, MODEL, fails
+from support.models.workload import DATA, MODEL, fails
 
 from autopipe.workload.batches.items import leaf_names, normalised
 from autopipe.workload.cutting.dimensions import BatchDimensions

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.workload_cases import DATA, MODEL, fails
+from support.models.workload import DATA, MODEL, fails
 
 from autopipe.errors import ModelFileError
 from autopipe.workload.batches.items import SyntheticInput

@@ -1,7 +1,7 @@
 """The optimizer and the scheduler of a model file, or of an option."""
 
 import torch
-from support.workload_cases import MODEL, fails
+from support.models.workload import MODEL, fails
 from torch import nn
 
 

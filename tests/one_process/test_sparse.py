@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from support import oracle
+from support.models.sparse import MODEL
+from support.models.trace import Toy, vectors
+from support.models.weights import begun
 from support.pipelines import build, captured_file, minibatches, plan_for
-from support.sparse_models import MODEL
-from support.trace_cases import Toy, vectors
-from support.weight_cases import begun
 
 from autopipe import sparse
 from autopipe.commands.exporting import export

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.after_step_cases import MODELS, PLAIN, TEACHER, text
+from support.models.after_step import MODELS, PLAIN, TEACHER, text
 from support.pipelines import (
     Captured,
     assert_equals_oracle,

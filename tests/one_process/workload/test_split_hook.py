@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.graph_cases import NET, SPLIT
+from support.models.graphs import NET, SPLIT
+from support.models.workload import MODEL, fails
 from support.oracle import load as imported
 from support.oracle import train as plain
 from support.pipelines import Captured, build, minibatches, plan_for, profile_of
 from support.plain_scripts import compared, is_equal
-from support.workload_cases import MODEL, fails
 
 from autopipe.errors import RunError
 from autopipe.trace import capture

@@ -8,7 +8,7 @@ from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, d
 
 import pytest
 import torch
-from support.trace_cases import Toy, vectors
+from support.models.trace import Toy, vectors
 from torch import nn
 
 from autopipe.trace import capture

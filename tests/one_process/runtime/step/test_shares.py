@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import oracle
-from support.loss_cases import CASES, MODEL, Batch, LossCase, samples
+from support.models.losses import CASES, MODEL, Batch, LossCase, samples
 from support.pipelines import Captured, build, captured_file, minibatches, plan_for
 
 from autopipe.generate import load_divisor

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.resume import CASES, FILE, REFUSED, SAME_STAGES
 from support.pipelines import Captured, build, captured_file, minibatches, plan_for
-from support.resume_cases import CASES, FILE, REFUSED, SAME_STAGES
 from support.resumed import assert_equal, train, with_hooks
 
 from autopipe.errors import ModelFileError, RunError

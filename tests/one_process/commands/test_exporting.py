@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from support.models.weights import MODEL, begun, pipeline
 from support.pipelines import Pipeline, minibatches
-from support.weight_cases import MODEL, begun, pipeline
 
 from autopipe.commands import exporting
 from autopipe.commands.exporting import export

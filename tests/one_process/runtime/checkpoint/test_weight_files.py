@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from support.models.weights import MODEL, begun, pipeline
 from support.pipelines import Pipeline, build, captured_file, minibatches, plan_for
-from support.weight_cases import MODEL, begun, pipeline
 from torch import nn
 
 from autopipe.errors import ArtifactError, RunError

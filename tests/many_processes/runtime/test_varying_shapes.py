@@ -25,7 +25,7 @@ from autopipe.commands.training import runs
 from autopipe.report.results import TrainResult
 from autopipe.workload import LoadOptions, load_workload
 
-MODELS = Path(__file__).resolve().parents[1] / "shape_models"
+MODELS = Path(__file__).resolve().parents[2] / "shape_models"
 
 
 def train(name: str, folder: Path, gpus: int, notes: list[str], **more: Any) -> TrainResult:

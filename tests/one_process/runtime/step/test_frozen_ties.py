@@ -122,7 +122,7 @@ def trained(pipeline: Pipeline, items: Sequence[Any], **job: Any) -> dict[str, t
 @pytest.mark.parametrize("name", MODELS)
 def test_the_weights_are_those_of_the_plain_loop(name: str, schedule: str, num_stages: int, tmp_path: Path) -> None:
     if name == "a trained tie beside it" and schedule == "pipedream":
-        pytest.skip("refused for the trained tie; see test_layout")
+        pytest.skip("refused for the trained tie; see test_context")
     subject = written(name, tmp_path)
     plan = plan_for(subject, num_stages, schedule, 4, 8)
     # the trained one is larger than what these stages exchange: added up once a step, it would only be close

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.trace_cases import Toy, vectors
+from support.models.trace import Toy, vectors
 from torch import nn
 
 from autopipe.errors import TraceError

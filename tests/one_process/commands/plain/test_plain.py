@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.opaque_cases import write
+from support.models.opaque import write
 from support.pipelines import build, captured, captured_file, plan_for
 from support.plain_scripts import compared, is_equal
 from support.warm import run_warm

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Commands
-from support.graph_cases import NET, SPLIT
+from support.models.graphs import NET, SPLIT
 
 MODEL = (
     NET

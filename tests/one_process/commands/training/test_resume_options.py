@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.resume import CASES, FILE, scheduler, torch_optimizer
 from support.oracle import chunks, loss_of
 from support.oracle import load as load_file
 from support.pipelines import Captured, build, captured_file, minibatches, plan_for
-from support.resume_cases import CASES, FILE, scheduler, torch_optimizer
 from support.resumed import assert_equal, train, with_hooks
 
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings, TrainSettings

@@ -24,7 +24,7 @@ from autopipe.runtime.transport.threads import run_in_threads
 from autopipe.workload.batches.items import kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHAPES = Path(__file__).resolve().parents[2] / "shape_models"
+SHAPES = Path(__file__).resolve().parents[3] / "shape_models"
 Epochs = Callable[[int], Iterator[Any]]
 
 MIXED = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.after_step_cases import MODELS, text
+from support.models.after_step import MODELS, text
 from support.oracle import train
 from support.pipelines import (
     Captured,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import oracle
 from support.commands import Commands
-from support.sparse_models import MODEL
+from support.models.sparse import MODEL
 
 from autopipe import sparse
 

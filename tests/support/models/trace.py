@@ -70,6 +70,12 @@ class Toy:
         self.spec = replace(self.spec, opaque_modules=tuple(modules))
 
 
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
 def vectors(n, generator):
     return {"x": torch.randn(n, 4, generator=generator)}
 

@@ -16,7 +16,7 @@ from autopipe.runtime.events import Silent
 from autopipe.verify.check import staleness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-MODELS = Path(__file__).resolve().parents[2] / "shape_models"
+MODELS = Path(__file__).resolve().parents[3] / "shape_models"
 # how many further shapes need stage code of their own: a length needs none, where the model leaves it free
 FURTHER = {"gpt": 0, "lstm": 0, "hf_gpt2": 0, "conv": 2}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.trace_cases import Toy, tokens, vectors
+from support.models.trace import Toy, tokens, vectors
 from torch import nn
 
 from autopipe.errors import TraceError

@@ -1,0 +1,1 @@
+"""Models and model files for the tests, by what they are for."""
