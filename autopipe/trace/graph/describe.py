@@ -50,7 +50,7 @@ class _Describer:
             else:
                 self.buffer_names.setdefault(key, []).append(first)
         self.is_parameter = parameters
-        self.constant_memory = {storage_key(fake) for fake in followed.recorder.known.constant_fakes}
+        self.constant_memory = {storage_key(fake) for fake in followed.recorder.writer.known.constant_fakes}
 
     def graph(self, name: str) -> Graph:
         model, symbols = self.followed.faked_model.model, self.followed.symbols

@@ -88,7 +88,7 @@ class DrawingLine:
 
 def is_drawn(recorder: Recorder, error: Exception) -> bool:
     """Return whether the failed call or comparison reads a random draw of torch and does not depend on the batch."""
-    known = recorder.known
+    known = recorder.writer.known
     stack = [known.node(tensor) for tensor in recorder.operands if known.has(tensor)]
     if isinstance(error, GuardOnDataDependentSymNode):
         numbers = (recorder.symbols.read_from(symbol) for symbol in error.cond.free_symbols)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopipe.trace.explain import unsupported
@@ -19,35 +17,29 @@ from autopipe.trace.record.targets import Call
 
 if TYPE_CHECKING:
     from autopipe.trace.opaque.choose import Opaque
+    from autopipe.trace.opaque.fakes import Fakes
+    from autopipe.trace.record.recorder import Recorder
+    from autopipe.trace.record.writer import Pause
 
 
-class ModuleCalls(abc.ABC):
-    """The part of the recorder that records calls of modules; ``patches`` redirects them here."""
+class ModuleCalls:
+    """Records the calls of modules for a recorder; ``patches`` redirects them here."""
 
-    opaque: Opaque | None = None  # the opaque modules
-    within: tuple[str, ...] = ()  # the modules around the first failure, outermost first
-    _bind: Any
-    _call: Any
-    append: Any
-    faked_model: Any
-    fakes: Any
-    graph: fx.Graph
-    random: Any
-    watch: bool
-    _paused: int
-
-    def __init__(self, model: nn.Module) -> None:
-        self._unknown: list[Any] = []  # parts of results that differ from batch to batch
+    def __init__(self, recorder: Recorder, fakes: Fakes, pause: Pause) -> None:
+        self.opaque: Opaque | None = None  # the opaque modules
+        self.within: tuple[str, ...] = ()  # the modules around the first failure, outermost first
+        self._recorder, self._fakes, self._pause = recorder, fakes, pause
+        self._writer, self._faked_model = recorder.writer, recorder.faked_model
         self._stack: list[tuple[str, str, int]] = []
         self._calls: dict[str, int] = {}
         self._paths: dict[int, str] = {}
-        for path, module in model.named_modules():
+        for path, module in self._faked_model.model.named_modules():
             self._paths.setdefault(id(module), path)
 
     @property
-    @abc.abstractmethod
-    def listening(self) -> bool:
-        """Whether calls are recorded now."""
+    def stack(self) -> tuple[tuple[str, str, int], ...]:
+        """The running modules, outermost first: (path, type, which call)."""
+        return tuple(self._stack)
 
     @property
     def around(self) -> tuple[str, ...]:
@@ -56,13 +48,13 @@ class ModuleCalls(abc.ABC):
 
     def refuse_drawn(self) -> None:
         """Refuse draws from Python's or numpy's generator since the last call. Raises: TraceError."""
-        if self.faked_model.snapshot.random_drawn():
+        if self._faked_model.snapshot.random_drawn():
             raise unsupported("random numbers from outside torch", "")
 
-    def call_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run ``module(*args, **kwargs)``, as one node if it is a leaf or opaque."""
         path = self._paths.get(id(module))
-        if not self.listening or path is None:
+        if not self._pause.listening or path is None:
             return original(module, *args, **kwargs)
         if isinstance(module, torch.jit.ScriptModule):
             raise unsupported(
@@ -70,7 +62,7 @@ class ModuleCalls(abc.ABC):
                 "remove torch.jit.script from the model file: the plain module computes the same",
             )
         which = self._calls[path] = self._calls.get(path, -1) + 1
-        if self.watch:
+        if self._recorder.watch:
             self._noting(self.refuse_drawn)
         self._stack.append((path, type(module).__name__, which))
         try:
@@ -82,7 +74,7 @@ class ModuleCalls(abc.ABC):
         """Run a function, and record the modules around it if it fails or makes a watched draw."""
         try:
             result = run()
-            if self.watch:
+            if self._recorder.watch:
                 self.refuse_drawn()
         except Exception:
             self.within = self.within or self.around
@@ -94,12 +86,12 @@ class ModuleCalls(abc.ABC):
     ) -> Any:
         if self.opaque is not None and path in self.opaque.forms:
             return self._run_opaque(self.opaque, module, path, which, args, kwargs)
-        if not path or not is_leaf(module, self.faked_model.state):
+        if not path or not is_leaf(module, self._faked_model.state):
             return original(module, *args, **kwargs)
         if getattr(module, "max_norm", None) is not None:
             raise unsupported(f"{path} changes its weight in the forward (max_norm)", "leave max_norm out")
-        run = self.fakes.module(module, args) or functools.partial(original, module)
-        return self._call(
+        run = self._fakes.module(module, args) or functools.partial(original, module)
+        return self._recorder.call(
             lambda a, k: run(*a, **k),
             args,
             kwargs,
@@ -122,42 +114,26 @@ class ModuleCalls(abc.ABC):
         parameters = list(module.parameters())
 
         def results(args: Any, kwargs: Any) -> Any:
-            self.random.count += 1  # one position, however often it draws
-            return form.results(args, kwargs, parameters, self._unknown)
+            self._recorder.random.count += 1  # one position, however often it draws
+            return form.results(args, kwargs, parameters, self._writer.unknown)
 
         inputs = tensors_of(args, kwargs)
         changed = [inputs[place] for place in form.changed if place < len(inputs)]
-        changed += [self.faked_model.fake[name] for name in sorted(opaque.written.get(path, ()))]
-        out = self._call(results, args, kwargs, lambda a, k: Call("call_module", path, a, k), name=path, silent=changed)
-        node = next(n for n in reversed(self.graph.nodes) if n.op == "call_module" and n.target == path)
+        changed += [self._faked_model.fake[name] for name in sorted(opaque.written.get(path, ()))]
+        out = self._recorder.call(
+            results, args, kwargs, lambda a, k: Call("call_module", path, a, k), name=path, silent=changed
+        )
+        node = next(n for n in reversed(self._writer.graph.nodes) if n.op == "call_module" and n.target == path)
         node.meta["opaque"] = True
         self._leave_unknown(module, form)
         return out
-
-    def _is_unknown(self, value: Any) -> bool:
-        return any(value is unknown for unknown in self._unknown)
-
-    def _bind_object(self, value: Any, node: fx.Node) -> None:
-        """Make attributes of ``node`` the source of the tensors in an object that a call returned."""
-        for name in vars(value):
-            attribute = getattr(value, name)
-            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(attribute)):
-                self._bind(attribute, self.append("call_function", getattr, (node, name)), in_place=True)
 
     def _leave_unknown(self, module: nn.Module, form: Form) -> None:
         """Bind tensors without a source to the attributes that a call sets: a later read of them is refused."""
         for path, attribute in form.left:
             attributes = vars(module.get_submodule(path))
-            with self._deaf():
+            with self._pause:
                 unknown = pytree.tree_map_only(Tensor, torch.empty_like, attributes.get(attribute))
                 if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(unknown)):
                     unknown = torch.empty(())
             attributes[attribute] = unknown
-
-    @contextlib.contextmanager
-    def _deaf(self) -> Iterator[None]:
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1

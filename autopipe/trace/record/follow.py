@@ -103,22 +103,22 @@ def follow(
     faked_model = FakedModel(model, mode, sized[0].device)
     with faked_model:
         recorder = Recorder(faked_model, symbols, watch=watch)
-        recorder.most, recorder.comparison, recorder.opaque = most, comparison, opaque
-        shape_env.around = lambda: recorder.around
+        recorder.most, recorder.comparison, recorder.modules.opaque = most, comparison, opaque
+        shape_env.around = lambda: recorder.modules.around
         given = {place: size for length, size in lengths for place in length.places}
         fakes = {
             name: _fake_leaf(mode, name, leaf, dimensions.get(name), batch, given) for name, leaf in leaves.items()
         }
         for name, fake in fakes.items():
-            recorder.add_input(name, fake)
+            recorder.writer.add_input(name, fake)
         if answer:
-            recorder.reads = Reads(faked_model, leaves, workload.spec.seed)
-        shape_env.on_answer = recorder.answered
+            recorder.answers.keep(Reads(faked_model, leaves, workload.spec.seed))
+        shape_env.on_answer = recorder.answers.on_comparison
         with _running(recorder, mode, symbolic=batch is None) as reads:
             faked = workload.with_leaves(item, fakes)
             loss, weight = workload.loss(model, faked) if forward is None else forward(recorder, faked)
             _copy_reassigned(recorder, faked_model)
-            recorder.set_output((loss,) if weight is None else (loss, weight))
+            recorder.writer.set_output((loss,) if weight is None else (loss, weight))
         drawn = faked_model.snapshot.random_drawn()
     if drawn and not watch:
         raise _coin(workload, model, item, drawn, answer=answer, opaque=opaque)
@@ -143,12 +143,12 @@ def _running(recorder: Recorder, mode: FakeTensorMode, *, symbolic: bool) -> Ite
         raise
     except Exception as error:
         failure = explained(error, recorder.construct, drawn=is_drawn(recorder, error))
-        failure.within = failure.within or recorder.within
+        failure.within = failure.within or recorder.modules.within
         raise failure from error
     finally:
-        if recorder.reads is not None:
+        if recorder.answers.reads is not None:
             with recorder.faked_model.unfaked():
-                recorder.reads.restore()
+                recorder.answers.reads.restore()
 
 
 def _fake_leaf(
@@ -235,7 +235,8 @@ def _copy_reassigned(recorder: Recorder, faked_model: FakedModel) -> None:
 
 def _made_at(recorder: Recorder, value: Tensor | None) -> str:
     """Return ``file:line: source line`` of the call that produced a value, or ""."""
-    return where_text(recorder.known.node(value).meta) if recorder.known.has(value) and value is not None else ""
+    known = recorder.writer.known
+    return where_text(known.node(value).meta) if value is not None and known.has(value) else ""
 
 
 def _clone_changed_inputs(graph: fx.Graph) -> None:

@@ -55,7 +55,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
     reads = TrainingReads(recorder)
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_module(call, module, *args, **kwargs)
+        return recorder.modules.call(call, module, *args, **kwargs)
 
     def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         original = types.MethodType(apply.__func__, cls)
@@ -67,7 +67,7 @@ def following(recorder: Recorder) -> Iterator[TrainingReads]:
         if cls is torch.nn.modules._functions.BackwardHookFunction:
             out = original(*args, **kwargs)
             for value, of in zip(out if isinstance(out, tuple) else (out,), args, strict=True):
-                recorder.alias(value, of)
+                recorder.writer.alias(value, of)
             recorder.notes.append(f"a backward hook of a module is not run in stages ({here()})")
             return out
         return recorder.call_custom(cls, original, *args, **kwargs)

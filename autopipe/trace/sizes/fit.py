@@ -27,7 +27,7 @@ class Fit:
 
     def __init__(self, narrow: Followed, wide: Followed) -> None:
         self.narrow, self.wide = narrow, wide
-        if narrow.recorder.fixed.seen != wide.recorder.fixed.seen:
+        if narrow.recorder.answers.fixed.seen != wide.recorder.answers.fixed.seen:
             raise GraphsDiffer(": a number that is read from a tensor depends on the size of the batch")
         self.same = aligned(narrow, wide)
         self.arguments: dict[fx.Node, Arguments] = {}
