@@ -11,6 +11,7 @@ import click
 from autopipe.commands.options import NEWEST
 from autopipe.commands.values import LiteralText
 from autopipe.errors import AutopipeError, unknown_choice
+from autopipe.units import parse_bandwidth, parse_bytes
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
@@ -82,18 +83,6 @@ def _schedules() -> list[str]:
     from autopipe.schedules import REGISTRY  # imported when a schedule is given, to keep --help fast
 
     return ["auto", *REGISTRY]
-
-
-def _bytes(text: str) -> int:
-    from autopipe.planning.cluster_file import parse_bytes  # needs numpy: imported late to keep --help fast
-
-    return parse_bytes(text)
-
-
-def _rate(text: str) -> float:
-    from autopipe.planning.cluster_file import parse_bandwidth
-
-    return parse_bandwidth(text)
 
 
 def _number(text: str) -> float:
@@ -171,8 +160,8 @@ AUDITS = Parsed("steps", _audits)
 HOSTS = Parsed("hosts", _hosts)
 HOSTFILE = Parsed("file", _hostfile)
 SCHEDULE = Names("schedule", _schedules)
-BYTES = Parsed("size", _bytes)
-RATE = Parsed("rate", _rate)
+BYTES = Parsed("size", parse_bytes)
+RATE = Parsed("rate", parse_bandwidth)
 NUMBER = Parsed("number", _number)
 SIZES = Parsed("n,n,...", _sizes)
 PAIR = Parsed("name=value", _pair)

@@ -18,12 +18,12 @@ from autopipe.commands.settings import Progress
 from autopipe.errors import RunError
 from autopipe.launch.remote.finding import Finding
 from autopipe.launch.request import LaunchSettings
-from autopipe.units import in_bytes
+from autopipe.units import GIB, in_bytes
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
-LEAST_DISK_BYTES = 2 * 2**30
-LEAST_MEMORY_BYTES = 2 * 2**30
+LEAST_DISK_BYTES = 2 * GIB
+LEAST_MEMORY_BYTES = 2 * GIB
 # optional package -> what it is for
 OPTIONAL = {
     "numba": "a faster planner",

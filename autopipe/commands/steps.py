@@ -47,6 +47,7 @@ from autopipe.planning.reschedule import as_typed, with_schedule
 from autopipe.report.perfetto import chrome_trace
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
 from autopipe.schedules import render
+from autopipe.units import in_bandwidth, in_gib
 from autopipe.workload import Workload
 from autopipe.workload.cutting.hook import Minibatch
 
@@ -288,7 +289,7 @@ def assumptions(record: PlanRecord) -> tuple[str, ...]:
     if record.cluster.source != "assumed":
         return ()
     return (
-        f"assumed: {level.bandwidth / 1e9:.3g} GB/s between ranks, {device.memory_bytes / 2**30:.1f} GiB a rank "
+        f"assumed: {in_bandwidth(level.bandwidth)} between ranks, {in_gib(device.memory_bytes)} a rank "
         "(--cluster, --gpu-memory and --link say otherwise; autopipe doctor --links measures)",
     )
 
@@ -297,4 +298,4 @@ def _assumed_links(record: PlanRecord) -> tuple[str, ...]:
     level = record.cluster.levels[0]
     if level.name != "assumed":
         return ()
-    return (f"assumed: {level.bandwidth / 1e9:.3g} GB/s between devices (--link or --cluster say otherwise)",)
+    return (f"assumed: {in_bandwidth(level.bandwidth)} between devices (--link or --cluster say otherwise)",)

@@ -11,6 +11,7 @@ from typing import Any
 
 from autopipe.commands.options import CHOICES, LEAST, NEWEST, NUMBERS, SWITCHES, exclusive_pair
 from autopipe.errors import unknown_choice, with_article
+from autopipe.units import parse_bandwidth, parse_bytes
 
 _PATHS = ("work_dir", "schedule_file", "cluster", "ssh_config", "init_from", "run_dir", "trace")
 _TARGETS = ("target", "loss", "data", "eval_data", "optimizer", "after_step")
@@ -128,14 +129,10 @@ def _schedule(value: str) -> str:
 
 
 def _bytes(value: str | float) -> int:
-    from autopipe.planning.cluster_file import parse_bytes  # needs numpy, which takes its time
-
     return parse_bytes(value) if isinstance(value, str) else int(value)
 
 
 def _rate(value: str | float) -> float:
-    from autopipe.planning.cluster_file import parse_bandwidth
-
     return parse_bandwidth(value) if isinstance(value, str) else float(value)
 
 

@@ -10,8 +10,9 @@ stage k, tau_k = t_k / r_k + (all-reduce) / m its share of the period, m the num
 where, in symbols and in this order,
 
     t_k = F + B (+ F with recompute) over the device's speed, plus transfers    solver.stage, Problem.stage_seconds
-    a value counts once for its producer, once for each stage that reads it     tables.build_tables
-    state + (A + K) times the number in flight <= memory of the device          memory.peak_tables, recount.recount
+    a value counts once for its producer, once for each stage that reads it     pair_sum.PairSum, tables.build_tables
+    the bytes of a stage, in whole numbers, term by term                        byte_sums.ByteSums
+    state + (A + K) times the number in flight <= memory of the device          memory.stage_peak
     in flight, and weight versions, as the schedule has them                    memory.in_flight, memory.weight_versions
     a stage lies on neighbouring ranks; its links are the narrowest it spans    replicated.placement
     a cut is legal only where the result stays the same                         ir.cuts.Cuts.legal
@@ -27,7 +28,7 @@ PipeDream's own formulas, for comparison, are in ``pipedream_model`` and ``kerne
 from __future__ import annotations
 
 from autopipe.planning.api import make_best_plan, make_plan
-from autopipe.planning.cluster_file import parse_bandwidth, parse_bytes, parse_seconds, read_cluster, uniform_cluster
+from autopipe.planning.cluster_file import read_cluster, uniform_cluster
 from autopipe.planning.compare import Comparison, Contender, comparison
 from autopipe.planning.cut_mapping import map_cuts_to
 from autopipe.planning.explain import Explanation, explain
@@ -45,9 +46,6 @@ __all__ = [
     "make_best_plan",
     "make_plan",
     "map_cuts_to",
-    "parse_bandwidth",
-    "parse_bytes",
-    "parse_seconds",
     "read_cluster",
     "uniform_cluster",
 ]

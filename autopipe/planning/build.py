@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.errors import PlanError
 from autopipe.ir.module_names import stage_modules
-from autopipe.ir.plan import Boundary, Plan, Prediction, Stage, bytes_by_rank
-from autopipe.planning.cost.memory import gib
+from autopipe.ir.plan import Boundary, Plan, Prediction, Stage
+from autopipe.planning.cost.byte_sums import StageTerms
 from autopipe.planning.cost.ownership import State, check_every_parameter, find_ties, state_of_stages, unused_state
-from autopipe.planning.cost.stage_bytes import StageTerms, recompute_stage_bytes
 from autopipe.planning.search.problem import Problem
 
 log = logging.getLogger(__name__)
@@ -38,30 +35,32 @@ class StageChoice:
 
 
 def straight_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
-    """Return the stages of a straight plan whose stages 1.. begin at these atoms; recompute only where it is needed."""
+    """Return the stages of an unreplicated plan whose stages 1.. start at these atoms; they recompute if they must."""
     edges, count = (0, *starts, problem.tables.num_atoms), problem.options.num_stages
+    positions = [problem.tables.edges[atom] for atom in edges]
     choices = []
-    for stage, (i, j) in enumerate(itertools.pairwise(edges)):
-        peak, _ = problem.stage_peaks(stage, count)
-        again = problem.options.recompute
-        recompute = again == "always" or (again == "auto" and bool(peak[i, j] > problem.limit(stage)))
-        seconds = problem.stage_seconds(stage, count)[1 if recompute else 0][i, j]
-        positions = problem.tables.edges[i], problem.tables.edges[j]
-        ranks = (problem.rank_of(stage),)
+    for stage, terms in enumerate(problem.byte_sums.along(positions[:-1])):
+        in_flight, versions = problem.in_flight_and_versions(stage, count)
+        waiting, setting = problem.waiting(stage), problem.options.recompute
+        peak = terms.peak(in_flight, versions, recompute=False, waiting=waiting)
+        recompute = setting == "always" or (setting == "auto" and peak > problem.limit(stage))
+        seconds = problem.stage_seconds(stage, count, (edges[stage], edges[stage + 1]))[1 if recompute else 0]
         choices.append(
             StageChoice(
-                *positions,
-                ranks,
+                positions[stage],
+                positions[stage + 1],
+                (problem.rank_of(stage),),
                 recompute,
-                *problem.in_flight_and_versions(stage, count),
+                in_flight,
+                versions,
                 float(seconds),
-                problem.waiting(stage),
+                waiting,
             )
         )
     return choices
 
 
-def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Sequence[StageTerms]) -> Prediction:
+def predict(problem: Problem, choices: Sequence[StageChoice], terms: Sequence[StageTerms]) -> Prediction:
     """Return what the plan should do: the flush formula, or m times the slowest stage where steps overlap.
 
     The optimizer step of the slowest stage is added: to a flush because nothing overlaps it, to the others because the
@@ -74,8 +73,8 @@ def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Seque
         for rank in choice.ranks:
             per_rank[rank] += share
     step = problem.profile.optimizer_seconds_per_byte * max(
-        counted.stepped / problem.cluster.update_speed_of(choice.ranks)
-        for choice, counted in zip(choices, stage_bytes, strict=True)
+        of_stage.stepped / problem.cluster.update_speed_of(choice.ranks)
+        for choice, of_stage in zip(choices, terms, strict=True)
     )
     if not problem.kind.synchronous:
         pipeline = m * max(per_rank)
@@ -93,8 +92,7 @@ def predict(problem: Problem, choices: Sequence[StageChoice], stage_bytes: Seque
 def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
     """Return the plan with these stages.
 
-    Raises: PlanError when the recount of a stage is over its device's memory, or a parameter is in no stage: either
-    would be a fault of the planner, and is never passed on.
+    Raises: PlanError if a parameter is in no stage.
     """
     graph, cuts, m = problem.profile.graph, problem.cuts, problem.num_microbatches
     positions = [choice.start for choice in choices[1:]]
@@ -106,16 +104,8 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         for value, producer, consumers in cuts.boundaries(positions)
     )
     exchanged = sum(boundary.bytes * len(boundary.consumers) for boundary in boundaries)
-    counted = recompute_stage_bytes(
-        graph,
-        cuts,
-        problem.measurement,
-        optimizer_bytes_per_byte=problem.profile.optimizer_bytes_per_byte,
-        edges=edges,
-        state=state,
-    )
-    stages = tuple(_stage(problem, index, choice, state[index], counted[index]) for index, choice in enumerate(choices))
-    _check_memory(problem, stages)
+    terms = problem.byte_sums.along(edges[:-1])
+    stages = tuple(_stage(problem, index, choice, state[index], terms[index]) for index, choice in enumerate(choices))
     check_every_parameter(graph, stages)
     num_used = 1 + max(rank for stage in stages for rank in stage.ranks)
     options = dict(problem.options.schedule_options)
@@ -136,12 +126,12 @@ def build_plan(problem: Problem, choices: Sequence[StageChoice]) -> Plan:
         batch_size=problem.options.batch_size,
         num_microbatches=m,
         microbatch_size=problem.microbatch_size,
-        predicted=predict(problem, choices, counted),
+        predicted=predict(problem, choices, terms),
         notes=_notes(problem, edges, num_used),
     )
 
 
-def _stage(problem: Problem, index: int, choice: StageChoice, state: State, counted: StageTerms) -> Stage:
+def _stage(problem: Problem, index: int, choice: StageChoice, state: State, terms: StageTerms) -> Stage:
     graph, costs = problem.profile.graph, problem.measurement.costs
     last = choice.stop == len(graph.nodes)
     nodes = problem.cuts.stage_nodes(choice.start, choice.stop, graph.outputs if last else ())
@@ -156,21 +146,11 @@ def _stage(problem: Problem, index: int, choice: StageChoice, state: State, coun
         parameters=state[0],
         forward_seconds=math.fsum(costs[node.name].forward_seconds for node in nodes) / speed,
         backward_seconds=math.fsum(costs[node.name].backward_seconds for node in nodes) / speed,
-        peak_bytes=counted.peak(choice.in_flight, choice.versions, choice.recompute, choice.waiting),
+        peak_bytes=terms.peak(choice.in_flight, choice.versions, choice.recompute, choice.waiting),
         recompute=choice.recompute,
         buffers=state[1],
         modules=stage_modules(graph, choice.start, choice.stop),
     )
-
-
-def _check_memory(problem: Problem, stages: Sequence[Stage]) -> None:
-    for rank, needed in sorted(bytes_by_rank(stages).items()):
-        limit = problem.cluster.device(rank).memory_bytes
-        if limit and needed > limit + 1:  # the search adds in floating point, the recount in whole bytes
-            raise PlanError(
-                f"the recount gives {gib(needed)} on rank {rank}; its device has {gib(limit)}",
-                remedy="give a memory limit some bytes lower (--gpu-memory): the search rounded the other way",
-            )
 
 
 def _notes(problem: Problem, edges: Sequence[int], num_used: int) -> tuple[str, ...]:

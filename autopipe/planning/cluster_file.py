@@ -3,62 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import tomllib
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from autopipe.errors import PlanError, unknown_choice
 from autopipe.ir.cluster import MOST_RANKS, Cluster, ClusterDevice, Level
 from autopipe.planning.cost.datasheets import datasheet
+from autopipe.units import parse_bandwidth, parse_bytes, parse_seconds
 
 _REMEDY = "correct the file; the command reference (docs/cli.md) shows a whole one"
 SOURCES = ("datasheet", "measured")
-QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2}))?\s*([A-Za-z/]*)\s*")
-PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-# fractions, because 5 * 1e-6 is not 5e-6
-SECONDS = {unit: Fraction(1, 10**digits) for unit, digits in (("s", 0), ("ms", 3), ("us", 6), ("ns", 9))}
-BYTES = {prefix + "B": Fraction(factor) for prefix, factor in PREFIXES.items()}
-RATES = {f"{unit}/s": factor for unit, factor in BYTES.items()}
-RATES |= {f"{prefix}bit/s": Fraction(factor, 8) for prefix, factor in PREFIXES.items()}
-RATES |= {f"{prefix}bps": Fraction(factor, 8) for prefix, factor in PREFIXES.items()}
-
-
-def parse_bytes(text: str, *, where: str = "") -> int:
-    """Return bytes: "16GiB", "80GB", "512 MiB". Raises: PlanError."""
-    return round(_above_zero(_parse(text, BYTES, "a size in bytes such as 16GiB", where), "size", where))
-
-
-def parse_bandwidth(text: str, *, where: str = "") -> float:
-    """Return bytes per second: "10GB/s", "400Gbit/s", "25Gbps". Raises: PlanError."""
-    return _above_zero(_parse(text, RATES, "a bandwidth such as 10GB/s or 400Gbit/s", where), "bandwidth", where)
-
-
-def parse_seconds(text: str, *, where: str = "") -> float:
-    """Return seconds: "5us", "1.5 ms". Raises: PlanError."""
-    return _parse(text, SECONDS, "a time such as 5us", where)
-
-
-def _parse(text: str, units: dict[str, Fraction], wanted: str, where: str) -> float:
-    match = QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise PlanError(f"{text!r} is not {wanted}", where=where)
-    number, exponent, unit = match.groups()
-    if unit not in units:
-        what = f"{text!r} has no unit" if not unit else unknown_choice("unit", unit, units)
-        raise PlanError(what, where=where, remedy=f"write {wanted}")
-    return float(Fraction(f"{number}e{exponent or 0}") * units[unit])
-
-
-def _above_zero(value: float, what: str, where: str) -> float:
-    """Refuse what no device has: nothing, or more than a number of 64 bits counts."""
-    if not value > 0:
-        raise PlanError(f"a {what} must be larger than 0", where=where)
-    if value >= 2**63:
-        raise PlanError(f"a {what} of {value:.3g} is beyond measure", where=where)
-    return value
 
 
 def uniform_cluster(num_ranks: int, *, memory: str = "", link: str = "10GB/s", latency: str = "5us") -> Cluster:

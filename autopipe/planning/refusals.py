@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from autopipe.errors import PlanError, counted
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.module_names import stage_modules
-from autopipe.planning.cost.memory import apart, at_least
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.search.problem import Problem
 from autopipe.planning.search.straight import straight_cuts
 from autopipe.schedules.kind import ScheduleKind
+from autopipe.units import in_bytes_rounded_up, in_distinct_bytes
 
 
 def check_stage_count(num_stages: int, num_legal: int, name: str) -> None:
@@ -91,10 +91,10 @@ def does_not_fit(problem: Problem) -> PlanError:
     if not remedy:
         total = device.memory_bytes + over * device.memory_bytes / problem.limit(worst)
         remedy = (
-            f"no smaller change was found that fits: use devices with {at_least(total)} and room for messages, or more "
-            "ranks with a larger model cut finer"
+            f"no smaller change was found that fits: use devices with {in_bytes_rounded_up(total)} and room for "
+            "messages, or more ranks with a larger model cut finer"
         )
-    texts = apart(needed, problem.limit(worst))
+    texts = in_distinct_bytes(needed, problem.limit(worst))
     return PlanError(
         f"stage {worst} needs {texts[0]} and {texts[1]} are available, in the plan that exceeds memory least",
         where=f"stage {worst} of {stages} ({name}) on {device.name}, "

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from autopipe.ir.plan import Plan
-from autopipe.units import in_bytes, in_seconds
+from autopipe.units import in_bandwidth, in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from autopipe.ir.cluster import Links
@@ -156,7 +156,7 @@ def links(links: Links | None) -> tuple[str, ...]:
     host = links.host
     return (
         f"between two {links.device_kind} ranks: {in_seconds(links.latency_seconds)} latency, "
-        f"{links.bandwidth / 1e9:.3g} GB/s; all-reduce {links.all_reduce_bandwidth / 1e9:.3g} GB/s",
+        f"{in_bandwidth(links.bandwidth)}; all-reduce {in_bandwidth(links.all_reduce_bandwidth)}",
         f"under load, computation takes {host.pace - 1:.0%} longer than in the fastest window of a profile; "
         f"the runtime adds {in_seconds(host.compute_seconds)} to a forward or backward, "
         f"{in_seconds(host.send_seconds)} to a send, {in_seconds(host.receive_seconds)} to a receive, "

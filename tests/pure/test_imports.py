@@ -19,7 +19,7 @@ _FORWARD = {*_BASE, "draws", "guards", "sparse"}  # needed by a forward, whereve
 _RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
-    "units": set(),
+    "units": {"errors"},
     "draws": set(),
     "sparse": set(),
     "ir": {"errors", "units"},

@@ -28,7 +28,7 @@ from autopipe.planning.pipedream.profile import profile_of_layers
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.space import Space, most_stages
 from autopipe.report.results import LayerPlanResult, PlanResult
-from autopipe.units import in_bytes
+from autopipe.units import in_bandwidth, in_bytes
 
 COST_MODELS = ("autopipe", "pipedream")
 # GPipe calls the bubble negligible from four microbatches a stage on (arXiv:1811.06965, section 2.3)
@@ -133,7 +133,7 @@ def _case(settings: PlanSettings, path: Path) -> _Case:
 def _notes(case: _Case) -> tuple[str, ...]:
     notes = [f"{len(case.layers.names)} layers of {case.name}; a sample is one minibatch of the file"]
     if case.request.cluster is None and case.request.link is None:
-        notes.append(f"assumed: {GPU_BANDWIDTH / 1e9:.3g} GB/s between devices (--link and --cluster say otherwise)")
+        notes.append(f"assumed: {in_bandwidth(GPU_BANDWIDTH)} between devices (--link and --cluster say otherwise)")
     return tuple(notes)
 
 

@@ -15,9 +15,9 @@ from autopipe.ir.plan import Plan
 from autopipe.planning import PlanOptions, make_plan
 from autopipe.planning.clusters import priced
 from autopipe.planning.cost.peaks import search_within_memory
+from autopipe.units import as_size_option
 
 _MARGIN = 0.95
-_GIB = 2**30
 
 
 def limit_of(figures: Mapping[str, int]) -> int:
@@ -45,7 +45,7 @@ def _remedy(limit: int, prepared: Prepared) -> str:
         schedule_options=tuple(plan.schedule_options.items()),
         exact_ties=prepared.record.request.exact_ties or "auto",
     )
-    memory = f"--gpu-memory {limit / _GIB:.3g}GiB"
+    memory = f"--gpu-memory {as_size_option(limit)}"
     try:
         room = replace(prepared.cluster, devices=devices)
         profile = priced(prepared.profile, room)

@@ -8,11 +8,11 @@ from typing import Any
 import psutil
 import torch
 
+from autopipe.errors import PlanError
 from autopipe.ir.plan import Plan, bytes_by_rank
-from autopipe.units import in_bytes
+from autopipe.units import in_bytes, parse_bytes
 
-_TRIED = re.compile(r"ried to allocate (?P<number>[0-9.]+) ?(?P<unit>[KMGT]iB|bytes)")
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_TRIED = re.compile(r"ried to allocate (?P<size>[0-9.]+ ?(?:[KMGT]iB|bytes))")
 # torch has no exception class for this on a CPU, only these texts
 _MESSAGES = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 
@@ -36,8 +36,7 @@ def describe_oom(error: BaseException, plan: Plan, rank: int, device: torch.devi
     """
     if not is_out_of_memory(error):
         return {}
-    tried = _TRIED.search(str(error))
-    requested = int(float(tried["number"]) * _UNITS[tried["unit"]]) if tried else 0
+    requested = _requested_bytes(str(error))
     predicted = bytes_by_rank(plan.stages)[rank]
     used, available = _used_and_available(device, resident)
     more = f", tried to allocate {in_bytes(requested)} more" if requested else ""
@@ -46,6 +45,15 @@ def describe_oom(error: BaseException, plan: Plan, rank: int, device: torch.devi
         f"{in_bytes(available)} available to this rank",
         "out_of_memory": {"predicted": predicted, "used": used, "requested": requested, "available": available},
     }
+
+
+def _requested_bytes(message: str) -> int:
+    """Return the bytes that torch could not allocate; 0 if its message does not say."""
+    tried = _TRIED.search(message)
+    try:
+        return parse_bytes(tried["size"].replace("bytes", "B")) if tried else 0
+    except PlanError:
+        return 0
 
 
 def _used_and_available(device: torch.device, resident: int) -> tuple[int, int]:

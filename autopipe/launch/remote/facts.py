@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 
 from autopipe import __version__
+from autopipe.units import MIB
 
 _SMI = ("--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits")
 _SMI_SECONDS = 20.0
-_MIB = 2**20
 
 
 def collect(*, devices: bool) -> dict[str, Any]:
@@ -66,5 +66,5 @@ def gpus() -> list[tuple[str, int, int]]:
         name, _, figures = line.partition(",")
         free, _, total = figures.partition(",")
         if free.strip().isdigit() and total.strip().isdigit():
-            devices.append((name.strip(), int(free) * _MIB, int(total) * _MIB))
+            devices.append((name.strip(), int(free) * MIB, int(total) * MIB))
     return devices

@@ -26,9 +26,9 @@ from autopipe.launch.remote.agent_pool import AgentPool, prepare_message
 from autopipe.launch.remote.finding import Finding
 from autopipe.launch.remote.rank_host import file_digest
 from autopipe.launch.request import LaunchSettings
-from autopipe.units import in_bytes
+from autopipe.units import GIB, as_size_option, in_bytes
 
-LEAST_MEMORY_BYTES = 2 * 2**30
+LEAST_MEMORY_BYTES = 2 * GIB
 CLOCK_SECONDS = 1.0
 _CLOCK_ROUNDS = 5
 _REACH_SECONDS = 3.0
@@ -137,7 +137,7 @@ def _device_memory(host: str, gpus: Sequence[Sequence[Any]], needed: Sequence[in
         loads[local % len(gpus)] += load
     for index, ((name, free, total), load) in enumerate(zip(gpus, loads, strict=True)):
         short = free < load
-        fix = f"end what else uses it, or plan with --gpu-memory {free // 2**30}GiB" if short else ""
+        fix = f"end what else uses it, or plan with --gpu-memory {as_size_option(free)}" if short else ""
         detail = f"{name}, {in_bytes(free)} of {in_bytes(total)} free, {in_bytes(load)} needed"
         yield Finding(f"cuda:{index}", "problem" if short else "ok", detail, fix, host)
 

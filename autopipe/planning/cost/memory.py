@@ -18,41 +18,29 @@ in any case, as its backward starts from it.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
-from autopipe.planning.cost.tables import Array, Tables
+from autopipe.planning.cost.pair_sum import Array
 from autopipe.schedules.kind import ScheduleKind
 
-GIB = 2**30
-_UNITS = (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")
+Amount = TypeVar("Amount", int, float, Array)
 
 
-def _unit(num_bytes: float) -> tuple[int, str]:
-    return next((unit for unit in _UNITS if num_bytes >= unit[0]), _UNITS[-1])
+def stage_peak(
+    weights: Amount,
+    versions: int,
+    fixed: Amount,
+    kept: Amount,
+    in_flight: int,
+    saved: Amount,
+    saved_in_flight: int,
+) -> Amount:
+    """Return the peak bytes of a stage: the one formula of the search, of its compiled loops and of a finished plan.
 
-
-def gib(num_bytes: float, digits: int = 3) -> str:
-    """Return human-readable bytes in GiB, MiB or KiB, to ``digits`` significant digits."""
-    if num_bytes >= 1000 * GIB:
-        return f"{num_bytes / GIB:,.0f} GiB"
-    size, unit = _unit(num_bytes)
-    return f"{num_bytes / size:.{digits}g} {unit}"
-
-
-def at_least(num_bytes: float) -> str:
-    """Return human-readable bytes, rounded up, so that the amount suffices."""
-    size, _ = _unit(num_bytes)
-    value = num_bytes / size
-    step = 10.0 ** (math.floor(math.log10(value)) - 2) if value > 0 else 1.0
-    return gib(math.ceil(value / step - 1e-9) * step * size)
-
-
-def apart(needed: float, available: float) -> tuple[str, str]:
-    """Return two human-readable sizes, with enough digits to differ."""
-    for digits in range(3, 16):
-        texts = gib(needed, digits), gib(available, digits)
-        if texts[0] != texts[1]:
-            break
-    return texts
+    ``fixed``: G + O + X, and the waiting halves of backwards. ``saved_in_flight``: how many microbatches keep their A:
+    1 with recompute. Bytes are whole numbers, so the order in which float64 adds them does not matter below 2**53.
+    """
+    return versions * weights + fixed + in_flight * kept + saved_in_flight * saved
 
 
 def in_flight(kind: ScheduleKind, num_microbatches: int, *, behind: int, num_ranks: int, replicas: int = 1) -> int:
@@ -86,12 +74,3 @@ def weight_versions(kind: ScheduleKind, num_microbatches: int, num_in_flight: in
     if fixed is not None:
         return fixed
     return 1 + math.ceil((num_in_flight - 1) * replicas / num_microbatches)
-
-
-def peak_tables(
-    tables: Tables, optimizer_bytes_per_byte: float, num_in_flight: int, versions: int, waiting: int = 0
-) -> tuple[Array, Array]:
-    """Return the peak bytes of every stage (i, j) without and with recompute. ``waiting``: halves of a backward."""
-    state = versions * tables.weight_bytes + tables.gradient_bytes + optimizer_bytes_per_byte * tables.stepped_bytes
-    kept = state + num_in_flight * tables.kept_bytes + tables.workspace_bytes + waiting * tables.between_bytes
-    return kept + num_in_flight * tables.saved_bytes, kept + tables.saved_bytes

@@ -17,11 +17,12 @@ from autopipe.ir.messages import MessagePlan
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
 from autopipe.ir.schedule import Schedule
-from autopipe.planning.cost.memory import gib
+from autopipe.planning.cost.atoms import Atoms
+from autopipe.planning.cost.backward import backward_bytes
+from autopipe.planning.cost.byte_sums import ByteSums
 from autopipe.planning.cost.predict import MOST_SIMULATED_ONCE, WINDOW, message_bytes, schedule_of
-from autopipe.planning.cost.stage_bytes import recompute_stage_bytes
 from autopipe.schedules import MessageBytes, StageBytes, lower, stage_peaks
-from autopipe.units import in_bytes
+from autopipe.units import in_bytes, in_short_bytes
 
 MOST_SEARCHES = 6
 
@@ -56,28 +57,21 @@ def _halved(schedule: Schedule, routes: MessagePlan) -> set[int]:
 
 
 def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
-    graph, cuts, measurement = profile.graph, Cuts(profile.graph), profile.at(plan.microbatch_size)
-    edges = (*(stage.start for stage in plan.stages), len(graph.nodes))
-    every = recompute_stage_bytes(
-        graph,
-        cuts,
-        measurement,
-        optimizer_bytes_per_byte=profile.optimizer_bytes_per_byte,
-        edges=edges,
-        state=[(stage.parameters, stage.buffers) for stage in plan.stages],
-    )
+    atoms = Atoms(profile.graph, Cuts(profile.graph), profile.at(plan.microbatch_size))
+    starts = [stage.start for stage in plan.stages]
+    every = ByteSums(atoms, profile.optimizer_bytes_per_byte).along(starts)
     sizes = []
-    for stage, terms in zip(plan.stages, every, strict=True):
+    for stage, terms, backward in zip(plan.stages, every, backward_bytes(atoms, starts), strict=True):
         half = stage.index in halved
-        workspace = terms.workspace_half if half else terms.workspace_whole
+        workspace = backward.half if half else backward.whole
         sizes.append(
             StageBytes(
                 fixed=terms.optimizer + workspace + (terms.saved if stage.recompute else 0),
                 version=terms.weights,
-                in_flight=terms.kept + (terms.replayed if stage.recompute else terms.saved),
+                in_flight=terms.kept + (backward.replayed if stage.recompute else terms.saved),
                 between=terms.between if half else 0,
                 gradients=terms.gradients,
-                first=max(terms.workspace_first - workspace, 0),
+                first=max(backward.first - workspace, 0),
             )
         )
     return sizes
@@ -106,8 +100,8 @@ def search_within_memory(
         rank = worst(over, cluster)
         more = over[rank] - cluster.device(rank).memory_bytes
         refused = PlanError(
-            f"no plan fits: the best one found needs {gib(over[rank])} on rank {rank}, messages included, "
-            f"{gib(more)} more than there is",
+            f"no plan fits: the best one found needs {in_short_bytes(over[rank])} on rank {rank}, messages included, "
+            f"{in_short_bytes(more)} more than there is",
             remedy="use more ranks, smaller microbatches or a schedule with fewer of them in flight; with --recompute "
             "auto (the default) a stage recomputes where it must",
         )

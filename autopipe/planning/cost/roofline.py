@@ -20,6 +20,7 @@ from autopipe.errors import PlanError
 from autopipe.ir.graph import Graph
 from autopipe.ir.profile import Device, Measurement, NodeCost, NodeWork, PassWork, Profile
 from autopipe.planning.cost.datasheets import Datasheet
+from autopipe.units import in_bandwidth
 
 COMPUTE_EFFICIENCY = 0.6
 """The part of the peak rate that matrix products, convolutions and attention reach: an assumption, not a measurement.
@@ -53,7 +54,8 @@ def describe(sheet: Datasheet, precision: str, profiled: str) -> str:
     return (
         f"estimate, nothing was measured on such a device: operations and bytes counted on {profiled}, at "
         f"{COMPUTE_EFFICIENCY:.0%} of {sheet.peak(precision) / 1e12:.4g} TFLOP/s ({precision}) and "
-        f"{sheet.memory_bandwidth / 1e9:.4g} GB/s of memory bandwidth ({sheet.source}); kernel launches are not counted"
+        f"{in_bandwidth(sheet.memory_bandwidth, 4)} of memory bandwidth ({sheet.source}); kernel launches are not "
+        "counted"
     )
 
 

@@ -20,6 +20,7 @@ from autopipe.planning.pipedream.file_format import LayerGraph
 from autopipe.planning.pipedream.kernels import HUGE, solve_contiguous, solve_flat
 from autopipe.planning.pipedream.nested import dense_seconds, from_source, inner_values, walk
 from autopipe.planning.pipedream.states import Dag, Floats, States
+from autopipe.units import in_short_bytes
 
 MOST_IDEALS = 20_000
 MOST_CELLS = 10_000_000  # ideals times layers
@@ -104,7 +105,7 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
                 break
     if best is None:
         raise PlanError(
-            f"no plan fits {machine.memory_bytes / 2**30:.3g} GiB a device",
+            f"no plan fits {in_short_bytes(machine.memory_bytes)} a device",
             where=f"{len(graph.names)} layers on {machine.num_devices} devices",
             remedy="use more devices or more memory",
         )

@@ -12,8 +12,9 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, Prediction
 from autopipe.planning.build import StageChoice, build_plan
-from autopipe.planning.cost.memory import gib, in_flight, peak_tables, weight_versions
+from autopipe.planning.cost.memory import in_flight, weight_versions
 from autopipe.planning.search.problem import Problem
+from autopipe.units import in_short_bytes
 
 Score = Callable[[Plan], Prediction]
 MOST_SCORED = 20
@@ -111,10 +112,11 @@ def data_parallel_plan(problem: Problem) -> Plan:
     num_in_flight = in_flight(problem.kind, m, behind=0, num_ranks=ranks, replicas=ranks)
     versions = weight_versions(problem.kind, m, num_in_flight, ranks)
     if tau >= 1e300:
-        peaks = peak_tables(problem.tables, problem.profile.optimizer_bytes_per_byte, num_in_flight, versions)
-        least = min(float(peak[0, n]) for peak in peaks)
+        least = min(float(peak[0, n]) for peak in problem.tables.memory.peaks(num_in_flight, versions))
         memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
-        raise PlanError(f"the whole model needs {gib(least)} on each rank, and {gib(memory)} are available")
+        raise PlanError(
+            f"the whole model needs {in_short_bytes(least)} on each rank, and {in_short_bytes(memory)} are available"
+        )
     nodes = len(problem.profile.graph.nodes)
     choice = StageChoice(0, nodes, tuple(range(ranks)), recompute, num_in_flight, versions, tau * ranks)
     return build_plan(free, [choice])

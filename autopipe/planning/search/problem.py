@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +24,16 @@ from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.profile import Measurement, Profile
-from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, peak_tables, weight_versions
-from autopipe.planning.cost.tables import Array, Tables, build_tables
+from autopipe.planning.cost.atoms import Atoms
+from autopipe.planning.cost.byte_sums import ByteSums
+from autopipe.planning.cost.memory import in_flight, in_flight_of_interleaved, weight_versions
+from autopipe.planning.cost.pair_sum import Array
+from autopipe.planning.cost.tables import Tables, build_tables
 from autopipe.planning.options import PlanOptions
 from autopipe.schedules.kind import ScheduleKind
+
+# the index of one pair of cuts in the tables, or ... for all of them
+Pairs = tuple[int, int] | EllipsisType
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,19 @@ class Problem:
         return self.profile.at(self.microbatch_size)
 
     @functools.cached_property
+    def atoms(self) -> Atoms:
+        """The graph, divided at the legal cuts, at this microbatch size."""
+        return Atoms(self.profile.graph, self.cuts, self.measurement)
+
+    @functools.cached_property
+    def byte_sums(self) -> ByteSums:
+        """The bytes of every stage at this microbatch size."""
+        return ByteSums(self.atoms, self.profile.optimizer_bytes_per_byte)
+
+    @functools.cached_property
     def tables(self) -> Tables:
         """The stage tables at this microbatch size."""
-        return build_tables(self.profile.graph, self.cuts, self.measurement)
+        return build_tables(self.atoms, self.byte_sums)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that runs a stage of a straight plan: round robin when a rank runs several."""
@@ -76,35 +94,34 @@ class Problem:
             count = in_flight(self.kind, self.num_microbatches, behind=behind, num_ranks=num_stages)
         return count, weight_versions(self.kind, self.num_microbatches, count)
 
-    def transfer_seconds(self, stage: int, num_stages: int) -> Array:
-        """Return c_in + c_out + c_tied of every pair."""
-        total = np.zeros_like(self.tables.received)
+    def transfer_seconds(self, stage: int, num_stages: int, at: Pairs = ...) -> Any:
+        """Return c_in + c_out + c_tied of all pairs, or of one (i, j)."""
+        total: Any = 0.0
         rank = self.rank_of(stage)
         sides = [(stage - 1, self.tables.received), (stage + 1, self.tables.sent)]
-        tied = 2 * self.tables.tied_bytes / self.num_microbatches
+        tied = 2 * self.tables.tied_bytes[at] / self.num_microbatches
         charged = False
         for other, amount in sides:
             if not 0 <= other < num_stages or self.rank_of(other) == rank:
                 continue
             link = self.cluster.link(rank, self.rank_of(other))
-            total = total + amount / link.bandwidth + 2 * link.latency_seconds
+            total = total + amount[at] / link.bandwidth + 2 * link.latency_seconds
             if not charged:
                 total, charged = total + tied / link.bandwidth, True
         return total
 
-    def stage_seconds(self, stage: int, num_stages: int) -> tuple[Array, Array]:
-        """Return t_k of every pair, without and with recompute, memory aside."""
+    def stage_seconds(self, stage: int, num_stages: int, at: Pairs = ...) -> tuple[Any, Any]:
+        """Return t_k of all pairs, or of one (i, j), without and with recompute, whether they fit or not."""
         speed = self.device_of(stage).speed
-        transfer = self.transfer_seconds(stage, num_stages)
-        plain = (self.tables.forward_seconds + self.tables.backward_seconds) / speed + transfer
-        return plain, plain + self.tables.forward_seconds / speed
+        transfer = self.transfer_seconds(stage, num_stages, at)
+        forward, backward = self.tables.forward_seconds[at], self.tables.backward_seconds[at]
+        plain = (forward + backward) / speed + transfer
+        return plain, plain + forward / speed
 
     def stage_peaks(self, stage: int, num_stages: int) -> tuple[Array, Array]:
         """Return the peak bytes of every pair, without and with recompute."""
         num_in_flight, versions = self.in_flight_and_versions(stage, num_stages)
-        return peak_tables(
-            self.tables, self.profile.optimizer_bytes_per_byte, num_in_flight, versions, self.waiting(stage)
-        )
+        return self.tables.memory.peaks(num_in_flight, versions, self.waiting(stage))
 
     def waiting(self, stage: int) -> int:
         """Return how many halves of a backward wait at most: stage s lets s of them, while the next arises.
@@ -114,9 +131,9 @@ class Problem:
         return min(stage + 1, self.num_microbatches) if self.kind.splits_backward and stage else 0
 
     def limit(self, stage: int) -> float:
-        """Return the bytes that a stage may use; infinite where the device has no limit.
+        """Return the whole bytes that a stage may use; infinite if the device has no limit.
 
-        Stages that share a device get parts of it as large as what they hold in flight.
+        Stages that share a device divide it in proportion to the microbatches that they hold in flight.
         """
         memory = self.device_of(stage).memory_bytes
         if not memory:
@@ -127,25 +144,27 @@ class Problem:
         num_in_flight = {
             other: self.in_flight_and_versions(other, count)[0] for other in range(count) if self.rank_of(other) == rank
         }
-        return memory * num_in_flight[stage] / sum(num_in_flight.values())
+        return memory * num_in_flight[stage] // sum(num_in_flight.values())
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
         """Return t_k, infinite where the stage does not fit; recompute is used as the options allow."""
         plain, again = self.stage_seconds(stage, num_stages)
+        limit, recompute = self.limit(stage), self.options.recompute
+        if math.isinf(limit):
+            table: Array = again if recompute == "always" else plain
+            return table
         peak, peak_again = self.stage_peaks(stage, num_stages)
-        limit = self.limit(stage)
-        table = np.full_like(plain, np.inf)
-        if self.options.recompute != "never":
-            table = np.where(peak_again <= limit, again, table)
-        if self.options.recompute != "always":
-            table = np.where(peak <= limit, plain, table)
-        return table
+        if recompute == "always":
+            return np.where(peak_again <= limit, again, np.inf)
+        otherwise = np.inf if recompute == "never" else np.where(peak_again <= limit, again, np.inf)
+        return np.where(peak <= limit, plain, otherwise)
 
     def overflow_table(self, stage: int, num_stages: int) -> Array:
         """Return by how many bytes the least peak that the options allow is over the limit (negative: it fits)."""
         peak, peak_again = self.stage_peaks(stage, num_stages)
         least = {"never": peak, "always": peak_again, "auto": np.minimum(peak, peak_again)}[self.options.recompute]
-        return least - self.limit(stage)
+        over: Array = least - self.limit(stage)
+        return over
 
 
 def check_cluster(cluster: Cluster, num_ranks: int) -> None:

@@ -25,6 +25,7 @@ MOST_PLACES = 128
 def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     """Return the solver's arrays for a problem; with ``width`` groups, those of the pipeline that each group runs."""
     tables, options, kind = problem.tables, problem.options, problem.kind
+    memory = tables.memory
     cluster, G = problem.cluster, options.num_ranks // width
     equal = width == 1 and len(set(cluster.devices)) == 1 and _levels_in_use(cluster, G) <= 1
     outer = _span(cluster, 0, options.num_ranks - 1)
@@ -56,14 +57,12 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
             tables.forward_seconds,
             tables.received,
             tables.sent,
-            tables.gradient_bytes,
+            memory.gradients,
             tables.tied_bytes,
-            tables.weight_bytes,
-            tables.gradient_bytes
-            + problem.profile.optimizer_bytes_per_byte * tables.stepped_bytes
-            + tables.workspace_bytes,
-            tables.saved_bytes,
-            tables.kept_bytes,
+            memory.weights,
+            memory.fixed,
+            memory.saved,
+            memory.kept,
             *_one_replica(tables, place),
         ),
         place,
@@ -79,7 +78,7 @@ def _one_replica(tables: Tables, place: Any) -> tuple[Any, Any]:
     time = (tables.forward_seconds + tables.backward_seconds) / speed
     time[1:] += tables.received[1:] * into + into_latency
     time[:, :-1] += tables.sent[:, :-1] * out + out_latency
-    return time, 2 * tables.gradient_bytes * ring
+    return time, 2 * tables.memory.gradients * ring
 
 
 def _levels_in_use(cluster: Cluster, num_ranks: int) -> int:

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from autopipe.planning.cost.memory import stage_peak
 from autopipe.planning.search.compiled import compiled
 
 Array = Any  # arrays inside compiled code: numba infers the type
@@ -46,6 +47,9 @@ SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, R
 MICROBATCHES, RANKS, DEPTH, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
 WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT = range(9, 14)
 NUM_RULES = 14
+
+
+peak_bytes: Any = compiled(stage_peak)
 
 
 @compiled
@@ -77,12 +81,12 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
     in_flight, versions = held_and_versions(rules, r, d)
     if rules[FLUSH] == 0 and (in_flight - 1) * r * rules[WIDTH] > (versions - 1) * m:
         return HUGE, 0
-    fixed = versions * tables[WEIGHTS][i, j] + tables[STATE][i, j] + in_flight * tables[KEPT][i, j]
-    saved, memory = tables[SAVED][i, j], place[MEMORY, a, q]
+    weights, fixed, kept, saved = tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j]
+    memory = place[MEMORY, a, q]
     again = 0
-    if rules[MAY_KEEP] > 0 and fixed + in_flight * saved <= memory:
+    if rules[MAY_KEEP] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, in_flight) <= memory:
         again = 0
-    elif rules[MAY_RECOMPUTE] > 0 and fixed + saved <= memory:
+    elif rules[MAY_RECOMPUTE] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, 1.0) <= memory:
         again = 1
     else:
         return HUGE, 0

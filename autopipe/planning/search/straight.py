@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopipe.planning.cost.tables import Array
+from autopipe.planning.cost.pair_sum import Array
 
 
 def straight_cuts(

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.errors import AutopipeError, ModelFileError
+from autopipe.units import in_gib
 from autopipe.workload.workload import Workload
 
 FIRST_BYTES = 1 << 30
-_GIB = 2**30
 
 
 class _TooManyBytes(BaseException):
@@ -103,13 +103,13 @@ def _size_of(workload: Workload) -> _Size | None:
 
 
 def _refused(name: str, size: _Size | None, available: int, *, verify: bool, remedy: str) -> ModelFileError:
-    free = f"{available / _GIB:.1f} GiB of memory are available"
+    free = f"{in_gib(available)} of memory are available"
     if size is None:
         limit = available // (3 if verify else 1)
-        what = f"its parameters take more than {limit / _GIB:.1f} GiB, and {free}"
+        what = f"its parameters take more than {in_gib(limit)}, and {free}"
     else:
-        weights = f"{size.parameters / 1e9:.2f}e9 parameters, {size.bytes / _GIB:.1f} GiB"
-        gradients = f" and {2 * size.trained / _GIB:.1f} GiB of gradients to verify it" if verify else ""
+        weights = f"{size.parameters / 1e9:.2f}e9 parameters, {in_gib(size.bytes)}"
+        gradients = f" and {in_gib(2 * size.trained)} of gradients to verify it" if verify else ""
         what = f"{weights}{gradients}, and {free}"
         if verify and size.needed(verify=False) <= available:
             remedy = f"--no-verify needs no gradients; or {remedy}"

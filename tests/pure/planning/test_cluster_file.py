@@ -8,13 +8,7 @@ from support.planning_cases import CLUSTER_FILE
 
 from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
-from autopipe.planning.cluster_file import (
-    parse_bandwidth,
-    parse_bytes,
-    parse_seconds,
-    read_cluster,
-    uniform_cluster,
-)
+from autopipe.planning.cluster_file import read_cluster, uniform_cluster
 from autopipe.planning.cost.datasheets import datasheet
 
 SPEED = "speed = 1.0"
@@ -56,42 +50,6 @@ def test_devices_may_differ_by_rank(tmp_path):
     with pytest.raises(PlanError, match=r"describes 5 ranks, the levels hold 4 x 4 = 16"):
         cluster_from(tmp_path, mixed.replace("12", "1") + levels)
     assert head
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("80GiB", 80 * 2**30), ("16 GB", 16 * 10**9), ("1.5MiB", 3 * 2**19), ("512B", 512), ("2e3kB", 2 * 10**6)],
-)
-def test_sizes(text, value):
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("10GB/s", 1e10), ("400Gbit/s", 5e10), ("25Gbps", 3.125e9), ("1GiB/s", 2.0**30), ("8bit/s", 1.0)],
-)
-def test_bandwidths(text, value):
-    assert parse_bandwidth(text) == value
-
-
-def test_times():
-    assert [parse_seconds(text) for text in ("5us", "1.5 ms", "2s", "7ns")] == [5e-6, 1.5e-3, 2.0, 7e-9]
-
-
-@pytest.mark.parametrize(
-    ("call", "text", "message"),
-    [
-        (parse_bytes, "80", "'80' has no unit"),
-        (parse_bytes, "80Gib", "unknown unit 'Gib'"),
-        (parse_bytes, "lots", "'lots' is not a size in bytes such as 16GiB"),
-        (parse_bandwidth, "400Gbit", "Did you mean 'Gbit/s'"),
-        (parse_seconds, "-1s", "'-1s' is not a time such as 5us"),
-        (parse_bytes, 16, "16 is not a size in bytes"),
-    ],
-)
-def test_a_quantity_without_a_known_unit_is_refused(call, text, message):
-    with pytest.raises(PlanError, match=message):
-        call(text)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from autopipe.errors import PlanError
 from autopipe.ir.plan import Stage
 from autopipe.ir.tensor import TensorSpec
 from autopipe.planning import PlanOptions, make_plan
-from autopipe.planning.cost.memory import apart, at_least, gib
 from autopipe.planning.cost.ownership import check_every_parameter
 from autopipe.schedules import REGISTRY
 
@@ -158,14 +157,6 @@ def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
     make_plan(chain(), machine(ranks, gibibytes), free)
     with pytest.raises(PlanError):
         make_plan(chain(), machine(ranks, gibibytes * 0.4), free)
-
-
-def test_sizes_are_told_apart_and_up():
-    assert gib(13.7 * 2**20) == "13.7 MiB"
-    assert apart(13.7e6 + 50, 13.7e6) == ("13.0654 MiB", "13.0653 MiB")
-    assert apart(2**30, 2**30) == ("1 GiB", "1 GiB")
-    assert (at_least(1.2301 * 2**30), at_least(2**21), at_least(999.6 * 2**20)) == ("1.24 GiB", "2 MiB", "1e+03 MiB")
-    assert at_least(0) == "0 KiB"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""``PairSum``: the sum of what each stage holds, for every pair of cuts at once or for the stages of one plan.
+
+A stage is a run of atoms ``i..j-1``. What it holds is not a sum over its atoms: a value read twice in a stage is
+received once, a parameter read by two layers is stored once, an input-only node that three layers read is computed
+once. Each of these is a count of distinct things, and the pairs (i, j) for which a thing counts are rectangles in the
+plane of pairs:
+
+- a thing used at atoms u1 < u2 < ... counts for (i, j) if some u has i <= u < j (``distinct``);
+- a value produced at atom a and used later is received by (i, j) if a < i and the stage has a use (``distinct``, after
+  a);
+- it is sent by (i, j) if i <= a < j and there is a use at or behind j (``rectangle``).
+
+The rectangles are the only definition of a term. ``table`` adds them for all pairs in O(rectangles + n^2), so that the
+search reads the cost of a stage in O(1); ``along`` adds them for the p stages of a plan in O(rectangles log p). Bytes
+are whole numbers, and a float64 holds sums of them exactly below 2**53: the two are equal, in whatever order they add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Whole = npt.NDArray[np.int64]
+
+
+class PairSum:
+    """Rectangles of weights over the pairs (i, j), 0 <= i, j <= n, and their sums."""
+
+    def __init__(self, num_atoms: int) -> None:
+        self._n = num_atoms
+        self._bounds: list[tuple[int, int, int, int]] = []
+        self._weights: list[float] = []
+
+    def rectangle(self, i_from: int, i_to: int, j_from: int, j_to: int, weight: float) -> None:
+        """Add ``weight`` to every (i, j) with i_from <= i <= i_to and j_from <= j <= j_to."""
+        if i_from > i_to or j_from > j_to or not weight:
+            return
+        self._bounds.append((i_from, i_to, j_from, j_to))
+        self._weights.append(weight)
+
+    def distinct(self, uses: Iterable[int], weight: float, after: int = -1) -> None:
+        """Add ``weight`` once to every (i, j) with i > ``after`` that contains one of ``uses`` (atoms)."""
+        previous = after
+        for use in sorted(set(uses)):
+            self.rectangle(previous + 1, use, use + 1, self._n, weight)
+            previous = max(previous, use)
+
+    def atom(self, atom: int, weight: float) -> None:
+        """Add ``weight`` to every (i, j) that contains the atom."""
+        self.rectangle(0, atom, atom + 1, self._n, weight)
+
+    def table(self, base: Array | float = 0.0) -> Array:
+        """Return the sums of all pairs, shape (n + 1, n + 1), on top of ``base``; entries with i >= j are undefined."""
+        width = self._n + 2
+        bounds = np.array(self._bounds, dtype=np.int64).reshape(-1, 4)
+        i_from, i_to, j_from, j_to = bounds.T
+        ends = (i_from, j_from), (i_to + 1, j_from), (i_from, j_to + 1), (i_to + 1, j_to + 1)
+        corners = np.stack([i * width + j for i, j in ends], axis=1)
+        signed = np.outer(np.array(self._weights, dtype=np.float64), (1.0, -1.0, -1.0, 1.0))
+        changes = np.bincount(corners.ravel(), weights=signed.ravel(), minlength=width * width).reshape(width, width)
+        total: Array = changes.cumsum(axis=0).cumsum(axis=1)
+        return np.maximum(total[:-1, :-1] + base, 0.0)
+
+    def along(self, edges: Sequence[int]) -> Whole:
+        """Return the sums of the stages between successive ``edges`` (atoms, ascending). Weights must be whole."""
+        starts, stops = np.array(edges[:-1], dtype=np.int64), np.array(edges[1:], dtype=np.int64)
+        bounds, weights = np.array(self._bounds, dtype=np.int64).reshape(-1, 4), np.array(self._weights, dtype=np.int64)
+        i_from, i_to, j_from, j_to = bounds.T
+        # starts and stops both ascend, so the stages in a rectangle are a run
+        first = np.maximum(np.searchsorted(starts, i_from), np.searchsorted(stops, j_from))
+        last = np.minimum(np.searchsorted(starts, i_to, "right"), np.searchsorted(stops, j_to, "right"))
+        inside = first < last
+        changes = np.zeros(len(starts) + 1, dtype=np.int64)
+        np.add.at(changes, first[inside], weights[inside])
+        np.subtract.at(changes, last[inside], weights[inside])
+        sums: Whole = np.maximum(changes.cumsum()[:-1], 0)
+        return sums
+
+
+class PeakWorkspace:
+    """``max(0, max_x (w_x + saved up to x) - saved of all)`` over the nodes x of a stage: the bytes X of ``memory``."""
+
+    def __init__(self, num_atoms: int) -> None:
+        self._saved = np.zeros(num_atoms + 1, dtype=np.int64)  # by atom a, at a + 1
+        self._highest = np.full(num_atoms, -(2**62), dtype=np.int64)  # of each atom, the highest w_x + saved up to x
+        self._before = 0
+
+    def node(self, atom: int, saved: int, workspace: int) -> None:
+        """Add the next node, in the order of the graph."""
+        self._before += saved
+        self._highest[atom] = max(int(self._highest[atom]), workspace + self._before)
+        self._saved[atom + 1] += saved
+
+    def table(self) -> Array:
+        """Return the workspace of all pairs, shape (n + 1, n + 1)."""
+        n = len(self._highest)
+        # row i: the running maximum from atom i on
+        behind = np.arange(n)[None, :] >= np.arange(n + 1)[:, None]
+        own = np.where(behind, self._highest[None, :].astype(np.float64), -np.inf)
+        table = np.zeros((n + 1, n + 1))
+        table[:, 1:] = np.maximum.accumulate(own, axis=1) - self._saved.cumsum()[None, 1:]
+        return np.maximum(table, 0.0)
+
+    def along(self, edges: Sequence[int]) -> Whole:
+        """Return the workspaces of the stages between successive ``edges`` (atoms, ascending)."""
+        highest = np.maximum.reduceat(self._highest, np.array(edges[:-1], dtype=np.int64))
+        workspaces: Whole = np.maximum(highest - self._saved.cumsum()[list(edges[1:])], 0)
+        return workspaces

@@ -1,0 +1,129 @@
+"""The bytes of a stage have one definition: the search, the finished plan and its limit agree to the byte."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pure.planning.test_replicated import random_case as replicated_case
+from pure.planning.test_straight import random_case as straight_case
+from support.planning_cases import profile_of, random_graph
+
+from autopipe.errors import PlanError
+from autopipe.ir.cuts import Cuts
+from autopipe.ir.plan import bytes_by_rank
+from autopipe.planning import make_plan
+from autopipe.planning.api import make_problems, solve_problem
+from autopipe.planning.cost.atoms import Atoms
+from autopipe.planning.cost.byte_sums import ByteSums
+from autopipe.planning.search import replicated, solver
+
+TERMS = ("weights", "gradients", "stepped", "optimizer", "saved", "kept", "between", "workspace")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000), st.sampled_from((0.0, 0.3, 1.0, 2.0, 2.7)))
+def test_the_terms_of_a_plan_are_the_entries_of_the_tables(seed, optimizer_bytes_per_byte):
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randrange(2, 14))
+    atoms = Atoms(graph, Cuts(graph), profile_of(graph, rng).at(4))
+    sums = ByteSums(atoms, optimizer_bytes_per_byte)
+    tables = sums.tables()
+    chosen = [0, *sorted(rng.sample(range(1, atoms.count), rng.randrange(atoms.count))), atoms.count]
+    stages = sums.along([atoms.edges[i] for i in chosen[:-1]])
+    for terms, (i, j) in zip(stages, itertools.pairwise(chosen), strict=True):
+        assert [getattr(terms, name) for name in TERMS] == [getattr(tables, name)[i, j] for name in TERMS]
+        assert all(isinstance(getattr(terms, name), int) for name in TERMS)
+
+
+def searched_bytes(problem, plan):
+    """Return the peak of every stage of a plan as the search computed it."""
+    tables, last = problem.tables, len(problem.profile.graph.nodes)
+    edges = [tables.edges.index(stage.start) for stage in plan.stages] + [tables.edges.index(last)]
+    peaks = []
+    for stage, (i, j) in zip(plan.stages, itertools.pairwise(edges), strict=True):
+        if problem.options.straight:
+            peaks.append(problem.stage_peaks(stage.index, len(plan.stages))[int(stage.recompute)][i, j])
+            continue
+        arrays = next(a for a in candidate_arrays(problem) if fits(a, plan))
+        width = int(arrays.rules[solver.WIDTH])
+        replicas = stage.replicas // width
+        behind = sum(other.replicas for other in plan.stages[stage.index + 1 :]) // width
+        in_flight, versions = solver.held_and_versions(arrays.rules, replicas, behind)
+        entries = (arrays.tables[k][i, j] for k in (solver.WEIGHTS, solver.STATE, solver.KEPT, solver.SAVED))
+        weights, fixed, kept, saved = entries
+        saved_in_flight = 1 if stage.recompute else in_flight
+        peaks.append(solver.peak_bytes(weights, versions, fixed, kept, in_flight, saved, saved_in_flight))
+    return peaks
+
+
+def candidate_arrays(problem):
+    return [replicated.arrays_of(problem, width) for width in sorted(replicated.widths(problem), reverse=True)]
+
+
+def fits(arrays, plan):
+    """Return whether the plan's replicas lie in the groups of these arrays: one rank of each group at a time."""
+    width = int(arrays.rules[solver.WIDTH])
+    if width == 1:
+        return True
+    group = arrays.num_ranks
+    return all({rank // group for rank in stage.ranks[:width]} == set(range(width)) for stage in plan.stages)
+
+
+def problem_and_plan(profile, cluster, options):
+    (problem,) = make_problems(profile, cluster, options)
+    return problem, solve_problem(problem)
+
+
+def with_limits(cluster, limits):
+    """Return the cluster with these bytes on each rank; equal limits on equal devices make one description."""
+    devices = tuple(
+        dataclasses.replace(cluster.device(rank), memory_bytes=limits[rank]) for rank in range(cluster.num_ranks)
+    )
+    return dataclasses.replace(cluster, devices=devices if len(set(devices)) > 1 else devices[:1])
+
+
+@pytest.mark.parametrize("case", [straight_case, replicated_case])
+def test_the_search_and_the_plan_have_the_same_bytes(case):
+    planned = 0
+    for seed in range(300):
+        problem, plan = problem_and_plan(*case(seed))
+        if plan is None:
+            continue
+        planned += 1
+        assert [stage.peak_bytes for stage in plan.stages] == searched_bytes(problem, plan), seed
+        limits = bytes_by_rank(plan.stages)
+        for rank, needed in limits.items():
+            assert not problem.cluster.memory_of(rank) or needed <= problem.cluster.memory_of(rank), seed
+    assert planned > 150
+
+
+@pytest.mark.parametrize("case", [straight_case, replicated_case])
+def test_exactly_the_bytes_of_a_plan_are_enough_and_one_less_is_not(case):
+    tried = refused = 0
+    for seed in range(120):
+        profile, cluster, options = case(seed)
+        options = dataclasses.replace(options, recompute=random.Random(seed).choice(("never", "always")))
+        _, plan = problem_and_plan(profile, cluster, options)
+        if plan is None or (not options.straight and len(cluster.devices) > 1):
+            continue  # where devices differ, replicated plans use all of them
+        tried += 1
+        needed = bytes_by_rank(plan.stages)
+        if not options.straight:
+            needed = dict.fromkeys(range(cluster.num_ranks), max(needed.values()))
+        exact = make_plan(profile, with_limits(cluster, needed), options)
+        assert exact.predicted.step_seconds == plan.predicted.step_seconds, seed
+        assert all(used <= needed[rank] for rank, used in bytes_by_rank(exact.stages).items()), seed
+        for ranks in [[rank] for rank in needed] if options.straight else [list(needed)]:
+            less = needed | {rank: needed[rank] - 1 for rank in ranks}
+            try:
+                tight = make_plan(profile, with_limits(cluster, less), options)
+            except PlanError:
+                refused += 1
+                continue
+            assert tight.digest != plan.digest, seed
+            assert all(used <= less[rank] for rank, used in bytes_by_rank(tight.stages).items()), seed
+    assert tried > 40
+    assert refused > 20
