@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import hashlib
 import json
@@ -76,6 +77,8 @@ def decode(kind: Any, value: Any, path: str) -> Any:
         return {decode(str, key, path): decode(item, entry, _below(path, key)) for key, entry in value.items()}
     if kind is Any:
         return value
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+        return _decode_enum(kind, value, path)
     if kind is float and type(value) is int and -LARGEST < value < LARGEST:
         return float(value)
     if kind is type(None):
@@ -89,6 +92,12 @@ def decode(kind: Any, value: Any, path: str) -> Any:
     if kind is str and not _is_text(value):
         raise _mismatch("text", value, path)
     return value
+
+
+def _decode_enum(kind: type[enum.StrEnum], value: Any, path: str) -> enum.StrEnum:
+    if value not in list(kind):
+        raise _mismatch(f"one of {', '.join(kind)}", value, path)
+    return kind(value)
 
 
 def _is_text(value: str) -> bool:

@@ -19,19 +19,38 @@ Text form: ``2F7@3`` is the forward of microbatch 7 at stage 2, at version 3; ``
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
-COMPUTE = ("F", "B", "I", "W")
-SENDS = ("SF", "SB")
-RECEIVES = ("RF", "RB")
-OPS = (*COMPUTE, *SENDS, *RECEIVES, "R", "S")
+
+class Op(enum.StrEnum):
+    """The operation of an instruction. Its value is the text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUTS = "I"
+    BACKWARD_WEIGHTS = "W"
+    SEND_FORWARD = "SF"
+    SEND_BACKWARD = "SB"
+    RECEIVE_FORWARD = "RF"
+    RECEIVE_BACKWARD = "RB"
+    REDUCE = "R"
+    STEP = "S"
+
+
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUTS, Op.BACKWARD_WEIGHTS)
+SEND_OF = {Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD}
+RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
+SENDS, RECEIVES = tuple(SEND_OF.values()), tuple(RECEIVE_OF.values())
+# the computation that a message belongs to
+COMPUTED_BY = {message: op for messages in (SEND_OF, RECEIVE_OF) for op, message in messages.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One operation of one rank. Fields that do not apply to an operation are -1."""
 
-    op: str  # one of ``OPS``
+    op: Op
     stage: int
     minibatch: int
     microbatch: int = -1
@@ -39,8 +58,8 @@ class Instruction:
     peer: int = -1  # the other stage of a send or receive
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"unknown operation {self.op!r}")
+        if not isinstance(self.op, Op):
+            raise TypeError(f"{self.op!r} is not an Op")
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.op}"

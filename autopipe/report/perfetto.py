@@ -13,13 +13,14 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopipe.ir.schedule import RECEIVES, SENDS, Instruction
+from autopipe.ir.schedule import COMPUTED_BY, RECEIVES, SENDS, Instruction, Op
 from autopipe.ir.timeline import Span, Timeline
 
 THREADS = ("compute", "send", "receive")
 _CATEGORIES = {
-    "F": "fwd", "B": "bwd", "I": "bwd", "W": "bwd", "SF": "send", "SB": "send", "RF": "recv", "RB": "recv",
-    "R": "reduce", "S": "step",
+    Op.FORWARD: "fwd", Op.BACKWARD: "bwd", Op.BACKWARD_INPUTS: "bwd", Op.BACKWARD_WEIGHTS: "bwd",
+    Op.SEND_FORWARD: "send", Op.SEND_BACKWARD: "send", Op.RECEIVE_FORWARD: "recv", Op.RECEIVE_BACKWARD: "recv",
+    Op.REDUCE: "reduce", Op.STEP: "step",
 }  # fmt: skip
 
 Event = dict[str, Any]
@@ -92,15 +93,15 @@ def _arrows(timeline: Timeline, begin: float) -> Iterator[Event]:
     for span in timeline.spans:
         i = span.instruction
         if i.op in SENDS:
-            sent[(i.op[1], i.stage, i.minibatch, i.microbatch), i.peer] = span
-        elif i.op in ("F", "B", "I"):
-            computed["F" if i.op == "F" else "B", i.stage, i.minibatch, i.microbatch] = span
+            sent[(COMPUTED_BY[i.op], i.stage, i.minibatch, i.microbatch), i.peer] = span
+        elif i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUTS):
+            computed[Op.FORWARD if i.op == Op.FORWARD else Op.BACKWARD, i.stage, i.minibatch, i.microbatch] = span
     number = 0
     for span in timeline.spans:
         i = span.instruction
         if i.op not in RECEIVES:
             continue
-        key = (i.op[1], i.peer, i.minibatch, i.microbatch)
+        key = (COMPUTED_BY[i.op], i.peer, i.minibatch, i.microbatch)
         source = sent.get((key, i.stage)) or computed.get(key)
         if source is None:
             continue

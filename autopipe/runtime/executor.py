@@ -17,7 +17,7 @@ from autopipe.errors import InternalError, RunError
 from autopipe.ir.channel import ACTIVATION, GRADIENT, Channel
 from autopipe.ir.messages import Edge
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import RECEIVES, Instruction, ScheduleSpec
+from autopipe.ir.schedule import RECEIVES, Instruction, Op, ScheduleSpec
 from autopipe.ir.timeline import Span
 from autopipe.runtime.batches.recording import Recording
 from autopipe.runtime.events import Reporter
@@ -83,11 +83,13 @@ class Executor:
         row = [i if not offset else _shifted(i, offset) for i in row]
         row = [i for i in row if i.microbatch < len(minibatches[i.minibatch])]
         # after these, the gradients of a minibatch are complete on this rank
-        self._last_backwards = frozenset({(i.stage, i.minibatch): i for i in row if i.op == "B"}.values())
-        handlers: dict[str, Callable[[Instruction], None]] = {
-            "F": self._forward, "B": self._backward, "SF": self._send, "SB": self._send,
-            "RF": self._receive, "RB": self._receive, "R": self._reduce, "S": self._step,
-            "I": self._backward_inputs, "W": self._backward_weights,
+        self._last_backwards = frozenset({(i.stage, i.minibatch): i for i in row if i.op == Op.BACKWARD}.values())
+        handlers: dict[Op, Callable[[Instruction], None]] = {
+            Op.FORWARD: self._forward, Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUTS: self._backward_inputs, Op.BACKWARD_WEIGHTS: self._backward_weights,
+            Op.SEND_FORWARD: self._send, Op.SEND_BACKWARD: self._send,
+            Op.RECEIVE_FORWARD: self._receive, Op.RECEIVE_BACKWARD: self._receive,
+            Op.REDUCE: self._reduce, Op.STEP: self._step,
         }  # fmt: skip
         ahead = post_points(row)
         with contextlib.nullcontext() if self.footprint is None else self.footprint.owners:
@@ -111,7 +113,7 @@ class Executor:
         """Return the context in which an instruction runs, which attributes its memory to its stage."""
         if self.footprint is None:
             return contextlib.nullcontext()
-        leaves = self._microbatch(instruction).leaves if instruction.op == "F" else {}
+        leaves = self._microbatch(instruction).leaves if instruction.op == Op.FORWARD else {}
         names = self.runners[instruction.stage].stage.INPUTS
         return self.footprint.during(instruction, [leaves[name] for name in names if name in leaves])
 
@@ -130,7 +132,7 @@ class Executor:
         return instruction.minibatch, instruction.microbatch
 
     def _post(self, instruction: Instruction) -> None:
-        kind = ACTIVATION if instruction.op == "RF" else GRADIENT
+        kind = ACTIVATION if instruction.op == Op.RECEIVE_FORWARD else GRADIENT
         edge = (instruction.peer, instruction.stage)
         channel = Channel(kind, *edge, self._peer_rank(instruction, instruction.peer), self.transport.rank)
         microbatch = self._microbatch(instruction)
@@ -141,7 +143,7 @@ class Executor:
         self._posted[instruction] = pending
 
     def _receive(self, instruction: Instruction) -> None:
-        kind = ACTIVATION if instruction.op == "RF" else GRADIENT
+        kind = ACTIVATION if instruction.op == Op.RECEIVE_FORWARD else GRADIENT
         edge = (instruction.peer, instruction.stage)
         tensors = [pending.wait() for pending in self._posted.pop(instruction)]
         self._mail[kind, edge, instruction.minibatch, instruction.microbatch] = dict(
@@ -157,7 +159,7 @@ class Executor:
                 self._mail[key] = {value: tensors[value].detach() for value in values}
 
     def _send(self, instruction: Instruction) -> None:
-        kind = ACTIVATION if instruction.op == "SF" else GRADIENT
+        kind = ACTIVATION if instruction.op == Op.SEND_FORWARD else GRADIENT
         edge = (instruction.stage, instruction.peer)
         channel = Channel(kind, *edge, self.transport.rank, self._peer_rank(instruction, instruction.peer))
         microbatch = self._microbatch(instruction)

@@ -18,7 +18,7 @@ import torch
 
 from autopipe import sparse
 from autopipe.ir.plan import Plan
-from autopipe.ir.schedule import Instruction
+from autopipe.ir.schedule import Instruction, Op
 from autopipe.measure.live import HostMeter, meter_of
 from autopipe.runtime.events import Reporter
 from autopipe.runtime.stage_runner import StageRunner
@@ -57,7 +57,7 @@ class Footprint:
         """Attribute the allocations of the body. ``batch``: the batch tensors of the instruction's microbatch."""
         stage = self._stages[instruction.stage]
         key = instruction.minibatch, instruction.microbatch
-        if instruction.op == "F":
+        if instruction.op == Op.FORWARD:
             stage.batches[key] = sum(tensor.numel() * tensor.element_size() for tensor in batch)
             stage.most_in_flight = max(stage.most_in_flight, len(stage.batches))
         owned = self.owners.held_by(instruction.stage) + sum(stage.batches.values())
@@ -67,7 +67,7 @@ class Footprint:
             yield
         finally:
             stage.peak = max(stage.peak, owned + self._meter.most() - before)
-            if instruction.op in ("B", "W"):
+            if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHTS):
                 stage.batches.pop(key, None)
 
     def report_to(self, reporter: Reporter, plan: Plan) -> None:

@@ -17,7 +17,7 @@ import torch
 from autopipe.draws import exclusive
 from autopipe.errors import RunError
 from autopipe.ir.artifact import encode
-from autopipe.ir.schedule import Instruction, StageEdges
+from autopipe.ir.schedule import Instruction, Op, StageEdges
 from autopipe.ir.shares import Shares
 from autopipe.runtime.assembly import RankAssembly
 from autopipe.runtime.audit.writer import AuditWriter
@@ -315,7 +315,7 @@ class RankSession:
     def _forward_row(self) -> tuple[Instruction, ...]:
         """Return the forwards of this rank, in the order of the run's schedule."""
         schedule = make(self.context.plan.schedule, self.context.request)
-        forward = tuple(tuple(i for i in row if i.op == "F") for row in schedule.rows)
+        forward = tuple(tuple(i for i in row if i.op == Op.FORWARD) for row in schedule.rows)
         lowered = lower(replace(schedule, rows=forward), StageEdges(self.context.routes.edges.forward, ()))
         return lowered.rows[self.transport.rank]
 

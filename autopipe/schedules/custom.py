@@ -18,13 +18,13 @@ from __future__ import annotations
 import re
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, Schedule, ScheduleSpec
+from autopipe.ir.schedule import COMPUTE, Op, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, check_request
 from autopipe.schedules.rows import flushed, stages_of
 from autopipe.schedules.validate import validate
 
 _CELL = re.compile(r"(\d*)([FBIW])(\d+)")
-Cell = tuple[str, int, int]  # op, stage, microbatch
+Cell = tuple[Op, int, int]  # op, stage, microbatch
 
 
 def custom(request: ScheduleSpec) -> Schedule:
@@ -76,7 +76,7 @@ def lines_of(text: str) -> list[str]:
     return [row for row in (raw.split("#")[0].strip() for raw in text.splitlines()) if row]
 
 
-def _cells(rank: int, text: str) -> list[tuple[int | None, str, int]]:
+def _cells(rank: int, text: str) -> list[tuple[int | None, Op, int]]:
     """Return (stage, op, microbatch) of a row. Raises: ScheduleError for an invalid cell."""
     cells = []
     for index, cell in enumerate(part.strip() for part in text.split(",")):
@@ -85,7 +85,7 @@ def _cells(rank: int, text: str) -> list[tuple[int | None, str, int]]:
         match = _CELL.fullmatch(cell)
         if match is None:
             raise _invalid_cell(cell, rank, index)
-        cells.append((int(match[1]) if match[1] else None, match[2], int(match[3])))
+        cells.append((int(match[1]) if match[1] else None, Op(match[2]), int(match[3])))
     return cells
 
 

@@ -18,7 +18,7 @@ of a plain accumulation loop.
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Schedule, ScheduleSpec
+from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, check_request, line
 from autopipe.schedules.rows import flushed, own_microbatches, stages_of
 
@@ -27,11 +27,11 @@ def gpipe(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError for an invalid request, such as 0 microbatches."""
     check_request(KIND.name, request)
 
-    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+    def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
         stages = stages_of(request, rank)
         shares = {stage: own_microbatches(request, stage, rank, minibatch) for stage in stages}
-        forwards = [("F", stage, j) for stage in stages for j in shares[stage]]
-        return forwards + [("B", stage, j) for stage in reversed(stages) for j in shares[stage]]
+        forwards = [(Op.FORWARD, stage, j) for stage in stages for j in shares[stage]]
+        return forwards + [(Op.BACKWARD, stage, j) for stage in reversed(stages) for j in shares[stage]]
 
     in_flight = [-(-request.num_microbatches // len(ranks)) for ranks in request.stage_ranks]
     return flushed(KIND.name, request, order, in_flight)

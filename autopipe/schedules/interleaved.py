@@ -16,7 +16,7 @@ Source: Megatron-LM, arXiv:2104.04473, section 2.2.
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Schedule, ScheduleSpec
+from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind
 from autopipe.schedules.looped import STAGES_PER_RANK, Loop
 from autopipe.schedules.rows import alternate, flushed
@@ -26,7 +26,7 @@ def interleaved(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError if the layout is not looped, or m gives unequal rounds."""
     loop = Loop.of(KIND.name, request)
 
-    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+    def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
         place = loop.ranks.index(rank)
         units = alternate(loop.forwards(place), loop.warmup(place, 2), loop.backwards(place))
         return [(op, stage, j) for op, (stage, j) in units]

@@ -8,7 +8,7 @@ the values on.
 from __future__ import annotations
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Instruction, Schedule, StageEdges
+from autopipe.ir.schedule import RECEIVE_OF, SEND_OF, Instruction, Op, Schedule, StageEdges
 
 
 def lower(schedule: Schedule, edges: StageEdges) -> Schedule:
@@ -25,38 +25,39 @@ def lower(schedule: Schedule, edges: StageEdges) -> Schedule:
     for rank, row in enumerate(schedule.rows):
         lowered: list[Instruction] = []
         for i in row:
-            kind = "B" if i.op == "I" else i.op
-            if kind not in ("F", "B"):
+            kind = Op.BACKWARD if i.op == Op.BACKWARD_INPUTS else i.op
+            if kind not in SEND_OF:
                 lowered.append(i)
                 continue
             stage, t, j = i.stage, i.minibatch, i.microbatch
             for peer in sources[kind][stage]:
                 if (single[peer] if single[peer] >= 0 else request.rank_of(peer, t, j)) != rank:
-                    lowered.append(Instruction("R" + kind, stage, t, j, -1, peer))
+                    lowered.append(Instruction(RECEIVE_OF[kind], stage, t, j, -1, peer))
             lowered.append(i)
             for peer in targets[kind][stage]:
                 if (single[peer] if single[peer] >= 0 else request.rank_of(peer, t, j)) != rank:
-                    lowered.append(Instruction("S" + kind, stage, t, j, -1, peer))
+                    lowered.append(Instruction(SEND_OF[kind], stage, t, j, -1, peer))
         rows.append(tuple(lowered))
     return Schedule(schedule.name, request, tuple(rows), schedule.staleness, schedule.in_flight)
 
 
-Ends = dict[str, list[list[int]]]
+Ends = dict[Op, list[list[int]]]
 
 
 def _ends(schedule: Schedule, stage_edges: StageEdges) -> tuple[Ends, Ends]:
-    """Return, by kind ("F", "B") and stage, the stages that it receives from and those that it sends to.
+    """Return, by kind (FORWARD, BACKWARD) and stage, the stages that it receives from and those that it sends to.
 
     Both are in the order of ``stage_edges``.
     """
     count = schedule.request.num_stages
-    sources: Ends = {kind: [[] for _ in range(count)] for kind in "FB"}
-    targets: Ends = {kind: [[] for _ in range(count)] for kind in "FB"}
-    for kind, edges in (("F", stage_edges.forward), ("B", stage_edges.backward)):
+    sources: Ends = {kind: [[] for _ in range(count)] for kind in SEND_OF}
+    targets: Ends = {kind: [[] for _ in range(count)] for kind in SEND_OF}
+    for kind, edges in ((Op.FORWARD, stage_edges.forward), (Op.BACKWARD, stage_edges.backward)):
         for a, b in dict.fromkeys(edges):
-            if not (0 <= a < count and 0 <= b < count) or (a < b) != (kind == "F") or a == b:
+            if not (0 <= a < count and 0 <= b < count) or (a < b) != (kind == Op.FORWARD) or a == b:
+                what = "activations" if kind == Op.FORWARD else "gradients"
                 raise ScheduleError(
-                    f"{'activations' if kind == 'F' else 'gradients'} cannot go from stage {a} to stage {b} of {count}",
+                    f"{what} cannot go from stage {a} to stage {b} of {count}",
                     remedy="send activations to later stages, and gradients to earlier ones",
                 )
             sources[kind][b].append(a)

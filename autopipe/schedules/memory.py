@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Schedule
+from autopipe.ir.schedule import COMPUTE, RECEIVES, Instruction, Op, Schedule
 from autopipe.schedules.rows import stages_of
 
 # A receive is posted this many compute instructions ahead, so that the transfer overlaps with computation.
@@ -134,7 +134,7 @@ class _Usage:
 
     def post(self, i: Instruction) -> None:
         """Add the bytes of a message whose receive is posted."""
-        edges = self._messages.forward if i.op == "RF" else self._messages.backward
+        edges = self._messages.forward if i.op == Op.RECEIVE_FORWARD else self._messages.backward
         self.now[i.stage] += edges.get((i.peer, i.stage), 0)
 
     def begin(self, i: Instruction) -> None:
@@ -142,18 +142,18 @@ class _Usage:
         size = self._sizes[i.stage]
         if i.op in COMPUTE:
             self._sent, self._leaving = self._leaving, Counter()
-        if i.op == "SB":
+        if i.op == Op.SEND_BACKWARD:
             amount = self._messages.backward.get((i.stage, i.peer), 0)
             self._leaving[i.stage] += amount
             self.now[i.stage] += amount
-        elif i.op == "F":
+        elif i.op == Op.FORWARD:
             # messages were counted when they were posted; values of a stage on this rank count for that stage
             self.now[i.stage] += size.in_flight - sum(amount for _, amount in self._inputs[i.stage])
-        elif i.op == "I":
+        elif i.op == Op.BACKWARD_INPUTS:
             self.now[i.stage] += size.between
-        elif i.op in ("B", "W") and (i.stage, i.minibatch) not in self._begun:
+        elif i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHTS) and (i.stage, i.minibatch) not in self._begun:
             self.now[i.stage] += size.first
-        elif i.op == "S":
+        elif i.op == Op.STEP:
             before = self._versions(i.stage)
             self._newest[i.stage] += 1
             self.now[i.stage] += (self._versions(i.stage) - before) * size.version
@@ -162,18 +162,18 @@ class _Usage:
         """Subtract the bytes that an instruction frees, and add those of its result."""
         size, departing = self._sizes[i.stage], self._departing[i.stage]
         # a stage that sends no gradient does no work in I: the gradient that starts its backward is needed until W
-        if i.op in ("B", "I" if departing else "W"):
+        if i.op in (Op.BACKWARD, Op.BACKWARD_INPUTS if departing else Op.BACKWARD_WEIGHTS):
             for edge, amount in self._arriving[i.stage]:
                 self.now[edge[0] if self._here(edge, i) else i.stage] -= amount
-        if i.op in ("B", "I"):
+        if i.op in (Op.BACKWARD, Op.BACKWARD_INPUTS):
             self.now[i.stage] += self._handed(departing, i)
-        if i.op in ("B", "W"):
+        if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHTS):
             self.now[i.stage] -= size.in_flight - self._handed(self._inputs[i.stage], i)
-            self.now[i.stage] -= size.between if i.op == "W" else 0
+            self.now[i.stage] -= size.between if i.op == Op.BACKWARD_WEIGHTS else 0
             if (i.stage, i.minibatch) not in self._begun:
                 self._begun.add((i.stage, i.minibatch))
                 self.now[i.stage] += size.gradients - size.first
-        if i.op == "S" and (i.stage, i.minibatch) in self._begun:
+        if i.op == Op.STEP and (i.stage, i.minibatch) in self._begun:
             self.now[i.stage] -= size.gradients
         if i.op in COMPUTE:
             self.now.update({stage: self.now[stage] - amount for stage, amount in self._sent.items()})

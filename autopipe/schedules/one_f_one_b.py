@@ -14,7 +14,7 @@ Source: arXiv:2006.09503, section 3; with replicas 1F1B-RR of PipeDream, SOSP 20
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Schedule, ScheduleSpec
+from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, check_one_stage_a_rank, line
 from autopipe.schedules.rows import alternate, flushed, own_microbatches, stages_of, warmups
 
@@ -29,7 +29,7 @@ def with_depth(name: str, request: ScheduleSpec, depth: int) -> Schedule:
     check_one_stage_a_rank(name, request)
     warmup = warmups(request, depth)
 
-    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+    def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
         (stage,) = stages_of(request, rank)
         share = own_microbatches(request, stage, rank, minibatch)
         return [(op, stage, j) for op, j in alternate(share, warmup[stage])]

@@ -7,7 +7,7 @@ if the schedule has staleness. ``+`` after a cell: the optimizer steps. Messages
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import COMPUTE, Instruction, Schedule
+from autopipe.ir.schedule import COMPUTE, Instruction, Op, Schedule
 from autopipe.ir.timeline import Timeline
 from autopipe.schedules.costs import Costs
 from autopipe.schedules.grid import table
@@ -40,7 +40,7 @@ def _stepped_after(row: tuple[Instruction, ...]) -> set[Instruction]:
     for i in row:
         if i.op in COMPUTE:
             last = i
-        elif i.op == "S" and last is not None:
+        elif i.op == Op.STEP and last is not None:
             positions.add(last)
     return positions
 

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from autopipe.ir.schedule import Instruction, Schedule, ScheduleSpec
+from autopipe.ir.schedule import Instruction, Op, Schedule, ScheduleSpec
 
 T = TypeVar("T")
 
@@ -51,32 +51,32 @@ def warmups(request: ScheduleSpec, depth: int = 1) -> tuple[int, ...]:
     return tuple(reversed(result))
 
 
-def alternate(forwards: Sequence[T], warmup: int, backwards: Sequence[T] | None = None) -> list[tuple[str, T]]:
+def alternate(forwards: Sequence[T], warmup: int, backwards: Sequence[T] | None = None) -> list[tuple[Op, T]]:
     """Return 1F1B order: ``warmup`` forwards, then one forward and one backward in turn, then the other backwards.
 
     ``backwards``: the order of the backwards, if it differs from that of the forwards.
     """
     backwards = forwards if backwards is None else backwards
-    order = [("F", item) for item in forwards[:warmup]]
+    order = [(Op.FORWARD, item) for item in forwards[:warmup]]
     for item, backward in zip(forwards[warmup:], backwards, strict=False):
-        order += [("F", item), ("B", backward)]
-    return order + [("B", item) for item in backwards[max(len(forwards) - warmup, 0) :]]
+        order += [(Op.FORWARD, item), (Op.BACKWARD, backward)]
+    return order + [(Op.BACKWARD, item) for item in backwards[max(len(forwards) - warmup, 0) :]]
 
 
 def reduction(request: ScheduleSpec, stage: int, minibatch: int) -> list[Instruction]:
     """Return the instruction that starts the reduction, or none if the stage is not replicated."""
-    return [Instruction("R", stage, minibatch)] if len(request.stage_ranks[stage]) > 1 else []
+    return [Instruction(Op.REDUCE, stage, minibatch)] if len(request.stage_ranks[stage]) > 1 else []
 
 
 def step(stage: int, minibatch: int) -> Instruction:
     """Return the optimizer step."""
-    return Instruction("S", stage, minibatch, weight_version=minibatch)
+    return Instruction(Op.STEP, stage, minibatch, weight_version=minibatch)
 
 
 def flushed(
     name: str,
     request: ScheduleSpec,
-    order: Callable[[int, int], Sequence[tuple[str, int, int]]],
+    order: Callable[[int, int], Sequence[tuple[Op, int, int]]],
     in_flight: Sequence[int],
 ) -> Schedule:
     """Return the synchronous schedule in which ranks compute in this order and step at the end of each minibatch.
@@ -144,7 +144,9 @@ def _unflushed_row(
 
     def end(minibatch: int) -> list[Instruction]:
         # R takes the gradients out of the parameters, so that those of the next minibatch do not mix with them
-        return [Instruction("R", stage, minibatch)] if wait == "reduction" else reduction(request, stage, minibatch)
+        return (
+            [Instruction(Op.REDUCE, stage, minibatch)] if wait == "reduction" else reduction(request, stage, minibatch)
+        )
 
     for position, (op, (t, j)) in enumerate(alternate(share, warmup)):
         # after the warm-up, a backward follows every forward: minibatches end before that forward
@@ -153,7 +155,7 @@ def _unflushed_row(
             row += [*waiting, *end(minibatch)]
             waiting = [step(stage, minibatch)]
         version = max(t - staleness, 0)
-        if op == "F":
+        if op == Op.FORWARD:
             due = version > waiting[0].weight_version if waiting else False
         else:  # the next reduction begins here, or there are no more forwards
             due = wait != "reduction" or position >= drain or (bool(ends) and done + 1 == last[ends[0]])
@@ -161,7 +163,7 @@ def _unflushed_row(
             row += waiting
             waiting = []
         row.append(Instruction(op, stage, t, j, version))
-        done += op == "B"
+        done += op == Op.BACKWARD
     row += waiting
     for t in ends:
         row += [*end(t), step(stage, t)]

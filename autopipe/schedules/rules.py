@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Schedule
+from autopipe.ir.schedule import COMPUTE, COMPUTED_BY, RECEIVES, SENDS, Instruction, Op, Schedule
 from autopipe.schedules.grid import marked
 from autopipe.schedules.rows import minibatches, own_microbatches, stages_of
 
@@ -60,7 +60,7 @@ class Row:
     ``places``: the rank and index of each F, B, I and W, of all rows checked so far; this row adds its own.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, places: dict[tuple[str, Work], Place]) -> None:
+    def __init__(self, schedule: Schedule, rank: int, places: dict[tuple[Op, Work], Place]) -> None:
         self.schedule, self.request, self.rank, self.places = schedule, schedule.request, rank, places
         self.index = 0
         self.stages = stages_of(self.request, rank)
@@ -70,7 +70,7 @@ class Row:
         self.reduced = dict.fromkeys(self.stages, first)  # the next minibatch to reduce, by stage
         # backwards still to run, by (stage, minibatch)
         self.left = {(s, t): len(own_microbatches(self.request, s, rank, t)) for s in self.stages for t in self.window}
-        self.last: dict[tuple[str, int], tuple[int, int]] = {}  # latest backward, by (op, stage)
+        self.last: dict[tuple[Op, int], tuple[int, int]] = {}  # latest backward, by (op, stage)
         self.versions: dict[Work, int] = {}  # the version that each forward used
         self.in_flight = dict.fromkeys(self.stages, 0)
 
@@ -82,13 +82,13 @@ class Row:
         """Check the whole row. Raises: ScheduleError for the first rule that is broken."""
         for self.index, i in enumerate(self.schedule.rows[self.rank]):  # noqa: B020 - the index is what fail() marks
             self._placement(i)
-            if i.op == "F":
+            if i.op == Op.FORWARD:
                 self._forward(i)
             elif i.op in COMPUTE:
                 self._backward(i)
             elif i.op in SENDS or i.op in RECEIVES:
                 self._message(i)
-            elif i.op == "R":
+            elif i.op == Op.REDUCE:
                 self._reduce(i)
             else:
                 self._step(i)
@@ -107,7 +107,7 @@ class Row:
             self.fail(
                 "placement", f"{i}: minibatch {i.minibatch} is outside {self.window.start}..{self.window.stop - 1}"
             )
-        if i.op in ("R", "S"):
+        if i.op in (Op.REDUCE, Op.STEP):
             return
         if not 0 <= i.microbatch < self.request.num_microbatches:
             self.fail("placement", f"{i}: microbatch {i.microbatch} of {self.request.num_microbatches}")
@@ -118,8 +118,8 @@ class Row:
             self.fail("placement", f"{i}: stage {i.peer} does not exist")
 
     def _forward(self, i: Instruction) -> None:
-        work = self._once("F", i)
-        self._in_order("F", i, [s for s in self.stages if s > i.stage])
+        work = self._once(Op.FORWARD, i)
+        self._in_order(Op.FORWARD, i, [s for s in self.stages if s > i.stage])
         delta = self.schedule.staleness[i.stage]
         if i.weight_version > self.newest[i.stage]:
             self.fail("version-exists", f"{i}: the newest version is {self.newest[i.stage]}")
@@ -141,16 +141,18 @@ class Row:
 
     def _backward(self, i: Instruction) -> None:
         work = self._once(i.op, i)
-        if work not in self.versions or (i.op == "W" and ("I", work) not in self.places):
-            self.fail("backward-after-forward", f"{i} comes before its {'I' if i.op == 'W' else 'F'}")
-        if (i.op == "B") == (("I", work) in self.places) and i.op != "I":
+        halved = (Op.BACKWARD_INPUTS, work) in self.places
+        if work not in self.versions or (i.op == Op.BACKWARD_WEIGHTS and not halved):
+            needed = Op.BACKWARD_INPUTS if i.op == Op.BACKWARD_WEIGHTS else Op.FORWARD
+            self.fail("backward-after-forward", f"{i} comes before its {needed}")
+        if (i.op == Op.BACKWARD) == halved and i.op != Op.BACKWARD_INPUTS:
             self.fail("once", f"{i}: the backward of this microbatch has already run")
         if i.weight_version != self.versions[work]:
             self.fail("same-version", f"{i}: its forward ran at version {self.versions[work]}")
-        if i.op != "W":
+        if i.op != Op.BACKWARD_WEIGHTS:
             self._in_order(i.op, i, [s for s in self.stages if s < i.stage])
         order = (i.minibatch, i.microbatch)
-        kind = "W" if i.op == "W" else "B"
+        kind = Op.BACKWARD_WEIGHTS if i.op == Op.BACKWARD_WEIGHTS else Op.BACKWARD
         if self.last.get((kind, i.stage), order) > order:
             self.fail("microbatch-order", f"{i} comes after microbatch {self.last[kind, i.stage]}")
         self.last[kind, i.stage] = order
@@ -160,18 +162,18 @@ class Row:
             self.fail("reduce-before-step", f"{i} comes after the reduction of minibatch {i.minibatch}")
         if i.minibatch > max(self.newest[i.stage], self.reduced[i.stage]):
             self.fail("gradients-apart", f"{i} comes before the step of minibatch {self.newest[i.stage]}")
-        if i.op != "I":
+        if i.op != Op.BACKWARD_INPUTS:
             self.left[i.stage, i.minibatch] -= 1
             self.in_flight[i.stage] -= 1
 
-    def _once(self, op: str, i: Instruction) -> Work:
+    def _once(self, op: Op, i: Instruction) -> Work:
         work = (i.stage, i.minibatch, i.microbatch)
         if (op, work) in self.places:
             self.fail("once", f"{i} appears twice")
         self.places[op, work] = self.rank, self.index
         return work
 
-    def _in_order(self, op: str, i: Instruction, must_follow: list[int]) -> None:
+    def _in_order(self, op: Op, i: Instruction, must_follow: list[int]) -> None:
         for stage in must_follow:
             if (op, (stage, i.minibatch, i.microbatch)) in self.places:
                 place = self.places[op, (stage, i.minibatch, i.microbatch)]
@@ -180,8 +182,8 @@ class Row:
 
     def _message(self, i: Instruction) -> None:
         work = (i.stage, i.minibatch, i.microbatch)
-        kind = i.op[1]
-        done = (kind, work) in self.places or (kind == "B" and ("I", work) in self.places)
+        kind = COMPUTED_BY[i.op]
+        done = (kind, work) in self.places or (kind == Op.BACKWARD and (Op.BACKWARD_INPUTS, work) in self.places)
         if done == (i.op in RECEIVES):
             self.fail("message-place", f"{i} comes {'after' if done else 'before'} the {kind} that it belongs to")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Instruction, Schedule, StageEdges
+from autopipe.ir.schedule import Instruction, Op, Schedule, StageEdges
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.schedules.costs import FREE, Costs
 from autopipe.schedules.grid import marked
@@ -52,11 +52,11 @@ class _Simulation:
         self.ready = list(range(len(schedule.rows)))[::-1]
         self.spans: list[list[Span]] = [[] for _ in schedule.rows]  # by rank, and so in order of time
         self.durations = {
-            "F": [stage.forward_seconds for stage in costs.stages],
-            "B": [stage.backward_seconds for stage in costs.stages],
-            "I": [stage.input_seconds for stage in costs.stages],
-            "W": [stage.weight_seconds for stage in costs.stages],
-            "S": [stage.step_seconds for stage in costs.stages],
+            Op.FORWARD: [stage.forward_seconds for stage in costs.stages],
+            Op.BACKWARD: [stage.backward_seconds for stage in costs.stages],
+            Op.BACKWARD_INPUTS: [stage.input_seconds for stage in costs.stages],
+            Op.BACKWARD_WEIGHTS: [stage.weight_seconds for stage in costs.stages],
+            Op.STEP: [stage.step_seconds for stage in costs.stages],
         }
 
     def run(self) -> Timeline:
@@ -76,24 +76,24 @@ class _Simulation:
         while index < len(row):
             i = row[index]
             op, start = i.op, now
-            if op == "S" and (i.stage, i.minibatch) in self.reached:
+            if op == Op.STEP and (i.stage, i.minibatch) in self.reached:
                 finish = self._reduced(rank, i, now)
                 if finish is None:
                     break
                 if finish > now:
-                    spans.append(Span(rank, Instruction("R", i.stage, i.minibatch), now, finish))
+                    spans.append(Span(rank, Instruction(Op.REDUCE, i.stage, i.minibatch), now, finish))
                     now = start = finish
             seconds = durations.get(op)
             if seconds is not None:
                 now += seconds[i.stage]
-            elif op in ("RF", "RB"):
+            elif op in (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD):
                 message = (i.peer, i.stage, i.minibatch, i.microbatch)
                 arrival = arrivals.pop(message, None)
                 if arrival is None:
                     self.waiting[message] = rank
                     break
                 now = max(now, arrival) + edges.get((i.peer, i.stage), FREE).receive_seconds
-            elif op == "R":
+            elif op == Op.REDUCE:
                 self._reach_reduction(rank, i, now)
             else:
                 now = self._send(rank, i, now)

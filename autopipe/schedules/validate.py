@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import RECEIVES, SENDS, Instruction, Schedule, StageEdges
+from autopipe.ir.schedule import COMPUTED_BY, RECEIVES, SENDS, Instruction, Op, Schedule, StageEdges
 from autopipe.schedules.costs import Costs
 from autopipe.schedules.lower import lower
 from autopipe.schedules.rules import Place, Row, Work, broken
@@ -22,7 +22,7 @@ def validate(schedule: Schedule) -> None:
             f"the request has {request.num_ranks} ranks and {request.num_stages} stages",
             rule="placement",
         )
-    places: dict[tuple[str, Work], Place] = {}
+    places: dict[tuple[Op, Work], Place] = {}
     for rank in range(request.num_ranks):
         Row(schedule, rank, places).check()
     _check_channels(schedule)
@@ -32,7 +32,7 @@ def validate(schedule: Schedule) -> None:
     )
 
 
-Channel = tuple[str, int, int, int, int]  # kind, from stage, to stage, from rank, to rank
+Channel = tuple[Op, int, int, int, int]  # kind, from stage, to stage, from rank, to rank
 
 
 def _check_channels(schedule: Schedule) -> None:
@@ -45,7 +45,7 @@ def _check_channels(schedule: Schedule) -> None:
                 sends = i.op in SENDS
                 other = request.rank_of(i.peer, i.minibatch, i.microbatch)
                 edge = (i.stage, i.peer, rank, other) if sends else (i.peer, i.stage, other, rank)
-                ends.setdefault((i.op[1], *edge), ([], []))[not sends].append((i, (rank, index)))
+                ends.setdefault((COMPUTED_BY[i.op], *edge), ([], []))[not sends].append((i, (rank, index)))
     for (kind, a, b, from_rank, to_rank), (sent, received) in sorted(ends.items(), key=lambda item: item[0]):
         name = f"channel {kind} from stage {a} (rank {from_rank}) to stage {b} (rank {to_rank})"
         for (first, _), (second, place) in zip(sent, received, strict=False):

@@ -19,7 +19,7 @@ torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 
 from __future__ import annotations
 
-from autopipe.ir.schedule import Schedule, ScheduleSpec
+from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.schedules.kind import ScheduleKind, line
 from autopipe.schedules.looped import STAGES_PER_RANK, Loop
 from autopipe.schedules.rows import alternate, flushed
@@ -29,18 +29,18 @@ def zero_bubble(request: ScheduleSpec) -> Schedule:
     """Return the schedule. Raises: ScheduleError if the layout is not looped, or m gives unequal rounds."""
     loop = Loop.of(KIND.name, request)
 
-    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+    def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
         place = loop.ranks.index(rank)
         backwards = loop.backwards(place)
-        result: list[tuple[str, int, int]] = []
+        result: list[tuple[Op, int, int]] = []
         inputs = weights = 0
         for op, (stage, j) in alternate(loop.forwards(place), loop.warmup(place, 1), backwards):
-            result.append(("I" if op == "B" else "F", stage, j))
-            inputs += op == "B"
-            if op == "B" and inputs > place:
-                result.append(("W", *backwards[weights]))
+            result.append((Op.BACKWARD_INPUTS if op == Op.BACKWARD else Op.FORWARD, stage, j))
+            inputs += op == Op.BACKWARD
+            if op == Op.BACKWARD and inputs > place:
+                result.append((Op.BACKWARD_WEIGHTS, *backwards[weights]))
                 weights += 1
-        return result + [("W", *unit) for unit in backwards[weights:]]
+        return result + [(Op.BACKWARD_WEIGHTS, *unit) for unit in backwards[weights:]]
 
     return flushed(KIND.name, request, order, loop.in_flight(1, 1))
 

@@ -24,6 +24,7 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Cluster, RuntimeOverhead
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
+from autopipe.ir.schedule import RECEIVES, SENDS, Op
 from autopipe.ir.timeline import Span, Timeline
 from autopipe.planning.cost.predict import predict
 
@@ -52,13 +53,13 @@ class Record:
         begun = {
             s.instruction.minibatch: s.start_seconds
             for s in self.rows[0]
-            if s.instruction.op == "F" and s.instruction.microbatch == 0
+            if s.instruction.op == Op.FORWARD and s.instruction.microbatch == 0
         }
         seconds = {a: begun[b] - begun[a] for a, b in itertools.pairwise(sorted(begun))}
         low, _, high = statistics.quantiles(seconds.values(), n=4)
         return {number: taken for number, taken in seconds.items() if low <= taken <= high}
 
-    def durations(self, *ops: str, ranks: Sequence[int] = (0, 1)) -> list[float]:
+    def durations(self, *ops: Op, ranks: Sequence[int] = (0, 1)) -> list[float]:
         """Return the seconds of each instruction of these kinds."""
         spans = (s for rank in ranks for s in self.rows[rank])
         return [
@@ -67,7 +68,7 @@ class Record:
             if s.instruction.op in ops and s.instruction.minibatch in self.typical
         ]
 
-    def gaps(self, *ops: str) -> list[float]:
+    def gaps(self, *ops: Op) -> list[float]:
         """Return the seconds between each instruction of these kinds and the next instruction."""
         pairs = [pair for row in self.rows for pair in itertools.pairwise(row)]
         return [
@@ -85,18 +86,18 @@ class Record:
     def computed(self) -> tuple[float, float]:
         """Return the mean seconds of a forward or backward: as profiled, and as measured."""
         profiled = statistics.fmean(stage.forward_seconds + stage.backward_seconds for stage in self.plan.stages) / 2
-        return profiled, statistics.fmean(self.durations("F", "B"))
+        return profiled, statistics.fmean(self.durations(Op.FORWARD, Op.BACKWARD))
 
     @property
     def send_seconds(self) -> float:
         """Return the seconds that sending a message took."""
-        return statistics.fmean(self.durations("SF", "SB")) + statistics.fmean(self.gaps("SF", "SB"))
+        return statistics.fmean(self.durations(*SENDS)) + statistics.fmean(self.gaps(*SENDS))
 
     @property
     def receive_seconds(self) -> float:
         """Return the seconds of a receive without waiting, and of posting the next one."""
-        waits = sorted(self.durations("RF", "RB"))
-        return waits[len(waits) // 10] + statistics.fmean(self.gaps("RF", "RB"))
+        waits = sorted(self.durations(*RECEIVES))
+        return waits[len(waits) // 10] + statistics.fmean(self.gaps(*RECEIVES))
 
     @property
     def minibatch_seconds(self) -> float:
@@ -108,7 +109,7 @@ class Record:
         """Return the seconds of a minibatch's end beyond the update of the weights."""
         owned = sum(parameter.num_bytes({}) for parameter in self.profile.graph.parameters.values())
         update = self.profile.optimizer_seconds_per_byte * owned / len(self.plan.stages)
-        return max(statistics.fmean(self.durations("S")) + statistics.fmean(self.gaps("S")) - update, 0.0)
+        return max(statistics.fmean(self.durations(Op.STEP)) + statistics.fmean(self.gaps(Op.STEP)) - update, 0.0)
 
     @functools.cached_property
     def measured_plan(self) -> Plan:
@@ -116,8 +117,8 @@ class Record:
         stages = tuple(
             replace(
                 stage,
-                forward_seconds=statistics.fmean(self.durations("F", ranks=stage.ranks)),
-                backward_seconds=statistics.fmean(self.durations("B", ranks=stage.ranks)),
+                forward_seconds=statistics.fmean(self.durations(Op.FORWARD, ranks=stage.ranks)),
+                backward_seconds=statistics.fmean(self.durations(Op.BACKWARD, ranks=stage.ranks)),
             )
             for stage in self.plan.stages
         )

@@ -16,7 +16,7 @@ from autopipe.ir.cuts import Cuts
 from autopipe.ir.messages import MessagePlan
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.ir.schedule import Schedule
+from autopipe.ir.schedule import Op, Schedule
 from autopipe.planning.cost.atoms import Atoms
 from autopipe.planning.cost.backward import backward_bytes
 from autopipe.planning.cost.byte_sums import ByteSums
@@ -53,7 +53,8 @@ def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONC
 
 def _halved(schedule: Schedule, routes: MessagePlan) -> set[int]:
     """Return the stages whose backward has a first half: those that send a gradient back have one."""
-    return {i.stage for row in schedule.rows for i in row if i.op == "I"} & {source for source, _ in routes.backward}
+    split = {i.stage for row in schedule.rows for i in row if i.op == Op.BACKWARD_INPUTS}
+    return split & {source for source, _ in routes.backward}
 
 
 def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.errors import ScheduleError
-from autopipe.ir.schedule import Instruction, Schedule, ScheduleSpec, StageEdges
+from autopipe.ir.schedule import Instruction, Op, Schedule, ScheduleSpec, StageEdges
 from autopipe.schedules import lower, make, validate
 from autopipe.schedules.kind import line
 from autopipe.schedules.rules import RULES
@@ -86,7 +86,7 @@ BROKEN = [
     ("once", dropped(dropped(FLUSH, 0, "0B2@0"), 0, "0S@0"), "lacks 1 backwards"),
     ("once", doubled(FLUSH, 1, "1F1@0"), "1F1@0 appears twice"),
     ("once", doubled(FLUSH, 1, "1B1@0"), "1B1@0 appears twice"),
-    ("once", changed(HALVES, 0, "0W1@0", op="B"), "has already run"),
+    ("once", changed(HALVES, 0, "0W1@0", op=Op.BACKWARD), "has already run"),
     ("once", dropped(dropped(HALVES, 1, "1W1@0"), 1, "1S@0"), "lacks 1 backwards"),
     ("stages-in-order", moved(LOOPED, 0, "2F0@0", "0F0@0"), "which needs it"),
     ("stages-in-order", moved(LOOPED, 1, "1B0@0", "3B0@0"), "which needs it"),
