@@ -87,13 +87,13 @@ def golden(folder: Path) -> dict[str, Any]:
 def brute_force(cases: int) -> dict[str, int]:
     """Compare random small cases with brute force, and return the numbers of mismatches."""
     from tests.pure.planning import test_replicated as replicated_cases
-    from tests.pure.planning import test_straight as straight_cases
+    from tests.pure.planning import test_unreplicated as unreplicated_cases
 
-    wrong = {"straight": 0, "replicated": 0}
+    wrong = {"unreplicated": 0, "replicated": 0}
     for seed in range(cases):
         cost, expected, _ = replicated_cases.check(seed)
         wrong["replicated"] += not (cost == expected or abs(cost - expected) <= 1e-8 * expected)
-        wrong["straight"] += not straight_cases.agrees(seed)
+        wrong["unreplicated"] += not unreplicated_cases.agrees(seed)
     print(f"brute force, {cases} cases of each kind, mismatches: {wrong}\n")
     return wrong
 

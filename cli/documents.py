@@ -239,12 +239,12 @@ def simulate(result: SimulateResult) -> dict[str, Any]:
         "busy_seconds": [timeline.busy_seconds(rank) for rank in range(timeline.num_ranks)],
         "peak_bytes": timeline.peak_bytes,
         "memory_bytes": [result.cluster.memory_of(rank) or None for rank in range(timeline.num_ranks)],
-        "fits": not result.misfit,
+        "fits": not result.memory_shortfall,
         "grid": result.grid,
         "path": result.path,
         "trace": result.trace or None,
         "notes": result.notes,
-        "warnings": [result.misfit] if result.misfit else [],
+        "warnings": [result.memory_shortfall] if result.memory_shortfall else [],
     }
 
 

@@ -229,15 +229,15 @@ def simulate_command(
 
     pipe = Pipeline(work_dir=work_dir)
     result = pipe.simulate(schedule=schedule, trace=trace, **options.of(table.OrderOptions, given))
-    terminal.notes(result.notes, (result.misfit,) if result.misfit else ())
+    terminal.notes(result.notes, (result.memory_shortfall,) if result.memory_shortfall else ())
     terminal.table(*tables.simulation(result))
     terminal.document("simulate", documents.simulate(result))
     if result.trace:
         terminal.say(f"wrote {result.path} and {result.trace}, which ui.perfetto.dev opens")
     else:
         terminal.say(f"wrote {result.path} (--trace FILE writes it for ui.perfetto.dev as well)")
-    if result.misfit:
-        command = f"autopipe plan {result.reordered}".rstrip()
+    if result.memory_shortfall:
+        command = f"autopipe plan {result.schedule_options}".rstrip()
         terminal.say(f"next: {command}, with the --gpus and the memory of this plan")
     else:
-        terminal.next(f"autopipe train {result.reordered}".rstrip(), work_dir=work_dir)
+        terminal.next(f"autopipe train {result.schedule_options}".rstrip(), work_dir=work_dir)

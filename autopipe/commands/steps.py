@@ -191,8 +191,8 @@ def simulate(
             notes,
             trace="" if trace is None else str(trace),
             overlaps=any(order_of_work.staleness),
-            reordered="" if plan.digest == record.plan_digest else as_typed(plan, requested.order.file),
-            misfit=memory_shortfall(plan, record.cluster),
+            schedule_options="" if plan.digest == record.plan_digest else as_typed(plan, requested.order.file),
+            memory_shortfall=memory_shortfall(plan, record.cluster),
         )
 
 

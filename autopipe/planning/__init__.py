@@ -3,7 +3,7 @@
 The objective. Stages k = 0..p-1 are runs of atoms between legal cuts, on r_k ranks each; t_k is what a microbatch costs
 stage k, tau_k = t_k / r_k + (all-reduce) / m its share of the period, m the number of microbatches::
 
-    straight (r_k = 1)     min over cuts of            max_k t_k                        straight.straight_cuts
+    straight (r_k = 1)     min over cuts of            max_k t_k                        unreplicated.unreplicated_cuts
     asynchronous           min over cuts, replicas of  max_k tau_k                      search.asynchronous
     flush                  min over cuts, replicas of  (m-1) max_k tau_k + sum_k tau_k  search.flush
 

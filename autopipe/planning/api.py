@@ -11,13 +11,13 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
-from autopipe.planning.build import build_plan, straight_choices
+from autopipe.planning.build import build_plan, unreplicated_choices
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.refusals import check_microbatches, check_stage_count, does_not_fit, microbatch_count
 from autopipe.planning.search.alternatives import Score, best_by_score
 from autopipe.planning.search.problem import Problem, check_cluster
 from autopipe.planning.search.progress import SearchProgress
-from autopipe.planning.search.straight import straight_cuts
+from autopipe.planning.search.unreplicated import unreplicated_cuts
 
 MOST_MICROBATCH_SIZES = 8
 
@@ -126,10 +126,10 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
     """
     check_cluster(cluster, options.num_ranks)
     cuts = Cuts(profile.graph)
-    if options.straight:
+    if not options.may_replicate:
         check_stage_count(options.num_stages, len(cuts.legal), profile.graph.name)
     fixed = microbatch_count(options)
-    least_stages = options.num_stages if options.straight else 1
+    least_stages = 1 if options.may_replicate else options.num_stages
     check_microbatches(options.schedule_kind, least_stages, fixed, options.batch_size)
     counts = candidate_counts(profile, options) if fixed is None else (fixed,)
     return [Problem(profile, cluster, options, cuts, m) for m in counts]
@@ -140,7 +140,7 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 
     A count is left out when its microbatch is outside the measured sizes, unless that leaves none.
     """
-    least = max(1, options.schedule_kind.least_microbatches(options.num_stages if options.straight else 1))
+    least = max(1, options.schedule_kind.least_microbatches(1 if options.may_replicate else options.num_stages))
     batch = options.batch_size
     measured = [measurement.microbatch_size for measurement in profile.measurements]
     counts = {least, batch}
@@ -158,7 +158,7 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 
 def solve_problem(problem: Problem) -> Plan | None:
     """Return the best plan for one number of microbatches, or None when nothing fits the memory."""
-    if not problem.options.straight:
+    if problem.options.may_replicate:
         from autopipe.planning.search.replicated import (
             solve,  # loads numba, which takes its time, only where it is needed
         )
@@ -166,5 +166,5 @@ def solve_problem(problem: Problem) -> Plan | None:
         choices = solve(problem)
         return None if choices is None else build_plan(problem, choices)
     stages = problem.options.num_stages
-    best, starts = straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
-    return None if math.isinf(best) else build_plan(problem, straight_choices(problem, starts))
+    best, starts = unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.stage_table(k, stages))
+    return None if math.isinf(best) else build_plan(problem, unreplicated_choices(problem, starts))

@@ -34,7 +34,7 @@ class StageChoice:
     waiting: int = 0
 
 
-def straight_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
+def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
     """Return the stages of an unreplicated plan whose stages 1.. start at these atoms; they recompute if they must."""
     edges, count = (0, *starts, problem.tables.num_atoms), problem.options.num_stages
     positions = [problem.tables.edges[atom] for atom in edges]

@@ -54,27 +54,26 @@ def comparison(
     options: PlanOptions,
     *,
     score: Score | None = None,
-    straight: Sequence[PlanOptions] = (),
-    free: Sequence[PlanOptions] = (),
+    unreplicated: Sequence[PlanOptions] = (),
+    replicated: Sequence[PlanOptions] = (),
     current: Plan | None = None,
     every: bool = False,
     fit: Fit | None = None,
 ) -> Comparison:
-    """Plan four ways for the same batch and memory. The best plan may replicate stages.
+    """Plan four ways for the same batch and memory. Only the best plan may replicate stages.
 
-    A plan that was made already becomes a fifth row if it differs from all four.
-
-    ``straight``, ``free``: the options among which the two pipelines are chosen; without them, those of ``options``.
-    ``current``: a plan that was made already, and competes; ``every``: it is the best of ``free``.
-    ``fit``: calls a search with clusters until its plan fits.
+    ``unreplicated``, ``replicated``: the options among which the best pipeline and the best plan are chosen; those of
+    ``options`` if empty. ``current``: a plan that exists already. It competes, and is a fifth row if it differs from
+    all four. ``every``: it is the best of ``replicated``. ``fit``: runs a search until its plan fits the memory.
     """
     fit = fit or (lambda find: find(cluster))
-    line = dataclasses.replace(options, straight=True, stages_per_rank=1)
+    line = dataclasses.replace(options, may_replicate=False, stages_per_rank=1)
     single = dataclasses.replace(line, num_ranks=1)
-    parallel = dataclasses.replace(line, straight=not options.schedule_kind.replicas)
-    straight, free = straight or (line,), free or (parallel,)
-    first = free[0] if parallel.straight and not free[0].straight else parallel
-    made_straight = current if current is not None and all(stage.replicas == 1 for stage in current.stages) else None
+    parallel = dataclasses.replace(line, may_replicate=options.schedule_kind.replicas)
+    unreplicated, replicated = unreplicated or (line,), replicated or (parallel,)
+    first = replicated[0] if replicated[0].may_replicate and not parallel.may_replicate else parallel
+    replicates = current is not None and any(stage.replicas > 1 for stage in current.stages)
+    pipeline = None if replicates else current
 
     def any_of(choices: Sequence[PlanOptions]) -> Callable[[Cluster], Plan]:
         return lambda room: make_best_plan(profile, room, choices, score=score)
@@ -82,11 +81,14 @@ def comparison(
     others = (
         _contender(SINGLE, lambda: fit(lambda room: make_plan(profile, room, single, score=score))),
         _contender(PARALLEL, lambda: fit(lambda room: _data_parallel(profile, room, first, score))),
-        _contender("best straight pipeline", lambda: made_straight or fit(any_of(straight))),
+        _contender("best straight pipeline", lambda: pipeline or fit(any_of(unreplicated))),
     )
     # of equally fast ones the plan that was made, then the pipeline
     known = [plan for plan in (current, *(row.plan for row in reversed(others))) if plan is not None]
-    contenders = (*others, _contender("best plan", lambda: _best(None if every else lambda: fit(any_of(free)), known)))
+    contenders = (
+        *others,
+        _contender("best plan", lambda: _best(None if every else lambda: fit(any_of(replicated)), known)),
+    )
     text = verdict(contenders) + _advice(contenders, current)
     known_already = current is None or any(row.plan is not None and _same(row.plan, current) for row in contenders)
     return Comparison(contenders if known_already else (*contenders, Contender(THIS, current)), text, current)
@@ -131,7 +133,7 @@ def _contender(name: str, make: Callable[[], Plan]) -> Contender:
 
 
 def _data_parallel(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None) -> Plan:
-    if options.straight and options.num_ranks > 1:
+    if not options.may_replicate and options.num_ranks > 1:
         raise PlanError(f"schedule {options.schedule!r} runs no replicated stages")
     plans, refusals = [], []
     for problem in make_problems(profile, cluster, options):

@@ -27,7 +27,7 @@ class PlanOptions:
     kind: ScheduleKind | None = None  # a changed description of the schedule; None: the registered one
     recompute: str = "auto"  # "auto" (only stages that do not fit without), "always" or "never"
     stages_per_rank: int = 1
-    straight: bool = True  # one rank per stage; otherwise stages may be replicated
+    may_replicate: bool = False  # stages may have several ranks; otherwise each has one
     replica_choices: str = "any"  # numbers of replicas to try: "any", or "powers" of two (a faster search)
     tolerance: float = 0.0  # relative distance from the optimum that a plan with a flush may have
     schedule_options: tuple[tuple[str, int], ...] = ()  # passed to the schedule, and stored in the plan
@@ -48,7 +48,7 @@ class PlanOptions:
             raise PlanError(unknown_choice("recompute setting", self.recompute, RECOMPUTE))
         if self.exact_ties not in EXACT_TIES:
             raise PlanError(unknown_choice("setting of exact ties", self.exact_ties, EXACT_TIES))
-        if self.stages_per_rank > 1 and not self.straight:
+        if self.stages_per_rank > 1 and self.may_replicate:
             raise PlanError(
                 "several stages a rank and replicated stages do not go together",
                 remedy="use stages_per_rank 1, or a straight pipeline",
@@ -57,7 +57,7 @@ class PlanOptions:
             raise PlanError(unknown_choice("schedule", self.schedule, REGISTRY))
         if self.kind is not None and self.kind.name != self.schedule:
             raise PlanError(f"kind describes schedule {self.kind.name!r}, and schedule is {self.schedule!r}")
-        if not self.straight and not self.schedule_kind.replicas:
+        if self.may_replicate and not self.schedule_kind.replicas:
             raise PlanError(
                 f"schedule {self.schedule!r} runs no replicated stages",
                 remedy="plan a straight pipeline, or choose another schedule",

@@ -11,7 +11,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.module_names import stage_modules
 from autopipe.planning.options import PlanOptions
 from autopipe.planning.search.problem import Problem
-from autopipe.planning.search.straight import straight_cuts
+from autopipe.planning.search.unreplicated import unreplicated_cuts
 from autopipe.schedules.kind import ScheduleKind
 from autopipe.units import in_bytes_rounded_up, in_distinct_bytes
 
@@ -73,7 +73,7 @@ def check_microbatches(kind: ScheduleKind, num_stages: int, num_microbatches: in
 
 def does_not_fit(problem: Problem) -> PlanError:
     """Return the error for a problem whose stages fit in no way: which stage, by how much, and what would fit."""
-    if not problem.options.straight:
+    if problem.options.may_replicate:
         # the straight plans on some of the ranks are among those that do not fit, and what makes one fit helps
         ranks = min(problem.options.num_ranks, problem.tables.num_atoms)
         lines = [_straight(problem, ranks >> k) for k in range(ranks.bit_length())]
@@ -105,14 +105,14 @@ def does_not_fit(problem: Problem) -> PlanError:
 
 def _straight(problem: Problem, num_ranks: int) -> Problem:
     return dataclasses.replace(
-        problem, options=dataclasses.replace(problem.options, straight=True, num_ranks=num_ranks)
+        problem, options=dataclasses.replace(problem.options, may_replicate=False, num_ranks=num_ranks)
     )
 
 
 def _least_overfull(problem: Problem) -> tuple[float, tuple[int, ...]]:
     """Return by how many bytes the least overfull straight plan is over the limit, and where it is cut."""
     stages = problem.options.num_stages
-    return straight_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
+    return unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
 
 
 def fits(problem: Problem) -> bool:

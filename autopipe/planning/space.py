@@ -25,14 +25,11 @@ MANY_RANKS = 32
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """``straight``: one rank a stage. ``free``: replicas where they pay; a schedule without them is not in it.
+    """The options to search for a request."""
 
-    ``left_out``: what was not considered, and why.
-    """
-
-    straight: tuple[PlanOptions, ...]
-    free: tuple[PlanOptions, ...]
-    left_out: tuple[str, ...] = ()
+    unreplicated: tuple[PlanOptions, ...]  # one rank per stage
+    replicated: tuple[PlanOptions, ...]  # stages may have several ranks; only of schedules that support it
+    left_out: tuple[str, ...] = ()  # the schedules that were not considered, and why
 
     @staticmethod
     def of(request: PlanRequest, num_ranks: int, batch_size: int, *, links_known: bool = False) -> Space:
@@ -43,21 +40,21 @@ class Space:
         name = request.schedule or "auto"
         if name == "custom":
             return Space((_of_grid(request, num_ranks, batch_size),), ())
-        straight: list[PlanOptions] = []
+        unreplicated: list[PlanOptions] = []
         names = taking(schedules(name, links_known=links_known or bool(request.stages_per_rank)), request)
         for schedule in names:
             alone = _ordered(request, schedule, num_ranks, batch_size)
             counts = REGISTRY[schedule].planned_stages_per_rank if num_ranks > 1 else (1,)
             for count in (request.stages_per_rank,) if request.stages_per_rank else counts:
-                straight.append(dataclasses.replace(alone, stages_per_rank=count))
-        free = [
-            replicated(dataclasses.replace(options, offered=num_ranks))
+                unreplicated.append(dataclasses.replace(alone, stages_per_rank=count))
+        replicated = [
+            with_replicas(dataclasses.replace(options, offered=num_ranks))
             for ranks in fewer(num_ranks)
             for options in (_ordered(request, schedule, ranks, batch_size) for schedule in names)
             if takes_replicas(options)
         ]
         left_out = _left_out(links_known) if name == "auto" else ()
-        return Space(tuple(straight), tuple(free), left_out)
+        return Space(tuple(unreplicated), tuple(replicated), left_out)
 
     def choices(self, replicas: str) -> tuple[PlanOptions, ...]:
         """Return what is searched with ``--replicas auto`` or ``never``.
@@ -65,21 +62,21 @@ class Space:
         Raises: PlanError where no schedule of the request runs replicas, and they were asked for.
         """
         if replicas == "never":
-            return self.straight
-        if not self.free:
+            return self.unreplicated
+        if not self.replicated:
             raise PlanError(
-                f"schedule {self.straight[0].schedule!r} runs no replicated stages",
+                f"schedule {self.unreplicated[0].schedule!r} runs no replicated stages",
                 remedy="--replicas never, or another schedule",
             )
-        return (*self.straight, *self.free)
+        return (*self.unreplicated, *self.replicated)
 
     def covered_by(self, choices: Sequence[PlanOptions]) -> bool:
         """Whether these are all that plans with replicas are searched with."""
-        return bool(self.free) and set(self.free) <= set(choices)
+        return bool(self.replicated) and set(self.replicated) <= set(choices)
 
     def rivals(self) -> tuple[PlanOptions, ...]:
         """Return the options of the best replicated plan to compare with: 1f1b's where the request's has none."""
-        return self.free or (replicated(plain(self.straight[0])),)
+        return self.replicated or (with_replicas(plain(self.unreplicated[0])),)
 
 
 def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
@@ -177,12 +174,12 @@ def plain(options: PlanOptions) -> PlanOptions:
     )
 
 
-def replicated(options: PlanOptions) -> PlanOptions:
+def with_replicas(options: PlanOptions) -> PlanOptions:
     """Return the options with replicas allowed."""
     many = options.num_ranks > MANY_RANKS
     return dataclasses.replace(
         options,
-        straight=False,
+        may_replicate=True,
         stages_per_rank=1,
         replica_choices="powers" if many else "any",
         tolerance=0.01 if many else 0.0,

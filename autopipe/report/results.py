@@ -97,8 +97,8 @@ class SimulateResult:
     notes: tuple[str, ...] = ()
     trace: str = ""  # the file for Perfetto; "" if none was requested
     overlaps: bool = False  # the schedule does not flush: the timeline is of the first minibatch alone
-    reordered: str = ""  # the options of the schedule, if it is not the plan's
-    misfit: str = ""  # the memory shortfall on ``cluster``; "" if the plan fits
+    schedule_options: str = ""  # the options of the schedule, if it is not the plan's
+    memory_shortfall: str = ""  # the memory shortfall on ``cluster``; "" if the plan fits
 
 
 @dataclass(frozen=True, slots=True)

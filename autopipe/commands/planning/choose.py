@@ -154,12 +154,12 @@ def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -
 
     Raises: PlanError for more ranks than stages where no replicas may be taken.
     """
-    ranks, most = space.straight[0].num_ranks, most_stages(profile)
+    ranks, most = space.unreplicated[0].num_ranks, most_stages(profile)
     if request.replicas is not None:
         return space.choices(request.replicas)
     averaged = [name for node in profile.graph.nodes for name in node.buffers_written]
-    if not space.free or ranks == 1:
-        return space.straight
+    if not space.replicated or ranks == 1:
+        return space.unreplicated
     if averaged and not (request.of_other_devices and ranks > most):
         if ranks > most:
             raise PlanError(
@@ -171,10 +171,10 @@ def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -
             f"planned without replicas, which would average what the forward writes ({averaged[0]}): --replicas auto "
             "takes them"
         )
-        return space.straight
+        return space.unreplicated
     if ranks > most:
         work.notes.append(f"{ranks} ranks, and the model has {most} stages at most: planned with replicas")
-        return space.free
+        return space.replicated
     return space.choices("auto")
 
 

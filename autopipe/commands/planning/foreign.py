@@ -97,9 +97,9 @@ def plan_layers_with_our_costs(
 
 
 def _choices(case: _Case, space: Space, profile: Profile) -> tuple[PlanOptions, ...]:
-    if case.request.replicas == "never" or not space.free:
-        return space.straight
-    return space.choices("auto") if case.num_ranks <= most_stages(profile) else space.free
+    if case.request.replicas == "never" or not space.replicated:
+        return space.unreplicated
+    return space.choices("auto") if case.num_ranks <= most_stages(profile) else space.replicated
 
 
 def _case(settings: PlanSettings, path: Path) -> _Case:

@@ -91,9 +91,9 @@ def _point(base: _Base, count: int) -> ScalingPoint:
 
 
 def _choices(base: _Base, space: Space, count: int) -> tuple[PlanOptions, ...]:
-    if base.request.replicas == "never" or not space.free:
-        return space.straight
-    return space.choices("auto") if count <= most_stages(base.profile) else space.free
+    if base.request.replicas == "never" or not space.replicated:
+        return space.unreplicated
+    return space.choices("auto") if count <= most_stages(base.profile) else space.replicated
 
 
 def _device_hours(plan: Plan, count: int) -> float:

@@ -41,7 +41,7 @@ def _remedy(limit: int, prepared: Prepared) -> str:
         num_microbatches=plan.num_microbatches,
         schedule=plan.schedule,
         stages_per_rank=plan.schedule_options.get("stages_per_rank", 1),
-        straight=all(stage.replicas == 1 for stage in plan.stages),
+        may_replicate=any(stage.replicas > 1 for stage in plan.stages),
         schedule_options=tuple(plan.schedule_options.items()),
         exact_ties=prepared.record.request.exact_ties or "auto",
     )

@@ -126,7 +126,7 @@ def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
         fixed = microbatch_count(options)
         count = fixed or max(candidate_counts(profile, options), default=1)
         # where ranks may stay unused, no stage has more of them than microbatches
-        most = options.num_ranks if options.straight else min(options.num_ranks, count * most_stages)
+        most = min(options.num_ranks, count * most_stages) if options.may_replicate else options.num_ranks
         return count * most
     except PlanError:
         return 0  # it will be refused

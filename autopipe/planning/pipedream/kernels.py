@@ -23,7 +23,6 @@ import numpy as np
 from autopipe.planning.search.compiled import compiled
 
 Array = Any  # arrays inside compiled code: numba infers the type, and numpy's generic types say nothing here
-HUGE = 1e300
 
 
 @compiled
@@ -162,7 +161,7 @@ def solve_flat(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
     B: float, G: int, limit: float, straight: bool, known: float,
 ) -> tuple[float, Array, Array]:  # fmt: skip
-    """Return (cost, after, replicas) of the best plan on G devices behind one kind of link, or HUGE.
+    """Return (cost, after, replicas) of the best plan on G devices behind one kind of link, or infinity.
 
     Looks only for plans cheaper than ``known``. Bisects the bottleneck T: a T that can be reached gives a plan, whose
     own cost is the new upper end. After two refusals in a row one question ("anything cheaper than the best?") is
@@ -171,9 +170,9 @@ def solve_flat(
     n = len(C)
     g, after, replicas = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     best_after, best_replicas = after.copy(), replicas.copy()
-    low, high, best_bottleneck = C[n - 1] / G, known, HUGE
+    low, high, best_bottleneck = C[n - 1] / G, known, math.inf
     T = low * 1.1
-    if known < HUGE:
+    if known < math.inf:
         T = known * (1 - 1e-10)
     refused = 0
     for _ in range(200):
@@ -189,7 +188,7 @@ def solve_flat(
         else:
             low = T
             refused += 1
-        if high >= HUGE:
+        if high >= math.inf:
             T *= 1.5
         elif high <= low * (1 + 2e-10):
             break
@@ -250,7 +249,7 @@ def solve_contiguous(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
     widths: Array, bandwidths: Array, G: int, limit: float, straight: bool, known: float, steps: Array,
 ) -> tuple[float, Array]:  # fmt: skip
-    """Return (cost, stages) with stages laid over the ranks in order, several link levels; (HUGE, empty) if none.
+    """Return (cost, stages) with stages laid over the ranks in order, several link levels; (inf, empty) if none.
 
     f(i, a, l): the least bottleneck of what lies before state i, on ranks 0..a-1, when the cut at i runs over links of
     level l. Only what can still end below a bound T is followed: the time before i fits on a ranks, and what is behind
@@ -266,14 +265,14 @@ def solve_contiguous(
     fastest = bandwidths.max()
     low = solve_flat(pointers, supersets, C, P, A, X, fastest, G, limit, straight, known)[0]
     if low >= known:
-        return HUGE, stages
+        return math.inf, stages
     T = low * 1.02
     g, after, replicas = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     f = np.empty((n, G + 1, L))
     back = np.zeros((n, G + 1, L, 3), np.int32)
     while True:
         T = min(T, known)
-        f[:] = HUGE
+        f[:] = math.inf
         f[0, 0, :] = 0.0
         least_devices(pointers, supersets, C, P, A, X, T, fastest, G, limit, straight, g, after, replicas)
         for i in range(n - 1):
@@ -288,7 +287,7 @@ def solve_contiguous(
                 if not open_state:
                     continue
                 if steps[0] > steps[1]:
-                    return HUGE, stages
+                    return math.inf, stages
                 for q in range(start, stop):
                     j = q if chain else supersets[q]
                     c = C[j] - C[i]
@@ -309,7 +308,7 @@ def solve_contiguous(
                             continue
                         if j < n - 1 and math.ceil((G - a - r) / r) * (A[j] - A[i] + p) > limit:
                             continue
-                        arrive, came = HUGE, 0
+                        arrive, came = math.inf, 0
                         for level in range(before[a, r], L):
                             v = f[i, a, level]
                             if i > 0:
@@ -328,16 +327,16 @@ def solve_contiguous(
                                 back[j, a + r, level, 0] = i
                                 back[j, a + r, level, 1] = r
                                 back[j, a + r, level, 2] = came
-        best, at, level = HUGE, 0, 0
-        for a in range(1 if limit >= HUGE else G, G + 1):
+        best, at, level = math.inf, 0, 0
+        for a in range(1 if limit >= math.inf else G, G + 1):
             for k in range(L):
                 if f[n - 1, a, k] < best:
                     best, at, level = f[n - 1, a, k], a, k
-        if best < HUGE or T >= known or T > 1e6 * low:
+        if best < math.inf or T >= known or T > 1e6 * low:
             break
         T *= 1.25
-    if best >= HUGE:
-        return HUGE, stages
+    if best >= math.inf:
+        return math.inf, stages
     count, i = 0, n - 1
     rows = np.zeros((n, 4), np.int64)
     while i > 0:

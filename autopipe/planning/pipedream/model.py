@@ -17,7 +17,7 @@ import numpy as np
 
 from autopipe.errors import PlanError
 from autopipe.planning.pipedream.file_format import LayerGraph
-from autopipe.planning.pipedream.kernels import HUGE, solve_contiguous, solve_flat
+from autopipe.planning.pipedream.kernels import solve_contiguous, solve_flat
 from autopipe.planning.pipedream.nested import dense_seconds, from_source, inner_values, walk
 from autopipe.planning.pipedream.states import Dag, Floats, States
 from autopipe.units import in_short_bytes
@@ -93,13 +93,13 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
     best: LayerPlan | None = None
     origin = last = None
     for states in search.spaces():
-        solution = search.solve(states, best.cost_seconds if best else HUGE)
+        solution = search.solve(states, best.cost_seconds if best else math.inf)
         if solution is not None:
             best, origin = solution, states
         last = states
     for candidate in (last, origin):  # the last space holds most, but may be too large to nest in
         if candidate is not None and search.can_nest(candidate):
-            solution, finished = search.nested(candidate, best.cost_seconds if best else HUGE)
+            solution, finished = search.nested(candidate, best.cost_seconds if best else math.inf)
             best = solution or best
             if finished:
                 break
@@ -137,7 +137,7 @@ class _Search:
 
     def __init__(self, graph: LayerGraph, machine: Machine, straight: bool) -> None:
         self.graph, self.machine, self.straight = graph, machine, straight
-        self.limit = machine.memory_bytes or HUGE
+        self.limit = machine.memory_bytes or math.inf
         self.dag = Dag(graph)
         self.orders: dict[str, list[int]] = {}
         self.most_pairs = min(MOST_PAIRS, MOST_PAIRS_ASKED // machine.num_devices)
@@ -203,14 +203,14 @@ class _Search:
         return self._plan(states, cost, rows, "contiguous, ")
 
     def _contiguous(self, arrays: Arrays, known: float) -> tuple[float, list[tuple[int, int, int]]]:
-        """Return the best contiguous placement cheaper than ``known``, or HUGE; with a memory limit over all counts.
+        """Return the cost and stages of the best contiguous placement cheaper than ``known``, or infinity.
 
-        Each number of ranks in use is a search of its own then, the largest first, since the memory of a stage grows
-        with the ranks that are behind it. One rank alone always does: nothing is behind it.
+        With a memory limit, each number of ranks in use is a search of its own, the largest first: the memory of a
+        stage grows with the ranks that are behind it. A single rank always fits, because none is behind it.
         """
         machine, seconds = self.machine, float(arrays[2][-1])
         widths = np.cumprod((1, *machine.counts)).astype(np.int64)
-        best: tuple[float, list[tuple[int, int, int]]] = (HUGE, [])
+        best: tuple[float, list[tuple[int, int, int]]] = (math.inf, [])
         steps = np.zeros(2, np.int64)
 
         def solve(ranks: int, limit: float, below: float, more: int) -> tuple[float, Any]:
@@ -219,8 +219,8 @@ class _Search:
             return solve_contiguous(*arrays, widths, bandwidths, ranks, limit, self.straight, below, steps)
 
         everything, enough = machine.num_devices, 2**62
-        least, stages = solve(everything, HUGE, known, enough)
-        if self.limit >= HUGE:
+        least, stages = solve(everything, math.inf, known, enough)
+        if self.limit >= math.inf:
             return float(least), _rows(stages)
         if least >= known:
             return best
@@ -255,12 +255,12 @@ class _Search:
         steps = np.array([0, MOST_NESTED_STEPS])
         below, ranks = 1, 1
         for level, (count, bandwidth) in enumerate(zip(counts[:-1], bandwidths, strict=False)):
-            groups = counts[-1] if level == len(counts) - 2 and known < HUGE else 0
+            groups = counts[-1] if level == len(counts) - 2 and known < math.inf else 0
             V = inner_values(V, C, P, X, Z, count, bandwidth, below, ranks, groups, known, self.limit, steps)
             ranks *= count
             below = count
         back = np.zeros((n, counts[-1] + 1, 2), np.int32)
-        W = from_source(V, C, P, X, Z, 0, counts[-1], bandwidths[-1], below, ranks, HUGE, self.limit, back, steps)
+        W = from_source(V, C, P, X, Z, 0, counts[-1], bandwidths[-1], below, ranks, math.inf, self.limit, back, steps)
         if steps[0] > steps[1]:
             return None, False
         cost = float(W[n - 1, counts[-1]])

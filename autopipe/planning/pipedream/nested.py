@@ -31,14 +31,13 @@ import numpy as np
 from autopipe.planning.search.compiled import compiled
 
 Array = Any  # arrays inside compiled code: numba infers the type
-HUGE = 1e300
 
 
 @compiled
 def dense_seconds(pointers: Array, supersets: Array, C: Array) -> Array:
-    """Return V of the lowest level for every pair of nested states, HUGE for the others."""
+    """Return V of the lowest level for every pair of nested states, infinity for the others."""
     n = len(C)
-    V = np.full((n, n), HUGE)
+    V = np.full((n, n), math.inf)
     for i in range(n):
         if len(pointers) == 0:
             for j in range(i + 1, n):
@@ -89,15 +88,15 @@ def from_source(
     V: Array, C: Array, P: Array, X: Array, Z: Array, s: int, M: int, B: float, n_prev: int, ranks: int, bound: float,
     limit: float, back: Array, steps: Array,
 ) -> Array:  # fmt: skip
-    """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left at HUGE. ``back``: (k, m').
+    """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left infinite. ``back``: (k, m').
 
     A cut k is tried only where the plain seconds on both sides of it, shared by all ranks there (``ranks`` in a
     group), are below the best so far. ``steps``: how many were tried, and how many may be.
     """
     n = len(P)
-    W = np.full((n, M + 1), HUGE)
+    W = np.full((n, M + 1), math.inf)
     for j in range(s + 1, n):
-        if V[s, j] >= HUGE or V[s, j] >= bound * M:
+        if V[s, j] >= math.inf or V[s, j] >= bound * M:
             continue
         if steps[0] > steps[1]:
             break
@@ -105,13 +104,13 @@ def from_source(
             W[j, 1] = first_stage(V, P, s, j, 1, B, n_prev)
         back[j, 1, 0], back[j, 1, 1] = s, 1
         for m in range(2, M + 1):
-            best, cut, last = HUGE, s, m
+            best, cut, last = math.inf, s, m
             if fits(Z[j] - Z[s], M - m, m, limit):
                 best = first_stage(V, P, s, j, m, B, n_prev)
-            if W[j - 1, m] < HUGE and back[j - 1, m, 0] > s:
+            if W[j - 1, m] < math.inf and back[j - 1, m, 0] > s:
                 # where the state before was cut is near the best, and leaves little to try
                 k, used = back[j - 1, m, 0], back[j - 1, m, 1]
-                if V[k, j] < HUGE and fits(Z[j] - Z[k], M - m, used, limit):
+                if V[k, j] < math.inf and fits(Z[j] - Z[k], M - m, used, limit):
                     total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
                     if total < best:
                         best, cut, last = total, k, used
@@ -162,10 +161,10 @@ def to_sink(
 ) -> Array:  # fmt: skip
     """Return W_s(end, M) for every s: one pass backwards, sharing the later stages S(k, m) among all s."""
     n = len(P)
-    S = np.full((n, M + 1), HUGE)
-    result = np.full(n, HUGE)
+    S = np.full((n, M + 1), math.inf)
+    result = np.full(n, math.inf)
     for k in range(n - 2, -1, -1):
-        if V[k, n - 1] >= HUGE or steps[0] > steps[1]:
+        if V[k, n - 1] >= math.inf or steps[0] > steps[1]:
             continue
         S[k, 1] = later_stage(V, P, X, k, n - 1, 1, B)
         for m in range(2, M + 1):
@@ -190,16 +189,18 @@ def inner_values(
     Only pairs that a plan cheaper than ``known`` can use are filled; ``groups`` 0: all of them.
     """
     n = len(P)
-    result = np.full((n, n), HUGE)
+    result = np.full((n, n), math.inf)
     back = np.zeros((n, M + 1, 2), np.int32)
-    W = from_source(V, C, P, X, Z, 0, M, B, n_prev, ranks, HUGE if groups == 0 else known * groups, limit, back, steps)
+    W = from_source(
+        V, C, P, X, Z, 0, M, B, n_prev, ranks, math.inf if groups == 0 else known * groups, limit, back, steps
+    )
     result[0, :] = W[:, M]
     tails = to_sink(V, C, P, X, Z, M, B, n_prev, ranks, limit, steps)
     result[:, n - 1] = np.minimum(result[:, n - 1], tails)
     if groups == 2:
         return result
     for s in range(1, n - 1):
-        bound = HUGE
+        bound = math.inf
         if groups > 0:
             # a middle piece leaves a group to what is behind it, and to what is before it as many as that needs
             left = groups - groups_for(C[s], known * ranks * M) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | N
     """
     others: dict[str, Plan] = {}
     for stage in plan.stages[1:]:
-        if problem.options.straight and len(problem.cuts.legal) < len(plan.stages):
+        if not problem.options.may_replicate and len(problem.cuts.legal) < len(plan.stages):
             break  # without one of its cuts the graph has too few
         other = solve(dataclasses.replace(problem, cuts=CutsWithout(problem.profile.graph, stage.start)))
         if other is not None:
@@ -88,7 +89,7 @@ def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Ca
 def whole_model_plans(problems: Sequence[Problem]) -> Iterator[Plan]:
     """Yield the plan with one stage on all ranks for each problem that may have it and where it fits."""
     for problem in problems:
-        if not problem.options.straight:
+        if problem.options.may_replicate:
             try:
                 yield data_parallel_plan(problem)
             except PlanError:
@@ -105,13 +106,17 @@ def data_parallel_plan(problem: Problem) -> Plan:
     given, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
     ranks = min(given, m)
     options = dataclasses.replace(
-        problem.options, num_ranks=ranks, offered=problem.options.offered or given, straight=False, stages_per_rank=1
+        problem.options,
+        num_ranks=ranks,
+        offered=problem.options.offered or given,
+        may_replicate=True,
+        stages_per_rank=1,
     )
     free = dataclasses.replace(problem, options=options)
     tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
     num_in_flight = in_flight(problem.kind, m, behind=0, num_ranks=ranks, replicas=ranks)
     versions = weight_versions(problem.kind, m, num_in_flight, ranks)
-    if tau >= 1e300:
+    if tau == math.inf:
         least = min(float(peak[0, n]) for peak in problem.tables.memory.peaks(num_in_flight, versions))
         memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
         raise PlanError(

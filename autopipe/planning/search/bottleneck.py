@@ -27,7 +27,6 @@ from autopipe.planning.search.vectorized import least_ranks_by_rows
 Row = tuple[int, int, int, int]
 """Atoms i..j-1 on r ranks with d behind: (i, j, r, d)."""
 CLOSE = 1e-9
-ANY = 1e200  # seconds: no bound at all
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,10 @@ def asynchronous(arrays: Arrays) -> list[Row] | None:
             best, high, refused = rows, max(arrays.stage(row)[0] for row in rows), 0
         else:
             low, refused = T, refused + 1
-            if best is None and T >= ANY:
+            if best is None and math.inf == T:
                 return None
         if best is None:
-            T = T * 1.5 if refused < 8 else ANY
+            T = T * 1.5 if refused < 8 else math.inf
         elif refused == 2:
             T = high * (1 - CLOSE)
         else:
@@ -183,7 +182,7 @@ class _Sums:
         solver.least_sum(a.tables, a.place, a.rules, a.replica_choices, T, a.top_speed, self.h, self.choice)
         place = int(np.argmin(self.h[0])) if a.equal else -1
         d = place * self.unit if a.equal else a.num_ranks
-        if self.h[0, place] >= solver.HUGE:
+        if self.h[0, place] >= math.inf:
             return None
         rows, i = [], 0
         while i < a.num_atoms:

@@ -7,6 +7,7 @@ of an inner level of links, all groups sharing the microbatches; the better is k
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
         ),
         place,
         rules,
-        np.array([1] if options.straight else choices, dtype=np.int64),
+        np.array(choices if options.may_replicate else [1], dtype=np.int64),
         max(cluster.device(rank).speed for rank in range(G)) * width,
     )
 
@@ -120,7 +121,7 @@ def _one_placement(cluster: Cluster, a: int, r: int) -> tuple[float, ...]:
     ring = _span(cluster, a, a + r - 1)
     return (
         min(device.speed for device in devices),
-        min(device.memory_bytes or solver.HUGE for device in devices),
+        min(device.memory_bytes or math.inf for device in devices),
         1 / into.bandwidth,
         2 * into.latency_seconds,
         1 / out.bandwidth,

@@ -37,7 +37,6 @@ from autopipe.planning.cost.memory import stage_peak
 from autopipe.planning.search.compiled import compiled
 
 Array = Any  # arrays inside compiled code: numba infers the type
-HUGE = 1e300
 
 # places in the tuple of tables; TIME and RING are t and k m of one replica, for equal devices and links only
 COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
@@ -72,7 +71,7 @@ def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
 
 @compiled
 def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
-    """Return (tau, recompute) of a stage, or (HUGE, 0) where it does not fit. All engines use this one definition."""
+    """Return (tau, recompute) of a stage, or (inf, 0) where it does not fit. All engines use this one definition."""
     a, q = 0, 0
     if rules[EQUAL] == 0:
         unit = int(rules[UNIT])
@@ -80,7 +79,7 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
     m = rules[MICROBATCHES]
     in_flight, versions = held_and_versions(rules, r, d)
     if rules[FLUSH] == 0 and (in_flight - 1) * r * rules[WIDTH] > (versions - 1) * m:
-        return HUGE, 0
+        return math.inf, 0
     weights, fixed, kept, saved = tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j]
     memory = place[MEMORY, a, q]
     again = 0
@@ -89,7 +88,7 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
     elif rules[MAY_RECOMPUTE] > 0 and peak_bytes(weights, versions, fixed, kept, in_flight, saved, 1.0) <= memory:
         again = 1
     else:
-        return HUGE, 0
+        return math.inf, 0
     speed = place[SPEED, a, q]
     t = (tables[COMPUTE][i, j] + again * tables[FORWARD][i, j]) / speed
     tied = 0.0
@@ -113,11 +112,11 @@ def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: in
 
 @compiled
 def replicas_for_time(t: float, k: float, T: float) -> float:
-    """Return a lower bound of r by time: t/r + k (1 - 1/r) <= T needs r >= (t - k)/(T - k). HUGE: none is enough."""
+    """Return a lower bound of r by time: t/r + k (1 - 1/r) <= T needs r >= (t - k)/(T - k). Infinity: no r suffices."""
     if t <= T:
         return 1.0
     if k >= T:
-        return HUGE
+        return math.inf
     return math.ceil((t - k) / (T - k) - 1e-9)
 
 
@@ -125,14 +124,14 @@ def replicas_for_time(t: float, k: float, T: float) -> float:
 def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float:
     """Return a lower bound of r by memory, with ``each`` bytes a microbatch in flight and ``free`` for all of them."""
     if free < 0:
-        return HUGE
+        return math.inf
     if each <= 0 or free >= each * 1e9:
         return 1.0
     allowed = math.floor(free / each + 1e-9)
     if allowed < 1:
-        return HUGE
+        return math.inf
     by_share: float = math.ceil(rules[MICROBATCHES] / allowed)
-    by_depth: float = HUGE
+    by_depth: float = math.inf
     if d == 0:
         by_depth = 1.0
     elif allowed > 1:
@@ -150,28 +149,28 @@ def least_count(
     rules: Array, d: int, most: int, T: float, memory: float,
     t: float, k: float, more: float, weights: float, state: float, kept: float, saved: float,
 ) -> float:  # fmt: skip
-    """Return a lower bound of r, or HUGE where it is more than ``most``; ``more`` are the seconds of a recompute.
+    """Return a lower bound of r, or infinity where it is more than ``most``; ``more`` are the seconds of a recompute.
 
     A stage that fits keeps its activations or recomputes them; for both, time and memory each give a least r in closed
     form, and the smaller of the two is the bound. With weight versions that grow with r only time gives one.
     """
-    keep, again = HUGE, HUGE
+    keep, again = math.inf, math.inf
     if rules[MAY_KEEP] > 0:
         keep = replicas_for_time(t, k, T)
     if rules[MAY_RECOMPUTE] > 0:
         again = replicas_for_time(t + more, k, T)
     if min(keep, again) > most:
-        return HUGE
+        return math.inf
     if rules[VERSIONS] > 0:
         if rules[FLUSH] == 0 and rules[DEPTH] * d > (rules[VERSIONS] - 1) * rules[MICROBATCHES]:
-            return HUGE
+            return math.inf
         free = memory - rules[VERSIONS] * weights - state
         if keep <= most:
             keep = max(keep, replicas_for_memory(rules, d, free, kept + saved))
         if again <= most:
             again = max(again, replicas_for_memory(rules, d, free - saved, kept))
     r = min(keep, again)
-    return r if r <= most else HUGE
+    return r if r <= most else math.inf
 
 
 @compiled
@@ -189,10 +188,10 @@ def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: i
     slope = 2 * place[RING_LATENCY, 0, 0] / rules[MICROBATCHES]
     while r <= most:
         tau, recomputed = stage(tables, place, rules, i, j, r, d)
-        if tau <= T:
+        if tau <= T and tau < math.inf:
             return r
         # too slow, though it fits, and slower from here on: (t - k)/r^2 is what one more replica gains, slope its price
-        if tau < HUGE and recomputed == 0 and t - k <= slope * r * r:
+        if tau < math.inf and recomputed == 0 and t - k <= slope * r * r:
             return most + 1
         r += 1
     return most + 1
@@ -225,7 +224,7 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
                 if j > known:
                     known, count, t, k = j, 1.0, time[j], ring[j] / rules[MICROBATCHES]
                     if t > T:
-                        count = (t - k) / (T - k) - 1e-9 if k < T else HUGE
+                        count = (t - k) / (T - k) - 1e-9 if k < T else math.inf
                     bounds[j] = count + d
                 if again == 0:
                     if bounds[j] <= lowest - (first > 0):
@@ -260,7 +259,7 @@ def least_sum(
     """
     n, G, unit = h.shape[0] - 1, int(rules[RANKS]), int(rules[UNIT])
     seconds = tables[COMPUTE]
-    h[:] = HUGE
+    h[:] = math.inf
     h[n, 0] = 0.0
     for i in range(n - 1, -1, -1):
         before = math.ceil(seconds[0, i] / (T * top_speed) - 1e-9) if i > 0 else 0
@@ -271,7 +270,7 @@ def least_sum(
                     break
                 first = 0 if j == n else max(1, math.ceil(seconds[j, n] / (T * top_speed) - 1e-9))
                 last = 0 if j == n else min(most - r, (n - j) * int(rules[MOST]))
-                tau, last_in_flight, size = HUGE, -1.0, r // unit
+                tau, last_in_flight, size = math.inf, -1.0, r // unit
                 for behind in range(-(-first // unit), min(last, most - r) // unit + 1):
                     d, here = behind * unit, behind + size
                     if h[j, behind] >= h[i, here]:

@@ -68,14 +68,14 @@ def test_it_is_planned_by_its_own_description_and_simulated() -> None:
     with pytest.raises(PlanError, match="needs at least 2 microbatches"):
         make_plan(PROFILE, CLUSTER, PlanOptions(num_ranks=3, batch_size=16, num_microbatches=1, schedule="pairs"))
     with pytest.raises(PlanError, match="'pairs' runs no replicated stages"):
-        PlanOptions(num_ranks=3, batch_size=16, schedule="pairs", straight=False)
+        PlanOptions(num_ranks=3, batch_size=16, schedule="pairs", may_replicate=True)
 
 
 def test_the_command_line_and_auto_know_it() -> None:
     assert "pairs" in SCHEDULE.known()
     space = Space.of(PlanRequest(), 2, 16)
-    assert "pairs" in {options.schedule for options in space.straight}
-    assert "pairs" not in {options.schedule for options in space.free}
+    assert "pairs" in {options.schedule for options in space.unreplicated}
+    assert "pairs" not in {options.schedule for options in space.replicated}
     assert PlanRequest(schedule="pairs").schedule == "pairs"
 
 

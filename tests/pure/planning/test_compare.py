@@ -38,7 +38,7 @@ def test_a_pipeline_that_does_not_pay_is_called_so():
     result = comparison(profile, cluster, options)
     assert result.verdict.startswith("A pipeline does not pay here: data parallel is the fastest, 16.67 samples/s.")
     assert "--replicas" not in result.verdict
-    straight = make_plan(profile, cluster, dataclasses.replace(options, straight=True))
+    straight = make_plan(profile, cluster, dataclasses.replace(options, may_replicate=False))
     report = comparison(profile, cluster, options, current=straight)
     assert "The plan of this command is not the best one: " in report.verdict
     assert report.verdict.endswith(" samples/s; --replicas auto chooses the best one.")
@@ -76,15 +76,14 @@ def test_when_nothing_fits_the_verdict_says_so():
     ).verdict.startswith("Nothing fits: stage")
 
 
-@pytest.mark.parametrize("straight", [True, False])
-def test_the_runner_up_is_the_best_plan_with_other_cuts(straight):
+def test_the_runner_up_is_the_best_plan_with_other_cuts():
     for seed in range(12):
         rng = random.Random(seed)
         graph = random_graph(rng, 10)
         profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
         if len(Cuts(graph).legal) < 3:
             continue
-        options = PlanOptions(num_ranks=2, batch_size=16, num_microbatches=4, straight=True)
+        options = PlanOptions(num_ranks=2, batch_size=16, num_microbatches=4)
         plan = make_plan(profile, cluster, options)
         (problem,) = make_problems(profile, cluster, options)
         others = runners_up(problem, plan, solve_problem)
@@ -172,7 +171,7 @@ def dear_messages(plan):
 
 def test_the_whole_model_on_each_rank_competes_whatever_the_formula_says_of_it():
     profile, cluster = chain(8, weight=2**30), machine(4, 100)
-    free = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, straight=False)
+    free = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, may_replicate=True)
     assert len(make_plan(profile, cluster, free).stages) > 1
     plan = make_plan(profile, cluster, free, score=RankedScore(dear_messages, 1))
     assert (len(plan.stages), plan.num_ranks) == (1, 4)
@@ -194,7 +193,7 @@ def test_no_row_of_the_table_is_faster_than_the_best_plan(weight, score):
 
 def test_data_parallelism_has_no_more_ranks_than_microbatches():
     (problem,) = make_problems(
-        chain(8), machine(16, 100), PlanOptions(num_ranks=16, batch_size=8, num_microbatches=4, straight=False)
+        chain(8), machine(16, 100), PlanOptions(num_ranks=16, batch_size=8, num_microbatches=4, may_replicate=True)
     )
     plan = data_parallel_plan(problem)
     assert plan.num_ranks == 4

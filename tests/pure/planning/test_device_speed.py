@@ -29,7 +29,7 @@ def machine(*devices):
 @pytest.mark.parametrize("replicas", [True, False])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
 def test_a_device_so_many_times_as_fast_takes_so_much_less(replicas, schedule):
-    options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule=schedule, straight=not replicas)
+    options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule=schedule, may_replicate=replicas)
     plans = {}
     for speed in (1.0, 5000.0):
         cluster = machine(ClusterDevice("device", 0, speed))

@@ -13,7 +13,7 @@ from support.pipedream_cases import GOLDEN, golden_rows, random_layers
 
 from autopipe.planning.pipedream import model as pipedream_model
 from autopipe.planning.pipedream.file_format import LayerGraph
-from autopipe.planning.pipedream.model import HUGE, Machine, plan_layers
+from autopipe.planning.pipedream.model import Machine, plan_layers
 
 
 def chain(rng: random.Random, count: int) -> LayerGraph:
@@ -87,7 +87,7 @@ def test_a_nested_plan_under_a_memory_limit_is_the_best_of_all_that_keep_it(seed
     search = pipedream_model._Search(graph, machine, straight=False)
     (states,) = search.spaces()
     expected = best_nested(graph, machine)
-    best, finished = search.nested(states, HUGE)
+    best, finished = search.nested(states, math.inf)
     assert finished
     if math.isinf(expected):
         assert best is None

@@ -151,7 +151,7 @@ def test_when_no_change_fits_the_device_that_would_is_named():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
-    free = PlanOptions(num_ranks=ranks, batch_size=16, num_microbatches=16, straight=False, recompute="never")
+    free = PlanOptions(num_ranks=ranks, batch_size=16, num_microbatches=16, may_replicate=True, recompute="never")
     error = refusal(chain(), machine(ranks, 0.5), free)
     gibibytes = float(error.remedy.split("use devices with ")[1].split(" GiB")[0])
     make_plan(chain(), machine(ranks, gibibytes), free)
@@ -167,8 +167,11 @@ def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
         ({"num_microbatches": 0}, "num_microbatches is 0; at least 1 is needed"),
         ({"recompute": "alwys"}, "Did you mean 'always'"),
         ({"schedule": "gpip"}, "Did you mean 'gpipe'"),
-        ({"schedule": "interleaved", "straight": False}, "schedule 'interleaved' runs no replicated stages"),
-        ({"stages_per_rank": 2, "straight": False}, "several stages a rank and replicated stages do not go together"),
+        ({"schedule": "interleaved", "may_replicate": True}, "schedule 'interleaved' runs no replicated stages"),
+        (
+            {"stages_per_rank": 2, "may_replicate": True},
+            "several stages a rank and replicated stages do not go together",
+        ),
         ({"kind": REGISTRY["gpipe"]}, "kind describes schedule 'gpipe', and schedule is '1f1b'"),
     ],
 )

@@ -37,7 +37,7 @@ def random_case(seed):
         schedule=name,
         kind=dataclasses.replace(REGISTRY[name], replicas=True),
         recompute=rng.choice(("auto", "auto", "never", "always")),
-        straight=False,
+        may_replicate=True,
         replica_choices=rng.choice(("any", "any", "powers")),
     )
     return profile, cluster, options

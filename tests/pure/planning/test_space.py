@@ -48,7 +48,7 @@ def test_what_auto_leaves_out_is_said():
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name != "custom"])
 def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
     space = Space.of(PlanRequest(schedule=name), 2, 32)
-    planned, _ = search(FOUND, machine(2, 100), space.straight, silent)
+    planned, _ = search(FOUND, machine(2, 100), space.unreplicated, silent)
     assert math.isfinite(planned.predicted.step_seconds)
     assert planned.schedule == name
     assert predict.predict(planned, FOUND, machine(2, 100)) == planned.predicted
@@ -57,17 +57,17 @@ def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
 @pytest.mark.parametrize("name", list(REGISTRY))
 def test_replicas_are_in_the_space_exactly_where_schedule_and_planner_have_them(name):
     if name == "custom":
-        assert Space.of(PlanRequest(schedule=name, grid=GRID), 2, 32).free == ()
+        assert Space.of(PlanRequest(schedule=name, grid=GRID), 2, 32).replicated == ()
         return
     space = Space.of(PlanRequest(schedule=name), 4, 32)
-    assert bool(space.free) == REGISTRY[name].replicas
-    assert all(not options.straight and takes_replicas(options) for options in space.rivals())
+    assert bool(space.replicated) == REGISTRY[name].replicas
+    assert all(options.may_replicate and takes_replicas(options) for options in space.rivals())
 
 
 def test_never_is_straight_and_auto_has_both():
     space = Space.of(PlanRequest(), 4, 32)
-    assert all(options.straight for options in space.choices("never"))
-    assert {options.straight for options in space.choices("auto")} == {True, False}
+    assert all(not options.may_replicate for options in space.choices("never"))
+    assert {not options.may_replicate for options in space.choices("auto")} == {True, False}
 
 
 def test_replicas_for_a_schedule_without_them_are_refused():
@@ -77,19 +77,19 @@ def test_replicas_for_a_schedule_without_them_are_refused():
 
 def test_interleaving_is_tried_at_several_depths():
     space = Space.of(PlanRequest(schedule="interleaved"), 2, 32)
-    assert [options.stages_per_rank for options in space.straight] == [2, 3, 4]
+    assert [options.stages_per_rank for options in space.unreplicated] == [2, 3, 4]
 
 
 def test_what_a_schedule_is_told_is_in_the_plan_and_its_memory():
     request_ = PlanRequest(schedule="pipedream", vertical_sync=True, warmup_depth=2, num_microbatches=2)
-    (options,) = Space.of(request_, 4, 32).straight
+    (options,) = Space.of(request_, 4, 32).unreplicated
     planned, _ = search(FOUND, FAST, (options,), silent)
     assert planned.schedule_options == {"vertical_sync": 1, "depth": 2}
     assert predict.schedule_of(planned).staleness == (3, 3, 3, 3)
-    (own,) = Space.of(PlanRequest(schedule="pipedream", num_microbatches=2), 4, 32).straight
+    (own,) = Space.of(PlanRequest(schedule="pipedream", num_microbatches=2), 4, 32).unreplicated
     plain, _ = search(FOUND, FAST, (own,), silent)
     assert planned.stages[-1].peak_bytes > plain.stages[-1].peak_bytes  # four versions, not one
-    (three,) = Space.of(PlanRequest(schedule="interleaved", stages_per_rank=3), 2, 32).straight
+    (three,) = Space.of(PlanRequest(schedule="interleaved", stages_per_rank=3), 2, 32).unreplicated
     assert search(FOUND, machine(2, 100), (three,), silent)[0].schedule_options == {"stages_per_rank": 3}
 
 
@@ -171,7 +171,7 @@ def test_a_plan_that_cannot_be_dealt_out_so_is_refused(request_, what):
 
 
 def test_many_ranks_are_searched_in_powers_of_two():
-    (few, *_), (many, *_) = (Space.of(PlanRequest(), n, 4096).free for n in (MANY_RANKS, 2 * MANY_RANKS))
+    (few, *_), (many, *_) = (Space.of(PlanRequest(), n, 4096).replicated for n in (MANY_RANKS, 2 * MANY_RANKS))
     assert (few.replica_choices, few.tolerance) == ("any", 0.0)
     assert (many.replica_choices, many.tolerance) == ("powers", 0.01)
 
@@ -313,12 +313,12 @@ def test_the_explanation_fits_the_plan(tmp_path, request_):
 
 def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused():
     space = Space.of(PlanRequest(schedule="1f1b"), 6, 32)
-    assert [(options.num_ranks, options.offered) for options in space.free] == [(6, 6), (3, 6), (1, 6)]
+    assert [(options.num_ranks, options.offered) for options in space.replicated] == [(6, 6), (3, 6), (1, 6)]
     # between two hosts a message takes longer than the whole model, and a search where links differ uses every rank
     host, slow = Level("host", 3, 1e9, 1e-5), Level("network", 2, 1e3, 1.0)
     cluster = dataclasses.replace(machine(6, 100), levels=(host, slow))
-    every, _ = search(FOUND, cluster, space.free[:1], silent)
-    planned, _ = search(FOUND, cluster, space.free, silent)
+    every, _ = search(FOUND, cluster, space.replicated[:1], silent)
+    planned, _ = search(FOUND, cluster, space.replicated, silent)
     assert (every.num_ranks, planned.num_ranks) == (6, 3)
     assert planned.predicted.step_seconds < every.predicted.step_seconds
     assert planned.notes[0] == "3 of 6 ranks stay unused: they would not make a step faster"

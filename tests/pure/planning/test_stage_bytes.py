@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pure.planning.test_replicated import random_case as replicated_case
-from pure.planning.test_straight import random_case as straight_case
+from pure.planning.test_unreplicated import random_case as straight_case
 from support.planning_cases import profile_of, random_graph
 
 from autopipe.errors import PlanError
@@ -44,7 +44,7 @@ def searched_bytes(problem, plan):
     edges = [tables.edges.index(stage.start) for stage in plan.stages] + [tables.edges.index(last)]
     peaks = []
     for stage, (i, j) in zip(plan.stages, itertools.pairwise(edges), strict=True):
-        if problem.options.straight:
+        if not problem.options.may_replicate:
             peaks.append(problem.stage_peaks(stage.index, len(plan.stages))[int(stage.recompute)][i, j])
             continue
         arrays = next(a for a in candidate_arrays(problem) if fits(a, plan))
@@ -107,16 +107,16 @@ def test_exactly_the_bytes_of_a_plan_are_enough_and_one_less_is_not(case):
         profile, cluster, options = case(seed)
         options = dataclasses.replace(options, recompute=random.Random(seed).choice(("never", "always")))
         _, plan = problem_and_plan(profile, cluster, options)
-        if plan is None or (not options.straight and len(cluster.devices) > 1):
+        if plan is None or (options.may_replicate and len(cluster.devices) > 1):
             continue  # where devices differ, replicated plans use all of them
         tried += 1
         needed = bytes_by_rank(plan.stages)
-        if not options.straight:
+        if options.may_replicate:
             needed = dict.fromkeys(range(cluster.num_ranks), max(needed.values()))
         exact = make_plan(profile, with_limits(cluster, needed), options)
         assert exact.predicted.step_seconds == plan.predicted.step_seconds, seed
         assert all(used <= needed[rank] for rank, used in bytes_by_rank(exact.stages).items()), seed
-        for ranks in [[rank] for rank in needed] if options.straight else [list(needed)]:
+        for ranks in [[rank] for rank in needed] if not options.may_replicate else [list(needed)]:
             less = needed | {rank: needed[rank] - 1 for rank in ranks}
             try:
                 tight = make_plan(profile, with_limits(cluster, less), options)

@@ -18,7 +18,7 @@ import numpy as np
 from autopipe.planning.cost.pair_sum import Array
 
 
-def straight_cuts(
+def unreplicated_cuts(
     num_atoms: int, num_stages: int, stage_table: Callable[[int], Array]
 ) -> tuple[float, tuple[int, ...]]:
     """Return (the slowest stage's cost, the atoms where stages 1..p-1 begin); infinite cost and no cuts if none fits.
