@@ -21,7 +21,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results" / "planner.md"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from autopipe.planning.pipedream.file_format import read_pipedream  # noqa: E402
 from autopipe.planning.pipedream.model import LayerPlan, Machine, plan_layers  # noqa: E402
@@ -86,8 +86,8 @@ def golden(folder: Path) -> dict[str, Any]:
 
 def brute_force(cases: int) -> dict[str, int]:
     """Compare random small cases with brute force, and return the numbers of mismatches."""
-    from tests.pure.planning import test_replicated as replicated_cases
-    from tests.pure.planning import test_unreplicated as unreplicated_cases
+    from pure.planning import test_replicated as replicated_cases
+    from pure.planning import test_unreplicated as unreplicated_cases
 
     wrong = {"unreplicated": 0, "replicated": 0}
     for seed in range(cases):

@@ -85,28 +85,28 @@ def loan_channel(loan: Loan, request: ScheduleSpec, reader: int) -> Channel:
     return Channel(LOAN, loan.owner, loan.reader, givers[reader % len(givers)], takers[reader])
 
 
-def channels(routes: MessagePlan, request: ScheduleSpec) -> list[Channel]:
+def channels(message_plan: MessagePlan, request: ScheduleSpec) -> list[Channel]:
     """Return all channels that a run can use, sorted: the same list on every rank."""
     ranks = request.stage_ranks
     channel_set = {
         Channel(kind, a, b, from_rank, to_rank)
-        for kind, edges in ((ACTIVATION, routes.forward), (GRADIENT, routes.backward))
+        for kind, edges in ((ACTIVATION, message_plan.forward), (GRADIENT, message_plan.backward))
         for a, b in edges
         for from_rank in ranks[a]
         for to_rank in ranks[b]
     }
-    for tie in routes.shared:
+    for tie in message_plan.shared:
         for copy in tie.copies:
             owners = ranks[tie.owner]
             for index, rank in enumerate(ranks[copy]):
                 owner = owners[index % len(owners)]
                 channel_set.add(Channel(TIE_VALUE, tie.owner, copy, owner, rank))
-    for tie in routes.ties:
+    for tie in message_plan.ties:
         for copy in tie.copies:
             channel_set.update(
                 Channel(TIE_GRADIENT, copy, tie.owner, ranks[copy][0], owner) for owner in ranks[tie.owner]
             )
-    for loan in routes.loans:
+    for loan in message_plan.loans:
         channel_set.update(loan_channel(loan, request, index) for index in range(len(ranks[loan.reader])))
     for rank in range(1, request.num_ranks):
         channel_set.add(Channel(CONTROL, 0, 0, 0, rank))

@@ -28,24 +28,24 @@ def make_plan(
     options: PlanOptions,
     *,
     score: Score | None = None,
-    watch: SearchProgress | None = None,
+    progress: SearchProgress | None = None,
 ) -> Plan:
     """Return the best plan for the options. ``score``: a better judge than the formula, such as a simulator;
     it decides among the best about 20.
 
-    An interrupt (Ctrl-C) ends the search with the best plan so far, where there is one, and ``watch`` says so.
+    An interrupt (Ctrl-C) ends the search with the best plan so far, where there is one, and ``progress`` says so.
 
     Raises: PlanError when no plan can be right or none fits the memory; it names the numbers and what would.
     """
-    watch = watch or SearchProgress()
+    progress = progress or SearchProgress()
     problems = make_problems(profile, cluster, options)
-    watch.total = max(watch.total, watch.tried + len(problems))
+    progress.total = max(progress.total, progress.tried + len(problems))
     kind = options.schedule_kind
     pairs: list[tuple[Problem, Plan]] = []
     best: Plan | None = None
     try:
         for problem in problems:
-            watch.next(f"{kind.name}, {problem.num_microbatches} microbatches")
+            progress.next(f"{kind.name}, {problem.num_microbatches} microbatches")
             plan = solve_problem(problem)
             if plan is not None:
                 pairs.append((problem, plan))
@@ -58,7 +58,7 @@ def make_plan(
         usable = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
         if not usable:
             raise
-        watch.stopped = True
+        progress.stopped = True
         best = best or _fastest(usable)
         return best if score is None else dataclasses.replace(best, predicted=score(best))
 
@@ -83,7 +83,7 @@ def make_best_plan(
     choices: Sequence[PlanOptions],
     *,
     score: Score | None = None,
-    watch: SearchProgress | None = None,
+    progress: SearchProgress | None = None,
     least_gain: float = 1e-9,
 ) -> Plan:
     """Return the fastest plan over several options: schedules, stages a rank, more microbatches in flight, recompute.
@@ -93,26 +93,26 @@ def make_best_plan(
 
     Raises: PlanError of the first options when no plan can be made for any of them.
     """
-    watch = watch or SearchProgress()
+    progress = progress or SearchProgress()
     best: Plan | None = None
     first: PlanError | None = None
-    before = watch.tried
+    before = progress.tried
     for done, options in enumerate(choices):
-        each = (watch.tried - before) // done if done else 1
-        watch.total = watch.tried + each * (len(choices) - done)
+        each = (progress.tried - before) // done if done else 1
+        progress.total = progress.tried + each * (len(choices) - done)
         try:
-            plan = make_plan(profile, cluster, options, score=score, watch=watch)
+            plan = make_plan(profile, cluster, options, score=score, progress=progress)
         except PlanError as error:
             first = first or error
             continue
         except KeyboardInterrupt:
             if best is None:
                 raise
-            watch.stopped = True
+            progress.stopped = True
             break
         if best is None or plan.predicted.samples_per_second > best.predicted.samples_per_second * (1 + least_gain):
             best = plan
-        if watch.stopped:
+        if progress.stopped:
             break
     if best is None:
         raise first or PlanError("nothing to choose from: no options were given")

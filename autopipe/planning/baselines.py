@@ -10,7 +10,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import Profile
 from autopipe.planning import Comparison, Explanation, comparison, explain
 from autopipe.planning.cost.peaks import search_within_memory
-from autopipe.planning.cost.predict import judge
+from autopipe.planning.cost.predict import simulator_score
 from autopipe.planning.space import Space, plain, takes_replicas, with_replicas
 
 
@@ -20,7 +20,7 @@ def compared(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, ev
     ``every``: the plan that was made is already the best of those with replicas.
     """
     rivals = space.rivals()
-    score = judge(profile, cluster, (*space.unreplicated, *rivals))
+    score = simulator_score(profile, cluster, (*space.unreplicated, *rivals))
     first = space.unreplicated[0]
     base = plain(first) if first.stage_ranks else first  # a grid is for its own ranks alone
 
@@ -46,5 +46,5 @@ def explained(plan: Plan, profile: Profile, cluster: Cluster, space: Space) -> E
     options = next(o for o in space.unreplicated if o.schedule == plan.schedule and o.stages_per_rank == per_rank)
     if takes_replicas(options) and any(stage.replicas > 1 for stage in plan.stages):
         options = with_replicas(options)
-    reasons = explain(plan, profile, cluster, options, score=judge(profile, cluster, [options]))
+    reasons = explain(plan, profile, cluster, options, score=simulator_score(profile, cluster, [options]))
     return dataclasses.replace(reasons, left_out=space.left_out)

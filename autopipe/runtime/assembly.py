@@ -105,7 +105,7 @@ class RankAssembly:
         graph, index = self.context.graph, planned.index
         exact_ties = {
             tie.parameter: tie.owner == index
-            for tie in self.context.routes.ties
+            for tie in self.context.message_plan.ties
             if tie.exact and index in (tie.owner, *tie.copies)
         }
         changing = graph.moving & graph.after_step.keys()
@@ -175,7 +175,9 @@ class RankAssembly:
         if "after_step" not in self.workload.hooks:
             return None
         context = self.context
-        return AfterStep(self.workload, context.graph, context.request, self.transport, owned, context.routes.loans)
+        return AfterStep(
+            self.workload, context.graph, context.request, self.transport, owned, context.message_plan.loans
+        )
 
     def _averages(self, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> Averages | None:
         if not self.job.ema:

@@ -23,7 +23,7 @@ class RunContext:
     graph: Graph
     request: ScheduleSpec
     # which values go from stage to stage
-    routes: MessagePlan
+    message_plan: MessagePlan
     # every channel of the run, in one order on all ranks
     channels: tuple[Channel, ...]
     # the ranks of each replicated stage
@@ -40,9 +40,9 @@ class RunContext:
         request = plan.request()
         refuse_stale_ties(plan, graph, request)
         refuse_replicated_state(plan, graph)
-        routes = MessagePlan.of(plan, graph)
+        message_plan = MessagePlan.of(plan, graph)
         groups = tuple(sorted({ranks for ranks in plan.stage_ranks if len(ranks) > 1}))
-        return RunContext(plan, graph, request, routes, tuple(channels(routes, request)), groups)
+        return RunContext(plan, graph, request, message_plan, tuple(channels(message_plan, request)), groups)
 
     def buffers_written(self, stage: Stage) -> frozenset[str]:
         """Return the buffers that forwards of a stage write, by first name: running statistics."""

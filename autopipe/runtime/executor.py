@@ -122,8 +122,8 @@ class Executor:
 
     def _edges(self, kind: str, instruction: Instruction) -> Mapping[Edge, tuple[str, ...]]:
         """Return the values of each message of a microbatch, by edge."""
-        routes = self._microbatch(instruction).recording.routes
-        return routes.forward if kind == ACTIVATION else routes.backward
+        message_plan = self._microbatch(instruction).recording.message_plan
+        return message_plan.forward if kind == ACTIVATION else message_plan.backward
 
     def _microbatch(self, instruction: Instruction) -> Microbatch:
         return self._minibatches[instruction.minibatch][instruction.microbatch]

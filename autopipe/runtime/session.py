@@ -180,7 +180,7 @@ class RankSession:
             validate(schedule)
             if not REGISTRY[schedule.name].synchronous:
                 self._rows.clear()  # windows do not repeat
-            self._rows[first, count] = lower(schedule, self.context.routes.edges).rows[self.transport.rank]
+            self._rows[first, count] = lower(schedule, self.context.message_plan.edges).rows[self.transport.rank]
         return self._rows[first, count]
 
     def shares(self, item: Any, parts: Sequence[Any]) -> Shares:
@@ -316,7 +316,7 @@ class RankSession:
         """Return the forwards of this rank, in the order of the run's schedule."""
         schedule = make(self.context.plan.schedule, self.context.request)
         forward = tuple(tuple(i for i in row if i.op == Op.FORWARD) for row in schedule.rows)
-        lowered = lower(replace(schedule, rows=forward), StageEdges(self.context.routes.edges.forward, ()))
+        lowered = lower(replace(schedule, rows=forward), StageEdges(self.context.message_plan.edges.forward, ()))
         return lowered.rows[self.transport.rank]
 
     @contextlib.contextmanager

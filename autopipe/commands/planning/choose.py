@@ -21,7 +21,7 @@ from autopipe.ir.tensor import DTYPE_BYTES
 from autopipe.planning import PlanOptions, SearchProgress, make_best_plan
 from autopipe.planning.clusters import by_datasheet, cluster_of_figures, priced, this_machine
 from autopipe.planning.cost.peaks import search_within_memory
-from autopipe.planning.cost.predict import judge, predict
+from autopipe.planning.cost.predict import predict, simulator_score
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.space import Space, most_stages
 from autopipe.schedules import lines_of
@@ -92,14 +92,16 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
     space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
     start = time.perf_counter()
     choices = _choices(request, space, profile, work)
-    plan, watch = search(with_averages(profile, request), cluster, choices, work.progress)
+    plan, search_progress = search(with_averages(profile, request), cluster, choices, work.progress)
     seconds = time.perf_counter() - start
-    if watch.stopped:
-        work.notes.append(f"interrupted: the best plan of {watch.tried} of about {watch.total} searches")
+    if search_progress.stopped:
+        work.notes.append(
+            f"interrupted: the best plan of {search_progress.tried} of about {search_progress.total} searches"
+        )
     record = PlanRecord(plan.digest, profile_digest(profile), request, cluster)
     artifact.save(plan, work.store.plan)
     artifact.save(record, work.store.record)
-    return Chosen(plan, record, space, seconds, not watch.stopped and space.covered_by(choices))
+    return Chosen(plan, record, space, seconds, not search_progress.stopped and space.covered_by(choices))
 
 
 def with_averages(profile: Profile, request: PlanRequest) -> Profile:
@@ -121,21 +123,21 @@ def search(
     Raises: PlanError where none can be made, or nothing says how long the model takes; ScheduleError where no schedule
     can run what was made.
     """
-    watch, profile = SearchProgress(later(progress)), priced(profile, cluster)
+    search_progress, profile = SearchProgress(later(progress)), priced(profile, cluster)
     if profile.device.kind == COUNTED:
         raise PlanError(
             f"the profile of {profile.graph.name} holds no times: it was taken with --estimate",
             remedy="name the device to plan for: --device-name H100-SXM, or datasheet in a cluster file",
         )
-    score = judge(profile, cluster, choices)
+    score = simulator_score(profile, cluster, choices)
 
     def find(room: Cluster) -> Plan:
-        return make_best_plan(profile, room, choices, score=score, watch=watch, least_gain=LEAST_GAIN)
+        return make_best_plan(profile, room, choices, score=score, progress=search_progress, least_gain=LEAST_GAIN)
 
-    plan = search_within_memory(profile, cluster, find, lambda: watch.stopped)
+    plan = search_within_memory(profile, cluster, find, lambda: search_progress.stopped)
     if not math.isfinite(plan.predicted.step_seconds):
         predict(plan, profile, cluster)  # says which rule no schedule can keep
-    return plan, watch
+    return plan, search_progress
 
 
 def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:

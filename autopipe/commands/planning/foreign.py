@@ -73,16 +73,17 @@ def plan_layers_with_our_costs(
     for deep in (True, False):
         profile = profile_of_layers(case.layers, case.name, deep=deep)
         choices = _choices(case, space, profile)
-        plan, watch = search(profile, case.cluster, choices, work.progress)
+        plan, search_progress = search(profile, case.cluster, choices, work.progress)
         record = PlanRecord(plan.digest, profile_digest(profile), case.request, case.cluster)
         if best is None or plan.predicted.step_seconds < best[0].plan.predicted.step_seconds * (1 - 1e-9):
             best = Chosen(plan, record, space, 0.0, space.covered_by(choices)), profile
-        if watch.stopped:
+        if search_progress.stopped:
             work.notes.append("interrupted: the best plan so far")
             break
     assert best is not None  # the loop runs at least once, or raises
     chosen, profile = best
     seconds = time.perf_counter() - start
+    every = chosen.every and not search_progress.stopped
     return PlanResult(
         chosen.plan,
         profile,
@@ -91,8 +92,8 @@ def plan_layers_with_our_costs(
         seconds,
         (*work.notes, *_notes(case)),
         (),
-        compared(chosen.plan, profile, chosen.record.cluster, space, every=chosen.every and not watch.stopped),
-        explain(chosen.plan, profile, chosen.record.cluster, space) if explained else None,
+        compared(chosen.plan, profile, case.cluster, space, every=every),
+        explain(chosen.plan, profile, case.cluster, space) if explained else None,
     )
 
 

@@ -77,7 +77,7 @@ def _point(base: _Base, count: int) -> ScalingPoint:
     try:
         cluster = _cluster(base, count)
         space = Space.of(base.request, count, base.batch_size)
-        plan, watch = search(
+        plan, search_progress = search(
             with_averages(base.profile, base.request),
             cluster,
             _choices(base, space, count),
@@ -85,7 +85,7 @@ def _point(base: _Base, count: int) -> ScalingPoint:
         )
     except AutopipeError as error:
         return ScalingPoint(count, None, 0.0, error.what)
-    if watch.stopped:
+    if search_progress.stopped:
         raise KeyboardInterrupt  # a number that was not searched to the end is not put beside the others
     return ScalingPoint(count, plan, _device_hours(plan, count))
 

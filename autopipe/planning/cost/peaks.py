@@ -42,19 +42,19 @@ def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONC
         if size * window > most:
             return plan
         schedule = schedule_of(plan, window)
-    routes = MessagePlan.of(plan, profile.graph)
-    sent = message_bytes(plan, profile, routes)
-    messages = MessageBytes({e: sent[e] for e in routes.forward}, {e: sent[e] for e in routes.backward})
-    sizes = _sizes(plan, profile, _halved(schedule, routes))
-    peaks = stage_peaks(lower(schedule, routes.edges), sizes, messages)
+    message_plan = MessagePlan.of(plan, profile.graph)
+    sent = message_bytes(plan, profile, message_plan)
+    messages = MessageBytes({e: sent[e] for e in message_plan.forward}, {e: sent[e] for e in message_plan.backward})
+    sizes = _sizes(plan, profile, _halved(schedule, message_plan))
+    peaks = stage_peaks(lower(schedule, message_plan.edges), sizes, messages)
     stages = (dataclasses.replace(s, peak_bytes=peak) for s, peak in zip(plan.stages, peaks, strict=True))
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
-def _halved(schedule: Schedule, routes: MessagePlan) -> set[int]:
+def _halved(schedule: Schedule, message_plan: MessagePlan) -> set[int]:
     """Return the stages whose backward has a first half: those that send a gradient back have one."""
     split = {i.stage for row in schedule.rows for i in row if i.op == Op.BACKWARD_INPUTS}
-    return split & {source for source, _ in routes.backward}
+    return split & {source for source, _ in message_plan.backward}
 
 
 def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:

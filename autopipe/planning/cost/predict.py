@@ -64,11 +64,11 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
 
 
 def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCosts]:
-    routes = MessagePlan.of(plan, profile.graph)
-    amounts = message_bytes(plan, profile, routes)
+    message_plan = MessagePlan.of(plan, profile.graph)
+    amounts = message_bytes(plan, profile, message_plan)
     edges: dict[Edge, EdgeCosts] = {}
     host = cluster.host
-    for edge, values in (*routes.forward.items(), *routes.backward.items()):
+    for edge, values in (*message_plan.forward.items(), *message_plan.backward.items()):
         total, further = amounts[edge], max(len(values) - 1, 0) * host.value_seconds
         link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
         # further values cost less than the first, which wakes the threads that move them
@@ -80,11 +80,11 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
     return edges
 
 
-def message_bytes(plan: Plan, profile: Profile, routes: MessagePlan) -> dict[Edge, int]:
+def message_bytes(plan: Plan, profile: Profile, message_plan: MessagePlan) -> dict[Edge, int]:
     """Return the bytes that a microbatch sends over each edge; activations go to later stages, gradients back."""
     num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
     num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
-    every = (*routes.forward.items(), *routes.backward.items())
+    every = (*message_plan.forward.items(), *message_plan.backward.items())
     return {edge: sum(num_bytes[value] for value in values) for edge, values in every}
 
 
@@ -108,7 +108,7 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
     return Prediction(seconds, plan.batch_size / seconds if seconds else 0.0, bubble, bottleneck)
 
 
-def judge(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> RankedScore:
+def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> RankedScore:
     """Return the judge of a search: the simulator, asked about the fewer plans the larger they are.
 
     Where they are too large to be simulated at all it is the planner's formula, for all of them: figures of the one

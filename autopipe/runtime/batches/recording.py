@@ -28,7 +28,7 @@ class Recording:
     name: str
     plan: Plan
     graph: Graph
-    routes: MessagePlan
+    message_plan: MessagePlan
     # of every value that crosses from stage to stage
     specs: Mapping[str, TensorSpec]
     # computes the divisor of the loss; None: the number of samples
@@ -44,7 +44,7 @@ class Recording:
     @property
     def carries_gradient(self) -> frozenset[str]:
         """The values through which a gradient flows."""
-        return frozenset(value for values in self.routes.backward.values() for value in values)
+        return frozenset(value for values in self.message_plan.backward.values() for value in values)
 
     def sizes(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Return the sizes of a batch by symbol."""

@@ -11,7 +11,7 @@ from support.planning_cases import profile_of, random_graph
 from support.schedule_cases import Case, hold
 
 from autopipe.errors import PlanError, ScheduleError
-from autopipe.ir.schedule import Schedule, ScheduleSpec
+from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.planning import PlanOptions, make_plan, uniform_cluster
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
@@ -26,11 +26,11 @@ def pairs(spec: ScheduleSpec) -> Schedule:
     """Two forwards, then their two backwards, and so on: a pipeline that drains after every second microbatch."""
     check_one_stage_a_rank("pairs", spec)
 
-    def order(rank: int, minibatch: int) -> list[tuple[str, int, int]]:
+    def order(rank: int, minibatch: int) -> list[tuple[Op, int, int]]:
         (stage,) = stages_of(spec, rank)
         share = own_microbatches(spec, stage, rank, minibatch)
         two = [share[first : first + 2] for first in range(0, len(share), 2)]
-        return [(op, stage, j) for group in two for op in "FB" for j in group]
+        return [(op, stage, j) for group in two for op in (Op.FORWARD, Op.BACKWARD) for j in group]
 
     return flushed("pairs", spec, order, [min(2, spec.num_microbatches)] * spec.num_stages)
 

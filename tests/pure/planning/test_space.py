@@ -199,15 +199,15 @@ def test_a_huge_plan_keeps_the_planners_figures():
 
 def test_of_large_plans_fewer_are_simulated_and_of_huge_ones_none(monkeypatch):
     options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8)
-    assert predict.judge(FOUND, FAST, [options]).most == 20
+    assert predict.simulator_score(FOUND, FAST, [options]).most == 20
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
-    assert predict.judge(FOUND, FAST, [options]).most == 10
+    assert predict.simulator_score(FOUND, FAST, [options]).most == 10
     planned, _ = search(FOUND, FAST, (options,), silent)
     assert planned.predicted == predict.predict(planned, FOUND, FAST)
     monkeypatch.setattr(predict, "MOST_SIMULATED_ONCE", 16)
-    judge = predict.judge(FOUND, FAST, [options, PlanOptions(num_ranks=2, batch_size=4)])
-    assert judge.most == 1
-    assert judge(planned) is planned.predicted
+    score = predict.simulator_score(FOUND, FAST, [options, PlanOptions(num_ranks=2, batch_size=4)])
+    assert score.most == 1
+    assert score(planned) is planned.predicted
 
 
 def test_the_table_of_large_plans_has_the_simulators_figures(tmp_path, monkeypatch):
@@ -244,14 +244,14 @@ def interrupted_at(count):
 def test_ctrl_c_keeps_the_best_plan_so_far():
     options = PlanOptions(num_ranks=4, batch_size=64)
     watch = interrupted_at(2)
-    plan = make_plan(FOUND, FAST, options, watch=watch)  # 8, 16, 32, 64 microbatches: more are better here
+    plan = make_plan(FOUND, FAST, options, progress=watch)  # 8, 16, 32, 64 microbatches: more are better here
     assert watch.stopped
     assert (plan.num_microbatches, watch.tried, watch.total) == (16, 2, 4)
 
 
 def test_ctrl_c_before_anything_was_found_is_passed_on():
     with pytest.raises(KeyboardInterrupt):
-        make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=64), watch=interrupted_at(0))
+        make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=64), progress=interrupted_at(0))
 
 
 def test_ctrl_c_between_two_schedules_keeps_the_first_ones_plan():
@@ -260,7 +260,7 @@ def test_ctrl_c_between_two_schedules_keeps_the_first_ones_plan():
         for name in ("1f1b", "gpipe", "eager-1f1b")
     ]
     watch = interrupted_at(1)
-    assert make_best_plan(FOUND, FAST, choices, watch=watch).schedule == "1f1b"
+    assert make_best_plan(FOUND, FAST, choices, progress=watch).schedule == "1f1b"
     assert (watch.stopped, watch.tried, watch.total) == (True, 1, 3)
 
 

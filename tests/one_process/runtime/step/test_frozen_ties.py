@@ -172,7 +172,7 @@ def test_only_trained_ties_are_exchanged_and_compared(tmp_path: Path) -> None:
     subject = written("a trained tie beside it", tmp_path)
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run", save=True)
     assert {tie.parameter for tie in pipeline.plan.ties} == {"words.weight", "mix"}
-    assert {tie.parameter for tie in pipeline.context.routes.ties} == {"mix"}
+    assert {tie.parameter for tie in pipeline.context.message_plan.ties} == {"mix"}
     trained(pipeline, [subject.workload.resized(item, 8) for item in minibatches(subject.workload, 2, 8)])
     saved = Checkpoint.latest(pipeline.run.checkpoints)
     assert saved is not None and [set(file.ties) for file in saved.manifest.files] == [{"mix"}, {"mix"}]

@@ -186,14 +186,14 @@ def test_recompute_changes_nothing_of_it(name: str, tmp_path: Path) -> None:
 def test_a_stage_with_nothing_to_train_has_no_optimizer_and_is_sent_no_gradient(tmp_path: Path) -> None:
     pipeline, sessions = trained(written("first layers frozen", tmp_path), 3, "1f1b", tmp_path / "run")
     assert sessions[0].executor.stepper.optimizers == {0: None}
-    assert all(to != 0 for _, to in pipeline.context.routes.backward)
+    assert all(to != 0 for _, to in pipeline.context.message_plan.backward)
 
 
 def test_integers_and_booleans_cross_and_no_gradient_comes_back_for_them(tmp_path: Path) -> None:
     pipeline, _ = trained(written("integers and booleans between stages", tmp_path), 3, "1f1b", tmp_path / "run")
     kinds = {boundary.value: boundary.spec.dtype for boundary in pipeline.plan.boundaries}
     assert {"int64", "bool"} <= set(kinds.values())
-    back = {value for values in pipeline.context.routes.backward.values() for value in values}
+    back = {value for values in pipeline.context.message_plan.backward.values() for value in values}
     assert back == {value for value, dtype in kinds.items() if dtype == "float32"}
 
 
