@@ -1,4 +1,4 @@
-"""A handful of the single faults of ``make chaos``, always the same ones; and what the cases themselves promise."""
+"""A few of the single faults of ``make chaos``, always the same ones, and the properties of the cases themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def undisturbed(ground: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fault_is_named_and_the_run_goes_on_to_equal_weights(
+def test_a_fault_is_reported_and_the_run_continues_to_equal_weights(
     ground: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path, case: Case
 ) -> None:
     if case.kind == "disk full" and not can_mount():
@@ -43,7 +43,7 @@ def test_a_fault_is_named_and_the_run_goes_on_to_equal_weights(
     assert outcome.passed, outcome.why
 
 
-def test_a_seed_is_always_the_same_case_and_every_case_can_be() -> None:
+def test_a_seed_is_always_the_same_case_and_every_case_has_a_seed() -> None:
     for hosts in (False, True):
         cases = [Case.at_random(seed, hosts=hosts) for seed in range(500)]
         assert cases == [Case.at_random(seed, hosts=hosts) for seed in range(500)]
@@ -56,7 +56,7 @@ def test_a_seed_is_always_the_same_case_and_every_case_can_be() -> None:
     assert {Case.at_random(seed).schedule for seed in range(100)} == set(SCHEDULES)
 
 
-def test_the_report_names_what_did_not_hold() -> None:
+def test_the_report_names_the_properties_that_failed() -> None:
     from support.chaos.judge import Outcome
 
     bad, good = Outcome(replace(BASE, seed=7)), Outcome(BASE)

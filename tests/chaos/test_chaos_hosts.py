@@ -1,4 +1,4 @@
-"""Single faults of ``make chaos`` on two hosts, always the same ones."""
+"""A few of the single faults of ``make chaos`` on two hosts, always the same ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_fault_is_named_with_its_host(hosts: object, ground: Path, tmp_path: Path, case: Case) -> None:
+def test_a_fault_is_reported_with_its_host(hosts: object, ground: Path, tmp_path: Path, case: Case) -> None:
     folder = tmp_path / "disturbed"
     folder.mkdir()
     outcome = happens(Scene(folder, case, ground, hosts), weights(ground / "run"))

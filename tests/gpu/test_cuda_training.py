@@ -1,4 +1,4 @@
-"""The same pipelines on a GPU: two ranks share one device, tensors are staged through the host."""
+"""Pipelines on a GPU: two ranks share one device, and tensors are copied through the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def settings(sample: str, folder: Path, gpus: int) -> PlanSettings:
 
 
 @pytest.mark.parametrize("sample", ["gpt.py", "resnet.py", "unet.py"])
-def test_a_check_on_the_gpu_is_within_the_noise_of_its_kernels(sample: str, tmp_path: Path) -> None:
+def test_a_check_on_a_gpu_is_equal_up_to_the_noise_of_its_kernels(sample: str, tmp_path: Path) -> None:
     report = runs.check(CheckSettings(settings(sample, tmp_path, 2), steps=2))
     assert report.max_relative_error < 1e-3, report
 

@@ -1,4 +1,4 @@
-"""Two hosts whose data differs: found at the step where it does, before it is made; one reader trains all the same."""
+"""Two hosts with different data: refused before the step that would use it; with one reader, training succeeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.hosts.two_hosts import Hosts, why_not
 from support.warm import AUTOPIPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
-# each host has an /etc/hosts of its own, which ends with its name; this is the file that differs
+# each host has its own /etc/hosts, which ends with its name: the file that differs
 MODEL = """
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ def run(hosts: Hosts, folder: Path, name: str, *words: str) -> subprocess.Comple
     )
 
 
-def test_another_file_on_one_host_ends_the_run_at_that_step(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_file_that_differs_on_one_host_ends_the_run_at_that_step(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     done = run(hosts, tmp_path, "each")
     stderr = " ".join(done.stderr.split())

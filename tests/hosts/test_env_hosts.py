@@ -1,4 +1,4 @@
-"""``--launcher env`` on two hosts with a network of their own: the same bytes, one address; a cut cable is named."""
+"""``--launcher env`` on two hosts: equal weights, one address, and a network failure is reported on both hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from support.hosts.launches import (
     AUTOPIPE,
     STEPS,
-    await_,
     environment,
     gone,
     one_line,
@@ -19,6 +18,7 @@ from support.hosts.launches import (
     weights,
 )
 from support.hosts.two_hosts import Hosts, why_not
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
 PORT = 29555
@@ -27,7 +27,7 @@ Processes = list["subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(hosts: Hosts, folder: Path) -> Iterator[Callable[..., Processes]]:
-    """Start the command once on each host, as any launcher would."""
+    """Start the command once on each host, as a launcher would."""
     started: Processes = []
 
     def begin(*words: str) -> Processes:
@@ -53,7 +53,7 @@ def start(hosts: Hosts, folder: Path) -> Iterator[Callable[..., Processes]]:
         process.communicate()
 
 
-def test_two_hosts_train_to_the_same_bytes_and_listen_on_one_address(
+def test_two_hosts_train_to_equal_weights_and_listen_on_one_address(
     start: Callable[..., Processes], hosts: Hosts, folder: Path
 ) -> None:
     both = start("--steps", STEPS, "--run-dir", "run")
@@ -66,7 +66,7 @@ def test_two_hosts_train_to_the_same_bytes_and_listen_on_one_address(
             addresses.update(address for address, _, port in places if port != "22")  # sshd's
         return both[0].poll() is not None
 
-    await_(done, 200)
+    wait_until(done, 200)
     for process in both:
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0, (out, err)
@@ -75,12 +75,12 @@ def test_two_hosts_train_to_the_same_bytes_and_listen_on_one_address(
     assert addresses <= {hosts.address(0), hosts.address(1)}
 
 
-def test_a_cut_cable_is_told_on_both_sides_and_nothing_is_left(
+def test_a_network_failure_is_reported_on_both_hosts_and_leaves_no_process(
     start: Callable[..., Processes], hosts: Hosts, folder: Path
 ) -> None:
     run = folder / "cut"
     both = start("--steps", "1000000", "--run-dir", run.name)
-    await_(lambda: steps_made(run) > 3, 150)
+    wait_until(lambda: steps_made(run) > 3, 150)
     started = ranks(run)
     hosts.link(1, "down")
     try:

@@ -1,4 +1,4 @@
-"""On a Ray cluster: the same bytes as here. And without Ray: which variables each rank would get, in which order."""
+"""Training on a Ray cluster, with weights equal to a local run; without Ray, the variables that each rank would get."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from autopipe.launch.remote.identity import read_identity
 with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
-def test_each_rank_gets_torchruns_variables_by_its_node() -> None:
+def test_each_rank_gets_the_variables_of_torchrun_for_its_node() -> None:
     results = [read_identity(variables) for variables in contracts(["a", "a", "b"], "10.0.0.1", 4321)]
     assert [(m.rank, m.local_rank, m.local_world_size) for m in results] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
     assert {(m.world_size, m.address, m.port) for m in results} == {(3, "10.0.0.1", 4321)}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
-def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path) -> None:
+def test_without_ray_the_error_says_how_to_install_it(tmp_path: Path) -> None:
     command = [*AUTOPIPE, "train", "model.py", "--launcher", "ray", "--gpus", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -35,7 +35,7 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    """Start a head node of this machine, and yield the environment that finds it."""
+    """Start a head node on this machine, and yield the environment in which commands find it."""
     port = free_port()
     ray = str(Path(sys.executable).with_name("ray"))
     quiet = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -49,7 +49,7 @@ def cluster() -> Iterator[dict[str, str]]:
 
 @pytest.mark.hosts
 @with_ray
-def test_actors_train_to_the_same_bytes(cluster: dict[str, str], folder: Path) -> None:
+def test_actors_train_to_equal_weights(cluster: dict[str, str], folder: Path) -> None:
     command = [*AUTOPIPE, "train", "--launcher", "ray", "--steps", STEPS, "--run-dir", "ray", "--json"]
     done = subprocess.run(command, cwd=folder, env=cluster, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_actors_train_to_the_same_bytes(cluster: dict[str, str], folder: Path) -
 
 @pytest.mark.hosts
 @with_ray
-def test_a_failure_of_a_rank_has_its_message_and_its_exit_code_here(cluster: dict[str, str], folder: Path) -> None:
+def test_a_failure_of_a_rank_is_reported_with_its_message_and_exit_code(cluster: dict[str, str], folder: Path) -> None:
     (folder / "bad.py").write_text(
         "import model\n\ndef data(batch_size=8):\n    for n, item in enumerate(model.data(batch_size)):\n"
         "        if n == 3:\n            raise ValueError('no such sample')\n        yield item\n"

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes: srun and sbatch train to the same bytes; a failure ends the job and is named."""
+"""A real SLURM cluster of two nodes: srun and sbatch train to equal weights; a failure ends the job with its cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from support.hosts.launches import (
     OPTIONS,
     SLOW,
     STEPS,
-    await_,
     gone,
     one_line,
     ranks,
@@ -21,6 +20,7 @@ from support.hosts.launches import (
     weights,
 )
 from support.hosts.slurm_cluster import Slurm, left, slurm, why_not
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "slurm")]
 ALLOCATED = ("salloc", "--quiet", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     assert left(folder) == []
 
 
-def test_srun_in_an_allocation_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> None:
+def test_srun_in_an_allocation_trains_to_equal_weights(cluster: Slurm, folder: Path) -> None:
     command = (*ALLOCATED, *AUTOPIPE, "train", "--launcher", "slurm", "--steps", STEPS, "--run-dir", "srun", "--json")
     done = cluster.run(*command, cwd=folder, seconds=200)
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_srun_in_an_allocation_trains_to_the_same_bytes(cluster: Slurm, folder: 
     assert weights(folder / "srun") == weights(folder / "local")
 
 
-def test_a_batch_job_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> None:
+def test_a_batch_job_trains_to_equal_weights(cluster: Slurm, folder: Path) -> None:
     options = ("--slurm-option", "nodes=2", "--steps", STEPS, "--run-dir", "a $(touch pwned) run")
     done = cluster.run(*AUTOPIPE, "train", *options, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -56,48 +56,46 @@ def test_a_batch_job_trains_to_the_same_bytes(cluster: Slurm, folder: Path) -> N
     assert not (folder / "pwned").exists()
 
 
-def test_a_job_that_is_told_to_stop_goes_back_into_the_queue_and_on_to_the_same_bytes(
-    cluster: Slurm, folder: Path
-) -> None:
-    # other data is another profile: the plan is made again, for the same microbatches
+def test_a_preempted_job_is_requeued_and_resumes_to_equal_weights(cluster: Slurm, folder: Path) -> None:
+    # different data needs a new profile and a new plan, for the same microbatches
     options = ("--slurm-option", "nodes=2", "--data", "slow.py:data", *OPTIONS, "--steps", STEPS, "--run-dir", "again")
     (folder / "slow.py").write_text(SLOW)
     done = cluster.run(*AUTOPIPE, "train", "model.py", *options, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     submitted = json.loads(done.stdout)["submitted"]
     job, output = submitted["job"], Path(submitted["output"])
-    await_(lambda: steps_made(folder / "again") > 3, 150, lambda: output.read_text() if output.exists() else "")
+    wait_until(lambda: steps_made(folder / "again") > 3, 150, lambda: output.read_text() if output.exists() else "")
     cluster.run("scancel", "--signal=USR1", "--batch", job)
-    await_(lambda: cluster.state(job).startswith("PENDING"), 60, lambda: (cluster.state(job), output.read_text()))
+    wait_until(lambda: cluster.state(job).startswith("PENDING"), 60, lambda: (cluster.state(job), output.read_text()))
     assert 3 < steps_made(folder / "again") < int(STEPS)
     assert "stopped cleanly at step" in output.read_text()
-    # SLURM waits two minutes by itself; in the second in which the job was put back slurmd refuses it as killed
+    # by default SLURM waits two minutes; within a second of the requeue slurmd refuses the job as killed
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
     state = cluster.wait(job, ["COMPLETED", "FAILED"], 200)
     assert state == "COMPLETED 0:0", f"{output.read_text()}\n{cluster.logs()}"
     assert weights(folder / "again") == weights(folder / "local")
 
 
-def test_a_cancelled_job_saves_and_does_not_come_back(cluster: Slurm, folder: Path) -> None:
+def test_a_cancelled_job_saves_a_checkpoint_and_is_not_requeued(cluster: Slurm, folder: Path) -> None:
     options = ("--slurm-option", "nodes=2", "--steps", "1000000", "--run-dir", "cancelled")
     submitted = json.loads(cluster.run(*AUTOPIPE, "train", *options, "--json", cwd=folder).stdout)["submitted"]
     output = Path(submitted["output"])
-    await_(lambda: steps_made(folder / "cancelled") > 3, 150, lambda: output.read_text() if output.exists() else "")
+    wait_until(lambda: steps_made(folder / "cancelled") > 3, 150, lambda: output.read_text() if output.exists() else "")
     cluster.run("scancel", submitted["job"])
     assert cluster.wait(submitted["job"], ["CANCELLED", "COMPLETED", "FAILED"], 60).startswith("CANCELLED")
-    await_(lambda: "stopped cleanly at step" in output.read_text(), 20, output.read_text)
+    wait_until(lambda: "stopped cleanly at step" in output.read_text(), 20, output.read_text)
     assert (folder / "cancelled" / "checkpoints" / "latest").exists()
 
 
 @pytest.mark.parametrize("what", ["rank", "task"])
-def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, what: str) -> None:
+def test_a_killed_rank_ends_the_job_and_is_reported(cluster: Slurm, folder: Path, what: str) -> None:
     run = folder / f"killed-{what}"
     command = [*ALLOCATED, *AUTOPIPE, "train", "--launcher", "slurm", "--steps", "1000000", "--run-dir", run.name]
     process = subprocess.Popen(
         command, cwd=folder, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        await_(lambda: steps_made(run) > 3, 150)
+        wait_until(lambda: steps_made(run) > 3, 150)
         started = ranks(run)
         assert sorted(started) == [0, 1]
         (started[1] if what == "rank" else started[1].parent().parent()).kill()  # type: ignore[union-attr]
@@ -106,7 +104,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, w
         process.kill()
         process.communicate()
     text = one_line(err)
-    # srun's own code is the highest of its tasks'
+    # the exit code of srun is the highest of its tasks
     assert process.returncode == (3 if what == "rank" else 128 + 9), err
     assert "task 0: Exited with exit code 3" in text
     assert "rank 1" in text
@@ -116,15 +114,15 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster: Slurm, folder: Path, w
     assert gone(started.values(), 5)
 
 
-def test_what_sbatch_refuses_is_said_in_its_words(cluster: Slurm, folder: Path) -> None:
+def test_a_refusal_of_sbatch_is_shown_in_its_words(cluster: Slurm, folder: Path) -> None:
     done = cluster.run(*AUTOPIPE, "train", "--slurm-option", "partition=none-such", cwd=folder)
     assert done.returncode == 1
     assert "sbatch refused the job" in done.stderr
     assert "partition" in done.stderr.partition("\n")[0]
 
 
-def test_a_dry_run_shows_the_script_and_submits_nothing(cluster: Slurm, folder: Path) -> None:
-    before = queued(cluster)  # a job of before may still be completing
+def test_a_dry_run_prints_the_script_and_submits_nothing(cluster: Slurm, folder: Path) -> None:
+    before = queued(cluster)  # an earlier job may still be completing
     done = cluster.run(*AUTOPIPE, "train", "--slurm-option", "nodes=2", "--dry-run", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=2" in done.stdout
@@ -133,5 +131,5 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(cluster: Slurm, folder: 
 
 
 def queued(cluster: Slurm) -> set[str]:
-    """Return the numbers of the jobs that SLURM knows as waiting, running or completing."""
+    """Return the numbers of the jobs that are waiting, running or completing."""
     return set(cluster.run("squeue", "--noheader", "--format=%i").stdout.split())

@@ -1,10 +1,9 @@
-"""Training over ssh on two hosts: the same weights as here; every way of dying is named and leaves nothing behind."""
+"""Training over ssh on two hosts: weights equal to a local run; every failure is reported and leaves no process."""
 
 from __future__ import annotations
 
 import json
 import re
-import select
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ import pytest
 import torch
 from support.hosts.launches import MODEL, environment
 from support.hosts.two_hosts import Hosts, why_not, words
+from support.waiting import short_pause
 from support.warm import AUTOPIPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
@@ -24,7 +24,7 @@ OPTIONS = ["--device", "cpu", "--batch-size", "8", "--num-microbatches", "4", "-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and its plan for four ranks: what the runs of this file share."""
+    """A folder with a model and its plan for four ranks, shared by the runs of this file."""
     path = tmp_path_factory.mktemp("work")
     (path / "model.py").write_text(MODEL)
     here(path, "plan", "model.py", "--gpus", "4", *OPTIONS)
@@ -61,7 +61,7 @@ def over_ssh(hosts: Hosts, *words: str, slots: str = "") -> list[str]:
 
 @pytest.fixture
 def train(hosts: Hosts, folder: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a long run on both hosts, and return when it makes steps."""
+    """Start a long run on both hosts, and return once it has trained some steps."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*words: str) -> subprocess.Popen[str]:
@@ -76,7 +76,7 @@ def train(hosts: Hosts, folder: Path, tmp_path: Path) -> Iterator[Callable[..., 
             if process.poll() is not None or time.monotonic() > end:
                 process.kill()
                 raise AssertionError(process.communicate())
-            moment()
+            short_pause()
         return process
 
     yield begin
@@ -89,19 +89,15 @@ def train(hosts: Hosts, folder: Path, tmp_path: Path) -> Iterator[Callable[..., 
             left.kill()
 
 
-def moment() -> None:
-    select.select([], [], [], 0.05)
-
-
 def assert_nothing_runs(hosts: Hosts, seconds: float) -> None:
     end = time.monotonic() + seconds
     while left := [words(p) for index in range(len(hosts.names)) for p in hosts.processes(index)]:
         assert time.monotonic() < end, left
-        moment()
+        short_pause()
 
 
 def ended(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return what was said, in one line, once the command has ended within its time."""
+    """Assert that the command ends in time without a traceback; return its stderr as one line."""
     begin = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - begin < seconds, err
@@ -111,7 +107,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 @pytest.mark.parametrize("slots", ["h0:2,h1:2", "localhost:2,h1:2"])
-def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, tmp_path: Path, slots: str) -> None:
+def test_weights_equal_those_of_a_local_run(hosts: Hosts, folder: Path, tmp_path: Path, slots: str) -> None:
     remote, local = tmp_path / "remote", tmp_path / "local"
     done = finished(over_ssh(hosts, "train", "--run-dir", str(remote), "--steps", "5", "--json", slots=slots), folder)
     assert done.returncode == 0, done.stderr
@@ -121,9 +117,9 @@ def test_weights_are_those_of_a_run_on_this_machine(hosts: Hosts, folder: Path, 
     assert_nothing_runs(hosts, 5)
 
 
-def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, train) -> None:
+def test_a_killed_rank_is_reported_with_its_host(hosts: Hosts, train) -> None:
     process = train()
-    for index in (0, 1):  # the ranks meet at one address, and no process of a run listens on every interface
+    for index in (0, 1):  # the ranks use one address, and no process of a run listens on every interface
         assert hosts.listening(index) <= {"127.0.0.1", hosts.address(index)}
     hosts.ranks(1)[3].kill()
     text = ended(process, 5)
@@ -133,7 +129,7 @@ def test_a_killed_rank_is_named_with_its_host(hosts: Hosts, train) -> None:
     assert_nothing_runs(hosts, 5)
 
 
-def test_a_killed_agent_is_named_and_its_ranks_go_with_it(hosts: Hosts, train) -> None:
+def test_a_killed_agent_is_reported_and_its_ranks_end(hosts: Hosts, train) -> None:
     process = train()
     hosts.agent(1).kill()
     text = ended(process, 8)
@@ -142,7 +138,7 @@ def test_a_killed_agent_is_named_and_its_ranks_go_with_it(hosts: Hosts, train) -
     assert_nothing_runs(hosts, 5)
 
 
-def test_a_killed_ssh_client_is_a_lost_host(hosts: Hosts, train) -> None:
+def test_a_killed_ssh_client_is_reported_as_a_lost_host(hosts: Hosts, train) -> None:
     process = train()
     clients = [p for p in hosts.processes(0) if p.name() == "ssh" and "h1" in words(p)]
     assert len(clients) == 1
@@ -153,19 +149,19 @@ def test_a_killed_ssh_client_is_a_lost_host(hosts: Hosts, train) -> None:
     assert_nothing_runs(hosts, 5)
 
 
-def test_a_cut_cable_is_noticed_and_the_lonely_host_ends_itself(hosts: Hosts, train) -> None:
+def test_a_network_failure_is_reported_and_the_isolated_host_ends_its_ranks(hosts: Hosts, train) -> None:
     process = train()
     hosts.link(1, "down")
     try:
         text = ended(process, 15)
         assert process.returncode == 3
         assert "h1" in text and ("does not answer" in text or "ssh to h1 failed" in text), text
-        assert_nothing_runs(hosts, 25)  # the link is still down: no message reached them
+        assert_nothing_runs(hosts, 25)  # the link is still down, so no message reached the host
     finally:
         hosts.link(1, "up")
 
 
-def test_a_killed_coordinator_leaves_no_orphan_on_any_host(hosts: Hosts, train) -> None:
+def test_a_killed_coordinator_leaves_no_process_on_any_host(hosts: Hosts, train) -> None:
     process = train()
     coordinators = [p for p in hosts.processes(0) if "train" in words(p) and p.name().startswith("autopipe")]
     for coordinator in coordinators or [psutil.Process(process.pid)]:
@@ -174,17 +170,17 @@ def test_a_killed_coordinator_leaves_no_orphan_on_any_host(hosts: Hosts, train) 
     assert_nothing_runs(hosts, 5)
 
 
-def test_ctrl_c_twice_ends_all_hosts_at_once(hosts: Hosts, train) -> None:
+def test_a_second_ctrl_c_ends_all_hosts_immediately(hosts: Hosts, train) -> None:
     process = train()
     process.send_signal(signal.SIGINT)
-    moment()
+    short_pause()
     process.send_signal(signal.SIGINT)
     ended(process, 8)
     assert process.returncode in (75, 130)
     assert_nothing_runs(hosts, 5)
 
 
-def test_sigterm_stops_all_hosts_before_the_same_minibatch_with_a_checkpoint(hosts: Hosts, train, tmp_path) -> None:
+def test_sigterm_stops_all_hosts_with_a_checkpoint(hosts: Hosts, train, tmp_path) -> None:
     process = train()
     process.send_signal(signal.SIGTERM)
     ended(process, 30)
@@ -194,7 +190,7 @@ def test_sigterm_stops_all_hosts_before_the_same_minibatch_with_a_checkpoint(hos
 
 
 @pytest.mark.parametrize("fault", ["agent", "link"])
-def test_the_hosts_that_are_left_go_on_to_the_same_weights(
+def test_an_elastic_run_continues_on_the_remaining_host_to_equal_weights(
     hosts: Hosts, folder: Path, train, tmp_path: Path, fault: str
 ) -> None:
     process = train("--elastic", "--max-restarts", "1", "--checkpoint-every", "5")
@@ -202,13 +198,13 @@ def test_the_hosts_that_are_left_go_on_to_the_same_weights(
     latest = tmp_path / "run" / "checkpoints" / "latest"
     while not latest.is_file():
         assert process.poll() is None, process.communicate()
-        moment()
+        short_pause()
     hosts.agent(1).kill() if fault == "agent" else hosts.link(1, "down")
     try:
         end = time.monotonic() + 60
         while '"restart"' not in metrics.read_text() or metrics.read_text().partition('"restart"')[2].count("\n") < 4:
             assert process.poll() is None and time.monotonic() < end, process.communicate()
-            moment()
+            short_pause()
         assert sorted(hosts.ranks(0)) == [0, 1]
         if fault == "agent":
             assert not hosts.ranks(1)
@@ -219,7 +215,7 @@ def test_the_hosts_that_are_left_go_on_to_the_same_weights(
         assert_nothing_runs(hosts, 5 if fault == "agent" else 25)
     finally:
         hosts.link(1, "up")
-    assert (folder / ".autopipe" / "plan.json").read_bytes() == planned  # the next run has both hosts again
+    assert (folder / ".autopipe" / "plan.json").read_bytes() == planned  # the next run may use both hosts again
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     restart = next(line for line in lines if "restart" in line)
     assert restart["from_step"] > 0 and restart["from_step"] % 5 == 0
@@ -228,7 +224,7 @@ def test_the_hosts_that_are_left_go_on_to_the_same_weights(
     assert_same_weights(folder, tmp_path / "run", tmp_path / "whole")
 
 
-def test_doctor_looks_at_every_host(hosts: Hosts, folder: Path) -> None:
+def test_doctor_examines_every_host(hosts: Hosts, folder: Path) -> None:
     done = finished(over_ssh(hosts, "doctor", "--json"), folder)
     findings = json.loads(done.stdout)["findings"]
     assert done.returncode == 0, findings
@@ -238,7 +234,7 @@ def test_doctor_looks_at_every_host(hosts: Hosts, folder: Path) -> None:
     assert {f["name"] for f in findings} == {"autopipe", "torch", "python", "memory", "clock", "network"}
 
 
-def test_a_host_without_autopipe_says_what_to_install(hosts: Hosts, folder: Path) -> None:
+def test_a_host_without_autopipe_is_refused_with_the_option_to_set(hosts: Hosts, folder: Path) -> None:
     command = over_ssh(hosts, "train", "--steps", "1", "--remote-python", "/usr/bin/env")
     done = finished(command, folder)
     assert done.returncode == 1, done.stderr
@@ -261,7 +257,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, folder: Pat
     assert "--run-dir" in done.stderr
 
 
-def test_a_host_that_is_not_there_is_named(hosts: Hosts, folder: Path) -> None:
+def test_an_unreachable_host_is_named(hosts: Hosts, folder: Path) -> None:
     command = hosts.inside(0, AUTOPIPE, "train", "--steps", "1", "--gpus", "4", "--ssh-config", str(hosts.config))
     done = finished([*command, "--hosts", "h0:2,nowhere:2"], folder)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Under torchrun, two agents of one process each: the same bytes as here, and every failure told by both."""
+"""Two torchrun agents of one process each: weights equal to a local run, and both report every failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from support.hosts.launches import (
     OPTIONS,
     SLOW,
     STEPS,
-    await_,
     environment,
     free_port,
     gone,
@@ -24,6 +23,7 @@ from support.hosts.launches import (
     steps_made,
     weights,
 )
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.hosts
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -32,7 +32,7 @@ Agents = list["subprocess.Popen[str]"]
 
 @pytest.fixture
 def agents(folder: Path) -> Iterator[Callable[..., Agents]]:
-    """Start torchrun twice, as on two hosts."""
+    """Start torchrun twice, as if on two hosts."""
     started: Agents = []
 
     def begin(*words: str) -> Agents:
@@ -61,7 +61,7 @@ def agents(folder: Path) -> Iterator[Callable[..., Agents]]:
         process.communicate()
 
 
-def test_two_agents_train_to_the_same_bytes_and_only_rank_0_prints(agents: Callable[..., Agents], folder: Path) -> None:
+def test_two_agents_train_to_equal_weights_and_only_rank_0_prints(agents: Callable[..., Agents], folder: Path) -> None:
     first, second = agents("--steps", STEPS, "--run-dir", "run", "--json")
     out, err = first.communicate(timeout=200)
     assert first.returncode == 0, err
@@ -77,7 +77,7 @@ def test_two_agents_train_to_the_same_bytes_and_only_rank_0_prints(agents: Calla
 def test_both_hosts_name_the_rank_that_was_killed(agents: Callable[..., Agents], folder: Path, killed: int) -> None:
     run = folder / f"killed-{killed}"
     both = agents("--steps", "1000000", "--run-dir", run.name)
-    await_(lambda: steps_made(run) > 3, 150)
+    wait_until(lambda: steps_made(run) > 3, 150)
     started = ranks(run)
     started[killed].kill()
     for process in both:
@@ -91,12 +91,12 @@ def test_both_hosts_name_the_rank_that_was_killed(agents: Callable[..., Agents],
     assert gone(started.values(), 5)
 
 
-def test_ranks_are_started_again_by_the_processes_that_are_there(agents: Callable[..., Agents], folder: Path) -> None:
+def test_the_running_processes_start_the_ranks_again(agents: Callable[..., Agents], folder: Path) -> None:
     (folder / "slow.py").write_text(SLOW)
     run = folder / "again"
     words = ("model.py", *OPTIONS, "--data", "slow.py:data", "--checkpoint-every", "5", "--max-restarts", "1")
     both = agents(*words, "--steps", STEPS, "--run-dir", run.name, "--json")
-    await_(lambda: steps_made(run) > 12, 200)
+    wait_until(lambda: steps_made(run) > 12, 200)
     ranks(run)[1].kill()
     out, err = both[0].communicate(timeout=200)
     assert both[0].returncode == 0, err
@@ -106,10 +106,10 @@ def test_ranks_are_started_again_by_the_processes_that_are_there(agents: Callabl
     assert weights(run) == weights(folder / "local")
 
 
-def test_a_process_of_rank_0_that_is_killed_is_named_by_the_other(agents: Callable[..., Agents], folder: Path) -> None:
+def test_a_killed_process_of_rank_0_is_reported_by_the_other(agents: Callable[..., Agents], folder: Path) -> None:
     run = folder / "headless"
     both = agents("--steps", "1000000", "--run-dir", run.name)
-    await_(lambda: steps_made(run) > 3, 150)
+    wait_until(lambda: steps_made(run) > 3, 150)
     started = ranks(run)
     started[0].parent().parent().kill()  # type: ignore[union-attr]
     errors = [process.communicate(timeout=60)[1] for process in both]
@@ -117,10 +117,10 @@ def test_a_process_of_rank_0_that_is_killed_is_named_by_the_other(agents: Callab
     assert gone(started.values(), 5)
 
 
-def test_a_rank_that_hangs_on_the_other_host_is_named_by_both(agents: Callable[..., Agents], folder: Path) -> None:
+def test_a_hanging_rank_is_reported_by_both_hosts(agents: Callable[..., Agents], folder: Path) -> None:
     run = folder / "hung"
     both = agents("--steps", "1000000", "--run-dir", run.name, "--watchdog", "8")
-    await_(lambda: steps_made(run) > 3, 150)
+    wait_until(lambda: steps_made(run) > 3, 150)
     started = ranks(run)
     started[1].suspend()
     for process in both:
@@ -131,17 +131,17 @@ def test_a_rank_that_hangs_on_the_other_host_is_named_by_both(agents: Callable[.
     assert gone(started.values(), 5)
 
 
-def test_a_host_that_is_told_to_go_lets_all_of_them_save(agents: Callable[..., Agents], folder: Path) -> None:
+def test_sigterm_on_one_host_stops_all_hosts_with_a_checkpoint(agents: Callable[..., Agents], folder: Path) -> None:
     run = folder / "preempted"
     both = agents("--steps", "1000000", "--run-dir", run.name)
-    await_(lambda: steps_made(run) > 3, 150)
-    both[1].terminate()  # torchrun passes it on to its own process alone
+    wait_until(lambda: steps_made(run) > 3, 150)
+    both[1].terminate()  # torchrun forwards the signal to its own process only
     _, err = both[0].communicate(timeout=60)
     assert "stopped cleanly at step" in one_line(err)
     assert (run / "checkpoints" / "latest").exists()
 
 
-def test_another_number_of_ranks_is_refused_with_both_numbers_and_everyone_says_so(
+def test_a_wrong_number_of_ranks_is_refused_by_every_process_with_both_numbers(
     agents: Callable[..., Agents],
 ) -> None:
     for process in agents("--gpus", "3", "--steps", "1"):

@@ -1,4 +1,4 @@
-"""``commands``: commands in a folder with a model file, all of which end with the test."""
+"""``commands``: runs commands in a folder with a model file, and ends all of them after the test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.commands import Commands, write_model
 
 @pytest.fixture
 def commands(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Commands]:
-    """The folder holds the ``FILES`` of the test's module, name -> text, or else the model of ``write_model``."""
+    """Yield commands in a folder that holds ``FILES`` (name -> text) of the test module, or else a default model."""
     files = getattr(request.module, "FILES", None)
     if files is None:
         write_model(tmp_path)

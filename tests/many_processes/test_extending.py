@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, applied to a copy of the source: they are complete, and their commands run."""
+"""The examples of docs/extending.md, applied to a copy of the source, are complete, and their commands run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ assert small_batches in STRATEGIES
 
 
 def changed(text: str, diff: str) -> str:
-    """Return a file after a diff without line numbers, whose unchanged and removed lines stand in the file once."""
+    """Apply a diff without line numbers; its unchanged and removed lines must occur once in the file."""
     lines = diff.splitlines(keepends=True)
     before = "".join(line[1:] for line in lines if not line.startswith("+"))
     after = "".join(line[1:] for line in lines if not line.startswith("-"))
@@ -73,7 +73,7 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_page_has_an_example_in_every_section():
+def test_every_section_of_the_page_has_an_example():
     sections = re.split(r"^## ", PAGE, flags=re.M)[1:]
     assert len(sections) == 5
     assert [section.splitlines()[0] for section in sections if not BLOCK.search(section)] == []

@@ -1,4 +1,4 @@
-"""``load``: a model file from its text. ``run``: a command line in an empty folder. ``one_thread``: as a rank has."""
+"""``load``: a workload from its text. ``run``: a command in an empty folder. ``one_thread``: one CPU thread."""
 
 import sys
 import textwrap
@@ -26,7 +26,7 @@ def load(tmp_path, monkeypatch):
 
 @pytest.fixture
 def one_thread():
-    """What is compared runs on as many threads as a rank has: with more, sums and products are rounded otherwise."""
+    """Run on one thread, as a rank does: with more threads, sums and products round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from autopipe import draws
 
 
-def test_the_seed_of_a_draw_is_fixed_for_all_time() -> None:
-    # a checkpoint made today must go on with the same masks tomorrow
+def test_the_seeds_of_draws_never_change() -> None:
+    # a checkpoint of an earlier version must resume with the same masks
     assert draws.seed_of(0, 0, 0, 0) == 1195769770526638388
     assert draws.seed_of(1, 2, 3, 4) == draws.seed_of(1, 2, 3, 4)
     seen = {draws.seed_of(s, t, j, k) for s in range(4) for t in range(4) for j in range(4) for k in range(4)}
@@ -18,7 +18,7 @@ def test_the_seed_of_a_draw_is_fixed_for_all_time() -> None:
     assert all(0 <= value < 2**63 for value in seen)
 
 
-def test_a_call_draws_the_same_alone_as_within_the_whole_forward() -> None:
+def test_a_call_draws_the_same_numbers_alone_and_within_the_forward() -> None:
     x = torch.ones(64)
     with draws.Draws(7, 3, 2):
         whole = [F.dropout(x, 0.5), torch.rand(8), F.dropout(x, 0.1)]
@@ -29,7 +29,7 @@ def test_a_call_draws_the_same_alone_as_within_the_whole_forward() -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, alone, strict=True))
 
 
-def test_a_call_with_several_draws_gives_each_its_own_position() -> None:
+def test_every_draw_of_a_call_has_its_own_position() -> None:
     lstm = nn.LSTM(4, 4, num_layers=3, dropout=0.5)
     x = torch.randn(5, 2, 4)
     with draws.Draws(0, 0, 0) as mode:

@@ -1,4 +1,4 @@
-"""The sample models: ordinary files, deterministic, and they learn."""
+"""The sample models are ordinary files, deterministic, and learn."""
 
 import ast
 import importlib
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.samples import NAMES, REQUIRED_PACKAGES, SAMPLES, load_sample
 
-LEARNS = {  # steps of 16 samples, and what the mean loss of the last five must be below
+LEARNS = {  # steps of 16 samples, and the upper bound of the mean loss of the last five
     "gpt": (20, 4.2),
     "resnet": (60, 0.7),
     "seq2seq_lstm": (150, 2.0),
@@ -27,7 +27,7 @@ def load(monkeypatch):
     return load_sample
 
 
-def test_every_sample_has_a_bar_to_learn_to():
+def test_every_sample_has_a_loss_to_reach():
     assert sorted(LEARNS) == NAMES
 
 
@@ -54,7 +54,7 @@ def test_a_sample_learns(load, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sample_gives_examples_and_the_same_data_twice(load, name):
+def test_a_sample_yields_examples_and_the_same_data_twice(load, name):
     workload = load(name)
     assert workload.num_samples(workload.example_item(6)) == 6
     first, second = next(workload.items(6)), next(load(name).items(6))
@@ -95,7 +95,7 @@ def test_the_samples_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sample_is_an_ordinary_users_file(name):
+def test_a_sample_is_a_file_without_autopipe(name):
     tree = ast.parse((SAMPLES / f"{name}.py").read_text())
     assert ast.get_docstring(tree)
     imported = {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
@@ -104,7 +104,7 @@ def test_a_sample_is_an_ordinary_users_file(name):
     assert imported <= {*sys.stdlib_module_names, "torch", "sklearn", "transformers"}
 
 
-def test_the_llama_file_is_under_ten_lines():
+def test_the_llama_file_has_less_than_ten_lines():
     assert len((SAMPLES / "hf_llama.py").read_text().splitlines()) < 10
 
 
@@ -120,7 +120,7 @@ def test_vgg16_has_the_layers_of_the_paper(load):
     assert sum(isinstance(module, torch.nn.Linear) for module in model.modules()) == 3
 
 
-def test_seq2seq_weighs_its_loss_by_letters(load):
+def test_seq2seq_weights_its_loss_by_letters(load):
     workload = load("seq2seq_lstm")
     item = next(workload.items(8))
     _, weight = workload.loss(workload.build_model(), item)

@@ -1,4 +1,4 @@
-"""Sparse tensors of a model: trained with, kept in checkpoints and exports as they are, or refused with the reason."""
+"""Sparse tensors of a model: trained, saved and exported, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_a_sparse_tensor_is_put_together_from_its_parts(kind: str) -> None:
+def test_a_sparse_tensor_is_rebuilt_from_its_parts(kind: str) -> None:
     tensor = TENSORS[kind]()
     entries = sparse.encoded({"a.b": tensor, "c": torch.ones(2)})
     assert all(entry.layout is torch.strided for entry in entries.values())
@@ -75,7 +75,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_sparse_buffers_are_trained_with_saved_and_exported(model_file: Path, tmp_path: Path, schedule: str) -> None:
+def test_sparse_buffers_are_saved_and_exported(model_file: Path, tmp_path: Path, schedule: str) -> None:
     subject = captured_file(model_file)
     plan = plan_for(subject, 3, schedule, 4, 8)
     pipeline = build(subject, plan, tmp_path / "run", save=True, checkpoint_every=1)
@@ -160,7 +160,7 @@ class Sparse(torch.nn.Module):
         ("indices", "its number of entries depends on its values"),
     ],
 )
-def test_what_cannot_be_done_with_a_sparse_tensor_is_refused(kind: str, message: str) -> None:
+def test_unsupported_uses_of_sparse_tensors_are_refused(kind: str, message: str) -> None:
     with pytest.raises(TraceError, match=message) as refused:
         capture(Toy(lambda: Sparse(kind), vectors), batch_size=6)
     assert refused.value.remedy

@@ -1,4 +1,4 @@
-"""Whatever stands in a file that is read: it is used as it was meant, or refused with what, where and what to try."""
+"""Damaged files are used correctly or refused with what, where and what to try."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ node4 -- Add -- forward_compute_time=0.500, backward_compute_time=0.250, activat
 
 
 def documents() -> dict[str, Any]:
-    """One valid value of every kind of artifact that is read."""
+    """Return one valid value of every kind of artifact."""
     rng = random.Random(3)
     profile = profile_of(random_graph(rng, 9), rng, (2, 4))
     cluster = cluster_of(rng, 2)
@@ -84,7 +84,7 @@ USES: dict[str, Callable[[Any], object]] = {
 
 
 def read(kind: str, data: bytes, folder: Path) -> Any:
-    """Load, and use what was loaded as the next step does. None where it was refused as it should be."""
+    """Load an artifact and use it as the next step does; return None if it is properly refused."""
     path = folder / f"{kind}.json"
     path.write_bytes(data)
     try:
@@ -97,10 +97,10 @@ def read(kind: str, data: bytes, folder: Path) -> Any:
         return None
     try:
         USES[kind](value)
-    except AutopipeError as error:  # such as too little memory: reported by the caller, which knows
+    except AutopipeError as error:  # such as too little memory, which the caller reports with its context
         assert error.what
         return None
-    artifact.save(value, path)  # what is accepted can be written and read again
+    artifact.save(value, path)  # an accepted value can be saved
     assert artifact.load(type(value), path, renew="autopipe COMMAND") == value
     return value
 
@@ -116,7 +116,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_what_was_written_is_read(kind: str, folder: Path) -> None:
+def test_a_written_artifact_is_read(kind: str, folder: Path) -> None:
     assert read(kind, written(kind, folder), folder) == VALUES[kind]
 
 
@@ -135,7 +135,7 @@ def test_a_changed_artifact_is_the_same_or_refused(kind: str, folder: Path) -> N
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_an_artifact_without_its_digest_means_something_possible_or_is_refused(kind: str, folder: Path) -> None:
+def test_an_artifact_without_a_digest_is_consistent_or_refused(kind: str, folder: Path) -> None:
     document = json.loads(written(kind, folder))
     del document["digest"]
 
@@ -150,7 +150,7 @@ def test_an_artifact_without_its_digest_means_something_possible_or_is_refused(k
 
 
 def says_what_it_does(plan: Plan) -> None:
-    """What decides a run is that of the graph: only figures, names and the cutting of the batch may be others."""
+    """Assert that only figures, names and the cutting of the batch differ from the plan of the graph."""
     graph, known = VALUES["profile"].graph, VALUES["plan"]
     assert plan.graph_digest == graph.digest
     assert sorted({name for stage in plan.stages for name in stage.parameters}) == sorted(graph.parameters)
@@ -160,7 +160,7 @@ def says_what_it_does(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_bytes_that_change_are_noticed(kind: str, folder: Path) -> None:
+def test_changed_bytes_are_detected(kind: str, folder: Path) -> None:
     original = written(kind, folder)
 
     @FUZZING
@@ -190,7 +190,7 @@ def test_bytes_that_change_are_noticed(kind: str, folder: Path) -> None:
         (lambda d: d["workload"].update(precision="fp4"), "unknown precision 'fp4'"),
     ],
 )
-def test_a_plan_that_means_something_impossible_is_refused_with_what_it_says(folder, change, shown) -> None:
+def test_an_impossible_plan_is_refused_with_its_values(folder, change, shown) -> None:
     document = json.loads(written("plan", folder))
     del document["digest"]
     change(document)
@@ -199,7 +199,7 @@ def test_a_plan_that_means_something_impossible_is_refused_with_what_it_says(fol
         refuse_disagreement(artifact.load(Plan, folder / "plan.json", renew="autopipe plan"), VALUES["profile"].graph)
 
 
-def test_a_changed_digit_is_noticed_and_can_be_meant(folder: Path) -> None:
+def test_a_changed_digit_is_detected_unless_the_digest_is_renewed(folder: Path) -> None:
     document = json.loads(written("profile", folder))
     document["measurements"][0]["costs"]["n0"]["forward_seconds"] *= 2
     path = folder / "profile.json"
@@ -225,7 +225,7 @@ def test_a_changed_digit_is_noticed_and_can_be_meant(folder: Path) -> None:
         ('{"kind": "Graph", "schema_version": "1"}', "it is a Graph of format"),
     ],
 )
-def test_what_is_no_document_is_damaged(folder: Path, text: str, shown: str) -> None:
+def test_invalid_json_is_reported_as_damaged(folder: Path, text: str, shown: str) -> None:
     path = folder / "graph.json"
     path.write_text(text)
     with pytest.raises(ArtifactError, match=r"graph\.json is damaged: ") as caught:
@@ -270,7 +270,7 @@ def test_a_changed_cluster_file_describes_a_cluster_or_is_refused() -> None:
     check()
 
 
-def test_bytes_of_a_cluster_file_that_change_are_never_a_traceback(folder: Path) -> None:
+def test_changed_bytes_of_a_cluster_file_never_cause_a_traceback(folder: Path) -> None:
     path = folder / "cluster.toml"
 
     @FUZZING
@@ -294,12 +294,12 @@ def test_bytes_of_a_cluster_file_that_change_are_never_a_traceback(folder: Path)
         "a = " + "[" * 5000,
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused(folder: Path, text: str) -> None:
+def test_an_impossible_cluster_is_refused(folder: Path, text: str) -> None:
     (folder / "cluster.toml").write_text(text)
     assert refused(lambda: read_cluster(folder / "cluster.toml"))
 
 
-def test_a_changed_profile_of_pipedream_is_read_or_refused(folder: Path) -> None:
+def test_a_changed_pipedream_profile_is_read_or_refused(folder: Path) -> None:
     path = folder / "graph.txt"
 
     @FUZZING
@@ -316,19 +316,19 @@ def test_a_changed_profile_of_pipedream_is_read_or_refused(folder: Path) -> None
 @pytest.mark.parametrize(
     "text",
     [
-        GRAPH_TXT + "\tnode4 -- node2\n",  # in a ring
+        GRAPH_TXT + "\tnode4 -- node2\n",  # a cycle
         GRAPH_TXT + "\tnode4 -- node4\n",
         GRAPH_TXT.replace("=1.500", "=1e999"),
         GRAPH_TXT.replace("=80.000", "=1" + "0" * 400),
         GRAPH_TXT.replace("node3 --", "node2 --"),
     ],
 )
-def test_a_profile_of_pipedream_that_cannot_be_is_refused(folder: Path, text: str) -> None:
+def test_an_impossible_pipedream_profile_is_refused(folder: Path, text: str) -> None:
     (folder / "graph.txt").write_text(text)
     assert refused(lambda: profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt"))
 
 
-def test_a_layer_may_be_called_as_the_batch_is(folder: Path) -> None:
+def test_a_layer_may_have_the_name_of_the_batch(folder: Path) -> None:
     (folder / "graph.txt").write_text(GRAPH_TXT.replace("node2", "batch"))
     profile = profile_of_layers(read_pipedream(folder / "graph.txt"), "graph.txt")
     assert dataclasses.asdict(profile.graph.inputs[0])["name"] == "batch_"

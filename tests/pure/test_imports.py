@@ -1,4 +1,4 @@
-"""The rules of the layout, read off the imports."""
+"""The rules of the layout: imports, files and folders."""
 
 import ast
 import contextlib
@@ -13,9 +13,9 @@ PRODUCT = sorted([*(ROOT / "autopipe").rglob("*.py"), *(ROOT / "cli").rglob("*.p
 FOLDERS = "tests", "benchmarks", "docs"
 SOURCE = sorted([*PRODUCT, *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))])
 NO_TORCH = ("errors", "ir", "planning", "schedules", "report")
-# a part -> the parts of autopipe that it may import; only cli may import any
+# part -> the parts of autopipe that it may import; cli may import all
 _BASE = {"errors", "units", "ir"}
-_FORWARD = {*_BASE, "draws", "guards", "sparse"}  # needed by a forward, wherever it runs
+_FORWARD = {*_BASE, "draws", "guards", "sparse"}  # needed by a forward in any process
 _RUN = {*_FORWARD, "stage", "schedules", "workload", "trace", "measure", "generate", "planning", "runtime"}
 MAY_IMPORT = {
     "errors": set(),
@@ -45,19 +45,19 @@ def name_of(path: Path) -> str:
 
 
 def module_of(path: Path) -> str:
-    """The name under which a file is imported."""
+    """Return the name under which a file is imported."""
     name = name_of(path).removesuffix(".__init__")
     return f"autopipe.{name}" if name == "cli" or name.startswith("cli.") else name
 
 
 def part_of(path: Path) -> str:
-    """The part of the product that a file belongs to: its folder below autopipe, or its own name there."""
+    """Return the part of the product that a file belongs to: its folder in autopipe, or its own name there."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "cli" if parts[0] == "cli" else parts[1]
 
 
 def typing_only(tree: ast.AST) -> set[ast.AST]:
-    """What stands under `if TYPE_CHECKING`: it is read by mypy alone."""
+    """Return the nodes under `if TYPE_CHECKING`, which only mypy reads."""
     lines = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -66,7 +66,7 @@ def typing_only(tree: ast.AST) -> set[ast.AST]:
 
 
 def imports(path: Path) -> list[str]:
-    """Every module that a file imports when it runs, as dotted names."""
+    """Return all modules that a file imports when it runs, as dotted names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = typing_only(tree)
     modules = []
@@ -82,7 +82,7 @@ def imports(path: Path) -> list[str]:
 
 
 def top_imports(path: Path) -> list[str]:
-    """What a file imports when it is imported itself: not inside functions."""
+    """Return the modules that a file imports at its top level, not inside functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inner = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)} | typing_only(tree)
     modules = []
@@ -105,7 +105,7 @@ def in_parts(parts: tuple[str, ...]) -> list[Path]:
 
 
 def offenders(paths: list[Path], search: Callable[[Path], Iterable[object]]) -> list[str]:
-    """The files in which something is found, with the findings."""
+    """Return the files in which the search finds something, with the findings."""
     offences = {name_of(path): sorted(search(path), key=str) for path in paths}
     return [f"{name}: {', '.join(map(str, items))}" for name, items in offences.items() if items]
 
@@ -118,11 +118,11 @@ def importing(*names: str) -> Callable[[Path], Iterable[str]]:
     return lambda path: {module for module in imports(path) if any(uses(module, name) for name in names)}
 
 
-def test_there_is_a_product_to_look_at():
+def test_the_product_has_files():
     assert len(PRODUCT) > 60
 
 
-def test_what_is_pure_imports_no_torch():
+def test_pure_parts_import_no_torch():
     assert offenders(in_parts(NO_TORCH), importing("torch")) == []
 
 
@@ -136,12 +136,12 @@ def test_a_part_imports_only_the_parts_below_it():
     assert {part_of(path) for path in PRODUCT} - {"cli", "__init__"} == set(MAY_IMPORT)
 
 
-def test_no_modules_import_one_another_in_a_circle():
+def test_there_are_no_import_cycles():
     modules = {module_of(path): path for path in PRODUCT}
     below: dict[str, set[str]] = {}
     for name, path in modules.items():
         named = [m for m in imports(path) if m in modules and m != name]
-        # `from package import module` names both; only the module is meant
+        # `from package import module` names both; only the module counts
         below[name] = {m for m in named if not any(uses(other, m) and other != m for other in named)}
     with contextlib.suppress(StopIteration):
         while below:  # remove modules that import nothing that remains, until only cycles remain
@@ -150,7 +150,7 @@ def test_no_modules_import_one_another_in_a_circle():
     assert sorted(below) == []
 
 
-def test_no_folder_is_too_full_to_look_through():
+def test_no_folder_has_more_than_21_modules():
     folders = Counter(str(path.relative_to(ROOT).parent) for path in SOURCE if path.stem != "__init__")
     assert {folder: count for folder, count in folders.items() if count > 21} == {}
 
@@ -161,7 +161,7 @@ def test_only_the_command_line_imports_click_and_nothing_imports_the_command_lin
 
 
 def test_only_the_transport_and_the_launchers_import_torch_distributed():
-    # torch's format of checkpoints is part of its distributed package, and needs no ranks
+    # torch's checkpoint format is part of its distributed package, and needs no ranks
     allowed = (
         "autopipe.runtime.transport.distributed",
         "autopipe.runtime.checkpoint.dcp",
@@ -212,7 +212,7 @@ def test_the_library_neither_prints_nor_exits():
 
 
 def test_help_loads_none_of_the_heavy_packages():
-    # a process of its own: this one has imported them long ago
+    # a separate process, since this one has imported them
     code = (
         "import sys\n"
         "from autopipe.cli.main import autopipe\n"

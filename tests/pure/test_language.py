@@ -1,4 +1,4 @@
-"""Plain technical English: no name that does not say what it holds, no phrase that reads as translated."""
+"""Plain technical English: names say what they hold, and no phrase reads as translated."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""The pages: their links lead somewhere, and the troubleshooting page has the messages of the source."""
+"""The pages: their links have targets, and the troubleshooting page has the messages of the source."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -40,7 +40,7 @@ def test_prose_keeps_the_width_of_the_code(page):
     assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith(("|", "!["))] == []
 
 
-def test_the_troubleshooting_page_is_what_the_source_says():
+def test_the_troubleshooting_page_has_the_messages_of_the_source():
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "make_troubleshooting.py", "--check"],
         capture_output=True,

@@ -30,7 +30,7 @@ PUBLIC = [
 ]
 
 
-def test_the_public_names_are_these_in_order():
+def test_the_public_names_are_exactly_these():
     assert autopipe.__all__ == sorted(autopipe.__all__) == PUBLIC
     assert dir(autopipe) == PUBLIC
 

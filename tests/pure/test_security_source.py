@@ -1,4 +1,4 @@
-"""What the source of the product must not contain, read off its syntax."""
+"""Constructs that the source of the product must not contain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = sorted([*(ROOT / "autopipe").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
-# the stage files are the program: the loader runs their text
+# stage files are the program: the loader runs their text
 MAY_EXECUTE = {"autopipe/generate/loader.py"}
 PICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 SHELLS = {
@@ -54,7 +54,7 @@ def calls(node: ast.Call, where: str) -> Iterator[str]:
         yield f"calls {called}, which unpickles"
 
 
-def test_nothing_unpickles_starts_a_shell_or_runs_text():
+def test_no_module_unpickles_starts_a_shell_or_runs_text():
     assert len(PRODUCT) > 100
     assert [what for path in PRODUCT for what in findings(path)] == []
 
@@ -75,14 +75,14 @@ def test_nothing_unpickles_starts_a_shell_or_runs_text():
         ("exec(text)", "calls exec"),
     ],
 )
-def test_the_reading_finds_what_it_looks_for(text, shown, monkeypatch, tmp_path):
+def test_the_search_finds_every_forbidden_construct(text, shown, monkeypatch, tmp_path):
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     path = tmp_path / "bad.py"
     path.write_text(text)
     assert any(shown in what for what in findings(path))
 
 
-def test_what_may_run_text_is_the_loader_of_stage_files_alone():
+def test_only_the_loader_of_stage_files_may_run_text():
     assert all((ROOT / name).is_file() for name in MAY_EXECUTE)
 
 

@@ -37,17 +37,17 @@ def test_names_of_the_tables_are_functions_of_their_file(model: Model) -> None:
         ({"error": {"type": "ModelFileError", "what": "ModuleNotFoundError: no einops", "at": "m.py"}}, "absent"),
     ],
 )
-def test_the_document_decides_the_end(document: dict[str, object], end: str) -> None:
+def test_the_document_decides_the_outcome(document: dict[str, object], end: str) -> None:
     row = row_of(MODELS[0], json.dumps(document), 1.0)
     assert row.end == end
     assert "m.py:3" in row.message or end != "refused"
 
 
-def test_output_that_is_no_document_is_a_crash() -> None:
+def test_output_that_is_not_a_document_is_a_crash() -> None:
     assert row_of(MODELS[0], "hello\n{}{", 1.0).end == "crashed"
 
 
-def test_the_page_counts_what_was_tried() -> None:
+def test_the_page_counts_the_tried_models() -> None:
     ends = ["exact", "exact", "refused", "absent", "equal"]
     page = table([Row(label=f"a/{index}", end=end, seconds=1.0) for index, end in enumerate(ends)])
     assert "4 models: 2 exact, 1 equal, 1 refused." in page

@@ -80,7 +80,7 @@ def test_bandwidths_are_decimal():
     ("text", "value"),
     [("80GiB", 80 * 2**30), ("16 GB", 16 * 10**9), ("1.5MiB", 3 * 2**19), ("512B", 512), ("2e3kB", 2 * 10**6)],
 )
-def test_sizes(text, value):
+def test_sizes_are_parsed(text, value):
     assert parse_bytes(text) == value
 
 
@@ -88,11 +88,11 @@ def test_sizes(text, value):
     ("text", "value"),
     [("10GB/s", 1e10), ("400Gbit/s", 5e10), ("25Gbps", 3.125e9), ("1GiB/s", 2.0**30), ("8bit/s", 1.0)],
 )
-def test_bandwidths(text, value):
+def test_bandwidths_are_parsed(text, value):
     assert parse_bandwidth(text) == value
 
 
-def test_times():
+def test_times_are_parsed():
     assert [parse_seconds(text) for text in ("5us", "1.5 ms", "2s", "7ns")] == [5e-6, 1.5e-3, 2.0, 7e-9]
 
 

@@ -1,4 +1,4 @@
-"""A convolutional net over images of three sizes; how often it halves them depends on the size."""
+"""A convolutional net over images of three sizes; the number of pooling layers depends on the size."""
 
 import torch
 import torch.nn.functional as F

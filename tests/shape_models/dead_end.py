@@ -1,4 +1,4 @@
-"""Values that are read without a gradient where a later stage may lie: detached, compared, or counted."""
+"""Values that a later stage may read without a gradient: detached, compared, or counted."""
 
 import torch
 from torch import nn

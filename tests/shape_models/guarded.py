@@ -1,4 +1,4 @@
-"""Decisions that depend on the data; they go the same way for every batch here."""
+"""Decisions that depend on the data, with the same outcome for every batch."""
 
 import torch
 from torch import nn

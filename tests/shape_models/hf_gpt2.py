@@ -1,4 +1,4 @@
-"""Transformers' GPT-2 as it is, with labels and a padding mask, over batches of 8 to 40 tokens."""
+"""GPT-2 of transformers, unchanged, with labels and a padding mask, over batches of 8 to 40 tokens."""
 
 import torch
 import transformers

@@ -1,4 +1,4 @@
-"""A function of its own that reads two values and differentiates one."""
+"""An autograd function that reads two values and differentiates one."""
 
 import torch
 from torch import nn

@@ -1,1 +1,1 @@
-"""What several tests share: cases, oracles, and commands in a folder of their own."""
+"""Helpers shared by tests: cases, oracles, and commands in separate folders."""

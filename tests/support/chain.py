@@ -1,7 +1,7 @@
-"""Stages run one after another in one process, as a pipeline would: everything that crosses is detached.
+"""Stages run one after another in one process, as in a pipeline: values between stages are detached.
 
-Gradients come back as the chains of ``ir.plan.Boundary``: the last consumer's goes to the consumer before it, and each
-hands on the sum. Shares no code with the runtime.
+Gradients return along the chains of ``ir.plan.Boundary``: the last consumer sends its gradient to the previous one,
+which passes on the sum. Shares no code with the runtime.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopipe.trace import capture
 
 
 def even_cuts(graph: Graph, num_stages: int) -> list[int]:
-    """Return the legal cuts nearest to stages of the same number of nodes; fewer where there are not so many."""
+    """Return the legal cuts nearest to stages of equal numbers of nodes, or fewer if there are not enough."""
     legal = list(Cuts(graph).legal)
     chosen: list[int] = []
     for number in range(1, num_stages):
@@ -72,7 +72,7 @@ def plan_of(graph: Graph, positions: Sequence[int]) -> Plan:
 
 
 def load(capture: Any, plan: Plan, folder: Path, model: torch.nn.Module) -> list[Any]:
-    """Write the stage files, load them and give them the model."""
+    """Write the stage files, load them, and let them adopt the model."""
     generate(capture, plan, folder)
     constants = load_constants(folder)
     return [
@@ -82,14 +82,14 @@ def load(capture: Any, plan: Plan, folder: Path, model: torch.nn.Module) -> list
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the very strides: sums over a slice without its gaps round otherwise."""
+    """Return a copy with the same strides, on which the rounding of sums depends."""
     if 0 in tensor.stride():
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def forward(stages: Sequence[Any], plan: Plan, leaves: dict[str, torch.Tensor], where: Any) -> Any:
-    """Return what the last stage returns, and what each received and sent."""
+    """Return the results of the last stage, and the received and sent values of each stage."""
     carrying = {boundary.value for boundary in plan.boundaries if boundary.spec.requires_grad}
     sent: dict[str, torch.Tensor] = {}
     flights = []
@@ -98,7 +98,7 @@ def forward(stages: Sequence[Any], plan: Plan, leaves: dict[str, torch.Tensor], 
         arrived: dict[str, torch.Tensor] = {}
         for value, tensor in received.items():
             if value in carrying:
-                # with the strides that it has; in ``grad`` it would have those of the value, and sums another order
+                # with its own strides; ``grad`` would have the strides of the value, and sums would round differently
                 tensor.requires_grad_().register_hook(functools.partial(arrived.__setitem__, value))
         stage.seed(where)
         results = stage(*(leaves[name] for name in stage.INPUTS), *received.values())
@@ -118,7 +118,7 @@ def backward(stages: Sequence[Any], flights: Sequence[Any]) -> None:
                 roots.append(named[value] if value in stage.SENDS else received[value])
                 gradients.append(handed[value])
         for parameter in stage.parameters():
-            if parameter.grad is not None:  # a later stage has used it too: its part comes first
+            if parameter.grad is not None:  # a later stage uses it, too: its gradient comes first
                 roots.append(parameter)
                 gradients.append(parameter.grad)
                 parameter.grad = None
@@ -131,7 +131,7 @@ def backward(stages: Sequence[Any], flights: Sequence[Any]) -> None:
 
 
 def eager(workload: Any, model: torch.nn.Module, item: Any, where: Any) -> Any:
-    """Run the user's model itself, forward and backward."""
+    """Run the user's model, forward and backward."""
     with Draws(*where), flat_checkpoints():
         loss, weight = workload.loss(model, item)
     loss.backward()
@@ -141,9 +141,9 @@ def eager(workload: Any, model: torch.nn.Module, item: Any, where: Any) -> Any:
 def differences(
     workload: Any, capture: Any, plan: Plan, folder: Path, batch_size: int, where: Any, *, detailed: bool = False
 ) -> list[Any]:
-    """Return what is not equal, bit for bit, between the stages and the model: results, gradients, buffers.
+    """Return the results, gradients and buffers of the stages that are not equal to the model's, bit for bit.
 
-    ``detailed``: each with its largest relative error, which is infinite where one side has nothing.
+    ``detailed``: as (name, largest relative error), which is infinite if one side is missing.
     """
     plain, model = workload.build_model(), workload.build_model()
     item = workload.example_item(batch_size)

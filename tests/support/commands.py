@@ -1,10 +1,9 @@
-"""``autopipe train`` as a process of its own, for tests that interrupt it: started, watched, and nothing left of it."""
+"""``autopipe train`` as a separate process, for tests that observe or interrupt it, and then remove all of it."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import subprocess
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 import psutil
 
+from .waiting import short_pause
 from .warm import AUTOPIPE, run_warm
 
 MODEL = """
@@ -51,7 +51,7 @@ evaluate_data = data
 
 
 def write_model(folder: Path, *, steps: int = 1_000_000, bad: int = -1, nan: int = -1) -> None:
-    """Write model.py. ``bad``: the minibatch on which the model fails; ``nan``: the one that is not a number."""
+    """Write model.py. ``bad``: the minibatch on which the model fails; ``nan``: the minibatch of NaNs."""
     (folder / "model.py").write_text(MODEL % {"steps": steps, "bad": bad, "nan": nan})
 
 
@@ -63,9 +63,9 @@ def training(ranks: int = 2, *, steps: int, run: str = "run", schedule: str = "1
 
 
 class Commands:
-    """Starts commands in a folder and ends all of them, with their ranks, in ``end``.
+    """Starts commands in a folder, and ends all of them with their ranks in ``end``.
 
-    ``temporary``: their folder for temporary files; a short path, since sockets are named in it.
+    ``temporary``: their folder for temporary files, whose path is short because it contains sockets.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,7 +91,7 @@ class Commands:
         return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
 
     def run(self, *arguments: str, code: int = 0, seconds: float = 120) -> tuple[str, str]:
-        """Return what a command prints, to stdout and stderr, having ended with ``code``."""
+        """Run a command, assert its exit code, and return its stdout and stderr."""
         done = run_warm(AUTOPIPE, *arguments, cwd=self.folder, env=self._environment(), timeout=seconds)
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
@@ -104,7 +104,7 @@ class Commands:
         return document
 
     def plain_loop(self, *arguments: str, steps: int) -> str:
-        """Start the plain loop of ``run``, which has so many steps, without autopipe; return its output."""
+        """Run the plain loop of ``run``, which has so many steps, without autopipe; return its output."""
         if not (self.folder / "loop.py").exists():
             assert self.document("plain", "run", "-o", "loop.py")["steps"] == steps
         loop = str(self.folder / "loop.py")
@@ -119,7 +119,7 @@ class Commands:
         self.end()
 
     def end(self) -> None:
-        """End every process, and remove the temporary files."""
+        """End all processes, and remove the temporary files."""
         for process in self.started:
             for child in descendants(process.pid):
                 child.kill()
@@ -134,16 +134,11 @@ def _refused(name: str) -> None:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Return the processes below one."""
+    """Return the descendants of a process."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def select_a_moment() -> None:
-    """Wait a twentieth of a second."""
-    select.select([], [], [], 0.05)
 
 
 def await_first_step(process: subprocess.Popen[str]) -> None:
@@ -155,7 +150,7 @@ def await_first_step(process: subprocess.Popen[str]) -> None:
 def wait_for_steps(
     folder: Path, process: subprocess.Popen[str], *, count: int = 3, seconds: float = 90.0
 ) -> list[psutil.Process]:
-    """Wait until so many steps of the run in ``folder`` are done; return the processes of the ranks, by rank."""
+    """Wait until a run has done so many steps; return the processes of its ranks in order."""
     metrics = folder / "metrics.jsonl"
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
@@ -165,12 +160,12 @@ def wait_for_steps(
                 log = [f.path for f in child.open_files() if "/logs/rank_" in f.path]
                 ranks.extend((path, child) for path in log[:1])
             return [child for _, child in sorted(ranks, key=lambda entry: entry[0])]
-        select_a_moment()
+        short_pause()
     out, err = process.communicate(timeout=5)
     raise AssertionError(f"no step within {seconds} s\n{out}\n{err}")
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    """Fail where one of them is still there after three seconds."""
+    """Assert that all processes have ended after at most three seconds."""
     _, alive = psutil.wait_procs(processes, timeout=3)
     assert not alive, alive

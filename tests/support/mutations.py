@@ -1,6 +1,6 @@
 """Damage to documents: structured changes of a JSON or TOML value, and changes of the bytes of a file.
 
-Everything is drawn by hypothesis, so that what fails is made small and is found again.
+Everything is drawn by hypothesis, so that failures are minimized and reproduced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-# `make fuzz` asks for more
+# `make fuzz` sets more
 EXAMPLES = int(os.environ.get("AUTOPIPE_FUZZ_EXAMPLES", "60"))
 FUZZING = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -34,7 +34,7 @@ STRANGE: list[Any] = [
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a document, the whole not among them."""
+    """Return every position in a document except its root."""
     paths: list[tuple[Any, ...]] = []
     entries: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def parent(document: Any, path: tuple[Any, ...]) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn, document: Any) -> Any:
-    """A document with one to three changes."""
+    """Draw a document with one to three changes."""
     changed = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
         known = places(changed)
@@ -83,7 +83,7 @@ def mutated(draw: st.DrawFn, document: Any) -> Any:
 
 
 def nudged(draw: st.DrawFn, value: Any) -> Any:
-    """A value a little beside: what a hand or a single bit changes."""
+    """Draw a value slightly different from the given one, as by a typo or a single bit."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -95,7 +95,7 @@ def nudged(draw: st.DrawFn, value: Any) -> Any:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """The bytes of a file with one to four changes."""
+    """Draw the bytes of a file with one to four changes."""
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
         kind = draw(st.sampled_from(["truncate", "flip", "insert", "remove", "copy"]))
@@ -113,5 +113,5 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def as_json(document: Any) -> bytes:
-    """The text of a document, NaN included."""
+    """Return the JSON text of a document, which may contain NaN."""
     return json.dumps(document).encode("utf-8")

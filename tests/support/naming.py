@@ -1,4 +1,4 @@
-"""A folder that a test has copied: its model file is named there, as a user would after moving a project."""
+"""Name the model file of a copied folder again, as a user would after moving a project."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from autopipe.ir.profile import Profile
 
 
 def name_again(work_dir: Path = Path(".autopipe")) -> None:
-    """Name what the profile of a work directory names, seen from the current folder, and its stage files."""
+    """Record the model file of the profile and the stage files as named by the user."""
     remember(artifact.load(Profile, work_dir / "profile.json", renew="").workload)
     remember_stages(work_dir / "stages")

@@ -1,8 +1,8 @@
-"""Plain training of a user's model file: what any run of autopipe must be equal to. Shares no code with it.
+"""Plain training of a model file, which every run of autopipe must equal. Shares no code with autopipe.
 
-The file is imported as it is, its hooks are called as a script would call them. For schedules with staleness, old
-weights are kept, and minibatch t reads version max(t - delta, 0) of each parameter. The seeds of random operations are
-written out again from their definition: SplitMix64 over (seed, minibatch, microbatch, position of the ATen call).
+The file is imported unchanged, and its hooks are called as in a script. For schedules with staleness, old weights are
+kept, and minibatch t reads version max(t - delta, 0) of each parameter. Seeds of random operations are computed by
+their definition: SplitMix64 over (seed, minibatch, microbatch, position of the ATen call).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def splitmix(*parts: int) -> int:
 
 
 class Seeds(TorchDispatchMode):
-    """Seeds every op that torch tags as random, in the order in which they come."""
+    """Seeds every op that torch tags as random, in the order of the calls."""
 
     def __init__(self, *where: int) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class Seeds(TorchDispatchMode):
 
 @contextlib.contextmanager
 def own_places(model: torch.nn.Module, paths: Iterable[str], seeds: Seeds):
-    """Let each call of these modules take one position, and seed what is drawn inside by that position.
+    """Give each call of these modules one position, and seed the draws inside by that position.
 
-    The call is exchanged, where the code under test uses hooks.
+    The call itself is replaced, while the code under test uses hooks.
     """
     modules = {model.get_submodule(path) for path in paths}
     call = torch.nn.Module.__call__
@@ -95,9 +95,9 @@ def load(path: Path) -> ModuleType:
 
 
 def chunks(value: Any, count: int) -> list[Any]:
-    """Cut a batch: a tensor by ``tensor_split``, a tuple or dict entry by entry; empty parts are left out.
+    """Cut a batch: tensors by ``tensor_split``, tuples and dicts entry by entry, without empty parts.
 
-    A value that is not a tensor goes to every part.
+    A value that is not a tensor is in every part.
     """
     if isinstance(value, torch.Tensor):
         return [part for part in torch.tensor_split(value, count) if part.shape[0]]
@@ -116,7 +116,7 @@ def samples(value: Any) -> int:
 
 
 def by_owner(stages: Sequence[Sequence[str]], deltas: Sequence[int]) -> Callable[[str], int]:
-    """Return the staleness of a parameter: that of the first stage that holds it, which is the one that steps it."""
+    """Return the staleness of a parameter: that of the first stage that holds it, which owns it."""
     owner: dict[str, int] = {}
     for names, delta in zip(stages, deltas, strict=True):
         for name in names:
@@ -151,9 +151,9 @@ def train(
 
     ``ema``: decay of averaged weights; ``vars(model)["averaged"]`` is torch's own ``AveragedModel``.
 
-    ``order``: in which a plan adds up, where that is not one process's. ``divisor``: what the loss of a batch divides
-    by; a part of it weighs its own divisor over the whole one. ``cut``: cuts a batch into microbatches. ``opaque``:
-    modules whose draws have their own places.
+    ``order``: the order of sums of a plan, if it is not that of one process. ``divisor``: the divisor of the loss of a
+    batch; a part has the weight divisor(part) / divisor(batch). ``cut``: cuts a batch into microbatches. ``opaque``:
+    modules whose draws have their own positions.
     """
     torch.manual_seed(seed)
     module = load(path)
@@ -167,7 +167,7 @@ def train(
     parameters = dict(model.named_parameters())
     criterion = getattr(module, "loss", None)
     criterion = criterion() if isinstance(criterion, type) else criterion
-    if isinstance(criterion, torch.nn.Module):  # its own parameters are trained with the model's
+    if isinstance(criterion, torch.nn.Module):  # its parameters are trained with the model
         parameters.update(criterion.named_parameters(prefix="loss"))
         vars(model)["criterion"] = criterion  # for comparisons; not as a child of the model
     make = getattr(module, "optimizer", None)
@@ -195,11 +195,11 @@ def train(
             ):
                 loss = loss_of(criterion, model, part)
             weight = None
-            if isinstance(loss, tuple):  # (mean, what the mean divides by)
+            if isinstance(loss, tuple):  # (mean, divisor of the mean)
                 loss, weight = loss
                 weights += float(weight)
             share = loss * (divisor(part) / n) if weight is None else loss * weight
-            if divisor(part):  # else the loss is 0 / 0
+            if divisor(part):  # otherwise the loss is 0 / 0
                 share.backward()
                 total += share.item()
             if order:

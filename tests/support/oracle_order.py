@@ -1,9 +1,8 @@
-"""The plan's order of sums, written out for the oracle. Shares no code with autopipe.
+"""The order of sums of a plan, for the oracle. Shares no code with autopipe.
 
-Microbatch ``j`` of minibatch ``t`` runs at replica ``(t m + j) mod r`` of every stage. A replica adds up its own
-microbatches in their order, replicas are added from the first to the last, and the stages of a parameter that several
-of them use are added from the last to the first. Buffers that a replicated stage writes are one set a replica; after
-the step each is their mean.
+Microbatch ``j`` of minibatch ``t`` runs on replica ``(t m + j) mod r`` of every stage. A replica sums its microbatches
+in order, replicas are summed from the first to the last, and the stages of a tied parameter from the last to the first.
+Each replica has its own buffers that the stage writes; after the step they are averaged.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class SplitUses(TorchFunctionMode):
-    """Lets the k-th call that takes a tied parameter read the tensor of the stage in which that call is."""
+    """Lets the k-th call that takes a tied parameter read the tensor of the stage of that call."""
 
     def __init__(self, tied: Mapping[int, Sequence[torch.Tensor]]) -> None:
         super().__init__()
@@ -38,9 +37,9 @@ class SplitUses(TorchFunctionMode):
 
 @dataclass
 class Order:
-    """``stages``: by stage, its parameters and buffers; ``replicas``: how many each has. ``num_microbatches``: m.
+    """``stages``: the parameters and buffers of each stage; ``replicas``: their numbers. ``num_microbatches``: m.
 
-    ``uses``: of a parameter whose stages add up their own, the stage of each call that takes it.
+    ``uses``: parameter -> the stage of each call that takes it, for ties that are summed per stage.
     """
 
     stages: Sequence[Sequence[str]]
@@ -61,7 +60,7 @@ class Order:
         return (t * self.num_microbatches + j) % self.replicas[stage]
 
     def begin(self, t: int, j: int) -> SplitUses:
-        """Give the model the buffers of this microbatch's replicas; return what its forward runs in."""
+        """Give the model the buffers of this microbatch's replicas; return the context of its forward."""
         for name, buffer in self.model.named_buffers():
             if name in self.buffers:
                 buffer.copy_(self.buffers[name][self.replica(self.owner[name], t, j)])

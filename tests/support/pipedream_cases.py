@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # lines of a profile as PipeDream writes them
-"""PipeDream profiles: random ones, a written one, and the published ones where they lie beside the repository."""
+"""PipeDream profiles: random ones, an example file, and the published ones if they are next to the repository."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from autopipe.workload import LoadOptions, Workload, load_workload
 from support import oracle
 from support.samples import SAMPLES
 
-# smaller than the samples' own defaults: the same layers, fewer and narrower
+# smaller than the defaults of the samples: the same layers, but fewer and narrower
 ARGUMENTS: dict[str, dict[str, str]] = {
     "gpt": {"blocks": "3", "width": "32", "dropout": "0.1"},
     "resnet": {},
@@ -51,7 +51,7 @@ class Captured:
 
 @functools.cache
 def captured(sample: str) -> Captured:
-    """Capture a sample once per test process. Its own verification runs too."""
+    """Capture and verify a sample, once per test process."""
     path = SAMPLES / f"{sample}.py"
     return captured_file(path, tuple(sorted(ARGUMENTS.get(sample, {}).items())))
 
@@ -71,7 +71,7 @@ def profile_of(workload: Workload, taken: Capture) -> Captured:
 
 
 def plan_for(subject: Captured, num_stages: int, schedule: str, num_microbatches: int, batch_size: int) -> Plan:
-    """Plan a straight pipeline."""
+    """Plan a pipeline without replicas."""
     cluster = Cluster((Level("host", num_stages, 1e10, 1e-6),), (ClusterDevice("cpu"),), "test")
     options = PlanOptions(
         num_ranks=num_stages, batch_size=batch_size, num_microbatches=num_microbatches, schedule=schedule
@@ -81,7 +81,7 @@ def plan_for(subject: Captured, num_stages: int, schedule: str, num_microbatches
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A generated pipeline in a directory of its own."""
+    """A generated pipeline in its own directory."""
 
     captured: Captured
     plan: Plan
@@ -97,7 +97,7 @@ class Pipeline:
         )
 
     def weights(self, sessions: Sequence[RankSession]) -> dict[str, Any]:
-        """Return every tensor of the trained model under its own name."""
+        """Return every tensor of the trained model by name."""
         return {name: tensor for session in sessions for name, tensor in session.tensors().items()}
 
 
@@ -107,13 +107,13 @@ def build(subject: Captured, plan: Plan, folder: Path | None = None, **job: Any)
     settings = Job(**{"steps": 0, "epochs": 1, "batch_size": plan.batch_size, "save": False, **job})
     run.write(settings, plan, subject.capture.graph)
     generate(subject.capture, plan, run.stages)
-    remember(plan.workload)  # as the command does for what it is given
+    remember(plan.workload)  # as a command does for its TARGET
     remember_stages(run.stages)
     return Pipeline(subject, plan, RunContext.of(plan, subject.capture.graph), run, settings)
 
 
 def minibatches(workload: Workload, count: int, batch_size: int, last: int = 0) -> list[Any]:
-    """Return the first minibatches of the data; the last one cut down to ``last`` samples, where that is given."""
+    """Return the first minibatches of the data; ``last``: the number of samples of the last one."""
     source: Iterator[Any] = workload.items(batch_size)
     items = list(itertools.islice(source, count))
     if last:
@@ -122,7 +122,7 @@ def minibatches(workload: Workload, count: int, batch_size: int, last: int = 0) 
 
 
 def with_exact_ties(plan: Plan) -> Plan:
-    """Return the plan with every tie exact: the gradients of tied parameters are added in the order of one process."""
+    """Return the plan with exact ties: gradients of tied parameters are summed in the order of one process."""
     return replace(plan, ties=tuple(replace(tie, exact=True) for tie in plan.ties))
 
 

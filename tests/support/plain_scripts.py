@@ -1,4 +1,4 @@
-"""Plain loops as scripts, compared with the weights of the stages."""
+"""The scripts of ``autopipe plain``, compared with the weights of the stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.warm import run_warm
 
 
 def run(loop: Path, *arguments: str) -> str:
-    """Run a script where autopipe cannot be imported."""
+    """Run a script in a process that cannot import autopipe."""
     done = run_warm(str(loop), *arguments, cwd=loop.parent, without="autopipe")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -32,7 +32,7 @@ latency = "20us"
 
 
 def random_graph(rng: random.Random, num_nodes: int) -> Graph:
-    """Return a graph whose values are read by random later nodes, the last one being the loss."""
+    """Return a random graph: values are read by later nodes, and the last node is the loss."""
     nodes: list[Node] = []
     parameters: dict[str, TensorSpec] = {}
     buffers: dict[str, TensorSpec] = {}
@@ -99,7 +99,7 @@ def profile_of(graph: Graph, rng: random.Random, sizes: tuple[int, ...] = (4,)) 
         for node in graph.nodes
     }
     saved = {node.name: 0 if node.input_only or node.storage else rng.randrange(0, 4000) for node in graph.nodes}
-    other = random.Random(len(graph.nodes))  # one of its own: the cases stay those that they were
+    other = random.Random(len(graph.nodes))  # a separate generator, so that the cases stay the same
     work = [node.name for node in graph.nodes if not node.input_only]
     keepers = {}
     for value in ("x", *(node.name for node in graph.nodes)):
@@ -143,7 +143,7 @@ def cluster_of(rng: random.Random, num_ranks: int, memory: int = 0, *, mixed: bo
 
 
 def stage_by_hand(profile, cluster, positions, k, m, size, in_flight, versions):
-    """Return (seconds, seconds with recompute, peak, peak with recompute) of one straight stage, counted naively."""
+    """Return (seconds, seconds with recompute, peak, peak with recompute) of a stage, counted naively."""
     graph, cuts, costs = profile.graph, Cuts(profile.graph), profile.at(size).costs
     sizes = graph.sizes(size)
     edges = [0, *positions, len(graph.nodes)]
@@ -204,7 +204,7 @@ def stage_by_hand(profile, cluster, positions, k, m, size, in_flight, versions):
 
 
 def saved_by_hand(graph, cuts, measurement, start, stop):
-    """Return what a stage keeps of a microbatch, beyond what it has from elsewhere, from a list of what it keeps."""
+    """Return the bytes that a stage saves of a microbatch, without shared ones, from a list of saved values."""
     sizes, costs = graph.sizes(measurement.microbatch_size), measurement.costs
     by_name_ = {node.name: node for node in graph.nodes}
 
@@ -240,14 +240,14 @@ def saved_by_hand(graph, cuts, measurement, start, stop):
 
 
 def most_workspace(nodes, costs):
-    """Return what the worst moment of a backward takes beyond all that is saved, from a list of those moments."""
+    """Return the largest workspace of a backward, from a list of its moments."""
     kept = [node for node in nodes if not node.input_only]
     behind = [sum(costs[after.name].saved_bytes for after in kept[place + 1 :]) for place in range(len(kept))]
     return max([0, *(costs[n.name].workspace_bytes - freed for n, freed in zip(kept, behind, strict=True))])
 
 
 def brute_force_straight(profile, cluster, num_ranks, m, size, needs_all, recompute):
-    """Return the least slowest-stage cost over every choice of legal cuts; infinite when nothing fits."""
+    """Return the smallest bottleneck over all legal cuts, infinite if nothing fits."""
     best = math.inf
     for positions in itertools.combinations(Cuts(profile.graph).legal, num_ranks - 1):
         worst = 0.0
@@ -312,7 +312,7 @@ def by_name(result):
 
 
 def even_profile(num_layers=8, seconds=1e-3, *, skips=False):
-    """Return layers that cost the same, a thousand floats a sample between them. ``skips``: each reads two earlier."""
+    """Return layers of equal cost with a thousand floats per sample between them. ``skips``: each reads two others."""
     nodes = tuple(
         Node(
             f"n{i}",

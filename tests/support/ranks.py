@@ -1,4 +1,4 @@
-"""Start a function on several processes with a hard limit, and leave none behind."""
+"""Run a function in several processes with a time limit, and end all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _run(function: Callable[..., Any], rank: int, world: int, store: str, connec
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, seconds: float = 60.0) -> list[Any]:
-    """Return what ``function(rank, world, *args)`` returned on every rank. A failure or the limit is an error."""
+    """Return the results of ``function(rank, world, *args)`` by rank. A failure or a timeout is an error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:

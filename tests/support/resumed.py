@@ -13,7 +13,7 @@ from support.pipelines import Captured, Pipeline
 
 
 def with_hooks(network: Captured, text: str, folder: Path) -> Captured:
-    """Return the same network with other hooks: what is captured does not depend on them."""
+    """Return the same network with other hooks, on which the capture does not depend."""
     path = folder / "net.py"
     path.write_text(FILE + text)
     workload = load_workload(LoadOptions(str(path)))

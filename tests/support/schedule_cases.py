@@ -1,4 +1,4 @@
-"""Cases of the schedule tests: layouts, and what each schedule must refuse, worked out here from docs/semantics.md."""
+"""Cases of the schedule tests: layouts, and the refusals of each schedule by docs/semantics.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopipe.verify.check import compare
 from autopipe.verify.comparison import Comparison
 from support.pipelines import Captured, build, captured, minibatches, plan_for
 
-# the user's own grid has tests of its own
+# custom grids have separate tests
 SCHEDULES = tuple(name for name in REGISTRY if name != "custom")
 REPLICAS = ((1,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2, 2), (3, 1))
 MODELS = ("gpt", "resnet", "unet", "seq2seq_lstm", "hf_llama")
@@ -24,7 +24,7 @@ BATCH, LAST, STEPS = 8, 5, 6
 
 @dataclass(frozen=True)
 class Case:
-    """``replicas[s]``: ranks of stage s. ``loops``: stages a rank. ``recompute``: by stage, repeated."""
+    """``replicas[s]``: ranks of stage s. ``loops``: stages per rank. ``recompute``: by stage, repeated."""
 
     schedule: str
     model: str
@@ -44,7 +44,7 @@ class Case:
         return len(self.replicas) * self.loops
 
     def plan(self, subject: Captured) -> Plan:
-        """A straight plan's cuts, on these ranks under this schedule."""
+        """Return the cuts of a plan without replicas, on these ranks under this schedule."""
         straight = plan_for(subject, self.num_stages, "gpipe", self.m, BATCH)
         options = {"vertical_sync": 1} if self.vertical_sync else {}
         return laid_out(straight, self.schedule, self.ranks, self.recompute, options)
@@ -58,7 +58,7 @@ class Case:
         return tuple(tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True))
 
     def warmups(self) -> list[int]:
-        """Microbatches that each stage, all its replicas together, sends forward before its first backward."""
+        """Return the microbatches that each stage, with all replicas, forwards before its first backward."""
         counts = []
         for stage, count in enumerate(self.replicas):
             later = sum(self.replicas[stage + 1 :])
@@ -66,7 +66,7 @@ class Case:
         return counts
 
     def staleness(self) -> list[int]:
-        """The table of docs/semantics.md; for the schedules without replicas and loops it is p - 1 - s over m."""
+        """Return the staleness by the table of docs/semantics.md: (p - 1 - s) / m without replicas and loops."""
         if self.schedule == "2bw":
             return [1] * self.num_stages
         if self.schedule != "pipedream":
@@ -75,7 +75,7 @@ class Case:
         return [max(deltas)] * self.num_stages if self.vertical_sync else deltas
 
     def refused_for(self, plan: Plan) -> tuple[int, ...] | None:
-        """The numbers that a refusal must name; None where the case must run."""
+        """Return the numbers that a refusal must name, or None if the case must run."""
         p, ranks = self.num_stages, sum(self.replicas)
         if self.schedule in ("interleaved", "zero-bubble"):
             if max(self.replicas) > 1:
@@ -100,7 +100,7 @@ def laid_out(
     recompute: tuple[bool, ...] = (False,),
     options: dict[str, int] | None = None,
 ) -> Plan:
-    """The same cuts on other ranks, under another schedule."""
+    """Return a plan with the same cuts on other ranks, under another schedule."""
     stages = tuple(
         replace(stage, ranks=ranks[stage.index], recompute=recompute[stage.index % len(recompute)])
         for stage in plan.stages
@@ -110,7 +110,7 @@ def laid_out(
 
 
 def cases(schedule: str) -> Iterator[Case]:
-    """Every case of a schedule."""
+    """Yield every case of a schedule."""
     kind = REGISTRY[schedule]
     for model in MODELS:
         for replicas in REPLICAS:
@@ -124,7 +124,7 @@ def cases(schedule: str) -> Iterator[Case]:
 def compared(
     subject: Captured, plan: Plan, folder: Path, *, steps: int = STEPS, last: int = LAST, **job: object
 ) -> Comparison:
-    """Train through a plan and plainly, the last minibatch ragged."""
+    """Train with a plan and in a plain loop, with a ragged last minibatch; return the comparison."""
     pipeline = build(subject, plan, folder, **{"steps": steps, **job})
     items = minibatches(subject.workload, steps, plan.batch_size, last=last)
     draws = any(node.num_random for node in subject.capture.graph.nodes)
@@ -132,11 +132,11 @@ def compared(
 
 
 def hold(case: Case, folder: Path) -> str:
-    """Assert what is promised of a case: every bit, in the plan's order of sums. Returns what became of it."""
+    """Assert that a case is equal bit for bit in the plan's order of sums, or properly refused; return the outcome."""
     subject = captured(case.model)
     try:
         plan = case.plan(subject)
-    except PlanError as error:  # the model has too few places to cut
+    except PlanError as error:  # the model has too few legal cuts
         assert f"{case.num_stages} stages asked for" in str(error)
         assert re.search(r"\d+ legal cuts", str(error))
         return "uncut"

@@ -1,4 +1,4 @@
-"""A stack of blocks, captured without the recorder, to be measured."""
+"""A stack of blocks, captured without the recorder, for the tests of measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A stack with its loss, as the tracer would see it."""
+    """A stack with its loss, as the recorder would see it."""
 
     def __init__(self, blocks=3, width=8):
         super().__init__()
@@ -51,7 +51,7 @@ def spec_of(value):
 
 
 def captured(model, **inputs):
-    """Make a capture with torch's own symbolic tracer: enough for models that it can follow."""
+    """Capture with torch's symbolic tracer, which suffices for simple models."""
     module = fx.symbolic_trace(model)
     ShapeProp(module).propagate(*inputs.values())
     names = list(inputs)
@@ -86,7 +86,7 @@ def captured(model, **inputs):
 
 
 class Workload:
-    """Feeds tensors of the right shapes."""
+    """A workload with random inputs of the given shapes."""
 
     spec = SPEC
 

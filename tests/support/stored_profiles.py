@@ -1,4 +1,4 @@
-"""A profile in the work directory, for commands that plan without measuring."""
+"""A profile, for commands that plan without measuring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = ("--gpu-memory", "8GiB", "--link", "10GB/s")
 
 
 def stored_profile():
-    """Eight equal layers, 10 ms forward and 20 ms backward a sample; of a file that is not there."""
+    """Return a profile of eight equal layers, 10 ms forward and 20 ms backward per sample, of a missing model file."""
     names = [f"layer{k}" for k in range(LAYERS)]
     nodes = tuple(
         Node(

@@ -1,7 +1,7 @@
-"""Commands and scripts that start at once: a process that has imported torch forks for each of them.
+"""Commands and scripts that start immediately: a process that has imported torch forks for each of them.
 
-A fresh interpreter needs seconds to import torch, for every command again. ``run_warm`` is for programs that a test
-only waits for; what it interrupts or watches is started as a user starts it (``Commands.start``).
+A new interpreter needs seconds to import torch. ``run_warm`` is for programs that a test only waits for; a program that
+a test interrupts or observes is started as by a user (``Commands.start``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_warm(
     without: str = "",
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program, which is a script or ``AUTOPIPE``, in a folder. ``without``: a module it cannot import."""
+    """Run a script or ``AUTOPIPE`` in a folder. ``without``: a module that it cannot import."""
     server = _server(COMMANDS if program == AUTOPIPE else TORCH)
     command = [program, *arguments]
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def _write(server: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
 
 
 def _read(server: subprocess.Popen[bytes], seconds: float) -> Any:
-    """Return the server's next number; None where it does not come in time."""
+    """Return the next number from the server, or None after a timeout."""
     assert server.stdout is not None
     if not select.select([server.stdout], [], [], seconds)[0]:
         return None
@@ -83,7 +83,7 @@ def _read(server: subprocess.Popen[bytes], seconds: float) -> Any:
 
 
 def _serve() -> dict[str, Any]:
-    """Fork for every request, and answer with the process and its exit code. Returns in the forked processes only."""
+    """Fork for every request, and answer with process id and exit code. Returns in forked processes only."""
     for line in iter(sys.stdin.readline, ""):
         pid = os.fork()
         if pid == 0:
@@ -96,7 +96,7 @@ def _serve() -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Run the program as if it had been started in its folder."""
+    """Run the program as if it was started in its folder."""
     os.setsid()
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -1,4 +1,4 @@
-"""A run that begins again is not touched by what was prepared in its work directory meanwhile, nor touches that."""
+"""A run that restarts neither uses nor changes what other commands have written to the work directory meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import Commands, select_a_moment, training, wait_for_steps
+from support.commands import Commands, training, wait_for_steps
+from support.waiting import short_pause
 
 from autopipe.commands import steps
 from autopipe.commands.exporting import export
@@ -16,7 +17,7 @@ from autopipe.commands.settings import ExportSettings, ModelSettings, PlanSettin
 
 
 @pytest.mark.parametrize(("more", "ranks"), [(["--max-restarts", "1"], 3), (["--elastic"], 2)])
-def test_a_run_goes_on_though_something_else_was_planned_there_meanwhile(
+def test_a_restart_ignores_a_plan_that_was_written_meanwhile(
     commands: Commands, tmp_path: Path, more: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -30,7 +31,7 @@ def test_a_run_goes_on_though_something_else_was_planned_there_meanwhile(
     metrics = tmp_path / "run" / "metrics.jsonl"
     while metrics.read_text().partition('"restart"')[2].count("\n") < 3:
         assert process.poll() is None, process.communicate()
-        select_a_moment()
+        short_pause()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err

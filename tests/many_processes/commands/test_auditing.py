@@ -1,4 +1,4 @@
-"""``train --audit-every``: equal steps are reported, and a step that is not plain training's ends the run."""
+"""``train --audit-every``: equal steps are reported, and a step that differs from plain training ends the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from support.commands import Commands, training
 
-# an optimizer that shrinks the weights from its 12th step on, and counts where no state of Python tells of it
+# an optimizer that shrinks the weights from its 12th step on, with a counter outside of Python state
 COUNTING = """
 
 import os
@@ -38,7 +38,7 @@ def exported(commands: Commands, run: str) -> dict[str, torch.Tensor]:
     return load_file(commands.folder / f"{run}.safetensors")
 
 
-def test_audits_are_reported_and_change_nothing_also_after_a_resume(commands: Commands, tmp_path: Path) -> None:
+def test_audits_are_reported_and_change_nothing_even_after_a_resume(commands: Commands, tmp_path: Path) -> None:
     first = commands.document(*training(steps=7, schedule="2bw"), "--audit-every", "3")
     second = commands.document(
         *training(steps=12, schedule="2bw"), "--audit-every", "2", "--resume", "--checkpoint-every", "4"
@@ -56,7 +56,7 @@ def test_audits_are_reported_and_change_nothing_also_after_a_resume(commands: Co
     assert all(torch.equal(ours[name], tensor) for name, tensor in others.items())
 
 
-def test_a_run_that_leaves_plain_training_is_ended_with_the_step_and_the_parameter(
+def test_a_run_that_differs_from_plain_training_ends_with_the_step_and_parameter(
     commands: Commands, tmp_path: Path
 ) -> None:
     with (tmp_path / "model.py").open("a") as file:
@@ -76,7 +76,7 @@ def test_a_run_that_leaves_plain_training_is_ended_with_the_step_and_the_paramet
     assert (tmp_path / "run" / "audits" / "step-00000015" / "manifest.json").is_file()
 
 
-def test_a_run_whose_last_audit_differs_fails_though_all_steps_are_done(commands: Commands, tmp_path: Path) -> None:
+def test_a_run_whose_last_audit_differs_fails_after_its_last_step(commands: Commands, tmp_path: Path) -> None:
     with (tmp_path / "model.py").open("a") as file:
         file.write(COUNTING)
     _, err = commands.run(*training(steps=16), "--audit-every", "15", code=1)

@@ -1,4 +1,4 @@
-"""The commands one after the other on a small model: what they write, say and print as JSON."""
+"""The commands one after another on a small model: their files, messages and JSON."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def document(*args):
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """A folder in which net.py is profiled and planned for two ranks."""
+    """Return a folder in which net.py is profiled and planned for two ranks."""
     folder = tmp_path_factory.mktemp("flow")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -73,7 +73,7 @@ def planned(tmp_path_factory):
 
 @pytest.fixture
 def folder(planned, tmp_path, monkeypatch):
-    """A copy of it, so that every test starts there."""
+    """Return a copy of the planned folder for one test."""
     import shutil
 
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
@@ -82,7 +82,7 @@ def folder(planned, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_profile_writes_its_file_and_says_what_it_measured(folder):
+def test_profile_writes_its_file_and_prints_what_it_measured(folder):
     answer = document("profile", "net.py", "--device", "cpu", "--microbatch-sizes", "2")
     assert [m["microbatch_size"] for m in answer["measurements"]] == [2]
     assert answer["nodes"] > 8
@@ -90,7 +90,7 @@ def test_profile_writes_its_file_and_says_what_it_measured(folder):
     assert Path(".autopipe/profile.json").is_file()
 
 
-def test_plan_json_has_the_keys_of_the_contract(folder):
+def test_plan_json_has_the_documented_keys(folder):
     answer = document("plan", "--gpus", "2", "--num-microbatches", "4", "--explain")
     keys = {"stages", "boundaries", "schedule", "num_microbatches", "microbatch_size", "recompute", "predicted"}
     assert set(answer) >= keys | {"planning_seconds"}
@@ -108,7 +108,7 @@ def test_plan_json_has_the_keys_of_the_contract(folder):
     assert any("runner-up" in line for line in answer["explanation"])
 
 
-def test_generate_and_simulate_work_on_the_stored_plan(folder):
+def test_generate_and_simulate_use_the_stored_plan(folder):
     assert document("generate")["files"] == [".autopipe/stages/stage_0.py", ".autopipe/stages/stage_1.py"]
     answer = document("simulate", "--schedule", "gpipe")
     assert answer["schedule"] == "gpipe"
@@ -140,10 +140,12 @@ def test_check_compares_every_parameter(folder):
     assert answer["warnings"] == []
 
 
-def test_a_plan_with_replicas_is_run_and_equal_within_rounding(folder):
+def test_a_plan_with_replicas_trains_equally_up_to_rounding(folder):
     stored = Path(".autopipe/profile.json")
     profile = json.loads(stored.read_text())
-    for measurement in profile["measurements"]:  # one layer takes ten times as long as all others: it wants replicas
+    for measurement in profile[
+        "measurements"
+    ]:  # one layer takes ten times as long as all others, so the plan replicates it
         costs = measurement["costs"].values()
         for place, cost in enumerate(costs):
             cost["forward_seconds"] = cost["backward_seconds"] = 1.0 if place == 1 else 0.1 / len(costs)
@@ -156,7 +158,7 @@ def test_a_plan_with_replicas_is_run_and_equal_within_rounding(folder):
     assert answer["max_relative_error"] < 1e-6
 
 
-def test_train_export_and_eval_end_with_a_file_for_the_untouched_model(folder):
+def test_train_export_and_eval_produce_weights_for_the_unchanged_model(folder):
     answer = document("train", "--steps", "3", "--run-dir", "here")
     assert len(answer["losses"]) == answer["steps"] == 3
     assert (answer["ranks"], answer["stages"], answer["schedule"], answer["run_dir"]) == (2, 2, "1f1b", "here")
@@ -177,14 +179,14 @@ def test_train_export_and_eval_end_with_a_file_for_the_untouched_model(folder):
     assert (evaluated["samples"], evaluated["step"]) == (32, 3)
 
 
-def test_train_says_when_the_data_begins_again_and_what_was_predicted(folder):
+def test_train_reports_a_new_epoch_and_the_prediction(folder):
     done = run("train", "--steps", "6")
     assert done.stderr.count("the data ended after 4 minibatches, and is read again from its start") == 1
     assert re.search(r"samples/s \(predicted: \d+\.\d\)", done.stdout)
     assert "read again" not in run("train", "--epochs", "2").stderr
 
 
-def test_without_a_word_on_replicas_the_fastest_plan_is_trained_and_equal(folder, monkeypatch):
+def test_by_default_the_fastest_plan_with_or_without_replicas_is_trained(folder, monkeypatch):
     monkeypatch.delenv("AUTOPIPE_REPLICAS")
     more = ("--gpus", "2", "--device", "cpu", "--microbatch-sizes", "2", "--work-dir", "fresh")
     plan = document("plan", "net.py", *more)
@@ -196,7 +198,7 @@ def test_without_a_word_on_replicas_the_fastest_plan_is_trained_and_equal(folder
     assert (trained["ranks"], trained["stages"]) == (plan["ranks"], len(plan["stages"]))
 
 
-def test_train_says_what_it_took_from_before_and_what_it_did_again(folder):
+def test_train_reports_which_files_it_reuses_and_renews(folder):
     first = document("train", "--steps", "1")["notes"]
     assert any("profile of net.py" in note and "reused" in note for note in first)
     assert any("plan of 2 ranks (1f1b) reused" in note for note in first)
@@ -209,7 +211,7 @@ def test_train_says_what_it_took_from_before_and_what_it_did_again(folder):
     assert any("plan of 3 ranks" in note for note in document("train", "--steps", "1")["notes"])
 
 
-def test_another_model_makes_profile_and_plan_stale(folder):
+def test_a_different_model_makes_profile_and_plan_stale(folder):
     done = document("train", "net.py", "--arg", "layers=3", "--steps", "1", "--gpus", "2", "--device", "cpu")
     assert any("the model changed" in note or "options of the model changed" in note for note in done["notes"])
     assert any(note.startswith("profiled ") for note in done["notes"])
@@ -230,7 +232,7 @@ def test_an_edited_model_file_is_noticed_by_generate(folder):
     assert "autopipe plan net.py --gpus 2" in done.stderr
 
 
-def test_a_seed_changes_the_run_and_neither_the_plan_nor_the_next_run(folder):
+def test_a_seed_changes_its_run_but_not_the_plan_or_the_next_run(folder):
     first = document("train", "--steps", "1")
     other = document("train", "--steps", "1", "--seed", "7")
     assert any("plan of 2 ranks (1f1b) reused" in note for note in other["notes"])

@@ -1,4 +1,4 @@
-"""A run where streams are closed or full, paths are no text, and folders have long names or are not there."""
+"""Runs with closed streams, full disks, undecodable or very long paths, and missing folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def call(folder: Path, *words: str, env: dict[str, str] | None = None, **streams
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose model is profiled and planned, so that each run takes seconds."""
+    """Return a folder whose model is profiled and planned, so that each run takes seconds."""
     directory = tmp_path_factory.mktemp("odd")
     write_model(directory, steps=20)
     assert call(directory, *training(steps=1), capture_output=True).returncode == 0
@@ -34,24 +34,24 @@ def closing(descriptor: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("descriptor", [1, 2])
-def test_a_run_whose_output_is_closed_is_a_run(folder: Path, descriptor: int) -> None:
+def test_a_run_with_closed_output_succeeds(folder: Path, descriptor: int) -> None:
     run = f"closed{descriptor}"
     done = call(folder, *training(steps=2, run=run), "--no-check", **closing(descriptor))
     assert done.returncode == 0
     assert (folder / run / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_a_run_in_a_path_that_is_no_text_under_the_locale_is_a_run(folder: Path) -> None:
+def test_a_run_in_a_path_that_the_locale_cannot_decode_succeeds(folder: Path) -> None:
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = call(folder, *training(steps=2, run="rün☃"), "--no-check", capture_output=True, env=plain)
     assert done.returncode == 0, done.stderr
     assert (folder / "rün☃" / "checkpoints" / "step-00000002").is_dir()
-    # and from another locale it goes on
+    # it resumes under another locale
     done = call(folder, *training(steps=3, run="rün☃"), "--no-check", "--resume", capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_long_folder_for_temporary_files_is_not_for_sockets(folder: Path, tmp_path: Path) -> None:
+def test_sockets_are_not_placed_in_a_temporary_folder_with_a_long_path(folder: Path, tmp_path: Path) -> None:
     long = tmp_path / ("l" * 140)
     long.mkdir()
     done = call(folder, *training(steps=2, run="long"), "--no-check", capture_output=True, env={"TMPDIR": str(long)})
@@ -59,14 +59,14 @@ def test_a_long_folder_for_temporary_files_is_not_for_sockets(folder: Path, tmp_
     assert not list(long.glob("pymp-*"))
 
 
-def test_a_link_that_leads_nowhere_is_named(folder: Path) -> None:
+def test_a_dangling_link_is_named(folder: Path) -> None:
     (folder / "link").symlink_to("/nowhere/at/all")
     done = call(folder, *training(steps=2, run="link"), "--no-check", capture_output=True)
     assert done.returncode == 1
     assert "link is a link to /nowhere/at/all, which is not there" in done.stderr
 
 
-def test_a_full_disk_under_standard_output_is_named(folder: Path) -> None:
+def test_a_full_disk_for_standard_output_is_reported(folder: Path) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = call(folder, "simulate", stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1
@@ -74,7 +74,7 @@ def test_a_full_disk_under_standard_output_is_named(folder: Path) -> None:
     assert "--work-dir" not in done.stderr
 
 
-def test_a_full_disk_under_standard_error_ends_no_run(folder: Path) -> None:
+def test_a_full_disk_for_standard_error_does_not_end_a_run(folder: Path) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = call(folder, *training(steps=2, run="full"), "--no-check", stdout=subprocess.PIPE, stderr=full)
     assert done.returncode == 0

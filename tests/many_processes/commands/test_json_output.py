@@ -1,4 +1,4 @@
-"""With --json standard output holds one document, whatever the user's code prints, and from where."""
+"""With --json, standard output holds one document, wherever and whatever the user's code prints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FILES = {"model.py": PRINTING}
 
 
 @pytest.mark.timeout(600)
-def test_every_command_prints_one_document(commands):
+def test_every_command_prints_exactly_one_document(commands):
     for words in (
         ["profile", "model.py", "--device", "cpu", "--microbatch-sizes", "2"],
         ["plan", "model.py", *SIZES, "--replicas", "never"],
@@ -72,7 +72,7 @@ def test_every_command_prints_one_document(commands):
 
 
 @pytest.mark.timeout(300)
-def test_a_document_about_an_error_is_the_only_one(commands):
+def test_an_error_is_the_only_document(commands):
     (commands.folder / "model.py").write_text('print("printed before it fails")\n1 / 0\n')
     out, err = commands.run("train", "model.py", *SIZES, "--json", code=1)
     assert json.loads(out)["error"]["type"] == "ModelFileError"

@@ -1,4 +1,4 @@
-"""Links measured between two processes, and what a plan makes of them."""
+"""Links measured between two processes, and the plans that use them."""
 
 import json
 import multiprocessing
@@ -27,10 +27,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_two_ranks_are_measured_and_none_is_left():
+def test_two_ranks_are_measured_and_no_process_remains():
     links = measure_links("cpu")
     assert links.device_kind == "cpu"
-    # wide bounds: shared memory of any machine, busy or not
+    # wide bounds: they hold for any machine, even under load
     assert 1e-7 < links.latency_seconds < 1
     assert 1e6 < links.bandwidth < 1e12
     assert 1e6 < links.all_reduce_bandwidth < 1e12

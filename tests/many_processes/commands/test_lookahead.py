@@ -1,4 +1,4 @@
-"""Batches of another form that the first minibatches show: planned for, or refused before a rank starts."""
+"""Batches of another form among the first minibatches are planned for, or refused before a rank starts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run(*words: str) -> Result:
 def plain(path: Path, steps: int) -> dict[str, torch.Tensor]:
     """Train in a plain loop of three microbatches; return the weights and buffers."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks have
+    torch.set_num_threads(1)  # as in the ranks
     module = load(path)
     torch.manual_seed(0)
     model = module.build_model()
@@ -90,7 +90,7 @@ def plain(path: Path, steps: int) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def test_layers_that_only_later_batches_use_go_to_the_stage_that_needs_them(
+def test_layers_of_later_batches_are_assigned_to_the_stage_that_needs_them(
     written: Callable[..., Path], commands: Commands, tmp_path: Path
 ) -> None:
     path = written()
@@ -116,15 +116,15 @@ def test_layers_that_two_stages_need_are_refused_before_training(
         assert "minibatch 2 of data, before training" in text
         assert "let the first batch use the complete model" in text
         assert "training on 2 ranks" not in done.output
-    # steps that end before that batch comes are trained; and so is data whose first batch uses all of the model
+    # training succeeds if it ends before that batch, or if the first batch uses the complete model
     assert run("train", "model.py", *WORDS, "--steps", "2").exit_code == 0
-    # (here at the start only: where the plan cuts through layers that a later batch leaves out, there is no way)
+    # (a plan that cuts through layers that a later batch skips has no remedy)
     written(change="if i != 2: batch['extra'] = x * 2")
     done = run("train", "model.py", *WORDS, "--steps", "4")
     assert done.exit_code == 0, done.output
 
 
-def test_more_values_than_code_is_made_for_are_refused_before_training(
+def test_more_values_than_max_shapes_are_refused_before_training(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     written(change="batch['alpha'] = 1.0 + i")

@@ -1,4 +1,4 @@
-"""What an artifact names is not run: a run received from elsewhere, in every part of it that names code."""
+"""Code that an artifact names is not run: every part of a received run that names code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_model(mark=""):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model.py, a run of it and its work directory."""
+    """Return a folder with model.py, a run of it and its work directory."""
     folder = tmp_path_factory.mktemp("sent")
     (folder / "model.py").write_text(MODEL % {"steps": 20, "bad": -1, "nan": -1})
     with Commands(folder) as commands:
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sent(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of it, as the current folder. model.py is still where it was named."""
+    """Copy the folder and make the copy current; model.py stays where the user named it."""
     folder = tmp_path / "copy"
     shutil.copytree(trained, folder, symlinks=True)
     monkeypatch.chdir(folder)
@@ -53,7 +53,7 @@ def call(*words: str) -> Result:
 
 
 def change(path: Path, kind: type[Plan] | type[Profile], **changes: Any) -> None:
-    """Write an artifact that names other code, with a digest to match."""
+    """Write an artifact that names other code, with a matching digest."""
     record = artifact.load(kind, path, renew="")
     artifact.save(dataclasses.replace(record, workload=dataclasses.replace(record.workload, **changes)), path)
 
@@ -115,11 +115,11 @@ ATTACKS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_run_that_somebody_sent_runs_nothing(sent: Path, attack: str) -> None:
+def test_a_received_run_runs_no_code(sent: Path, attack: str) -> None:
     changes = ATTACKS[attack](sent)
     change(sent / "run" / "plan.json", Plan, **changes)
     commands = [("eval", "run")]
-    if "hooks" not in changes:  # an export loads no hook
+    if "hooks" not in changes:  # export loads no hook
         commands.append(("export", "run", "-o", "w.safetensors"))
     for words in commands:
         result = call(*words)
@@ -131,7 +131,7 @@ def test_a_run_that_somebody_sent_runs_nothing(sent: Path, attack: str) -> None:
 
 @pytest.mark.parametrize("attack", ["subprocess:run with arguments", "an argument", "a loss", "a package"])
 @pytest.mark.parametrize("command", ["train --resume --run-dir run", "check", "generate", "plan --lr 1"])
-def test_a_work_directory_that_somebody_sent_runs_nothing(sent: Path, attack: str, command: str) -> None:
+def test_a_received_work_directory_runs_no_code(sent: Path, attack: str, command: str) -> None:
     change(sent / ".autopipe" / "profile.json", Profile, **ATTACKS[attack](sent))
     result = call(*command.split())
     assert result.exit_code == 1
@@ -139,7 +139,7 @@ def test_a_work_directory_that_somebody_sent_runs_nothing(sent: Path, attack: st
     assert not list(sent.rglob("PWNED"))
 
 
-def test_a_stage_file_of_a_run_is_not_run_unless_it_was_written_here(sent: Path) -> None:
+def test_a_stage_file_of_a_run_runs_only_if_it_was_written_here(sent: Path) -> None:
     stage = sent / "run" / "stages" / "stage_1.py"
     stage.write_text(stage.read_text() + f"\nimport pathlib\npathlib.Path({str(sent)!r}, 'PWNED').touch()\n")
     result = call("eval", "run")
@@ -159,11 +159,11 @@ def test_a_changed_stage_file_of_the_work_directory_is_written_again(sent: Path)
     assert not (sent / "PWNED").exists()
 
 
-def test_an_unchanged_model_file_needs_no_name_again(sent: Path) -> None:
+def test_an_unchanged_model_file_need_not_be_named_again(sent: Path) -> None:
     assert call("export", "run", "-o", "w.safetensors").exit_code == 0
 
 
-def test_a_model_file_that_has_changed_is_named_again(sent: Path) -> None:
+def test_a_changed_model_file_must_be_named_again(sent: Path) -> None:
     path = Path(artifact.load(Plan, sent / "run" / "plan.json", renew="").workload.target)
     before = path.read_text()
     try:
@@ -173,12 +173,12 @@ def test_a_model_file_that_has_changed_is_named_again(sent: Path) -> None:
         assert "has changed since you named it" in result.output
         assert f"autopipe export run --target {path}" in result.output
         assert call("export", "run", "--target", str(path), "-o", "w.safetensors").exit_code == 0
-        assert call("export", "run", "-o", "again.safetensors").exit_code == 0  # it is named now
+        assert call("export", "run", "-o", "again.safetensors").exit_code == 0  # named by the command above
     finally:
         path.write_text(before)
 
 
-def test_plain_of_a_run_names_no_option_that_it_lacks(sent: Path) -> None:
+def test_the_error_of_plain_suggests_no_option_that_plain_lacks(sent: Path) -> None:
     path = Path(artifact.load(Plan, sent / "run" / "plan.json", renew="").workload.target)
     before = path.read_text()
     try:
@@ -191,18 +191,18 @@ def test_plain_of_a_run_names_no_option_that_it_lacks(sent: Path) -> None:
         path.write_text(before)
 
 
-def test_a_run_of_another_account_is_used_with_the_model_named(
+def test_a_run_of_another_account_is_used_once_the_model_is_named(
     sent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
-    shutil.rmtree(sent / "run" / "stages")  # not needed: they are written from the model that is named
+    shutil.rmtree(sent / "run" / "stages")  # not needed: stage files are written from the named model
     with Commands(sent) as commands:
         _, err = commands.run("eval", "run", code=1)
         assert "not named that" in err
         assert commands.document("eval", "run", "--target", "model.py")["samples"] > 0
 
 
-def test_a_package_is_found_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_located_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from autopipe.workload.target.files import files_of
     from autopipe.workload.target.targets import Target
 

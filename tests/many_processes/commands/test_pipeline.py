@@ -1,4 +1,4 @@
-"""``autopipe.Pipeline`` in a process of its own: the weights are the plain loop's, and a caller can stop a run."""
+"""``autopipe.Pipeline`` in a separate process: the weights equal the plain loop's, and a caller can stop a run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_trains_a_model_of_its_own_as_the_plain_loop_does(tmp_path: Path) -> None:
+def test_a_script_trains_its_model_as_the_plain_loop_does(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(textwrap.dedent(SCRIPT))
     done = subprocess.run([sys.executable, script.name], capture_output=True, text=True, timeout=240, cwd=tmp_path)

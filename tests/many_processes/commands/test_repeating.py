@@ -1,4 +1,4 @@
-"""Whether data repeats, tried in two processes: every kind of source gets the reader that is right for it."""
+"""Whether data repeats, probed in two processes: every kind of source gets the right reader."""
 
 from __future__ import annotations
 
@@ -139,14 +139,16 @@ def sources(names: list[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("source", sources(REPEAT))
-def test_every_rank_may_read_what_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_every_rank_may_read_data_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     repeats = tried(tmp_path, source, monkeypatch)
     assert repeats.answer is True
     assert repeats.reader == "each"
 
 
 @pytest.mark.parametrize("source", sources(DIFFER))
-def test_rank_0_reads_what_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_rank_0_alone_reads_data_that_does_not_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     repeats = tried(tmp_path, source, monkeypatch)
     assert repeats.reader == "one"
     alone = source == "only_for_one_process"
@@ -154,9 +156,7 @@ def test_rank_0_reads_what_does_not_repeat(tmp_path: Path, monkeypatch: pytest.M
     assert ("FileExistsError" if alone else "data gave two processes other minibatches") in repeats.why
 
 
-def test_data_that_does_not_come_in_time_is_left_to_the_digests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_data_is_not_probed_but_compared_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "net.py"
     file.write_text(MODEL + "\ndef data():\n    time.sleep(1000)\n    return a_list()\n")
     monkeypatch.setattr("autopipe.commands.training.repeating.MOST_SECONDS", 0.0)

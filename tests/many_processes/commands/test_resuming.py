@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves and can go on; one that is killed goes on by itself: as if nothing had happened."""
+"""A run that is asked to stop saves and can be resumed; a killed one restarts: both with equal weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.commands import Commands, assert_gone, descendants, training, wait_
 
 
 def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:
-    """Everything that the newest checkpoint of a run holds."""
+    """Return all tensors of the newest checkpoint of a run."""
     newest = max((commands.folder / run / "checkpoints").glob("step-????????"))
     weights: dict[str, torch.Tensor] = {}
     for path in newest.glob("*.safetensors"):
@@ -23,7 +23,7 @@ def state(commands: Commands, run: str) -> dict[str, torch.Tensor]:
 
 
 def assert_undisturbed(commands: Commands, run: str, steps: int, schedule: str = "1f1b") -> None:
-    """The run's weights and optimizer state are those of a run of as many steps that ran undisturbed."""
+    """Assert that weights and optimizer state equal those of an uninterrupted run of as many steps."""
     commands.run(*training(steps=steps, run="undisturbed", schedule=schedule))
     expected, actual = state(commands, "undisturbed"), state(commands, run)
     assert actual.keys() == expected.keys()
@@ -39,7 +39,7 @@ def leftovers(run: Path) -> list[str]:
     ("number", "schedule"),
     [(signal.SIGTERM, "1f1b"), (signal.SIGUSR1, "pipedream"), (signal.SIGINT, "gpipe")],
 )
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
+def test_a_stopped_run_resumes_to_equal_weights(
     commands: Commands, tmp_path: Path, number: signal.Signals, schedule: str
 ) -> None:
     words = training(steps=1_000_000, schedule=schedule)
@@ -58,7 +58,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert f"stopped cleanly at step {document['step']}, with a checkpoint" in err
     assert "next: the same command with --resume" in err
     assert leftovers(tmp_path / "run") == []
-    # torch's compiler makes an empty folder for its cache when it is imported
+    # torch's compiler creates an empty cache folder when it is imported
     assert [path for path in commands.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     steps = document["step"] + 7
     second = commands.document(*training(steps=steps, schedule=schedule), "--resume")
@@ -66,7 +66,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert_undisturbed(commands, "run", steps, schedule)
 
 
-def test_a_second_ctrl_c_ends_at_once(commands: Commands, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_the_run_immediately(commands: Commands, tmp_path: Path) -> None:
     process = commands.start(*training(steps=1_000_000))
     ranks = wait_for_steps(tmp_path / "run", process)
     family = descendants(process.pid)
@@ -82,9 +82,7 @@ def test_a_second_ctrl_c_ends_at_once(commands: Commands, tmp_path: Path) -> Non
     assert_gone(family)
 
 
-def test_a_killed_rank_is_followed_by_a_fresh_attempt_from_the_last_checkpoint(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_a_killed_rank_causes_a_restart_from_the_last_checkpoint(commands: Commands, tmp_path: Path) -> None:
     words = training(steps=600)
     process = commands.start(*words, "--checkpoint-every", "5", "--max-restarts", "2", "--json")
     for number, victim in enumerate((1, 0)):
@@ -103,7 +101,7 @@ def test_a_killed_rank_is_followed_by_a_fresh_attempt_from_the_last_checkpoint(
     assert_undisturbed(commands, "run", 600)
 
 
-def test_an_elastic_run_goes_on_with_the_ranks_that_are_left(commands: Commands, tmp_path: Path) -> None:
+def test_an_elastic_run_continues_with_the_remaining_ranks(commands: Commands, tmp_path: Path) -> None:
     process = commands.start(*training(3, steps=500), "--checkpoint-every", "5", "--elastic", "--json")
     wait_for_steps(tmp_path / "run", process, count=12)[2].kill()
     out, err = process.communicate(timeout=120)
@@ -114,7 +112,7 @@ def test_an_elastic_run_goes_on_with_the_ranks_that_are_left(commands: Commands,
     assert_undisturbed(commands, "run", 500)
 
 
-def test_the_same_failure_with_nothing_gained_is_not_tried_a_third_time(commands: Commands, tmp_path: Path) -> None:
+def test_the_same_failure_without_progress_is_not_tried_a_third_time(commands: Commands, tmp_path: Path) -> None:
     write_model(tmp_path, bad=4)
     _, err = commands.run(*training(steps=20), "--max-restarts", "5", code=3)
     assert err.count("restart ") == 1
@@ -122,16 +120,14 @@ def test_the_same_failure_with_nothing_gained_is_not_tried_a_third_time(commands
     assert "index out of range" in err
 
 
-def test_a_second_run_in_the_same_directory_is_refused_with_the_process(commands: Commands, tmp_path: Path) -> None:
+def test_a_second_run_in_a_directory_is_refused_with_the_first_process(commands: Commands, tmp_path: Path) -> None:
     process = commands.start(*training(steps=1_000_000))
     wait_for_steps(tmp_path / "run", process)
     _, err = commands.run(*training(steps=5), code=1)
     assert f"run is in use: process {process.pid} " in err
 
 
-def test_a_damaged_checkpoint_is_refused_before_ranks_start_and_an_earlier_one_taken(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_an_earlier_one_can_be_resumed(commands: Commands, tmp_path: Path) -> None:
     commands.run(*training(steps=4), "--checkpoint-every", "1", "--keep-checkpoints", "0")
     path = tmp_path / "run" / "checkpoints" / "step-00000004" / "stage-1-of-2.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
@@ -144,7 +140,7 @@ def test_a_damaged_checkpoint_is_refused_before_ranks_start_and_an_earlier_one_t
     assert_undisturbed(commands, "run", 6)
 
 
-def test_a_model_that_changed_is_refused_by_its_first_parameter(commands: Commands, tmp_path: Path) -> None:
+def test_a_changed_model_is_refused_with_its_first_parameter(commands: Commands, tmp_path: Path) -> None:
     commands.run(*training(steps=2))
     model = tmp_path / "model.py"
     model.write_text(model.read_text().replace("WIDTH = 32", "WIDTH = 48"))
@@ -159,7 +155,7 @@ def test_a_model_that_changed_is_refused_by_its_first_parameter(commands: Comman
         assert "the model has changed since this run: first.0.weight was [32, 8] and is [48, 8]" in err
 
 
-def test_resume_needs_no_step_whatever_follows_it(commands: Commands) -> None:
+def test_resume_takes_an_optional_step(commands: Commands) -> None:
     commands.run(*training(steps=2))
     words = training(steps=3)
     commands.run("train", "--resume", *words[1:])

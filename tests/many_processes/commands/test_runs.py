@@ -1,4 +1,4 @@
-"""Whole runs over processes: their weights are a plain loop's, also after a restart with another plan."""
+"""Complete runs in processes: their weights equal a plain loop's, even after a restart with another plan."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_exported_weights_are_those_of_the_plain_loop(
         model.load_state_dict(read, strict=True)
 
 
-def test_a_run_that_goes_on_with_another_plan_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+def test_a_run_resumed_with_another_plan_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     target = SAMPLES / "gpt.py"
     whole = train(tmp_path / "whole", target, gpus=2, steps=6)
     first = train(tmp_path / "parts", target, gpus=3, steps=2)
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_with_another_plan_is_the_run_that_never_stopped(tmp_
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_checkpoints_are_written_on_the_way_and_the_oldest_removed(tmp_path: Path) -> None:
+def test_checkpoints_are_written_during_training_and_the_oldest_removed(tmp_path: Path) -> None:
     result = train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=5, checkpoint_every=1, keep_checkpoints=2)
     files = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert files == ["latest", "step-00000004", "step-00000005"]
@@ -96,7 +96,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None
     assert "--resume" in caught.value.remedy
 
 
-def test_evaluation_in_stages_is_the_models_own_evaluation(tmp_path: Path) -> None:
+def test_evaluation_in_stages_equals_evaluation_of_the_model(tmp_path: Path) -> None:
     target = SAMPLES / "gpt.py"
     train(tmp_path, target, gpus=3, steps=2)
     evaluation = runs.evaluate(EvaluateSettings(run=tmp_path / "run", batch_size=50))
@@ -114,7 +114,7 @@ def test_evaluation_in_stages_is_the_models_own_evaluation(tmp_path: Path) -> No
     assert evaluation.loss == pytest.approx(total / samples, rel=1e-6)
 
 
-def test_evaluation_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_the_run(tmp_path: Path) -> None:
     train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=2)
     before = {p: p.read_bytes() for p in (tmp_path / "run" / "checkpoints").rglob("*") if p.is_file()}
     first = runs.evaluate(EvaluateSettings(run=tmp_path / "run"))
@@ -123,7 +123,7 @@ def test_evaluation_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     assert before == {p: p.read_bytes() for p in (tmp_path / "run" / "checkpoints").rglob("*") if p.is_file()}
 
 
-def test_a_recorded_run_is_a_timeline_like_a_simulated_one(tmp_path: Path) -> None:
+def test_a_recorded_run_has_a_timeline_like_a_simulated_one(tmp_path: Path) -> None:
     train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=2, record_timeline=True)
     timeline = artifact.load(Timeline, tmp_path / "run" / "timeline.json", renew="autopipe train")
     assert timeline.source == "measured" and timeline.num_ranks == 2
@@ -131,7 +131,7 @@ def test_a_recorded_run_is_a_timeline_like_a_simulated_one(tmp_path: Path) -> No
     assert 0 <= timeline.bubble_fraction < 1
 
 
-def test_metrics_have_one_line_a_step(tmp_path: Path) -> None:
+def test_metrics_have_one_line_per_step(tmp_path: Path) -> None:
     result = train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=3)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -139,7 +139,7 @@ def test_metrics_have_one_line_a_step(tmp_path: Path) -> None:
     assert all(line["samples"] == 6 for line in lines)
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_with_its_file(tmp_path: Path) -> None:
     train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=1)
     file = next((tmp_path / "run" / "checkpoints" / "step-00000001").glob("stage-0*.safetensors"))
     file.write_bytes(file.read_bytes()[:-3])
@@ -158,7 +158,7 @@ def test_evaluation_while_training_changes_nothing_but_the_metrics(tmp_path: Pat
     assert evaluation.loss == pytest.approx(last, rel=1e-6)
 
 
-def test_an_asynchronous_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_asynchronous_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     target = SAMPLES / "resnet.py"
     whole = train(tmp_path / "whole", target, gpus=2, steps=6, schedule="2bw")
     first = train(tmp_path / "parts", target, gpus=2, steps=3, schedule="2bw")
@@ -174,7 +174,9 @@ def test_a_new_plan_is_compared_with_plain_training_once(tmp_path: Path) -> None
     assert (tmp_path / "work" / "checked").read_text().splitlines() == checked
 
 
-def test_a_plan_that_is_not_plain_training_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_differs_from_plain_training_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def halved(self: StageRunner, outputs: Mapping[str, torch.Tensor], factor: float) -> torch.Tensor:
         return outputs[self.stage.RETURNS[0]] * factor * 0.5
 
@@ -209,7 +211,7 @@ def test_training_starts_from_exported_weights_at_any_number_of_ranks(tmp_path: 
         train(tmp_path / "other", SAMPLES / "resnet.py", gpus=1, steps=1, init_from=weights)
 
 
-def test_a_schedule_with_stale_weights_needs_a_checkpoint_that_kept_them(tmp_path: Path) -> None:
+def test_a_schedule_with_stale_weights_needs_a_checkpoint_with_them(tmp_path: Path) -> None:
     target = SAMPLES / "resnet.py"
     train(tmp_path, target, gpus=2, steps=2)
     with pytest.raises(RunError, match=r"2bw asks for \S+ as it was after step 1, and the checkpoint has") as caught:

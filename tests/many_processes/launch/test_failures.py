@@ -1,4 +1,4 @@
-"""A rank that fails, is killed or is interrupted: within seconds nothing is left, and the message names the cause."""
+"""A rank fails, is killed or is interrupted: within seconds no process remains, and the message names the cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from support.commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
 
-# an optimizer whose third step in a rank asks for more memory than there is anywhere
+# an optimizer whose third step in a rank requests more memory than any machine has
 HUNGRY = """
 import multiprocessing
 
@@ -45,7 +45,7 @@ def wait_for_step(folder: Path, process: subprocess.Popen[str]) -> list[psutil.P
     return wait_for_steps(folder / "run", process)
 
 
-def test_the_users_own_error_is_shown_with_rank_stage_and_instruction(start, tmp_path: Path) -> None:
+def test_an_error_of_the_users_code_is_shown_with_rank_stage_and_instruction(start, tmp_path: Path) -> None:
     process = start(steps=20, bad=2)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 3, (out, err)
@@ -59,7 +59,7 @@ def test_the_users_own_error_is_shown_with_rank_stage_and_instruction(start, tmp
     assert "Traceback" not in err
 
 
-def test_a_killed_rank_is_named_and_nothing_is_left(start, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_no_process_remains(start, tmp_path: Path) -> None:
     process = start(steps=1_000_000)
     ranks = wait_for_step(tmp_path, process)
     assert len(ranks) == 2
@@ -73,7 +73,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(start, tmp_path: Path) -> No
     assert_gone(family)
 
 
-def test_a_killed_supervisor_leaves_no_orphan(start, tmp_path: Path) -> None:
+def test_a_killed_supervisor_leaves_no_process(start, tmp_path: Path) -> None:
     process = start(steps=1_000_000)
     wait_for_step(tmp_path, process)
     family = descendants(process.pid)
@@ -89,7 +89,7 @@ def test_a_failed_run_keeps_its_metrics(start, tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_step_and_checkpoint(tmp_path: Path) -> None:
+def test_a_loss_that_is_nan_ends_the_run_with_step_and_checkpoint(tmp_path: Path) -> None:
     commands = Commands(tmp_path)
     try:
         write_model(tmp_path, nan=4)
@@ -105,7 +105,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_step_and_checkpoint(tmp_path
         commands.end()
 
 
-def test_out_of_memory_tells_predicted_against_used_and_what_would_fit(start, tmp_path: Path) -> None:
+def test_out_of_memory_reports_predicted_and_used_memory_and_a_plan_that_fits(start, tmp_path: Path) -> None:
     write_model(tmp_path, steps=20, bad=-1)
     model = (tmp_path / "model.py").read_text()
     model += HUNGRY

@@ -1,4 +1,4 @@
-"""A rank that does not move any more: the watchdog names it, where it stands, and ends the run."""
+"""A rank hangs: the watchdog reports the rank and its stack, and ends the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.commands import Commands, assert_gone, descendants, training, wait_for_steps
 
-# the third minibatch of a rank never comes
+# the third minibatch of a rank never arrives
 STUCK = """
 import multiprocessing
 import select
@@ -22,7 +22,7 @@ def data(batch_size=8):
 """
 
 
-def test_a_rank_that_is_stopped_is_named(commands: Commands, tmp_path: Path) -> None:
+def test_a_suspended_rank_is_named(commands: Commands, tmp_path: Path) -> None:
     process = commands.start(*training(2, steps=1_000_000), "--watchdog", "5")
     ranks = wait_for_steps(tmp_path / "run", process)
     family = descendants(process.pid)
@@ -36,7 +36,7 @@ def test_a_rank_that_is_stopped_is_named(commands: Commands, tmp_path: Path) -> 
     assert_gone(family)
 
 
-def test_a_rank_that_hangs_in_the_users_code_is_named_with_their_line(commands: Commands, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_the_users_code_is_named_with_its_line(commands: Commands, tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(model.read_text() + STUCK)
     line = next(n for n, text in enumerate(model.read_text().splitlines(), 1) if "without end" in text)
@@ -47,5 +47,5 @@ def test_a_rank_that_hangs_in_the_users_code_is_named_with_their_line(commands: 
     assert f"model.py:{line} in data" in message
     # the stage begins where the profile of this moment lets it begin: "(last)" or "(table, last)"
     assert re.search(r"at: rank 1, stage 1 \([^)]*last\), instruction reading data", message)
-    assert "rank 0:" in message  # where the other one stands
+    assert "rank 0:" in message  # the stack of the other rank
     assert "Traceback" not in err

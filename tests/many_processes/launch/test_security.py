@@ -1,4 +1,4 @@
-"""A run against strangers and strange names: who can reach it, what `ps` shows, what a shell would make of paths."""
+"""The security of a run: its open ports, its command lines in `ps`, and names with shell metacharacters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GARBAGE = (b"\x00" * 64, b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, b"\x80\x04co
 
 
 def ended(process: subprocess.Popen[str]) -> None:
-    """End a run and see that it leaves nothing."""
+    """End a run and assert that no process remains."""
     children = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     try:
@@ -63,7 +63,7 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run of two ranks that is training, and would for long."""
+    """Yield a long run of two ranks that is training."""
     (tmp_path / "net.py").write_text(MODEL.format(batches=10**6))
     arguments = ["train", "net.py", "--gpus", "2", "--device", "cpu", "--steps", "1000000", "--no-check", "--run-dir"]
     process = subprocess.Popen(
@@ -91,7 +91,7 @@ def listeners(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.timeout(120)
-def test_a_run_is_deaf_to_strangers(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_run_ignores_connections_of_strangers(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
     addresses = listeners(long_run)
     assert {ip for ip, _ in addresses} <= {"127.0.0.1", "::1"}
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -100,11 +100,11 @@ def test_a_run_is_deaf_to_strangers(long_run: subprocess.Popen[str], tmp_path: P
             with socket.create_connection((ip, port), timeout=5) as stranger:
                 stranger.sendall(words)
                 stranger.settimeout(0.2)
-                with contextlib.suppress(OSError):  # nothing is said to a stranger
+                with contextlib.suppress(OSError):  # a stranger gets no answer
                     stranger.recv(4096)
     before = len(metrics.read_text().splitlines())
     assert long_run.stderr is not None
-    for line in long_run.stderr:  # it goes on: later steps are reported
+    for line in long_run.stderr:  # the run continues: later steps are reported
         if line.lstrip().startswith("step ") and len(metrics.read_text().splitlines()) > before:
             break
     else:
@@ -114,14 +114,16 @@ def test_a_run_is_deaf_to_strangers(long_run: subprocess.Popen[str], tmp_path: P
 
 
 @pytest.mark.timeout(120)
-def test_what_ranks_are_told_is_not_in_their_command_lines(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_arguments_of_the_model_are_not_in_the_command_lines_of_ranks(
+    long_run: subprocess.Popen[str], tmp_path: Path
+) -> None:
     shown = [" ".join(child.cmdline()) for child in descendants(long_run)]
     assert len(shown) >= 2
     assert not [line for line in shown if "hunter2" in line]
 
 
 @pytest.mark.timeout(120)
-def test_where_ranks_meet_only_the_user_can_read(long_run: subprocess.Popen[str]) -> None:
+def test_only_the_user_can_read_the_files_of_the_rendezvous(long_run: subprocess.Popen[str]) -> None:
     scratch = {
         Path(file.path)
         for one in (psutil.Process(long_run.pid), *descendants(long_run))
@@ -135,7 +137,7 @@ STRANGE = "a b'c\"d;touch pwned;$(touch pwned)`touch pwned`&|<>*?\\\n\N{SNOWMAN}
 
 
 @pytest.mark.timeout(240)
-def test_no_name_is_read_by_a_shell(tmp_path: Path) -> None:
+def test_no_name_reaches_a_shell(tmp_path: Path) -> None:
     folder = tmp_path / STRANGE
     folder.mkdir()
     model = folder / f"{STRANGE}.py"

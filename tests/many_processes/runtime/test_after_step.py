@@ -1,4 +1,4 @@
-"""Through the command line: a momentum teacher in another stage than its student is that of the plain loop."""
+"""Through the command line: a momentum teacher in another stage than its student equals the plain loop's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def average(named_parameters, step):
 FILES = {"model.py": MODEL, "hook.py": HOOK}
 
 
-def test_a_momentum_teacher_goes_through_every_command(commands: Commands, tmp_path: Path) -> None:
+def test_a_momentum_teacher_works_with_every_command(commands: Commands, tmp_path: Path) -> None:
     words = ["model.py", "--gpus", "3", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
     words += ["--lr", "0.05", "--replicas", "never", "--schedule", "2bw"]
     hook = ["--after-step", "hook.py:momentum"]

@@ -1,4 +1,4 @@
-"""Through the command line: averaged weights are trained, resumed, exported, evaluated, and those of a plain script."""
+"""Through the command line: averaged weights are trained, resumed, exported, evaluated, and equal a plain script's."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ evaluate_data = data
 FILES = {"model.py": MODEL}
 
 
-def test_averaged_weights_go_through_every_command(commands: Commands, tmp_path: Path, monkeypatch) -> None:
+def test_averaged_weights_work_with_every_command(commands: Commands, tmp_path: Path, monkeypatch) -> None:
     words = ["model.py", "--gpus", "2", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
     words += ["--exact-ties", "always"]
     checked = commands.document("check", *words, "--ema", "0.8")
     assert checked["bitwise"] and "ema.words.weight" in {entry["name"] for entry in checked["parameters"]}
     commands.run("train", *words, "--ema", "0.8", "--steps", "3", "--run-dir", "run")
-    commands.run("train", *words, "--steps", "6", "--run-dir", "run", "--resume")  # with the decay of the run
+    commands.run("train", *words, "--steps", "6", "--run-dir", "run", "--resume")  # the decay of the run
     commands.run("export", "run", "-o", "last.safetensors")
     commands.run("export", "run", "-o", "averaged.safetensors", "--ema")
     for arguments in (["last.safetensors"], ["averaged.safetensors", "--ema"]):

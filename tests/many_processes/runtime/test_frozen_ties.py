@@ -1,4 +1,4 @@
-"""The command line on a frozen parameter that several stages read: train, resume, evaluate, export."""
+"""The command line with a frozen parameter that several stages read: train, resume, evaluate, export."""
 
 from __future__ import annotations
 

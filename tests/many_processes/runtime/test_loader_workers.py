@@ -1,4 +1,4 @@
-"""A DataLoader with workers of its own inside the ranks: it feeds them, and its processes end with them."""
+"""A DataLoader with worker processes inside the ranks: it feeds them, and its processes end with them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start(folder: Path, rows: int, steps: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.timeout(200)
-def test_ranks_may_read_through_a_loader_with_workers(tmp_path: Path) -> None:
+def test_ranks_read_through_a_loader_with_workers(tmp_path: Path) -> None:
     process = start(tmp_path, rows=32, steps=6)  # more than an epoch
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
@@ -61,7 +61,7 @@ def test_ranks_may_read_through_a_loader_with_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_workers_of_a_loader_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+def test_workers_of_a_loader_end_with_a_killed_rank(tmp_path: Path) -> None:
     process = start(tmp_path, rows=8_000_000, steps=1_000_000)
     try:
         await_first_step(process)

@@ -1,4 +1,4 @@
-"""Through the command: a number and a key of the batch that change are trained as a plain loop trains them."""
+"""Through the command line: a number and a key of the batch change, and training equals a plain loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def data(batch_size=6):
 FILES = {"model.py": MODEL}
 
 
-def test_a_number_and_a_key_that_change_train_as_in_a_plain_loop(commands: Commands, tmp_path: Path) -> None:
+def test_batches_with_a_changed_number_and_key_train_as_in_a_plain_loop(commands: Commands, tmp_path: Path) -> None:
     words = ["--gpus", "2", "--device", "cpu", "--batch-size", "6", "--num-microbatches", "3", "--schedule", "1f1b"]
     out, err = commands.run(
         "train", "model.py", *words, "--microbatch-sizes", "2", "--steps", "4", "--run-dir", "run", "--no-check"

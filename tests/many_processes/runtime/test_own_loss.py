@@ -37,7 +37,7 @@ class ArcFace(nn.Module):
 FILES = {"model.py": MODEL, "arcface.py": LOSS}
 
 
-def test_a_loss_with_parameters_goes_through_every_command(commands: Commands, tmp_path: Path) -> None:
+def test_a_loss_with_parameters_works_with_every_command(commands: Commands, tmp_path: Path) -> None:
     words = ["model.py", "--gpus", "2", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
     words += ["--loss", "arcface.py:ArcFace", "--lr", "0.05", "--replicas", "never"]
     commands.run("train", *words, "--steps", "3", "--run-dir", "run")
@@ -47,7 +47,7 @@ def test_a_loss_with_parameters_goes_through_every_command(commands: Commands, t
     assert [name for name in weights if name.startswith("loss.")] == ["loss.scale", "loss.weight"]
     printed = commands.plain_loop("out.safetensors", steps=6)
     assert printed.endswith("6 of 6 tensors are equal, bit for bit\n")
-    # the untouched model's own weights are enough to start from: the loss then begins as it is built
+    # weights of the unchanged model are enough to start from; the loss then keeps its initial values
     body = {name: tensor for name, tensor in weights.items() if not name.startswith("loss.")}
     save_file(body, tmp_path / "body.safetensors")
     commands.run("train", *words, "--steps", "1", "--run-dir", "again", "--init-from", "body.safetensors")

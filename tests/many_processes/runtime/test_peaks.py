@@ -1,4 +1,4 @@
-"""What stages of real processes hold at most, against what the plan says: within a tenth."""
+"""The measured peak memory of stages in processes is within a tenth of the planned peak."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autopipe.commands.training import runs
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One work directory, so that the model is measured once."""
+    """Return one work directory for all tests, so that the model is measured once."""
     return tmp_path_factory.mktemp("work")
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", "interleaved", "2bw"])
-def test_planned_peaks_are_measured_ones(schedule: str, work: Path) -> None:
-    target = SAMPLES / "unet.py"  # values that skip stages: with interleaving, to another stage of the same rank
+def test_planned_peaks_equal_measured_peaks(schedule: str, work: Path) -> None:
+    target = SAMPLES / "unet.py"  # values skip stages: with interleaving, to another stage of the same rank
     profile = ProfileSettings(
         ModelSettings(str(target)), work, device="cpu", microbatch_sizes=(1, 4), threads=1, verify=False
     )

@@ -1,4 +1,4 @@
-"""The transport between processes: order, overlap, sums, and an end that is gone."""
+"""The transport between processes: order, overlap, sums, and a peer that has ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def channels_do_not_mix(rank: int, world: int) -> list[float]:
     return received
 
 
-def test_what_is_sent_comes_out_of_its_own_channel_in_order() -> None:
+def test_messages_arrive_on_their_channel_in_order() -> None:
     assert run_ranks(channels_do_not_mix, 2)[1] == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
 
 
@@ -67,7 +67,7 @@ def back_and_forth(rank: int, world: int) -> float:
     return grown / MEGABYTE
 
 
-def test_what_has_left_is_not_kept() -> None:
+def test_sent_tensors_are_released() -> None:
     sent = 4 * ROUNDS
     assert all(grown < sent / 4 for grown in run_ranks(back_and_forth, 2))
 
@@ -98,7 +98,7 @@ def every_dtype(rank: int, world: int) -> list[bool]:
     return same
 
 
-def test_every_dtype_and_layout_arrives_as_it_was() -> None:
+def test_every_dtype_and_layout_arrives_unchanged() -> None:
     answer = run_ranks(every_dtype, 2)[1]
     assert len(answer) == 3 * len(DTYPES) and all(answer)
 
@@ -114,7 +114,7 @@ def sums(rank: int, world: int) -> list[float]:
     return [everyone.item(), some.item()]
 
 
-def test_a_sum_is_over_its_group_alone() -> None:
+def test_a_sum_includes_its_group_only() -> None:
     assert run_ranks(sums, 3) == [[6.0, 4.0], [6.0, 2.0], [6.0, 4.0]]
 
 
@@ -137,8 +137,8 @@ def ordered_sums(rank: int, world: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_sum_is_in_the_order_of_the_ranks_whatever_its_size(world: int) -> None:
-    # gloo's ring begins each part of a tensor at another rank: with three ranks that is another rounding
+def test_a_sum_of_any_size_is_in_the_order_of_the_ranks(world: int) -> None:
+    # gloo's ring starts each part of a tensor at a different rank, which rounds differently with three ranks
     answers = run_ranks(ordered_sums, world)
     assert all(len(answer) == 10 and all(answer) for answer in answers)
 
@@ -157,5 +157,5 @@ def one_leaves(rank: int, world: int) -> str:
     return "nothing happened"
 
 
-def test_an_end_that_is_gone_is_told_apart_from_a_failure_of_ones_own() -> None:
+def test_a_lost_peer_is_distinguished_from_an_own_failure() -> None:
     assert run_ranks(one_leaves, 2) == ["left", "TransportClosed"]

@@ -1,4 +1,4 @@
-"""Through the command: all ranks train on one batch, and a resumed run goes on with the right one, or says why not."""
+"""Through the command line: all ranks train on the same batch, and a resumed run continues with the right one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ X = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
 ROWS = TensorDataset(X, X.sum(1))
 
 """
-# what was read, in the order in which it was, is found beside the model afterwards
+# the data writes what was read, in order, to files next to the model
 UNSEEDED = """
 def data():
     rng = np.random.default_rng()
@@ -107,7 +107,7 @@ def data():
         x = torch.randn(4, 8, generator=g)
         yield x, x.sum(1)
 """
-# a rank knows itself by the log that its output goes to
+# the log file of a rank identifies it
 BY_RANK = """
 def data():
     second = os.readlink("/proc/self/fd/1").endswith("rank_1.log")
@@ -122,7 +122,7 @@ WORDS += ["--microbatch-sizes", "1", "--no-check"]
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work directory in which the model is measured, planned and written: the data is not part of it."""
+    """Return a work directory with profile, plan and stage files, which do not depend on the data."""
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "model.py").write_text(HEAD + FILE)
     (folder / "seed.txt").write_text("1")
@@ -174,11 +174,11 @@ def test_unseeded_data_is_read_by_rank_0_for_all(commands: Commands) -> None:
     wanted = "the data does not repeat (data gave two processes other minibatches): rank 0 reads"
     assert wanted in " ".join(message.split())
     read = [file.read_text().splitlines() for file in commands.folder.glob("read-*.txt")]
-    (lines,) = [lines for lines in read if len(lines) == 20]  # one process of the run
+    (lines,) = [lines for lines in read if len(lines) == 20]  # one process of the run has read it
     items = [(x := torch.tensor(json.loads(line)), x.sum(1)) for line in lines]
     torch.set_num_threads(1)
     assert_equal(weights(commands, "run"), plainly(commands.folder / "model.py", items))
-    # it goes on, and says that it cannot be the run that was not interrupted
+    # the run continues, and reports that it may differ from an uninterrupted run
     _, message = commands.run(*WORDS, "--steps", "22", "--run-dir", "run", "--resume")
     assert "a run that is resumed goes on with other minibatches" in " ".join(message.split())
 
@@ -191,8 +191,10 @@ QUICK = {"generator": (8,)}
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_fresh_import_goes_on_at_every_place(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the file again, as a process that resumes would, and read on from many places of four epochs."""
+def test_a_fresh_import_continues_from_every_position(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Load the file again, as a resuming process does, and continue from many positions in four epochs."""
     file = tmp_path / "net.py"
     file.write_text(HEAD + STATEFUL[name])
 
@@ -223,7 +225,7 @@ def test_a_fresh_import_goes_on_at_every_place(tmp_path: Path, name: str, monkey
         for at in (3, 6, 8, 12, 17)
     ],
 )
-def test_data_with_state_over_epochs_goes_on_where_it_stopped(commands: Commands, name: str, at: int) -> None:
+def test_data_with_state_across_epochs_continues_where_it_stopped(commands: Commands, name: str, at: int) -> None:
     (commands.folder / "model.py").write_text(HEAD + STATEFUL[name])
     words = [*WORDS, "--steps", "20", "--checkpoint-every", "1", "--keep-checkpoints", "0", "--data-reader", "each"]
     commands.run(*words, "--run-dir", "whole")
@@ -232,7 +234,7 @@ def test_data_with_state_over_epochs_goes_on_where_it_stopped(commands: Commands
     assert_equal(weights(commands, "resumed"), weights(commands, "whole"))
 
 
-def test_other_data_than_before_is_refused_before_training_and_can_be_allowed(commands: Commands) -> None:
+def test_changed_data_is_refused_before_training(commands: Commands) -> None:
     (commands.folder / "model.py").write_text(HEAD + FILE)
     seed = commands.folder / "seed.txt"
     seed.write_text("1")
@@ -249,7 +251,7 @@ def test_other_data_than_before_is_refused_before_training_and_can_be_allowed(co
 
 
 @pytest.mark.slow
-def test_other_data_can_be_allowed_and_a_checkpoint_without_a_digest_goes_on(commands: Commands) -> None:
+def test_changed_data_can_be_allowed_and_a_checkpoint_without_a_digest_resumes(commands: Commands) -> None:
     (commands.folder / "model.py").write_text(HEAD + FILE)
     seed = commands.folder / "seed.txt"
     seed.write_text("1")
@@ -257,7 +259,7 @@ def test_other_data_can_be_allowed_and_a_checkpoint_without_a_digest_goes_on(com
     seed.write_text("2")
     words = [*WORDS, "--steps", "12", "--run-dir", "run", "--resume"]
     commands.run(*words, "--allow-other-data")
-    # one of an earlier version, too
+    # so does a checkpoint of an earlier version
     manifest = commands.folder / "run/checkpoints/step-00000009/manifest.json"
     document: dict[str, Any] = json.loads(manifest.read_text())
     del document["data"], document["digest"]
@@ -267,7 +269,7 @@ def test_other_data_can_be_allowed_and_a_checkpoint_without_a_digest_goes_on(com
     assert "the checkpoint has no digest of its data" in " ".join(message.split())
 
 
-def test_a_rank_that_reads_another_file_is_found_at_that_step(commands: Commands) -> None:
+def test_a_rank_that_reads_other_data_is_reported_at_that_step(commands: Commands) -> None:
     (commands.folder / "model.py").write_text(HEAD + BY_RANK)
     _, stderr = commands.run(*WORDS, "--steps", "9", "--run-dir", "run", "--checkpoint-every", "1", code=3)
     stderr = " ".join(stderr.split())
@@ -278,7 +280,7 @@ def test_a_rank_that_reads_another_file_is_found_at_that_step(commands: Commands
 
 
 @pytest.mark.slow
-def test_one_reader_can_be_asked_for(commands: Commands) -> None:
+def test_one_reader_can_be_requested(commands: Commands) -> None:
     (commands.folder / "model.py").write_text(HEAD + BY_RANK)
     commands.run(*WORDS, "--steps", "9", "--run-dir", "one", "--data-reader", "one")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""``autopipe train`` with replicas, in processes: the exported weights are the oracle's in the plan's order of sums."""
+"""``autopipe train`` with replicas in processes: the weights equal the oracle's in the plan's order of sums."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ FILES = {"net.py": MODEL}
 @pytest.mark.parametrize(
     ("ranks", "replicas"), [pytest.param(2, "auto", marks=pytest.mark.slow), (3, "auto"), (2, "never")]
 )
-def test_a_clipped_run_leaves_the_oracles_weights(
-    ranks: int, replicas: str, commands: Commands, tmp_path: Path
-) -> None:
-    # the order of the model's parameters, in which the norm is added up, was lost on the way to the processes
+def test_a_run_with_clipping_equals_the_oracle(ranks: int, replicas: str, commands: Commands, tmp_path: Path) -> None:
+    # the norm is summed in the order of the model's parameters, which must reach the processes
     words = ["train", "net.py", "--gpus", str(ranks), "--replicas", replicas, "--schedule", "1f1b", "--device", "cpu"]
     words += ["--batch-size", "24", "--num-microbatches", "6", "--microbatch-sizes", "4", "--clip-grad-norm", "0.5"]
     losses = commands.document(*words, "--steps", "6", "--run-dir", "run")["losses"]

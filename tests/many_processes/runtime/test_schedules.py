@@ -1,4 +1,4 @@
-"""A dozen layouts as real processes: the exported weights are those of the plain loop, with old weights or without."""
+"""A dozen layouts in processes: the exported weights equal the plain loop's, with or without stale weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def name(case: Case) -> str:
 
 @dataclass
 class Ear:
-    """The losses that rank 0 reports."""
+    """Collects the losses that rank 0 reports."""
 
     losses: list[float]
 
@@ -72,7 +72,7 @@ def assert_exported(case: Case, folder: Path) -> None:
     order = Order([(*stage.parameters, *stage.buffers) for stage in plan.stages], case.replicas, case.m)
     losses, model, _ = plain(
         Path(capture.workload.spec.target),
-        minibatches(capture.workload, STEPS, 7),  # seven samples never make equal microbatches
+        minibatches(capture.workload, STEPS, 7),  # seven samples cannot be cut into equal microbatches
         case.m,
         staleness=by_owner([stage.parameters for stage in plan.stages], case.staleness()),
         arguments=numbers(case.model),
@@ -81,25 +81,25 @@ def assert_exported(case: Case, folder: Path) -> None:
     exported = torch.load(runs.export(ExportSettings(folder / "model.pt", run=folder / "run")).path)
     assert ear.losses == losses
     assert exported.keys() == model.state_dict().keys()
-    # the mean of running statistics is taken while later microbatches are under way, where steps overlap
+    # if steps overlap, running statistics are averaged while later microbatches are in flight
     own = dict(model.named_buffers()) if max(case.replicas) > 1 and max(case.staleness()) else {}
     assert all(torch.equal(exported[key], value) for key, value in model.state_dict().items() if key not in own)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=name)
-def test_processes_leave_the_oracles_weights(case: Case, tmp_path: Path) -> None:
+def test_weights_of_processes_equal_the_oracle(case: Case, tmp_path: Path) -> None:
     assert_exported(case, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LONGER, ids=name)
-def test_more_processes_leave_the_oracles_weights(case: Case, tmp_path: Path) -> None:
+def test_weights_of_more_processes_equal_the_oracle(case: Case, tmp_path: Path) -> None:
     assert_exported(case, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["2bw", "zero-bubble"])
-def test_a_run_by_name_leaves_the_oracles_weights(schedule: str, tmp_path: Path) -> None:
+def test_weights_of_a_run_by_command_equal_the_oracle(schedule: str, tmp_path: Path) -> None:
     profile = ProfileSettings(
         ModelSettings(str(SAMPLES / "resnet.py")), work_dir=tmp_path / "work", device="cpu", microbatch_sizes=(2,)
     )
@@ -142,9 +142,9 @@ class Done:
     ],
     ids=lambda t: f"{tuple(t.shape)}-{t.stride()}",
 )
-def test_a_tensor_arrives_with_its_order_and_its_gaps_in_memory(tensor: torch.Tensor) -> None:
-    # an attention head or a slice that is sent without it is added up in another order by the next stage, to other
-    # last bits
+def test_a_tensor_arrives_with_its_strides(tensor: torch.Tensor) -> None:
+    # without its strides, an attention head or a slice is summed in another order by the next stage, and the last bits
+    # differ
     layout = memory_order(tensor)
     sent = packed(tensor, layout)
     assert sent.is_contiguous()

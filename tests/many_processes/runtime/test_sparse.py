@@ -1,4 +1,4 @@
-"""A model with sparse buffers through the command: checked, trained with audits, resumed, evaluated, exported."""
+"""Through the command line: a model with sparse buffers is checked, trained with audits, resumed and exported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = ["--gpus", "3", "--device", "cpu", "--batch-size", "8", "--microbatch-si
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_buffers_go_through_every_command(commands: Commands, tmp_path: Path) -> None:
+def test_sparse_buffers_work_with_every_command(commands: Commands, tmp_path: Path) -> None:
     checked = commands.document("check", "net.py", *SIZES, "--replicas", "never")
     assert checked["bitwise"] and {"mixing", "shift"} <= {entry["name"] for entry in checked["parameters"]}
     words = ["train", "net.py", *SIZES, "--replicas", "never", "--run-dir", "run"]

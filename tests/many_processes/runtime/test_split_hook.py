@@ -1,4 +1,4 @@
-"""Through the command: graphs cut by the ``split`` hook train, resume and evaluate as the written loop does."""
+"""Through the command line: graphs cut by the ``split`` hook train, resume and evaluate as the written loop does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Through the command line: a mean over tokens is that of the whole batch, and ``check`` says so."""
+"""Through the command line: a mean over tokens is the mean over the complete batch, and ``check`` confirms it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evaluate_data(batch_size=8):
 FILES = {"model.py": MODEL}
 
 
-def test_a_token_mean_is_that_of_the_whole_batch(commands: Commands, tmp_path: Path, monkeypatch) -> None:
+def test_a_token_mean_is_that_of_the_complete_batch(commands: Commands, tmp_path: Path, monkeypatch) -> None:
     words = ["model.py", "--gpus", "2", "--device", "cpu", "--batch-size", "8", "--num-microbatches", "4"]
     report = commands.document("check", *words, "--full-batch")
     assert report["bitwise"]

@@ -1,4 +1,4 @@
-"""Through the command: optimizers and schedulers with state of their own are stopped, killed, and go on."""
+"""Through the command line: runs with stateful optimizers and schedulers are stopped or killed, and resume."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def assert_same(commands: Commands, one: str, other: str) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_a_run_goes_on_at_another_number_of_stages_and_refuses_other_options(
+def test_a_run_resumes_with_another_number_of_stages_and_refuses_other_options(
     commands: Commands, tmp_path: Path
 ) -> None:
     write_model(tmp_path)
@@ -76,7 +76,7 @@ def test_a_run_goes_on_at_another_number_of_stages_and_refuses_other_options(
     assert_same(commands, "whole", "run")
 
 
-def test_an_elastic_run_keeps_the_state_of_its_optimizer(commands: Commands, tmp_path: Path) -> None:
+def test_an_elastic_run_keeps_its_optimizer_state(commands: Commands, tmp_path: Path) -> None:
     write_model(tmp_path)
     path = tmp_path / "model.py"
     path.write_text(path.read_text() + HOOKS)

@@ -1,4 +1,4 @@
-"""Ranks as processes: batches of mixed shapes, and evaluation that takes another way through the model."""
+"""Ranks as processes: batches of mixed shapes, and evaluation that uses another path through the model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_processes_train_over_mixed_shapes_like_a_plain_loop(
     assert all(torch.equal(read[key], expected[key]) for key in expected)
 
 
-def test_evaluation_that_takes_another_way_has_stage_code_of_its_own(tmp_path: Path) -> None:
+def test_evaluation_with_another_path_has_its_own_stage_files(tmp_path: Path) -> None:
     notes: list[str] = []
     train("drop_path", tmp_path, 2, notes, evaluate_every=2)
     assert any("eval mode traces differently" in note and "stage code of its own" in note for note in notes)
@@ -76,7 +76,7 @@ def test_evaluation_that_takes_another_way_has_stage_code_of_its_own(tmp_path: P
 
 
 def evaluated(steps: int) -> float:
-    """Return the loss of the model itself in evaluation mode, after so many plain steps."""
+    """Return the loss of the model in evaluation mode after some plain steps."""
     items = items_of("drop_path")
     _, model, _ = plain(MODELS / "drop_path.py", items[:steps], 3)
     model.eval()

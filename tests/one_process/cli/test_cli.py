@@ -1,4 +1,4 @@
-"""The command line without any model: names, options, errors, exit codes, settings."""
+"""The command line without a model: names, options, errors, exit codes, settings."""
 
 import json
 import os
@@ -21,7 +21,7 @@ RESULT = TrainResult((2.5, 1.5), 2, 3.0, 21.3, 2, "1f1b", 2, "runs/a", "runs/a/c
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Replace the check by one that keeps its settings."""
+    """Replace the check by a function that keeps its settings."""
     seen = []
     monkeypatch.setattr(runs, "check", lambda settings, progress: seen.append(settings) or REPORT)
     return seen
@@ -49,14 +49,14 @@ def test_every_command_has_help_under_both_names(run, name):
     assert short.stdout == long.stdout != ""
 
 
-def test_the_list_of_commands_says_what_each_command_says(run):
+def test_the_list_of_commands_shows_the_help_of_each_command(run):
     for name, (_, text) in COMMANDS.items():
         assert text in run("--help").stdout
         assert autopipe.get_command(click.Context(autopipe), name) is not None
 
 
 @pytest.mark.parametrize("name", ["profile", "plan", "generate", "check", "train", "eval", "export"])
-def test_a_command_that_loads_a_model_file_says_that_it_is_run_as_code(run, name):
+def test_help_of_commands_that_load_a_model_file_says_that_its_code_runs(run, name):
     assert "is code, and it is run" in " ".join(run(name, "--help").stdout.split())
 
 
@@ -73,16 +73,16 @@ def test_a_command_that_loads_a_model_file_says_that_it_is_run_as_code(run, name
         "export": "-o --json",
     }.items(),
 )
-def test_the_options_of_the_contract_are_there(run, name, options):
+def test_the_documented_options_exist(run, name, options):
     shown = run(name, "--help").stdout
     assert [option for option in options.split() if f"{option} " not in shown.replace(",", " ") + " "] == []
 
 
-def test_the_version_is_the_packages(run):
+def test_the_version_is_that_of_the_package(run):
     assert run("--version").stdout == f"autopipe {__version__}\n"
 
 
-def test_the_reference_is_what_the_commands_say():
+def test_the_reference_page_equals_the_help_texts():
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "make_cli.py", "--check"],
         capture_output=True,
@@ -115,14 +115,14 @@ def test_the_reference_is_what_the_commands_say():
         (["export"], "Missing option '-o'"),
     ],
 )
-def test_a_usage_error_is_2_and_names_what_would_do(run, args, shown):
+def test_a_usage_error_has_exit_code_2_and_names_valid_values(run, args, shown):
     done = run(*args)
     assert done.exit_code == 2
     assert shown in done.stderr
     assert done.stdout == ""
 
 
-def test_a_usage_error_is_also_a_document(run):
+def test_a_usage_error_is_a_document_with_json(run):
     done = run("plan", "--schedule", "gpip", "--json")
     assert done.exit_code == 2
     document = json.loads(done.stdout)
@@ -130,7 +130,7 @@ def test_a_usage_error_is_also_a_document(run):
     assert "Did you mean 'gpipe'?" in document["error"]["what"]
 
 
-def test_without_a_command_there_is_help_and_2(run):
+def test_without_a_command_help_is_printed_with_exit_code_2(run):
     done = run()
     assert done.exit_code == 2
     assert "Commands:" in done.output
@@ -139,7 +139,7 @@ def test_without_a_command_there_is_help_and_2(run):
 # -- where an option comes from ----------------------------------------------------------------------------------------
 
 
-def test_the_command_line_beats_variables_beat_the_file_beat_the_default(run, checked):
+def test_precedence_is_command_line_then_variable_then_file_then_default(run, checked):
     Path("autopipe.toml").write_text("gpus = 5\nlr = 0.5\n[check]\nsteps = 7\n")
     env = {"AUTOPIPE_GPUS": "4", "AUTOPIPE_CHECK_BATCH_SIZE": "9"}
     assert run("check", "x.py", "--gpus", "3", env=env).exit_code == 0
@@ -151,12 +151,12 @@ def test_the_command_line_beats_variables_beat_the_file_beat_the_default(run, ch
     assert settings == [(3, 9, 0.5, 7), (4, 9, 0.5, 7), (5, None, 0.5, 7), (None, None, None, 2)]
 
 
-def test_the_commands_own_variable_beats_the_one_for_all(run, checked):
+def test_the_variable_of_a_command_overrides_the_variable_of_all_commands(run, checked):
     run("check", "x.py", env={"AUTOPIPE_GPUS": "4", "AUTOPIPE_CHECK_GPUS": "3"})
     assert checked[0].plan.gpus == 3
 
 
-def test_pyproject_is_a_settings_file_too(run, checked):
+def test_pyproject_is_read_as_a_settings_file(run, checked):
     Path("pyproject.toml").write_text('[tool.autopipe]\nschedule = "gpipe"\nnum-microbatches = 6\narg = ["depth=3"]\n')
     assert run("check", "x.py").exit_code == 0
     assert (checked[0].plan.schedule, checked[0].plan.num_microbatches) == ("gpipe", 6)
@@ -172,19 +172,19 @@ def test_pyproject_is_a_settings_file_too(run, checked):
         ("gpus = \n", "is not a TOML file"),
     ],
 )
-def test_a_settings_file_with_a_slip_is_a_usage_error(run, text, shown):
+def test_a_settings_file_with_an_unknown_key_is_a_usage_error(run, text, shown):
     Path("autopipe.toml").write_text(text)
     done = run("check", "x.py")
     assert done.exit_code == 2
     assert shown in done.stderr
 
 
-def test_a_value_of_the_settings_file_is_checked_as_if_it_were_typed(run):
+def test_a_value_of_the_settings_file_is_validated_like_an_option(run):
     Path("autopipe.toml").write_text('gpu_memory = "24 apples"\n')
     assert "unknown unit 'apples'" in run("check", "x.py").stderr
 
 
-def test_every_option_of_train_reaches_its_setting(run, trained):
+def test_every_option_of_train_sets_its_setting(run, trained):
     args = (
         "x.py --gpus 3 --schedule gpipe --device cpu --batch-size 12 --num-microbatches 4 --steps 9 --seed 5 --lr 0.1 "
     )
@@ -227,7 +227,7 @@ def test_every_option_of_train_reaches_its_setting(run, trained):
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def test_train_json_is_one_document_with_the_keys_of_the_contract(run, trained):
+def test_train_json_is_one_document_with_the_documented_keys(run, trained):
     document = json.loads(run("train", "x.py", "--json").stdout)
     assert document["schema_version"] == 1
     assert document["losses"] == [2.5, 1.5]
@@ -235,13 +235,13 @@ def test_train_json_is_one_document_with_the_keys_of_the_contract(run, trained):
     assert set(document) >= keys
 
 
-def test_a_loss_that_is_no_number_is_null_and_not_broken_json(run, monkeypatch):
+def test_a_loss_that_is_nan_is_null_in_json(run, monkeypatch):
     result = TrainResult((float("nan"),), 1, 1.0, 1.0, 2, "1f1b", 2, "runs/a", "")
     monkeypatch.setattr(runs, "train", lambda settings, events, rendezvous=None: result)
     assert json.loads(run("train", "x.py", "--json").stdout)["losses"] == [None]
 
 
-def test_what_happens_in_a_run_goes_to_stderr_as_lines(run, monkeypatch):
+def test_events_of_a_run_are_lines_on_stderr(run, monkeypatch):
     def train(settings, events, rendezvous=None):
         events("progress", {"what": "measuring: block 1", "fraction": 0.1})
         events("progress", {"what": "measuring: block 2", "fraction": 0.2})
@@ -266,7 +266,7 @@ def test_what_happens_in_a_run_goes_to_stderr_as_lines(run, monkeypatch):
     assert run("train", "x.py", "-q").stderr == ""
 
 
-def test_doctor_names_what_it_found(run):
+def test_doctor_lists_its_findings(run):
     done = run("doctor", "--json")
     document = json.loads(done.stdout)
     names = [finding["name"] for finding in document["findings"]]
@@ -276,7 +276,7 @@ def test_doctor_names_what_it_found(run):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_doctor_says_what_to_do_about_a_folder_that_cannot_be_written(run, tmp_path):
+def test_doctor_suggests_a_remedy_for_a_read_only_folder(run, tmp_path):
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
     done = run("doctor", "--work-dir", str(folder))

@@ -1,4 +1,4 @@
-"""What the command line does about failures: messages, exit codes, tracebacks."""
+"""Failures on the command line: messages, exit codes, tracebacks."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
         (["export", "-o", "x.bin"], "end it in .safetensors or .pt"),
     ],
 )
-def test_what_cannot_be_done_is_1_and_says_what_to_try(run, args, shown):
+def test_an_error_has_exit_code_1_and_a_remedy(run, args, shown):
     done = run(*args)
     assert done.exit_code == 1
     assert done.stderr.startswith("Error: ") or "\nError: " in done.stderr
@@ -48,7 +48,7 @@ def fail(error):
     return raising
 
 
-def test_a_failed_rank_is_3_and_its_traceback_is_for_debugging(run, monkeypatch):
+def test_a_failed_rank_has_exit_code_3_and_its_traceback_needs_debug(run, monkeypatch):
     error = WorkerError("ValueError: no", rank=1, stage=1, instruction="1F3", remote_traceback="File model.py, line 3")
     monkeypatch.setattr(runs, "train", fail(error))
     done = run("train", "x.py")
@@ -59,14 +59,14 @@ def test_a_failed_rank_is_3_and_its_traceback_is_for_debugging(run, monkeypatch)
     assert json.loads(run("train", "x.py", "--json").stdout)["error"]["rank"] == 1
 
 
-def test_ctrl_c_is_130(run, monkeypatch):
+def test_ctrl_c_has_exit_code_130(run, monkeypatch):
     monkeypatch.setattr(runs, "train", fail(KeyboardInterrupt()))
     done = run("train", "x.py")
     assert done.exit_code == 130
     assert "stopped by Ctrl-C" in done.stderr
 
 
-def test_ctrl_c_at_any_moment_of_a_process_is_130():
+def test_ctrl_c_at_any_time_has_exit_code_130():
     code = (
         "import os, signal\n"
         "from autopipe.cli import main\n"
@@ -81,7 +81,7 @@ def test_ctrl_c_at_any_moment_of_a_process_is_130():
     assert done.returncode == 128 + signal.SIGINT
 
 
-def test_a_clean_stop_is_75(run, monkeypatch):
+def test_a_clean_stop_has_exit_code_75(run, monkeypatch):
     result = TrainResult((1.0,), 1, 1.0, 1.0, 2, "1f1b", 2, "runs/a", "runs/a/c", stopped=True)
     monkeypatch.setattr(runs, "train", lambda settings, events, rendezvous=None: result)
     done = run("train", "x.py")
@@ -89,7 +89,7 @@ def test_a_clean_stop_is_75(run, monkeypatch):
     assert "next: the same command with --resume" in done.stderr
 
 
-def test_a_check_that_fails_is_1(run, monkeypatch):
+def test_a_failed_check_has_exit_code_1(run, monkeypatch):
     monkeypatch.setattr(runs, "check", lambda settings, progress: CheckReport(False, False, 0.5, ()))
     done = run("check", "x.py")
     assert done.exit_code == 1
@@ -103,16 +103,16 @@ def test_a_traceback_is_shown_only_with_debug(run, monkeypatch):
     assert "Traceback" in run("--debug", "plan", "x.py").stderr
 
 
-def test_our_own_bug_shows_its_traceback_and_is_1(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", len)  # no line of anybody else's is running when it fails
+def test_an_internal_error_shows_its_traceback_with_exit_code_1(run, monkeypatch):
+    monkeypatch.setattr(steps, "plan", len)  # only code of autopipe is on the stack when it fails
     done = run("plan", "x.py", "--json")
     assert done.exit_code == 1
     assert "a bug in autopipe: TypeError: len() takes no keyword arguments" in done.stderr
     assert json.loads(done.stdout)["error"]["type"] == "Bug"
 
 
-def test_what_code_of_the_users_raises_is_no_bug_of_ours(run, monkeypatch):
-    monkeypatch.setattr(steps, "plan", fail(ZeroDivisionError("oops")))  # this file stands for the user's
+def test_an_exception_of_the_users_code_is_not_an_internal_error(run, monkeypatch):
+    monkeypatch.setattr(steps, "plan", fail(ZeroDivisionError("oops")))  # this file plays the user's file
     done = run("plan", "x.py", "--json")
     assert done.exit_code == 1
     assert "Error: your code raised ZeroDivisionError: oops" in done.stderr
@@ -135,7 +135,7 @@ def test_what_code_of_the_users_raises_is_no_bug_of_ours(run, monkeypatch):
         (MemoryError(), "out of memory"),
     ],
 )
-def test_what_the_machine_refuses_is_no_bug_of_ours(run, monkeypatch, error, shown):
+def test_an_error_of_the_operating_system_is_not_an_internal_error(run, monkeypatch, error, shown):
     monkeypatch.setattr(steps, "plan", fail(error))
     done = run("plan", "x.py")
     assert done.exit_code == 1
@@ -144,8 +144,8 @@ def test_what_the_machine_refuses_is_no_bug_of_ours(run, monkeypatch, error, sho
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_library_raises_in_a_call_of_ours_is_not_the_users_code(run, monkeypatch, tmp_path):
-    # called by autopipe's own code, from a file in an installed package's folder
+def test_an_exception_of_a_library_is_not_blamed_on_the_user(run, monkeypatch, tmp_path):
+    # called by autopipe, from a file of an installed package
     (tmp_path / "site-packages").mkdir()
     library = tmp_path / "site-packages" / "library.py"
     library.write_text("def refuse(*args, **kwargs):\n    raise TypeError('cannot be updated')\n")

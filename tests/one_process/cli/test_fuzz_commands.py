@@ -1,4 +1,4 @@
-"""Damaged files under the commands themselves: exit code 0, 1 or 2, and never a traceback or "a bug in autopipe"."""
+"""Commands with damaged files: exit code 0, 1 or 2, and never a traceback or "a bug in autopipe"."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def planned(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", ["profile", "plan", "plan-record", "links"])
 @pytest.mark.parametrize("command", [("simulate",), ("plan", "--gpus", "2")])
-def test_no_damage_to_an_artifact_is_a_traceback(planned: Path, tmp_path: Path, monkeypatch, name, command) -> None:
+def test_a_damaged_artifact_never_causes_a_traceback(planned: Path, tmp_path: Path, monkeypatch, name, command) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(planned / ".autopipe", tmp_path / "kept")
     (tmp_path / "kept" / "links.json").write_text(
@@ -99,7 +99,7 @@ def test_no_damage_to_an_artifact_is_a_traceback(planned: Path, tmp_path: Path, 
         ("plan", ("generate",), "autopipe plan TARGET --gpus N"),
     ],
 )
-def test_a_truncated_artifact_is_said_to_be_damaged_and_is_not_made_anew(
+def test_a_truncated_artifact_is_refused_and_not_replaced(
     planned: Path, tmp_path: Path, monkeypatch, name, command, renew
 ) -> None:
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
@@ -115,7 +115,7 @@ def test_a_truncated_artifact_is_said_to_be_damaged_and_is_not_made_anew(
     assert path.read_bytes() == before
 
 
-def test_the_command_that_renews_it_names_the_work_directory(planned: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_suggested_command_names_the_work_directory(planned: Path, tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     Path(".autopipe").rename("work here")
@@ -133,7 +133,7 @@ def test_the_command_that_renews_it_names_the_work_directory(planned: Path, tmp_
         (lambda d: d["stages"][-1].update(last="bogus"), ", but its cuts are at"),
     ],
 )
-def test_generate_refuses_a_plan_that_cannot_be(planned: Path, tmp_path: Path, monkeypatch, change, shown) -> None:
+def test_generate_refuses_an_impossible_plan(planned: Path, tmp_path: Path, monkeypatch, change, shown) -> None:
     shutil.copytree(planned, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     name_again()
@@ -165,7 +165,7 @@ def as_toml(value: Any) -> str:
 
 
 @pytest.mark.parametrize("name", ["autopipe.toml", "pyproject.toml"])
-def test_no_settings_file_is_a_traceback(tmp_path: Path, monkeypatch, name: str) -> None:
+def test_a_damaged_settings_file_never_causes_a_traceback(tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "check", lambda settings, progress: CheckReport(True, True, 0.0, ()))
     whole = {"tool": {"autopipe": SETTINGS}} if name == "pyproject.toml" else SETTINGS
@@ -181,7 +181,7 @@ def test_no_settings_file_is_a_traceback(tmp_path: Path, monkeypatch, name: str)
 
 
 @pytest.mark.parametrize("text", ["tool = 3\n", "[tool]\nautopipe = 3\n", "[tool]\nautopipe = []\n"])
-def test_a_settings_table_that_is_none_is_a_usage_error(tmp_path: Path, monkeypatch, text: str) -> None:
+def test_a_settings_section_that_is_not_a_table_is_a_usage_error(tmp_path: Path, monkeypatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text(text)
     assert run("simulate").exit_code in (1, 2)
@@ -211,7 +211,7 @@ def open_and_read(folder: Path) -> dict[str, torch.Tensor] | None:
         return None
 
 
-def test_a_changed_manifest_gives_the_same_weights_or_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_changed_manifest_loads_the_same_weights_or_is_refused(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / saved.name
     shutil.copytree(saved, folder)
     original = (saved / "manifest.json").read_bytes()
@@ -228,7 +228,7 @@ def test_a_changed_manifest_gives_the_same_weights_or_is_refused(saved: Path, tm
     check()
 
 
-def test_a_changed_file_of_tensors_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_changed_tensor_file_is_refused(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / saved.name
     shutil.copytree(saved, folder)
     path = folder / "stage-0-of-2.safetensors"
@@ -243,7 +243,7 @@ def test_a_changed_file_of_tensors_is_refused(saved: Path, tmp_path: Path) -> No
     check()
 
 
-def test_a_checkpoint_cannot_point_out_of_its_folder(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_cannot_refer_to_files_outside_its_folder(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / saved.name
     shutil.copytree(saved, folder)
     document = json.loads((saved / "manifest.json").read_text())
@@ -264,7 +264,7 @@ HELLO = {
 
 @FUZZING
 @given(mutated(HELLO).map(as_json) | damaged(as_json(HELLO)))
-def test_whoever_connects_to_rank_0_is_a_member_or_a_stranger(data: bytes) -> None:
+def test_a_connection_to_rank_0_is_a_peer_or_is_rejected(data: bytes) -> None:
     class Told:
         def receive(self) -> list[Message]:
             return [decode(line) for line in data.split(b"\n")]

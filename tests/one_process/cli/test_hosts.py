@@ -1,4 +1,4 @@
-"""--hosts at the command line, as far as no host is asked: what is refused, and what a dry run shows."""
+"""--hosts on the command line, without contacting a host: refusals, and dry runs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--watchdog", "0"], "--watchdog"),
     ],
 )
-def test_what_cannot_be_is_a_usage_error(words: list[str], message: str) -> None:
+def test_impossible_host_options_are_usage_errors(words: list[str], message: str) -> None:
     Path("list").write_text("h1 slots=2\n")
     done = run(*words)
     assert done.exit_code == 2
     assert message in done.stderr
 
 
-def test_a_dry_run_shows_each_hosts_command_and_what_its_agent_reads(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_command_of_each_host_and_the_input_of_its_agent(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("me@h1 slots=2\nh2 slots=1\n")
     (tmp_path / "my config").write_text("")
     words = ["--hostfile", "list", "--ssh-config", "my config", "--remote-python", "/opt/my py/python", "--dry-run"]
@@ -64,7 +64,7 @@ def test_a_dry_run_shows_each_hosts_command_and_what_its_agent_reads(tmp_path: P
     assert shlex.join(ssh) in run(*words).stdout
 
 
-def test_more_ranks_than_slots_are_refused_with_both_numbers() -> None:
+def test_more_ranks_than_slots_are_refused_with_both_counts() -> None:
     done = run("--hosts", "h1:1,h2:1", "--gpus", "3", "--dry-run")
     assert done.exit_code == 1
     assert "the plan has 3 ranks, the hosts have 2 slots" in done.stderr

@@ -1,4 +1,4 @@
-"""The launchers at the command line, as far as nothing is started: what is refused, and what a dry run shows."""
+"""The launchers on the command line, without starting one: refusals, and dry runs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_env_outside_of_any_launcher_says_what_is_missing() -> None:
+def test_env_outside_of_a_launcher_names_the_missing_variables() -> None:
     done = run("train", "model.py", "--launcher", "env")
     assert done.exit_code == 1
     assert "no launcher has set the rank of this process" in done.stderr
     assert "docs/launching.md" in done.stderr
 
 
-def test_a_dry_run_under_a_launcher_says_which_rank_this_is() -> None:
+def test_a_dry_run_under_a_launcher_shows_the_rank() -> None:
     done = run("train", "model.py", "--launcher", "env", "--gpus", "4", "--dry-run", **TORCHRUN, **MASTER)
     assert done.exit_code == 0, done.output
     assert "rank 1 of 4, by torchrun; meets the others at 10.0.0.1 port 29500" in done.stdout
 
 
-def test_a_dry_run_for_slurm_shows_the_script_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_for_slurm_prints_the_script_and_writes_nothing(tmp_path: Path) -> None:
     words = ["train", "model.py", "--gpus", "4", "--slurm-option", "nodes=2", "--steps", "3", "--dry-run", "--json"]
     done = run(*words)
     assert done.exit_code == 0, done.output
@@ -90,7 +90,7 @@ def test_slurm_without_its_programs_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ["--slurm-option", "ntasks=2"],
     ],
 )
-def test_options_that_cannot_be_are_usage_errors(words: list[str]) -> None:
+def test_impossible_launcher_options_are_usage_errors(words: list[str]) -> None:
     done = run("train", "model.py", "--gpus", "2", "--dry-run", *words)
     if words == ["--slurm-option", "nodes"]:
         assert done.exit_code == 1
@@ -99,7 +99,7 @@ def test_options_that_cannot_be_are_usage_errors(words: list[str]) -> None:
         assert done.exit_code == 2
 
 
-def test_options_for_sbatch_from_a_settings_file_are_for_slurm_alone(tmp_path: Path) -> None:
+def test_options_for_sbatch_in_a_settings_file_apply_to_slurm_only(tmp_path: Path) -> None:
     (tmp_path / "autopipe.toml").write_text('[train]\nslurm-option = ["nodes=2"]\n')
     done = run("train", "model.py", "--launcher", "env", "--dry-run", **TORCHRUN, **MASTER, AUTOPIPE_TRAIN_GPUS="4")
     assert done.exit_code == 0, done.output
@@ -107,7 +107,7 @@ def test_options_for_sbatch_from_a_settings_file_are_for_slurm_alone(tmp_path: P
     assert "#SBATCH --nodes=2" in done.stdout
 
 
-def test_the_command_of_a_rank_is_the_one_that_was_typed() -> None:
+def test_the_command_of_a_rank_is_the_command_as_typed() -> None:
     typed = ("--config", "train", "train", "--launcher=slurm", "--dry-run", "--steps", "3", "--", "-odd.py")
     parsed = Words.of(typed)
     python = (sys.executable, "-m", "autopipe.cli")

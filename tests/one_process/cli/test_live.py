@@ -1,4 +1,4 @@
-"""What a run says while it runs: how long it will take, and not a line a second for days."""
+"""Progress lines of a run: the time that remains, and fewer lines the longer it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopipe.report.text import in_minutes
 
 
 class Screen(Terminal):
-    """Keeps what is said."""
+    """Keeps the printed lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,25 +31,25 @@ def start(steps: int, start_step: int = 0) -> dict[str, Any]:
     return {"ranks": 2, "steps": steps, "start_step": start_step, "batch_size": 8, "run_dir": "here"}
 
 
-def test_what_is_left_is_said_once_steps_are_measured() -> None:
-    assert seconds_left(start(440), step(0, 60.0)) is None  # the first step holds what comes once
+def test_the_remaining_time_is_shown_once_steps_are_measured() -> None:
+    assert seconds_left(start(440), step(0, 60.0)) is None  # the first step includes one-time costs
     assert seconds_left(start(440), step(9, 2.0)) is None
     assert seconds_left(start(440), step(9, 10.0)) == pytest.approx(430)
     assert seconds_left(start(440, 400), step(409, 10.0)) == pytest.approx(30)
-    assert seconds_left(start(0), step(9, 10.0)) is None  # the data does not say how long it is
+    assert seconds_left(start(0), step(9, 10.0)) is None  # the length of the data is unknown
     assert seconds_left({}, step(9, 10.0)) is None
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(45, "45 s"), (430, "7 min"), (12240, "3.4 h")])
-def test_a_time_to_wait_is_read_at_a_glance(seconds: float, text: str) -> None:
+def test_remaining_times_are_short_texts(seconds: float, text: str) -> None:
     assert in_minutes(seconds) == text
 
 
-def test_lines_say_what_is_left_and_grow_rare() -> None:
+def test_lines_show_the_remaining_time_and_become_rare() -> None:
     screen, now = Screen(), [0.0]
     lines = Lines(screen, clock=lambda: now[0])
     lines("start", start(86400))
-    for number in range(86400):  # a day of steps of a second
+    for number in range(86400):  # a day of one-second steps
         now[0] += 1.0
         lines("step", step(number, now[0]))
     lines_of_steps = [line for line in screen.said if line.startswith("  step")]
@@ -59,11 +59,11 @@ def test_lines_say_what_is_left_and_grow_rare() -> None:
     assert lines_of_steps[-1].startswith("  step 86400/86400")
 
 
-def test_data_of_unknown_length_says_its_pace() -> None:
-    assert time_to_go(start(0), step(9, 2.0)) == ""  # not known yet
+def test_data_of_unknown_length_shows_its_rate() -> None:
+    assert time_to_go(start(0), step(9, 2.0)) == ""  # unknown yet
     assert time_to_go(start(0), step(49, 20.0)) == "unknown length: 2.5 steps/s"
     assert time_to_go(start(0, 40), step(49, 20.0)) == "unknown length: 0.5 steps/s"
     assert time_to_go({}, step(49, 20.0)) == ""
-    assert time_to_go(start(100), step(99, 20.0)) == ""  # nothing is left
+    assert time_to_go(start(100), step(99, 20.0)) == ""  # no time remains
     assert time_to_go(start(100), step(49, 600.0)) == "10 min left"
     assert step_line(step(49, 20.0), start(0)).endswith("20.0 s, unknown length: 2.5 steps/s")

@@ -10,7 +10,7 @@ from autopipe import Pipeline
 from autopipe.cli.main import autopipe
 from autopipe.commands import options as table
 
-# of the command line alone: what it prints, arguments of a method, and what is not about one model
+# only on the command line: output, arguments of a method, and options that do not concern one model
 OUTPUT = {"json", "verbose", "quiet", "debug", "help"}
 COMMANDS = {
     "profile": (table.ProfileOptions, Pipeline.profile, {"links", "target"}),
@@ -37,11 +37,11 @@ def test_a_method_takes_the_options_of_its_command(command):
     keywords = set(inspect.signature(method).parameters) - OF_PYTHON
     names = set() if kind is None else set(kind.__annotations__)
     assert not names & keywords
-    run = {"run"} if command == "plain" else set()  # which the command takes in the place of TARGET
+    run = {"run"} if command == "plain" else set()  # the command takes it in place of TARGET
     assert (names | keywords) - run == options_of(command) - left_out
 
 
-def test_the_pipeline_itself_takes_what_the_commands_share():
+def test_the_constructor_takes_the_options_that_commands_share():
     shared = options_of("train") & options_of("check") & options_of("plain")
     assert set(table.PipelineOptions.__annotations__) == shared - {"target", "steps", "clip_grad_norm"}
 
@@ -65,7 +65,7 @@ def test_least_numbers_are_those_of_the_command_line(name):
 
 def test_switches_are_the_options_that_are_true_or_false():
     kinds = (table.TrainOptions, table.CheckOptions, table.ExportOptions, table.EvaluateOptions, table.SimulateOptions)
-    hosts = {"Host": str}  # which the module imports for type checkers alone
+    hosts = {"Host": str}  # imported for type checkers only
     types = {name: kind for options in kinds for name, kind in get_type_hints(options, localns=hosts).items()}
     assert {name for name, kind in types.items() if kind == bool | None} == table.SWITCHES
     assert {name for name, kind in types.items() if kind == float | None} == table.NUMBERS

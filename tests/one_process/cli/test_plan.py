@@ -1,4 +1,4 @@
-"""`autopipe plan` on stored figures alone: tables, other devices, many numbers of devices, PipeDream's files."""
+"""`autopipe plan` on a stored profile: tables, other devices, sweeps over numbers of devices, PipeDream's files."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ node4 -- Linear(4096) -- forward_compute_time=10.000, backward_compute_time=20.0
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run in a folder that holds a profile and no model file."""
+    """Run a command in a folder with a profile and no model file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOPIPE_REPLICAS")
     artifact.save(stored_profile(), Path(".autopipe/profile.json"))
@@ -61,7 +61,7 @@ def test_a_plan_needs_no_model_file_and_takes_the_batch_of_the_profile(run):
     assert artifact.load(Plan, Path(".autopipe/plan.json"), renew="").digest == answer["plan_digest"]
 
 
-def test_stages_are_interleaved_where_that_is_faster_and_the_links_are_known(run):
+def test_stages_are_interleaved_if_that_is_faster_and_the_links_are_known(run):
     chosen = document(run("--gpus", "2", *HERE, *STRAIGHT, "--json"))
     plain = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--json"))
     assert (chosen["schedule"], plain["schedule"]) == ("interleaved", "1f1b")
@@ -69,14 +69,14 @@ def test_stages_are_interleaved_where_that_is_faster_and_the_links_are_known(run
     assert document(run("--gpus", "2", *STRAIGHT, "--json"))["schedule"] == "1f1b"
 
 
-def test_the_table_has_the_four_contendersand_a_verdict(run):
+def test_the_table_has_four_plans_and_a_verdict(run):
     done = run("--gpus", "2", *HERE)
     for words in ("single device", "data parallel", "best straight pipeline", "best plan", "samples/s"):
         assert words in done.stdout
     assert "A pipeline does not pay here: data parallel is the fastest" in done.stdout
 
 
-def test_json_carries_the_comparison_and_the_explanation(run):
+def test_json_contains_the_comparison_and_the_explanation(run):
     answer = document(run("--gpus", "2", *HERE, *ONE_STAGE, "--explain", "--json"))
     names = [contender["name"] for contender in answer["comparison"]["contenders"]]
     assert names == ["single device", "data parallel", "best straight pipeline", "best plan"]
@@ -92,19 +92,19 @@ def test_json_carries_the_comparison_and_the_explanation(run):
     assert answer["reasons"]["runner_up"]["cuts"] in (["layer3"], ["layer5"])
 
 
-def test_explain_says_why_below_the_table(run):
+def test_explain_gives_the_reasons_below_the_table(run):
     shown = run("--gpus", "2", *HERE, *ONE_STAGE, "--explain").stdout
     assert "why:\n  before layer4: " in shown
     assert "lower bound of 1.92 s a step" in shown
 
 
-def test_replicas_are_planned_where_they_pay_unless_they_were_not_wanted(run):
+def test_replicas_are_planned_if_they_are_faster_and_not_excluded(run):
     replicas = [[stage["replicas"] for stage in document(run("--gpus", "4", *HERE, *more, "--json"))["stages"]]
                 for more in ((), ("--replicas", "auto"), ONE_STAGE)]  # fmt: skip
     assert replicas == [[4], [4], [1, 1, 1, 1]]
 
 
-def test_replicas_that_would_average_statistics_are_for_who_asks_for_them(run):
+def test_replicas_that_average_statistics_must_be_requested(run):
     profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
     nodes = tuple(
         dataclasses.replace(node, buffers=("bn.mean",), buffers_written=("bn.mean",)) if place == 2 else node
@@ -119,8 +119,8 @@ def test_replicas_that_would_average_statistics_are_for_who_asks_for_them(run):
     assert [stage["replicas"] for stage in asked["stages"]] == [4]
 
 
-def test_a_large_layer_at_the_end_is_planned_as_pipedream_has_it(run):
-    """PipeDream's 15-1: compute in front on fifteen ranks, and the parameters of the end on one."""
+def test_a_large_last_layer_is_planned_as_in_the_pipedream_paper(run):
+    """PipeDream's 15-1: the compute on fifteen ranks, and the parameters of the last layer on one."""
     profile = artifact.load(Profile, Path(".autopipe/profile.json"), renew="")
     last = profile.graph.nodes[-1].name
     parameters = profile.graph.parameters | {f"{last}.weight": TensorSpec((256 * MIB,), "float32", True)}
@@ -150,7 +150,7 @@ def test_more_ranks_of_this_machine_than_stages_take_replicas(run):
     assert "9 stages asked for" in run("--gpus", "9", *STRAIGHT, code=1).stderr
 
 
-def test_a_device_by_name_makes_an_estimate_that_says_so(run):
+def test_a_plan_for_a_named_device_is_marked_as_an_estimate(run):
     slow = document(run("--gpus", "2", *HERE, "--json"))
     fast = document(run("--gpus", "2", "--link", "10GB/s", "--device-name", "H100-SXM", "--json"))
     assert 2.3 < slow["predicted"]["step_seconds"] / fast["predicted"]["step_seconds"] < 2.4
@@ -159,7 +159,7 @@ def test_a_device_by_name_makes_an_estimate_that_says_so(run):
     assert "Did you mean 'H100-80GB'?" in run("--gpus", "2", "--device-name", "H100-80G", code=1).stderr
 
 
-def test_a_profile_of_a_cpu_is_planned_on_a_device_by_name_and_labelled_an_estimate(run):
+def test_a_profile_of_a_cpu_is_planned_for_a_named_device_as_an_estimate(run):
     profile = stored_profile()
     work = NodeWork(PassWork(10**12, 10**6, 10**6), PassWork(2 * 10**12, 10**6, 10**6))
     measurements = tuple(dataclasses.replace(m, work=dict.fromkeys(m.costs, work)) for m in profile.measurements)
@@ -182,13 +182,13 @@ def test_a_profile_of_a_cpu_is_planned_on_a_device_by_name_and_labelled_an_estim
     assert simulated["seconds"] == pytest.approx(answer["predicted"]["step_seconds"])
 
 
-def test_a_stored_record_keeps_what_was_asked(run):
+def test_a_stored_record_keeps_the_request(run):
     run("--gpus", "2", "--replicas", "auto", "--device-name", "H100-SXM")
     record = artifact.load(PlanRecord, Path(".autopipe/plan-record.json"), renew="")
     assert (record.request.replicas, record.request.device_name) == ("auto", "H100-SXM")
 
 
-def test_ctrl_c_in_the_comparison_keeps_the_plan(run, monkeypatch):
+def test_ctrl_c_during_the_comparison_keeps_the_plan(run, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -199,7 +199,7 @@ def test_ctrl_c_in_the_comparison_keeps_the_plan(run, monkeypatch):
     assert baselines.compared is not interrupted
 
 
-def test_the_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
+def test_a_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
     answer = document(run("--sweep-gpus", "1,2,4", *HERE, "--json"))
     assert [point["gpus"] for point in answer["points"]] == [1, 2, 4]
     steps_ = [point["step_seconds"] for point in answer["points"]]
@@ -212,7 +212,7 @@ def test_the_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
     assert not Path(".autopipe/plan.json").exists()
 
 
-def test_a_number_for_which_there_is_no_plan_keeps_its_reason(run):
+def test_a_number_without_a_plan_shows_its_reason(run):
     answer = document(run("--sweep-gpus", "1,64", *HERE, "--replicas", "never", "--json"))
     assert answer["points"][1]["plan"] is None
     assert "64 stages asked for" in answer["points"][1]["reason"]
@@ -226,7 +226,7 @@ def test_a_sweep_widens_the_outermost_level_of_a_cluster_file(run):
     assert all(point["plan"] for point in answer["points"])
 
 
-def test_the_sweep_excludes_what_would_contradict_it(run):
+def test_a_sweep_refuses_contradicting_options(run):
     assert "--sweep-gpus excludes --gpus" in run("--sweep-gpus", "1,2", "--gpus", "2", code=2).stderr
 
 
@@ -236,7 +236,7 @@ def graph():
     return "graph.txt"
 
 
-def test_a_file_of_pipedream_is_planned_with_its_own_formulas(run, graph):
+def test_a_pipedream_profile_is_planned_with_its_own_formulas(run, graph):
     given = ("--from-pipedream", graph, "--cost-model", "pipedream", "--gpus", "4", "--link", "1GB/s")
     answer = document(run(*given, "--json"))
     # the linear layer alone on one device: 30 ms; both convolutions on three: 180 / 3 ms and their weights
@@ -250,8 +250,8 @@ def test_a_file_of_pipedream_is_planned_with_its_own_formulas(run, graph):
     assert "3.50 times as fast" in shown
 
 
-def test_a_file_of_pipedream_is_planned_with_our_costs(run, graph):
-    # at 1GB/s four replicas are faster: most of the sum of the gradients hides behind the last backward
+def test_a_pipedream_profile_is_planned_with_autopipes_cost_model(run, graph):
+    # at 1GB/s four replicas are faster: most of the gradient reduction overlaps with the last backward
     given = ("--from-pipedream", graph, "--gpus", "4", "--link", "200MB/s", "--batch-size", "64")
     answer = document(run(*given, "--explain", "--json"))
     assert [stage["replicas"] for stage in answer["stages"]] == [3, 1]
@@ -278,18 +278,18 @@ def test_replicas_never_is_a_straight_pipeline_under_both_cost_models(run, graph
         (("--gpus", "2", "--cluster", "c.toml", "--device-name", "H100-SXM"), 2, "exclude each other"),
     ],
 )
-def test_options_that_contradict_each_other_are_named(run, graph, args, code, shown):
+def test_contradicting_options_are_named(run, graph, args, code, shown):
     Path("c.toml").write_text('[[level]]\ncount = 2\nbandwidth = "1GB/s"\n')
     assert shown in run(*args, code=code).stderr
 
 
-def test_without_the_batch_in_the_profile_the_model_is_asked_for_it(run):
+def test_without_a_batch_size_in_the_profile_the_model_file_is_loaded(run):
     artifact.save(dataclasses.replace(stored_profile(), batch_size=0), Path(".autopipe/profile.json"))
     assert "gone.py" in run("--gpus", "2", code=1).stderr
     assert document(run("--gpus", "2", "--batch-size", "8", "--json"))["batch_size"] == 8
 
 
-def test_measured_links_are_planned_with_and_nothing_is_assumed(run):
+def test_measured_links_replace_assumptions(run):
     assert any("assumed" in note for note in document(run("--gpus", "2", "--json"))["notes"])
     artifact.save(Links("cuda", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
     answer = document(run("--gpus", "2", "--json"))
@@ -299,7 +299,7 @@ def test_measured_links_are_planned_with_and_nothing_is_assumed(run):
     assert not any("assumed" in note for note in answer["notes"])
 
 
-def test_links_of_another_kind_of_device_are_not_taken(run):
+def test_links_of_another_kind_of_device_are_not_used(run):
     artifact.save(Links("cpu", 1e-5, 3e9, 2e9), Path(".autopipe/links.json"))
     assert document(run("--gpus", "2", "--json"))["cluster"]["source"] == "assumed"
 
@@ -310,6 +310,6 @@ def test_a_slow_all_reduce_makes_data_parallelism_slow(run):
         artifact.save(Links("cuda", 1e-5, 3e9, ring), Path(".autopipe/links.json"))
         contenders = document(run("--gpus", "2", "--json"))["comparison"]["contenders"]
         rates.append([contenders[k]["plan"]["predicted"]["step_seconds"] for k in (1, 2)])
-    # 8 MiB of weights: at 30 MB/s a good quarter of a second, at 3 GB/s nothing
+    # 8 MiB of weights: over a quarter of a second at 30 MB/s, negligible at 3 GB/s
     assert rates[1][0] - rates[0][0] == pytest.approx(8 * MIB / 3e7 - 8 * MIB / 3e9, rel=0.01)
     assert rates[1][1] == rates[0][1]

@@ -1,4 +1,4 @@
-"""Every command of the README is one that exists; the slow test runs them, in order, in an empty folder."""
+"""Every command of the README exists; the slow test runs them in order in an empty folder."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from autopipe.cli.main import autopipe
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines() if line]
-# stands for a file of the reader's own
+# the reader's own file
 OWN_FILE = "path/to/file.py"
 
 
@@ -32,10 +32,10 @@ def test_a_command_of_the_readme_exists(line):
     top = autopipe.make_context("autopipe", [], resilient_parsing=True)
     command = autopipe.get_command(top, args[0])
     assert command is not None
-    command.make_context(args[0], args[1:], parent=top)  # raises for an option that is not there
+    command.make_context(args[0], args[1:], parent=top)  # raises for an unknown option
 
 
-def test_the_links_of_the_readme_lead_somewhere():
+def test_the_links_of_the_readme_have_targets():
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []

@@ -1,4 +1,4 @@
-"""Schedules from the command line: the options of each, and an order of the user's own."""
+"""Schedules on the command line: the options of each, and custom orders."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ GRID = "# rank 0, then rank 1\n0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a command in a folder that holds a profile of a model that is not there."""
+    """Run a command in a folder with a profile and no model file."""
     monkeypatch.chdir(tmp_path)
     artifact.save(stored_profile(), Path(".autopipe/profile.json"))
     Path("grid.csv").write_text(GRID)
@@ -34,7 +34,7 @@ def stored():
     return artifact.load(Plan, Path(".autopipe/plan.json"), renew="")
 
 
-def test_what_a_schedule_is_told_is_stored_and_kept_until_another_schedule_is_named(run):
+def test_options_of_a_schedule_are_stored_until_another_schedule_is_named(run):
     run("plan", "--gpus", "4", *HERE, "--schedule", "pipedream", "--vertical-sync", "--warmup-depth", "2")
     assert stored().schedule_options == {"vertical_sync": 1, "depth": 2}
     run("plan", "--gpus", "2", *HERE, "--schedule", "interleaved", "--stages-per-rank", "3")
@@ -50,7 +50,7 @@ def test_a_grid_is_the_plan_and_its_simulation(run):
     assert simulated["grid"].splitlines()[1].split() == ["rank", "1", "|", "F0", "B0", "F1", "B1+"]
 
 
-def test_a_broken_grid_is_shown_with_the_cell_marked_and_nothing_is_planned(run):
+def test_a_wrong_grid_is_shown_with_the_cell_marked_and_nothing_is_planned(run):
     Path("grid.csv").write_text(GRID.replace("1F0,1B0", "1B0,1F0"))
     done = run("plan", *HERE, "--schedule-file", "grid.csv", code=1)
     assert "[backward-after-forward] custom: 1B0@0 comes before its F" in done.stderr
@@ -69,11 +69,11 @@ def test_a_broken_grid_is_shown_with_the_cell_marked_and_nothing_is_planned(run)
         (("--schedule", "1f1b", "--gpus", "2", "--vertical-sync"), "a schedule that does: pipedream"),
     ],
 )
-def test_what_contradicts_itself_is_refused_with_what_would_do(run, args, message):
+def test_contradicting_options_are_refused_with_a_remedy(run, args, message):
     assert message in run("plan", *HERE, *args, code=1).stderr
 
 
-def test_a_plan_is_simulated_under_what_is_asked_for(run):
+def test_a_plan_is_simulated_under_the_requested_schedule(run):
     run("plan", "--gpus", "4", *HERE, "--num-microbatches", "4", "--schedule", "1f1b")
     done = run("simulate", "--schedule", "interleaved", "--stages-per-rank", "2")
     assert "simulated with interleaved, stages_per_rank 2, the same stages on 2 ranks" in done.stderr
@@ -82,7 +82,7 @@ def test_a_plan_is_simulated_under_what_is_asked_for(run):
     assert "simulated with pipedream, vertical_sync 1, the same stages" in done.stderr
 
 
-def test_auto_says_what_it_did_not_look_at(run):
+def test_auto_lists_the_schedules_that_it_did_not_try(run):
     known = run("plan", "--gpus", "2", *HERE, "--explain").stdout
     assert "zero-bubble was not considered: the profile has no times of the two halves" in " ".join(known.split())
     assert "interleaved was not considered" not in known

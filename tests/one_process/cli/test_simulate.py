@@ -1,4 +1,4 @@
-"""`autopipe simulate`: bytes of the schedule that is simulated, one measure a line, and a trace for Perfetto."""
+"""`autopipe simulate`: bytes of the simulated schedule, one measure per line, and a trace for Perfetto."""
 
 import json
 import re
@@ -20,7 +20,7 @@ TIGHT = ("--gpu-memory", "40MiB")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a command in a folder that holds a profile of a model that is not there."""
+    """Run a command in a folder with a profile and no model file."""
     monkeypatch.chdir(tmp_path)
     artifact.save(stored_profile(), Path(".autopipe/profile.json"))
 
@@ -36,7 +36,7 @@ def peaks(document):
     return [stage["peak_bytes"] for stage in document["stages"]]
 
 
-def test_the_bytes_are_those_of_the_schedule_that_is_simulated(run):
+def test_the_bytes_are_those_of_the_simulated_schedule(run):
     planned = json.loads(run("plan", *PLAN, "gpipe", *ROOMY, "--json").stdout)
     other = json.loads(run("plan", *PLAN, "1f1b", *ROOMY, "--json").stdout)
     assert [stage["first"] for stage in planned["stages"]] == [stage["first"] for stage in other["stages"]]
@@ -48,14 +48,14 @@ def test_the_bytes_are_those_of_the_schedule_that_is_simulated(run):
     assert list(timeline.peak_bytes) == peaks(planned)
 
 
-def test_the_plans_own_schedule_keeps_its_bytes(run):
+def test_the_schedule_of_the_plan_has_the_planned_bytes(run):
     planned = json.loads(run("plan", *PLAN, "1f1b", *TIGHT, "--json").stdout)
     done = run("simulate", "--json")
     assert peaks(json.loads(done.stdout)) == peaks(planned)
     assert "next: autopipe train\n" in done.stderr
 
 
-def test_a_schedule_that_does_not_fit_is_said_to_and_is_not_to_be_trained(run):
+def test_a_schedule_that_does_not_fit_is_reported_and_not_suggested(run):
     run("plan", *PLAN, "1f1b", *TIGHT)
     done = run("simulate", "--schedule", "gpipe")
     assert re.search(
@@ -70,7 +70,7 @@ def test_a_schedule_that_does_not_fit_is_said_to_and_is_not_to_be_trained(run):
     assert (document["fits"], document["memory_bytes"], len(document["warnings"])) == (False, [40 * 2**20] * 2, 1)
 
 
-def test_another_schedule_is_what_is_to_be_trained_next(run):
+def test_the_simulated_schedule_is_in_the_suggested_command(run):
     run("plan", *PLAN, "1f1b", *ROOMY)
     done = run("simulate", "--schedule", "pipedream", "--vertical-sync", "--warmup-depth", "2")
     assert "next: autopipe train --schedule pipedream --vertical-sync --warmup-depth 2\n" in done.stderr
@@ -82,7 +82,7 @@ def seconds(line):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "2bw"])
-def test_the_rate_is_that_of_the_step_on_the_same_line(run, schedule):
+def test_the_rate_belongs_to_the_step_time_on_its_line(run, schedule):
     run("plan", *PLAN, schedule, *ROOMY)
     lines = run("simulate").stdout.splitlines()
     (line,) = [text for text in lines if text.startswith("simulated:")]
@@ -100,7 +100,7 @@ def test_the_rate_is_that_of_the_step_on_the_same_line(run, schedule):
         assert document["seconds"] > document["predicted"]["step_seconds"]
 
 
-def test_a_trace_for_perfetto_is_the_timeline(run):
+def test_a_trace_for_perfetto_has_the_spans_of_the_timeline(run):
     run("plan", *PLAN, "1f1b", *ROOMY)
     assert "--trace FILE" in run("simulate").stderr
     done = run("simulate", "--schedule", "gpipe", "--trace", "gpipe.json")
@@ -122,7 +122,7 @@ def test_a_trace_for_perfetto_is_the_timeline(run):
         (("--schedule", "2bw", "--warmup-depth", "65"), "--warmup-depth 65 is out of range: it runs from 1 to 64"),
     ],
 )
-def test_options_are_called_what_was_typed(run, args, message):
+def test_messages_name_options_as_typed(run, args, message):
     run("plan", *PLAN, "1f1b", *ROOMY)
     done = run("simulate", *args, code=1)
     assert message in done.stderr
@@ -131,7 +131,7 @@ def test_options_are_called_what_was_typed(run, args, message):
 
 
 @pytest.mark.parametrize("version", [0, 99])
-def test_a_profile_of_another_version_is_said_to_be_one(run, version):
+def test_a_profile_of_another_version_is_refused_as_such(run, version):
     path = Path(".autopipe/profile.json")
     path.write_text(path.read_text().replace('"schema_version": 1', f'"schema_version": {version}'))
     done = run("plan", "--gpus", "2", code=1)

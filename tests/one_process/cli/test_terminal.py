@@ -1,4 +1,4 @@
-"""How text meets the width of a terminal."""
+"""Text is wrapped at the width of the terminal."""
 
 import io
 
@@ -31,5 +31,5 @@ def test_lines_are_wrapped_at_the_width_of_the_terminal(monkeypatch: pytest.Monk
     assert all(len(line) <= columns or len(line.split()) == 1 for line in lines)
 
 
-def test_nothing_is_wrapped_where_no_terminal_reads() -> None:
+def test_nothing_is_wrapped_without_a_terminal() -> None:
     assert terminal.wrapped(TEXT, Stream(False)) == TEXT

@@ -1,4 +1,4 @@
-"""An evaluation that no rank could make is refused before one is started, with what to add."""
+"""An evaluation that the ranks cannot run is refused before they start, with a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(folder: Path, **more: Any) -> AutopipeError:
-    """Train with --eval-every, and return what is said to it."""
+    """Train with --eval-every, and return the error."""
 
     def ignore(kind: str, fields: Mapping[str, Any]) -> None:
         pass
@@ -52,7 +52,7 @@ def refused(folder: Path, **more: Any) -> AutopipeError:
     return caught.value
 
 
-def test_a_training_that_is_to_evaluate_needs_something_to_evaluate_on(tmp_path: Path) -> None:
+def test_training_with_evaluation_needs_evaluation_data(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     error = refused(tmp_path)
     assert isinstance(error, ModelFileError)
@@ -60,7 +60,7 @@ def test_a_training_that_is_to_evaluate_needs_something_to_evaluate_on(tmp_path:
     assert "define evaluate_data(batch_size) in the model file, or give --eval-data" in error.remedy
 
 
-def test_a_training_whose_stages_cannot_evaluate_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_whose_stages_cannot_evaluate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text(MODEL + "\nevaluate_data = data\n")
     monkeypatch.setattr("autopipe.commands.steps.evaluation.record", lambda *arguments: "it keeps the mode of training")
     error = refused(tmp_path)
@@ -69,7 +69,7 @@ def test_a_training_whose_stages_cannot_evaluate_says_so(tmp_path: Path, monkeyp
     assert "leave --eval-every out" in error.remedy
 
 
-def test_eval_says_what_is_missing_before_it_starts_ranks(tmp_path: Path) -> None:
+def test_eval_names_what_is_missing_before_ranks_start(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     subject = captured_file(tmp_path / "net.py")
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run", save=True)

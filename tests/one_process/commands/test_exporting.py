@@ -1,4 +1,4 @@
-"""Others can load what a run writes, without this package; and training can start from it."""
+"""Exported weights can be loaded without autopipe, and training can start from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Pipeline:
     return built
 
 
-def test_every_export_is_what_the_untouched_model_loads(run: Pipeline, tmp_path: Path) -> None:
+def test_the_unchanged_model_loads_every_export(run: Pipeline, tmp_path: Path) -> None:
     outputs = [("x.safetensors", None), ("x.pt", None), ("folder", None), ("hf", "hf"), ("odd.name", "dcp")]
     states = {}
     for name, kind in outputs:
@@ -63,7 +63,7 @@ def test_a_folder_is_written_in_files_of_bounded_size(
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
-    # and training can start from it
+    # training can start from it
     weights = begun(run, tmp_path / "hf")
     expected = run.captured.workload.build_model()
     export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
@@ -102,7 +102,7 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Pipeline, tmp_path: 
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_model_file_that_changed_is_refused(run: Pipeline, tmp_path: Path) -> None:
+def test_a_changed_model_file_is_refused(run: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("nn.Linear(6, 6)", "nn.Linear(6, 6, bias=False)"))
     with pytest.raises(RunError, match="its file has changed since you named it"):
         export(ExportSettings(tmp_path / "x.pt", run=run.run.path))
@@ -112,7 +112,7 @@ def test_a_model_file_that_changed_is_refused(run: Pipeline, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_an_export_has_the_mode_of_any_new_file(run: Pipeline, tmp_path: Path, mask: int) -> None:
+def test_an_export_has_the_permissions_of_a_new_file(run: Pipeline, tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         for kind in EXPORT_FORMATS:
@@ -130,7 +130,9 @@ def test_an_export_that_cannot_be_written_is_an_error(run: Pipeline, tmp_path: P
         export(ExportSettings(Path("/proc", name), run=run.run.path))
 
 
-def test_a_full_disk_under_an_export_is_named(run: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_during_an_export_is_reported(
+    run: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **more: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

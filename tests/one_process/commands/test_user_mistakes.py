@@ -1,4 +1,4 @@
-"""What users get wrong: each is answered with what it is, where it is, and what would help."""
+"""Mistakes of users: each error names the mistake, its line and a remedy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run(*arguments: str, code: int = 0) -> Any:
         ("torch.optim.SparseAdam([p for _, p in named])", "returned a SparseAdam, which takes only sparse gradients"),
     ],
 )
-def test_an_optimizer_that_cannot_step_here_is_refused_when_it_is_made(load, kind: str, shown: str) -> None:
+def test_an_unsupported_optimizer_is_refused_when_it_is_built(load, kind: str, shown: str) -> None:
     workload = load(LOSS + f"\ndef optimizer(named):\n    return {kind}\n")
     with pytest.raises(ModelFileError, match=shown) as caught:
         workload.optimizer(list(workload.build_model().named_parameters()))
@@ -92,7 +92,7 @@ def test_an_optimizer_that_cannot_step_here_is_refused_when_it_is_made(load, kin
     assert "AdamW" in caught.value.remedy
 
 
-def test_a_class_of_optimizer_is_refused_the_same_way(load) -> None:
+def test_an_optimizer_class_is_refused_in_the_same_way(load) -> None:
     workload = load(LOSS + "\noptimizer = torch.optim.LBFGS\n")
     with pytest.raises(ModelFileError, match="needs a closure"):
         workload.optimizer(list(workload.build_model().named_parameters()))
@@ -105,7 +105,7 @@ def test_sparse_gradients_are_refused_at_the_users_line(load) -> None:
     assert "remove sparse=True" in caught.value.remedy
 
 
-def test_a_wrong_argument_of_the_model_is_what_the_command_line_said(load) -> None:
+def test_a_wrong_argument_of_the_model_names_the_option(load) -> None:
     workload = load(arguments={"hidden": "oops"})
     with pytest.raises(ModelFileError, match="TypeError") as caught:
         workload.build_model()
@@ -113,7 +113,7 @@ def test_a_wrong_argument_of_the_model_is_what_the_command_line_said(load) -> No
     assert "python on the file alone" not in caught.value.remedy
 
 
-def test_a_script_that_parses_its_arguments_gets_its_own_defaults(load, monkeypatch) -> None:
+def test_a_script_that_parses_arguments_gets_its_defaults(load, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["autopipe", "train", "net.py", "--gpus", "2"])
     text = """
 import argparse
@@ -140,18 +140,18 @@ def get_model():
         ),
     ],
 )
-def test_what_a_script_has_under_the_name_of_a_hook_is_told_with_the_way_out(load, text: str, remedy: str) -> None:
+def test_an_object_with_the_name_of_a_hook_is_refused_with_a_remedy(load, text: str, remedy: str) -> None:
     with pytest.raises(ModelFileError) as caught:
         load(text)
     assert remedy in caught.value.remedy
 
 
-def test_an_optimizer_that_is_named_leaves_the_scripts_own_alone(load) -> None:
+def test_an_optimizer_option_ignores_the_optimizer_of_the_script(load) -> None:
     workload = load(LOSS + "\noptimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.05)\n", optimizer="adam")
     assert type(workload.optimizer(list(workload.build_model().named_parameters()))).__name__ == "Adam"
 
 
-def test_a_dict_for_a_model_that_takes_the_dict_itself_is_told_how(load) -> None:
+def test_a_dict_for_a_model_that_takes_one_dict_is_explained(load) -> None:
     workload = load(LOSS + "\ndef data():\n    return [{'ids': torch.zeros(4, dtype=torch.int64)}]\n")
     item = workload.example_item(None)
     with pytest.raises(ModelFileError, match="unexpected keyword argument 'ids'") as caught, workload.explained(item):
@@ -161,7 +161,7 @@ def test_a_dict_for_a_model_that_takes_the_dict_itself_is_told_how(load) -> None
     )
 
 
-def test_a_module_without_forward_is_told_so(load) -> None:
+def test_a_module_without_forward_is_refused(load) -> None:
     text = "\nclass Lit(nn.Module):\n    def training_step(self, batch, index): ...\n\ndef get_model(): return Lit()\n"
     workload = load(LOSS + text.replace("get_model", "model"))
     with pytest.raises(ModelFileError, match="Lit has no forward") as caught:
@@ -169,7 +169,7 @@ def test_a_module_without_forward_is_told_so(load) -> None:
     assert "return self.training_step(batch, 0)" in caught.value.remedy
 
 
-def test_a_slip_in_the_loss_is_not_the_batchs_fault(load) -> None:
+def test_an_error_in_the_loss_is_not_blamed_on_the_batch(load) -> None:
     workload = load("\ndef loss(output, target):\n    return output.shapee\n")
     item = workload.example_item(4)
     with pytest.raises(ModelFileError, match=r"failed on a batch .*AttributeError") as caught, workload.explained(item):
@@ -177,14 +177,14 @@ def test_a_slip_in_the_loss_is_not_the_batchs_fault(load) -> None:
     assert "in loss: return output.shapee" in caught.value.where
 
 
-def test_a_batch_that_cannot_be_cut_says_whose_it_is(load) -> None:
+def test_a_batch_that_cannot_be_cut_names_the_type_and_the_leaf(load) -> None:
     workload = load(LOSS + "\ndef data(): return [(torch.zeros(4), torch.zeros(4).numpy())]\n")
     with pytest.raises(ModelFileError, match=r"gave a numpy\.ndarray at target") as caught:
         next(workload.items())
     assert caught.value.where.endswith("net.py")
 
 
-def test_an_output_that_is_no_loss_asks_for_a_loss_and_not_for_a_mean(load) -> None:
+def test_an_output_that_is_not_a_loss_asks_for_a_loss_hook(load) -> None:
     workload = load("")
     with pytest.raises(ModelFileError, match=r"a tensor of shape \(4, 3\)\) carries no loss") as caught:
         workload.loss(workload.build_model(), workload.example_item(4))
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_reduced_asks_for_a_mean(load) -> None:
     assert ".mean()" in caught.value.remedy
 
 
-def test_data_that_hands_out_what_was_read_before_is_told_so(load) -> None:
+def test_data_that_yields_read_batches_again_is_refused(load) -> None:
     workload = load(LOSS + "\nGENERATOR = data(8)\n\ndef data():\n    return GENERATOR\n")
     next(workload.items())
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_data_that_hands_out_what_was_read_before_is_told_so(load) -> None:
     assert "create it inside the function" in caught.value.remedy
 
 
-def test_a_loader_that_starts_anew_by_itself_is_data(load) -> None:
+def test_a_loader_that_restarts_by_itself_is_accepted(load) -> None:
     text = """
 class Loader:
     def __iter__(self):
@@ -231,7 +231,7 @@ def data():
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf"])
-def test_a_learning_rate_that_is_none_is_a_usage_error(write, value: str) -> None:
+def test_an_invalid_learning_rate_is_a_usage_error(write, value: str) -> None:
     assert "--lr" in run("train", str(write()), "--gpus", "2", f"--lr={value}", code=2).stderr
 
 
@@ -239,7 +239,7 @@ def test_a_learning_rate_that_is_none_is_a_usage_error(write, value: str) -> Non
 
 
 @pytest.mark.parametrize("command", ["profile", "plan", "train", "check"])
-def test_a_work_directory_that_cannot_be_is_no_bug(write, command: str) -> None:
+def test_an_impossible_work_directory_is_not_an_internal_error(write, command: str) -> None:
     target = str(write())
     Path("file").write_text("")
     more = [] if command == "profile" else ["--gpus", "2"]
@@ -249,7 +249,7 @@ def test_a_work_directory_that_cannot_be_is_no_bug(write, command: str) -> None:
     assert "  try: " in done.stderr
 
 
-def test_next_names_the_work_directory_where_it_is_another(write) -> None:
+def test_the_next_command_names_the_work_directory(write) -> None:
     target = str(write())
     done = run("profile", target, "--device", "cpu", "--microbatch-sizes", "2", "--work-dir", "my work")
     assert "next: autopipe plan --gpus 2 --work-dir 'my work'" in done.stderr
@@ -257,12 +257,12 @@ def test_next_names_the_work_directory_where_it_is_another(write) -> None:
     assert "next: autopipe check --work-dir 'my work', then autopipe train --work-dir 'my work'" in done.stderr
     done = run("generate", "--work-dir", "my work")
     assert "next: autopipe check --work-dir 'my work'" in done.stderr
-    # more steps than the data has batches: it begins again, as train does
+    # more steps than batches: the data starts again, as in training
     document = json.loads(run("check", "--steps", "6", "--work-dir", "my work", "--json").stdout)
     assert len(document["losses"]) == len(document["reference_losses"]) == 6
 
 
-def test_an_error_as_json_names_its_command(write) -> None:
+def test_an_error_in_json_names_its_command(write) -> None:
     write()
     for arguments, command in ((["generate"], "generate"), (["plan", "--gpus", "0"], "plan"), (["pln"], "")):
         done = CliRunner().invoke(autopipe, [*arguments, "--json"])
@@ -337,14 +337,14 @@ GRAPH = Graph(
         ("return (x,)", "", "h.1 (Block), net.py:30"),
     ],
 )
-def test_a_line_of_a_stage_is_one_of_the_users(text: str, call: str, expected: str) -> None:
+def test_a_line_of_a_stage_file_is_mapped_to_the_users_line(text: str, call: str, expected: str) -> None:
     before = STAGE[: STAGE.index(text)]
     line = before.count("\n") + 1
     column = STAGE.splitlines()[line - 1].index(call) if call else None
     assert origin(STAGE, line, column, GRAPH) == expected
 
 
-def test_a_stage_that_was_edited_beyond_reading_still_has_its_module() -> None:
+def test_an_edited_stage_file_is_still_mapped_to_its_module() -> None:
     broken = STAGE.replace("x = x @ x", "x = x @ (")
     line = broken[: broken.index("x = x @ (")].count("\n") + 1
     assert origin(broken, line, None, GRAPH) == "h.1 (Block), net.py:30"

@@ -1,4 +1,4 @@
-"""One command at a time in a work directory: plan, record and stage files are several, and belong together."""
+"""One command at a time in a work directory, since plan, record and stage files belong together."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_beside_one_that_prepares_a_run_is_refused(command: str, tmp_path: Path) -> None:
+def test_a_second_command_in_a_work_directory_is_refused(command: str, tmp_path: Path) -> None:
     work = tmp_path / "work"
     with only_one(work, "prepares a run"), pytest.raises(RunError, match=r"work is in use: .* prepares a run there"):
         COMMANDS[command](work)
     assert [path.name for path in work.iterdir()] == ["lock"]
 
 
-def test_a_run_takes_no_stage_code_over_that_no_command_has_written(tmp_path: Path) -> None:
+def test_a_run_copies_only_stage_files_that_a_command_has_written(tmp_path: Path) -> None:
     subject = captured("resnet")
     cut = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
     work = build(subject, cut, tmp_path / "work")
-    for name in ("shape_1", "evaluation_1", "evaluation"):  # of a folder received from elsewhere
+    for name in ("shape_1", "evaluation_1", "evaluation"):  # a received folder
         (work.run.stages / name).mkdir()
         (work.run.stages / name / "stage_0.py").write_text("raise SystemExit")
     prepared: Any = SimpleNamespace(plan=cut, graph=subject.capture.graph, stages=work.run.stages)
     run = write_run(tmp_path / "run", work.job, prepared)
     copied = {path.name for path in run.stages.iterdir() if path.is_dir()}
-    assert copied == {"evaluation"}  # which is part of what `wrote_stages` knows
+    assert copied == {"evaluation"}  # part of what `wrote_stages` compares
     assert (run.stages / "stage_0.py").read_text() == (work.run.stages / "stage_0.py").read_text()

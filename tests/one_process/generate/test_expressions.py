@@ -1,4 +1,4 @@
-"""How values, calls and paths are written as Python, and how long lines are wrapped."""
+"""Values, calls and paths as Python source, and the wrapping of long lines."""
 
 import collections
 import enum
@@ -17,7 +17,7 @@ from autopipe.generate.targets import Imports
 
 
 class Small(nn.Module):
-    """A class of the user's own."""
+    """A class of the user."""
 
 
 class Color(enum.Enum):
@@ -68,7 +68,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("text", VALUES)
-def test_a_value_is_written_in_the_form_that_gives_it_back(text):
+def test_the_source_of_a_value_evaluates_to_the_value(text):
     value, imports = VALUES[text], Imports()
     written = flat(Writer(imports, {}, {}, "cpu").value(value).doc)
     assert written == text
@@ -87,7 +87,7 @@ def test_a_value_without_a_source_form_is_refused_with_its_type():
     assert "pass plain numbers" in raised.value.remedy
 
 
-def test_a_function_that_no_import_reaches_is_refused_with_its_name():
+def test_a_function_that_cannot_be_imported_is_refused_with_its_name():
     def inner():
         return None
 
@@ -97,7 +97,7 @@ def test_a_function_that_no_import_reaches_is_refused_with_its_name():
     assert raised.value.remedy == "define inner at the top level of a module"
 
 
-def test_operators_keep_their_order_and_no_more_brackets_than_they_need():
+def test_operators_keep_their_order_with_minimal_parentheses():
     class Sums(nn.Module):
         def forward(self, a, b):
             return (a + b) * -a - (a - (b - a)) ** 2 / (a @ b) + (-a) ** 2 + (a < b) * (a & b)
@@ -123,7 +123,7 @@ def test_operators_keep_their_order_and_no_more_brackets_than_they_need():
         ("place.01", 'self["place"]["01"]'),
     ],
 )
-def test_a_path_is_reached_whatever_its_names_are(path, text):
+def test_a_path_with_any_names_is_reached(path, text):
     assert flat(path_text(path)) == text
 
 

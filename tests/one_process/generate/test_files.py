@@ -1,4 +1,4 @@
-"""A stage file is what runs: it adopts the model, in a fresh interpreter, from any folder, and is never stale."""
+"""A stage file is the code that runs: it adopts the model, in a new process, from any folder, and is never stale."""
 
 import functools
 import os
@@ -39,7 +39,7 @@ def small():
 
 
 class Awkward(nn.Module):
-    """Names that a stage has for itself, names that are no identifiers, and a tensor of one's own under no name."""
+    """Names that a stage uses itself, names that are not identifiers, and a tensor without a name."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Awkward(nn.Module):
         return self.frozen(self.train_(x)).pow(2).mean()
 
 
-def test_names_that_a_stage_has_for_itself_do_no_harm(tmp_path):
+def test_names_of_the_model_do_not_collide_with_names_of_a_stage(tmp_path):
     work = Toy(Awkward, vectors)
     traced = capture(work, verify=False)
     model, plain = work.build_model(), work.build_model()
@@ -71,7 +71,7 @@ def test_names_that_a_stage_has_for_itself_do_no_harm(tmp_path):
     assert sorted(stages[0].state_dict()) == sorted(model.state_dict())
 
 
-def test_what_the_user_keeps_in_evaluation_mode_stays_in_it(tmp_path):
+def test_modules_in_evaluation_mode_stay_in_it(tmp_path):
     work = Toy(Awkward, vectors)
     traced = capture(work, verify=False)
     (stage,) = load(traced, plan_of(traced.graph, []), tmp_path, work.build_model())
@@ -80,7 +80,7 @@ def test_what_the_user_keeps_in_evaluation_mode_stays_in_it(tmp_path):
     assert stage.training and stage.train_.training and not stage.frozen.training
 
 
-def test_a_buffer_with_two_names_stays_one_when_the_stage_moves():
+def test_a_buffer_with_two_names_stays_one_tensor_when_the_stage_moves():
     class Two(Stage):
         BUFFERS = ("a.table", "b.table")
 
@@ -95,7 +95,7 @@ def test_a_buffer_with_two_names_stays_one_when_the_stage_moves():
     assert stage.state_dict() == {}
 
 
-def test_adopting_another_model_says_what_it_lacks():
+def test_adopting_another_model_names_what_it_lacks():
     class Wants(Stage):
         INDEX = 2
         MODULES = ("encoder.first",)
@@ -121,7 +121,7 @@ def test_a_plan_with_fewer_stages_leaves_no_old_files(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "stage_0.py", "stage_1.py"]
 
 
-def test_constants_lie_beside_the_files_and_go_when_they_are_not_needed(tmp_path):
+def test_constants_are_written_next_to_the_files_and_removed_when_unused(tmp_path):
     traced = capture(workload("plain tensors"), verify=False)
     generate(traced, plan_of(traced.graph, []), tmp_path)
     assert sorted(load_constants(tmp_path)) == sorted(traced.constants)
@@ -158,7 +158,7 @@ def test_a_missing_or_broken_file_is_refused_with_the_command(tmp_path):
         load_stage(tmp_path, 0, **digests)
 
 
-def test_what_is_written_is_what_runs_even_within_one_tick_of_the_clock(tmp_path):
+def test_a_file_rewritten_within_one_clock_tick_is_the_code_that_runs(tmp_path):
     plan = files(tmp_path)
     digests = {"graph_digest": plan.graph_digest, "plan_digest": plan.digest}
     path = tmp_path / "stage_0.py"
@@ -170,7 +170,7 @@ def test_what_is_written_is_what_runs_even_within_one_tick_of_the_clock(tmp_path
     assert not list(tmp_path.rglob("*.pyc"))
 
 
-def test_a_capture_of_another_model_is_refused_with_both_digests(tmp_path):
+def test_the_capture_of_another_model_is_refused_with_both_digests(tmp_path):
     traced = small()
     other = capture(workload("plain"), verify=False)
     with pytest.raises(ArtifactError) as raised:
@@ -178,7 +178,7 @@ def test_a_capture_of_another_model_is_refused_with_both_digests(tmp_path):
     assert traced.graph.digest in raised.value.what and other.graph.digest in raised.value.what
 
 
-def test_stages_run_in_a_fresh_interpreter_that_has_loaded_the_users_file(tmp_path):
+def test_stages_run_in_a_new_process_that_has_loaded_the_users_file(tmp_path):
     user = tmp_path / "user" / "ste_model.py"
     user.parent.mkdir()
     user.write_text(

@@ -1,4 +1,4 @@
-"""What a stage file looks like."""
+"""The source of a stage file."""
 
 import ast
 import functools
@@ -122,7 +122,7 @@ def test_a_stage_file_reads_like_the_users_source(tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_stage_file_is_clean_python_in_120_columns(name, tmp_path):
+def test_every_stage_file_passes_the_linter_in_120_columns(name, tmp_path):
     traced = capture(workload(name), verify=False)
     for path in generate(traced, plan_of(traced.graph, even_cuts(traced.graph, 3)), tmp_path):
         text = path.read_text()
@@ -139,14 +139,14 @@ def test_every_stage_file_is_clean_python_in_120_columns(name, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_a_users_name_is_used_again_as_the_user_does(tmp_path):
+def test_a_name_of_the_user_is_reused_as_the_user_does(tmp_path):
     subject = captured("hf_llama")
     path = generate(subject.capture, plan_of(subject.capture.graph, []), tmp_path)[0]
     tree = ast.parse(path.read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert {"hidden_states", "query_states", "key_states", "value_states", "attn_output"} <= names
     numbered = {name for name in names if re.fullmatch(r"(hidden_states|attn_output|variance)_?\d+", name)}
-    assert numbered <= {"hidden_states2"}  # the residual is alive while the block works on its own
+    assert numbered <= {"hidden_states2"}  # the residual is alive while the block runs
 
 
 def test_no_file_knows_a_batch_size(tmp_path):
@@ -159,7 +159,7 @@ def test_no_file_knows_a_batch_size(tmp_path):
 
 
 class Parts(nn.Module):
-    """Tuples on lines that assign something else, and tuples inside tuples."""
+    """Tuples on lines that assign other values, and nested tuples."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Parts(nn.Module):
         return (y[:, 0].sum(1) + h[0].sum(1) + a + b * c + first + rest[0]).pow(2).mean()
 
 
-def test_a_tuple_is_taken_apart_only_by_the_line_that_names_its_parts(tmp_path):
+def test_a_tuple_is_unpacked_only_on_the_line_that_names_its_parts(tmp_path):
     work = Toy(Parts, vectors)
     traced = capture(work, verify=False)
     plan = plan_of(traced.graph, [])

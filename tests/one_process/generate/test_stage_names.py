@@ -1,4 +1,4 @@
-"""What people read names stages by the model's modules: tables, a run that is under way, errors."""
+"""Tables, progress lines and errors name stages by the modules of the model."""
 
 import dataclasses
 import io
@@ -37,7 +37,7 @@ def test_the_stages_of_a_transformer_are_its_blocks() -> None:
     assert emptied.stages[0].name == f"{first.first} .. {first.last}" and emptied.digest == plan.digest
 
 
-def test_tables_of_a_run_and_of_a_comparison_have_the_names() -> None:
+def test_tables_of_runs_and_comparisons_have_the_names() -> None:
     start = {"steps": 3, "start_step": 0, "modules": ["emb, blocks.0", "blocks.1, head"], "stage_ranks": ((0, 1), (2,))}
     lines = [line.split() for line in shown(live(start, {}, ["F1", "B1", "waits"], "")).splitlines() if "rank" in line]
     assert lines == [

@@ -1,4 +1,4 @@
-"""Stage files, run one after another, are the model: results, gradients and buffers, bit for bit."""
+"""Stage files, run one after another, equal the model: results, gradients and buffers, bit for bit."""
 
 import functools
 
@@ -44,7 +44,7 @@ def test_stages_of_the_samples_are_the_model(sample, num_stages, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_stages_state_together_is_the_models_state(name, tmp_path):
+def test_the_state_of_all_stages_is_the_state_of_the_model(name, tmp_path):
     work, traced = of_case(name)
     model = work.build_model()
     stages = load(traced, plan_of(traced.graph, even_cuts(traced.graph, 3)), tmp_path, model)
@@ -89,7 +89,7 @@ def test_in_evaluation_mode_the_stages_are_the_model_in_evaluation_mode(tmp_path
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_a_stage_that_is_moved_makes_everything_on_its_own_device(sample, tmp_path):
+def test_a_moved_stage_creates_tensors_on_its_device(sample, tmp_path):
     subject = captured(sample)
     plan = plan_of(subject.capture.graph, even_cuts(subject.capture.graph, 3))
     stages = [

@@ -1,4 +1,4 @@
-"""Heartbeats: a rank's last note can be read from outside at any time."""
+"""Heartbeats: the last note of a rank can be read by another process at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The preflight: every difference between hosts is found, and comes with its fix."""
+"""The preflight checks find every difference between hosts, with a remedy."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_a_gpu_holds_what_its_ranks_need() -> None:
     assert none.state == "problem" and "--device cpu" in none.fix
 
 
-def test_a_clock_that_is_off_is_told_and_stops_nothing() -> None:
+def test_a_wrong_clock_is_reported_as_a_warning() -> None:
     off = described(survey().facts, offset=-90.0)
     (findings,) = preflight.clocks(off)
     assert findings.state == "note" and "-90000.0 ms" in findings.detail and "h1" in findings.fix
 
 
-def test_an_address_of_the_internet_is_refused_unless_it_is_trusted() -> None:
+def test_a_public_address_is_refused_unless_it_is_trusted() -> None:
     with pytest.raises(RunError, match=r"8\.8\.8\.8") as caught:
         network.refuse_public("8.8.8.8", trusted=False)
     assert "--i-trust-this-network" in caught.value.remedy
@@ -99,7 +99,7 @@ def test_an_address_of_the_internet_is_refused_unless_it_is_trusted() -> None:
         network.refuse_public(address, trusted=False)
 
 
-def test_a_socket_listens_on_its_address_alone() -> None:
+def test_a_socket_listens_on_its_address_only() -> None:
     with network.listen("127.0.0.1") as listener:
         address, port = listener.getsockname()
         assert address == "127.0.0.1"
@@ -119,7 +119,7 @@ def test_an_interface_is_found_by_address_and_by_route() -> None:
         network.resolve("no such host")
 
 
-def test_the_address_of_a_store_is_read_back() -> None:
+def test_the_address_of_a_store_is_parsed() -> None:
     for address, port in (("10.0.0.1", 1234), ("fe80::1", 5)):
         assert network.parse_tcp(network.tcp_address(address, port)) == (address, port)
     for wrong in ("tcp://", "tcp://h", "tcp://h:x", "h1"):
@@ -146,20 +146,20 @@ def test_two_agents_answer_and_reach_each_other(agents: AgentPool, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
 
 
-def test_what_an_agent_cannot_do_is_an_error_with_its_host(agents: AgentPool) -> None:
+def test_a_failure_of_an_agent_is_an_error_with_its_host(agents: AgentPool) -> None:
     with pytest.raises(RunError, match="nosuch") as caught:
         preflight.survey(agents, LaunchSettings(interface="nosuch"), devices=False)
     assert "--interface" in caught.value.remedy
 
 
-def test_an_agent_that_is_killed_is_gone_and_named(agents: AgentPool) -> None:
+def test_a_killed_agent_is_named(agents: AgentPool) -> None:
     preflight.survey(agents, LaunchSettings(), devices=False)
     agents.agents[1].process.kill()
     with pytest.raises(RunError, match=r"the agent on 127.0.0.1 is gone \(killed by signal 9\)"):
         preflight.survey(agents, LaunchSettings(), devices=False)
 
 
-def test_doctor_shows_a_host_that_cannot_be_asked_as_a_finding() -> None:
+def test_doctor_reports_an_unreachable_host_as_a_finding() -> None:
     settings = LaunchSettings(hosts=(Host("localhost"),), remote_python="/nonexistent/python")
     (findings,) = examine_hosts(settings).findings
     assert findings.state == "problem" and "--remote-python" in findings.fix

@@ -1,4 +1,4 @@
-"""Rank 0 and the processes of the other ranks: who is let in, what a failure looks like from each side."""
+"""Rank 0 and the processes of the other ranks: which are admitted, and how failures are reported on each side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopipe.launch.request import WorkerSpec
 
 @pytest.fixture(autouse=True)
 def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both sides are in one process here, which does not end and keeps its signals."""
+    """Let both sides run in one process, which keeps its signals and does not end."""
     monkeypatch.setattr("autopipe.launch.remote.peer.LEAVE_SECONDS", 0.1)
     monkeypatch.setattr("autopipe.launch.remote.peer.preload", lambda: None)
     before = {number: signal.getsignal(number) for number in STOPPING}
@@ -68,10 +68,10 @@ def hello(rank: int, world_size: int = 2, version: str = __version__, **changes:
     return json.dumps({**message, "local_world_size": world_size, "host": f"host{rank}", **changes}).encode() + b"\n"
 
 
-# -- who is let in -------------------------------------------------------------------------------------------------
+# -- admission -----------------------------------------------------------------------------------------------------
 
 
-def test_whoever_says_who_they_are_is_in() -> None:
+def test_a_peer_with_the_right_credentials_is_admitted() -> None:
     with opened(3) as (rendezvous, port), knock(port) as one, knock(port) as two:
         one.sendall(hello(2, 3))
         two.sendall(hello(1, 3))
@@ -92,7 +92,7 @@ def test_whoever_says_who_they_are_is_in() -> None:
         hello(1)[:-1].replace(b'"rank": 1', b'"rank": "1"') + b"\n",
     ],
 )
-def test_a_stranger_is_turned_away_and_changes_nothing(nonsense: bytes) -> None:
+def test_a_stranger_is_rejected_and_changes_nothing(nonsense: bytes) -> None:
     with opened() as (rendezvous, port), knock(port) as stranger, knock(port) as one:
         stranger.sendall(nonsense)
         one.sendall(hello(1))
@@ -102,7 +102,7 @@ def test_a_stranger_is_turned_away_and_changes_nothing(nonsense: bytes) -> None:
 
 @given(st.binary(max_size=200))
 @settings(deadline=None, max_examples=40)
-def test_no_bytes_from_a_stranger_make_rank_0_fail(message: bytes) -> None:
+def test_no_bytes_of_a_stranger_end_rank_0(message: bytes) -> None:
     with opened() as (rendezvous, port), knock(port) as stranger, knock(port) as one:
         stranger.sendall(message + b"\n")
         one.sendall(hello(1))
@@ -110,7 +110,7 @@ def test_no_bytes_from_a_stranger_make_rank_0_fail(message: bytes) -> None:
         assert sorted(rendezvous.peers) == [1]
 
 
-def test_another_version_is_refused_with_both_and_told_why() -> None:
+def test_another_version_is_rejected_on_both_sides_with_both_versions() -> None:
     with opened() as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, version="0.0.1"))
         with pytest.raises(RunError, match=f"host1 has autopipe 0.0.1, and rank 0 has {__version__}"):
@@ -118,7 +118,7 @@ def test_another_version_is_refused_with_both_and_told_why() -> None:
         assert json.loads(one.recv(4096))["what"].startswith("host1 has autopipe 0.0.1")
 
 
-def test_a_rank_that_comes_twice_is_refused() -> None:
+def test_a_rank_that_connects_twice_is_rejected() -> None:
     with opened(3) as (rendezvous, port), knock(port) as one, knock(port) as two:
         one.sendall(hello(1, 3))
         two.sendall(hello(1, 3, host="elsewhere"))
@@ -126,21 +126,21 @@ def test_a_rank_that_comes_twice_is_refused() -> None:
             rendezvous.gather(5)
 
 
-def test_another_number_of_ranks_is_refused_with_both_numbers() -> None:
+def test_another_number_of_ranks_is_rejected_with_both_numbers() -> None:
     with opened() as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, 4))
         with pytest.raises(RunError, match="rank 1 on host1 was started as one of 4 ranks, and rank 0 as one of 2"):
             rendezvous.gather(5)
 
 
-def test_those_who_did_not_come_are_named() -> None:
+def test_missing_ranks_are_named() -> None:
     with opened(4) as (rendezvous, port), knock(port) as one:
         one.sendall(hello(2, 4))
         with pytest.raises(RunError, match=r"2 ranks of 4 did not connect .*: 1, 3"):
             rendezvous.gather(0.3)
 
 
-def test_a_process_that_went_away_is_named() -> None:
+def test_a_process_that_ended_is_named() -> None:
     with opened(3) as (rendezvous, port), knock(port) as one:
         one.sendall(hello(1, 3))
         with pytest.raises(RunError, match="did not connect"):
@@ -150,12 +150,12 @@ def test_a_process_that_went_away_is_named() -> None:
             rendezvous.gather(5)
 
 
-# -- how it ends -----------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def led(error: BaseException | None) -> Iterator[int]:
-    """Be rank 0 in a thread: admit one member, then fail of the error, or finish."""
+    """Run as rank 0 in a thread: admit one peer, then raise the error, or finish."""
 
     def lead(rendezvous: Rendezvous) -> None:
         if error is None:
@@ -178,7 +178,7 @@ def followed(port: int) -> int:
     return follow(membership(1, port=port), connect("127.0.0.1", port, 5))
 
 
-def test_a_run_that_is_done_ends_well_everywhere() -> None:
+def test_a_completed_run_ends_without_error_on_every_rank() -> None:
     with led(None) as port:
         assert followed(port) == 0
 
@@ -191,17 +191,17 @@ def test_every_rank_ends_with_the_message_of_the_first_failure() -> None:
     assert caught.value.exit_code == 3
 
 
-def test_an_interrupt_of_rank_0_is_one_everywhere() -> None:
+def test_an_interrupt_of_rank_0_interrupts_every_rank() -> None:
     with led(KeyboardInterrupt()) as port, pytest.raises(KeyboardInterrupt):
         followed(port)
 
 
-def test_a_fault_of_rank_0_is_told_without_its_traceback() -> None:
+def test_an_exception_of_rank_0_is_forwarded_without_its_traceback() -> None:
     with led(ValueError("odd")) as port, pytest.raises(AutopipeError, match="rank 0: ValueError: odd"):
         followed(port)
 
 
-def test_a_rank_0_that_vanishes_is_named() -> None:
+def test_a_lost_rank_0_is_named() -> None:
     with network.listen("127.0.0.1") as listener:
 
         def vanish() -> None:
@@ -216,14 +216,14 @@ def test_a_rank_0_that_vanishes_is_named() -> None:
         thread.join(5)
 
 
-def test_a_rank_0_that_never_comes_is_not_waited_for_for_ever() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
+def test_the_wait_for_rank_0_has_a_timeout() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
         with pytest.raises(RunError, match=r"rank 0 does not answer at 127\.0\.0\.1 port"):
-            connect("127.0.0.1", nobody.getsockname()[1], 0.3)
+            connect("127.0.0.1", listener.getsockname()[1], 0.3)
 
 
-def test_a_run_directory_that_is_not_shared_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_that_is_not_shared_is_refused_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopipe.launch.remote.rank_host.VISIBLE_SECONDS", 0.2)
     spec = WorkerSpec(
         run="/none",
@@ -272,7 +272,7 @@ def wired() -> Iterator[tuple[MessageStream, socket.socket]]:
             wire.close()
 
 
-def test_messages_arrive_whole_however_they_are_cut() -> None:
+def test_messages_arrive_complete_however_they_are_split() -> None:
     with wired() as (wire, other):
         other.sendall(b'{"kind": "Signaled", "attempt": 1, "signal": "\xc3')
         assert received(wire) == []
@@ -281,14 +281,14 @@ def test_messages_arrive_whole_however_they_are_cut() -> None:
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b"[1]\n", b'{"kind": 1}\n', b"[" * 100_000 + b"\n", b"\xff\n"])
-def test_what_is_no_message_is_an_error_of_the_wire(line: bytes) -> None:
+def test_invalid_bytes_are_a_protocol_error(line: bytes) -> None:
     with wired() as (wire, other), pytest.raises(StreamError):
         other.sendall(line)
         for _ in range(10):
             received(wire)
 
 
-def test_the_end_of_a_connection_is_an_error_of_the_wire() -> None:
+def test_the_end_of_a_connection_is_a_protocol_error() -> None:
     with wired() as (wire, other):
         other.close()
         with pytest.raises(StreamError, match="closed"):

@@ -1,4 +1,4 @@
-"""What asks a run to end reaches the supervisor, whenever it comes; a fork server that ends is replaced."""
+"""Signals reach the supervisor at any time, and a fork server that ends is replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_signal_that_comes_while_the_fork_server_is_started_is_not_lost() -> N
 
 
 class Dying:
-    """A process whose fork server dies under it so many times."""
+    """A process whose fork server dies a number of times."""
 
     left = 0
 
@@ -46,7 +46,7 @@ class Dying:
 
 
 @pytest.mark.parametrize(("deaths", "starts"), [(2, True), (1000, False)])
-def test_a_fork_server_that_ends_is_replaced_and_never_taken_for_ctrl_c(
+def test_a_fork_server_that_ends_is_replaced_and_not_mistaken_for_ctrl_c(
     deaths: int, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Dying.left = deaths
@@ -82,7 +82,7 @@ sys.stdin.read()
 """
 
 
-def test_what_ranks_are_forked_from_is_deaf_to_what_ends_a_run_and_the_command_is_not() -> None:
+def test_the_fork_server_ignores_the_signals_that_end_a_run() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", FORK_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -90,15 +90,15 @@ def test_what_ranks_are_forked_from_is_deaf_to_what_ends_a_run_and_the_command_i
         assert process.stdout is not None
         server, tracker, command = (int(word) for word in process.stdout.readline().split())
         try:
-            assert deaf_to(server) == set(STOPPING)
-            assert deaf_to(tracker) == set(STOPPING)
-            assert deaf_to(command) & set(STOPPING) == set()
+            assert ignored_by(server) == set(STOPPING)
+            assert ignored_by(tracker) == set(STOPPING)
+            assert ignored_by(command) & set(STOPPING) == set()
         finally:
             process.stdin.close()
             process.wait(30)
 
 
-def deaf_to(pid: int) -> set[signal.Signals]:
+def ignored_by(pid: int) -> set[signal.Signals]:
     """Return which of the signals that end a run a process blocks or ignores."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     mask = int(status["SigBlk"], 16) | int(status["SigIgn"], 16)

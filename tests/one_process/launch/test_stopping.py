@@ -1,4 +1,4 @@
-"""A request to stop: all ranks stop before the same minibatch, whenever it comes and however fast each of them is."""
+"""A request to stop: all ranks stop before the same minibatch, at any time and at any speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopipe.launch.rank.signals import StopRequest
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Threads change places after every few bytecodes."""
+    """Switch threads after every few bytecodes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -39,7 +39,7 @@ def test_every_rank_stops_before_the_same_minibatch(seed: int, tmp_path: Path, s
         beats = Heartbeats(path, ranks)
         step = 0
         while step < limit and may_begin(beats, rank, step, step + window, pause=lambda seconds: wake.wait(1e-4)):
-            for _ in range(idle):  # ranks of different speed drift apart
+            for _ in range(idle):  # ranks of different speeds drift apart
                 pass
             step += window
         ended[rank] = step
@@ -60,7 +60,7 @@ def test_every_rank_stops_before_the_same_minibatch(seed: int, tmp_path: Path, s
     assert ended[0] == agreement.proposed
 
 
-def test_a_run_that_has_not_begun_stops_where_it_starts(tmp_path: Path) -> None:
+def test_a_run_that_has_not_started_stops_before_its_first_minibatch(tmp_path: Path) -> None:
     beats = Heartbeats(tmp_path / "beats", 2, create=True)
     agreement = Agreement(beats.set_stop)
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_a_run_that_has_not_begun_stops_where_it_starts(tmp_path: Path) -> None:
     assert not may_begin(beats, 0, 7, 8)
 
 
-def test_nothing_is_agreed_on_what_was_read_before_a_rank_could_see_the_proposal() -> None:
+def test_no_agreement_uses_positions_older_than_the_proposal() -> None:
     proposals = []
     agreement = Agreement(lambda before, agreed: proposals.append((before, agreed)))
     old = [Beat(1, 0.0, False, "", bound=5), Beat(1, 0.0, False, "", bound=4)]
@@ -84,7 +84,7 @@ def test_nothing_is_agreed_on_what_was_read_before_a_rank_could_see_the_proposal
     assert len(proposals) == 3
 
 
-def test_nobody_asks_and_nobody_stops(tmp_path: Path) -> None:
+def test_without_a_request_no_rank_stops(tmp_path: Path) -> None:
     beats = Heartbeats(tmp_path / "beats", 1, create=True)
     assert all(may_begin(beats, 0, step, step + 1) for step in range(5))
     assert beats.read(0).bound == 5
@@ -92,18 +92,18 @@ def test_nobody_asks_and_nobody_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_asks_and_a_second_ctrl_c_ends(number: signal.Signals) -> None:
+def test_a_signal_requests_a_stop_and_a_second_ctrl_c_ends_the_run(number: signal.Signals) -> None:
     stop = StopRequest()
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), stop.on_signals():
         os.kill(os.getpid(), number)
         assert stop.signal_name == number.name
-        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler asks more than once
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler sends the signal more than once
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(number) is before
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_signals_that_nohup_ignores_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop = StopRequest()

@@ -1,4 +1,4 @@
-"""The supervisor, with ranks that are played: who is blamed, and what is said."""
+"""The supervisor with simulated ranks: which rank is blamed, and the message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopipe.runtime.job import RunDirectory
 
 @dataclass
 class Played:
-    """Ranks whose events are written down: one list a poll."""
+    """Ranks with scripted events: one list per poll."""
 
     script: list[list[dict[str, Any]]]
     hosts: Sequence[str] = ("", "")
@@ -50,7 +50,7 @@ class Played:
 
 @dataclass(frozen=True)
 class NoPlan(RunDirectory):
-    """A run of which only the logs are asked for."""
+    """A run directory that has only logs."""
 
     def plan(self) -> Any:
         class Empty:
@@ -86,7 +86,7 @@ def failure(ranks: Played, path: Path, watchdog: float = 60.0) -> WorkerError:
     return caught.value
 
 
-def test_ranks_that_are_done_and_gone_are_a_run_that_is_done(tmp_path: Path) -> None:
+def test_a_run_is_complete_once_all_ranks_have_finished_and_ended(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     script = [
         [{"kind": "step", "rank": 0}, {"kind": "done", "rank": 0}, exited(0, 1, 0)],
@@ -97,29 +97,29 @@ def test_ranks_that_are_done_and_gone_are_a_run_that_is_done(tmp_path: Path) -> 
     assert [event["kind"] for event in seen if event["kind"] != "tick"] == ["step"]
 
 
-def test_the_earliest_failure_leads_not_the_first_that_was_heard(tmp_path: Path) -> None:
+def test_the_earliest_failure_is_the_cause_even_if_another_arrives_first(tmp_path: Path) -> None:
     cause = failure(Played([[error(1, 20, "late")], [error(0, 10, "early")]]), tmp_path)
     assert cause.what == "early" and cause.rank == 0
 
 
-def test_a_lost_connection_is_never_the_cause_where_there_is_another(tmp_path: Path) -> None:
+def test_a_lost_connection_is_the_cause_only_without_another_failure(tmp_path: Path) -> None:
     cause = failure(Played([[error(0, 10, "connection closed", secondary=True), exited(1, 20, -9)]]), tmp_path)
     assert cause.rank == 1 and "SIGKILL" in cause.what
 
 
-def test_a_lost_connection_waits_for_its_cause_as_long_as_the_launcher_may_need(tmp_path: Path) -> None:
+def test_after_a_lost_connection_the_supervisor_waits_for_the_cause(tmp_path: Path) -> None:
     script = [[error(0, 10, "closed", secondary=True)], *[[]] * 50, [lost("h1", [1], 99)]]
     cause = failure(Played(script, ("h0", "h1"), patience_seconds=30.0), tmp_path)
     assert (cause.what, cause.rank, cause.host) == ("host h1 does not answer", 1, "h1")
     assert "rank 1 on h1" in cause.where and cause.remedy == "check it"
 
 
-def test_only_lost_connections_are_told_as_what_they_are(tmp_path: Path) -> None:
+def test_lost_connections_alone_are_reported_as_such(tmp_path: Path) -> None:
     script = [[error(0, 10, "closed", secondary=True), error(1, 9, "reset", secondary=True)]]
     assert failure(Played(script), tmp_path).what == "reset"
 
 
-def test_a_host_that_is_lost_after_its_ranks_were_done_is_no_failure(tmp_path: Path) -> None:
+def test_a_host_lost_after_its_ranks_have_finished_is_not_a_failure(tmp_path: Path) -> None:
     script = [
         [{"kind": "done", "rank": 1}, {"kind": "done", "rank": 0}, exited(0, 1, 0)],
         [lost("h1", [1], 5)],
@@ -136,7 +136,9 @@ def test_a_host_that_is_lost_after_its_ranks_were_done_is_no_failure(tmp_path: P
     ],
     ids=["not the one that waits", "the one that moved longest ago", "the one that was stopped"],
 )
-def test_a_hang_is_blamed_on(notes: list[Beat], odd: dict[int, str], blamed: int, tmp_path: Path, monkeypatch) -> None:
+def test_a_hang_is_blamed_on_one_rank(
+    notes: list[Beat], odd: dict[int, str], blamed: int, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
     cause = failure(Played([], notes=notes, odd=odd), tmp_path, watchdog=0.0)
     assert cause.rank == blamed
@@ -151,7 +153,7 @@ def test_a_host_that_is_lost_while_stacks_are_written_is_the_cause_of_a_hang(tmp
     assert "host there does not answer" in caught.what
 
 
-def test_a_hang_shows_where_each_rank_stands(tmp_path: Path, monkeypatch) -> None:
+def test_a_hang_shows_the_stack_of_each_rank(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "STACKS_SECONDS", 0.0)
     run = NoPlan(tmp_path)
     run.log(0).parent.mkdir()
@@ -170,7 +172,7 @@ def test_a_hang_shows_where_each_rank_stands(tmp_path: Path, monkeypatch) -> Non
     assert "/home/me/model.py:12 in forward" in cause.where
 
 
-def test_the_main_thread_is_the_last_and_installed_code_is_not_what_counts() -> None:
+def test_the_stack_of_the_main_thread_names_the_users_line() -> None:
     text = (
         "Thread 0x00007f1 (most recent call first):\n"
         '  File "/x/other.py", line 1 in wait\n'
@@ -190,20 +192,20 @@ def torch_file() -> str:
     return str(Path(torch.__file__).parent / "nn" / "functional.py")
 
 
-def test_a_death_is_named() -> None:
+def test_the_end_of_a_process_is_described() -> None:
     assert "SIGSEGV" in death(-11)
-    assert "signal 40" in death(-40)  # one of the real-time signals, which have no names
+    assert "signal 40" in death(-40)  # a real-time signal has no name
     assert "kernel ran out of memory" in death(-9)
     assert "code 4" in death(4)
 
 
-def test_the_watchdog_knows_the_plan() -> None:
+def test_the_watchdog_timeout_follows_the_plan() -> None:
     assert watchdog_of(0.01, None) == 60.0
     assert watchdog_of(10.0, None) == 200.0
     assert watchdog_of(10.0, 5.0) == 5.0
 
 
-def test_what_no_plan_predicts_may_take_longer(tmp_path: Path) -> None:
+def test_steps_without_a_prediction_may_take_longer(tmp_path: Path) -> None:
     default = LaunchRequest(run=NoPlan(tmp_path), world_size=2, on_event=lambda event: None, watchdog_seconds=60.0)
     assert default.slow_seconds == 300.0 and request(tmp_path, watchdog=5.0).slow_seconds == 5.0
     assert default.timeout_seconds > default.slow_seconds

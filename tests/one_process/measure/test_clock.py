@@ -1,4 +1,4 @@
-"""How a graph is cut into runs that are timed, and what is made of repeated times."""
+"""How a graph is cut into runs that are timed, and the statistics of repeated times."""
 
 import logging
 
@@ -43,10 +43,12 @@ def test_the_median_and_spread_of_repeated_times():
     times = Times((1.0, 2.0, 3.0, 4.0, 5.0), (1.0,) * 5)
     assert times.medians == (3.0, 1.0)
     assert Times((1.0,) * 3, (1.0,) * 3).spread is None
-    assert times.spread == pytest.approx(3.0 / 4.0)  # quartiles 1.5 and 4.5 of the forwards, median 3 + 1
+    assert times.spread == pytest.approx(
+        3.0 / 4.0
+    )  # the quartiles of the forwards are 1.5 and 4.5, the median is 3 + 1
 
 
-def test_repeating_warms_up_once_and_stops_at_the_budget():
+def test_repetitions_warm_up_once_and_stop_at_the_budget():
     calls = []
 
     def once():
@@ -58,7 +60,7 @@ def test_repeating_warms_up_once_and_stops_at_the_budget():
     assert len(repeat(once, 1e9).forward) == 15
 
 
-def test_the_fastest_window_counts_and_has_its_own_spread():
+def test_the_fastest_window_counts_with_its_own_spread():
     quiet, busy = Times((1.0, 1.0, 1.0, 1.2), (2.0,) * 4), Times((1.5, 1.4, 1.6, 1.9), (3.0, 2.9, 3.1, 3.9))
     windows = Windows(()).with_another(busy).with_another(quiet).with_another(busy)
     assert windows.fastest_window == quiet

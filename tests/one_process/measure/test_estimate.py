@@ -1,4 +1,4 @@
-"""Profiles that are counted without memory, against measured ones and against arithmetic by hand."""
+"""Estimated profiles, compared with measured ones and with arithmetic by hand."""
 
 import json
 import textwrap
@@ -22,7 +22,7 @@ def bytes_of(cost):
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_what_is_counted_is_what_a_measurement_counts(on_meta):
+def test_an_estimate_counts_what_a_measurement_counts(on_meta):
     model, traced, workload = stack_of()
     measured = measure(traced, workload, device="cpu", microbatch_sizes=(2, 5))
     if on_meta:
@@ -53,7 +53,7 @@ def data(batch_size=8):
 """
 
 
-def test_a_llama_of_67_million_parameters_takes_on_h100_what_arithmetic_by_hand_says(tmp_path):
+def test_the_estimate_of_a_llama_on_h100_equals_arithmetic_by_hand(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "llama.py").write_text(LLAMA)
     workload = Workload(LoadOptions(str(tmp_path / "llama.py"), precision="bf16").spec())
@@ -63,19 +63,19 @@ def test_a_llama_of_67_million_parameters_takes_on_h100_what_arithmetic_by_hand_
     weights, tokens, layers, width, length = sum(p.numel() for p in model.parameters()), 8 * 512, 8, 512, 512
     assert 66e6 < weights < 68e6
     flops = sum(work.forward.flops + work.backward.flops for work in counted.measurements[0].work.values())
-    # 6 operations a token and weight that is multiplied; the embedding is looked up. Attention: two products of
-    # length x width a token forward, five backward
+    # 6 operations per token and multiplied weight; the embedding is a lookup. Attention: per token two products of
+    # length x width forward, and five backward
     assert flops == pytest.approx(
         6 * (weights - 32000 * width) * tokens + layers * 14 * length * width * tokens, rel=0.01
     )
 
-    # by hand, as for any transformer: 6 operations a token and weight at 40 % of the peak of four devices, 1.0 ms
+    # by hand, as for any transformer: 6 operations per token and weight at 40 % of the peak of four devices, 1.0 ms
     by_hand = 6 * weights * tokens / (4 * 0.4 * 989.5e12)
     assert by_hand == pytest.approx(1.0e-3, rel=0.1)
     priced = on_datasheet(counted, datasheet("H100-SXM"), "bf16").measurements[0].costs.values()
     seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in priced) / 4
-    # at least the arithmetic at the efficiency of a product; at most twice what is said by hand, because a model so
-    # narrow moves much: logits of 32000 words for each token, and activations 512 wide
+    # at least the arithmetic at the efficiency of a product; at most twice the time by hand, because such a narrow
+    # model is bound by memory: logits of 32000 words for each token, and activations 512 wide
     assert flops / (4 * COMPUTE_EFFICIENCY * 989.5e12) < seconds < 2 * by_hand
 
 
@@ -103,7 +103,7 @@ def data(batch_size=8):
 """
 
 
-def test_a_model_that_does_not_fit_is_refused_counted_and_planned(tmp_path, monkeypatch):
+def test_a_model_that_does_not_fit_can_be_estimated_and_planned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(textwrap.dedent(NET))
     monkeypatch.setattr("autopipe.workload.model.size_limits.available_bytes", lambda: 200_000)
@@ -126,7 +126,7 @@ def test_a_model_that_does_not_fit_is_refused_counted_and_planned(tmp_path, monk
     assert "operations and bytes counted on tensors without data" in document["estimate"]
     for words, what in ((("--links",), "--links and --estimate"), (("--device", "cpu"), "--device and --estimate")):
         assert f"{what} exclude each other" in run("profile", "net.py", "--estimate", *words, code=2).stderr
-    # where it fits again, a command that trains measures it first
+    # once it fits, training measures it first
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     trained = run("profile", "net.py", "--microbatch-sizes", "1")

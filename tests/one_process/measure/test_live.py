@@ -1,4 +1,4 @@
-"""What a call holds beyond what was there before it."""
+"""The memory that a call holds in addition to its inputs."""
 
 import torch
 
@@ -8,7 +8,7 @@ FLOATS = 1000
 ONE = 4 * FLOATS
 
 
-def test_workspace_is_what_was_held_on_the_way_and_what_is_left():
+def test_workspace_is_the_peak_and_the_result_of_a_call():
     before = torch.ones(FLOATS)
     with Workspace(torch.device("cpu")) as used:
         after = (before + 1) * 2
@@ -21,5 +21,5 @@ def test_the_gradients_of_a_backward_are_workspace():
     y = x * 3
     with Workspace(torch.device("cpu")) as used:
         torch.autograd.grad(y, x, torch.ones(FLOATS))
-    assert used.peak == 2 * ONE  # what comes in and what goes out
+    assert used.peak == 2 * ONE  # inputs and results
     assert used.left == 0

@@ -1,4 +1,4 @@
-"""What a profile holds. Times are never compared with numbers here; bytes, coverage and side effects are."""
+"""The content of a profile: bytes, coverage and side effects. Times are not compared with numbers."""
 
 import logging
 
@@ -21,7 +21,7 @@ def size_run(capture, workload, size, least_seconds=1e-9):
 
 
 def independent_saved_bytes(forward, model, *inputs):
-    """Count what one plain forward keeps: every memory once, without the model's own."""
+    """Count the bytes that one plain forward saves: every memory once, without parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved = {}
 
@@ -51,7 +51,7 @@ def test_every_node_is_covered_at_every_size_and_nothing_is_negative():
 
 @pytest.mark.parametrize("least_seconds", [1e-9, 10.0])
 @pytest.mark.parametrize("size", [2, 3])
-def test_saved_bytes_are_those_of_one_plain_forward_however_the_runs_lie(least_seconds, size):
+def test_saved_bytes_are_those_of_one_plain_forward_for_any_runs(least_seconds, size):
     model, capture, workload = stack_of()
     run = size_run(capture, workload, size, least_seconds)
     measured = run.measurement()
@@ -60,16 +60,16 @@ def test_saved_bytes_are_those_of_one_plain_forward_however_the_runs_lie(least_s
 
 
 @pytest.mark.parametrize("least_seconds", [1e-9, 10.0])
-def test_it_is_known_which_node_keeps_a_value_first(least_seconds):
+def test_the_first_node_that_saves_a_value_is_recorded(least_seconds):
     _, capture, workload = stack_of(blocks=1)
     keepers = size_run(capture, workload, 3, least_seconds).measurement().keepers
     names = [node.name for node in capture.graph.nodes]
     expected = {
-        "x": "first",  # a layer keeps what it reads
+        "x": "first",  # a layer saves its input
         "first": "blocks_0_norm",
         "blocks_0_norm": "blocks_0_up",
-        "relu": "relu",  # its own result; the layer behind it keeps the same memory
-        "add": "batch_norm",  # not the sum: a sum keeps nothing
+        "relu": "relu",  # it saves its result; the next layer saves the same memory
+        "add": "batch_norm",  # a sum saves nothing
         "batch_norm": "head",
         "sub": "square",
     }
@@ -138,7 +138,7 @@ def test_a_model_changed_in_place_and_with_tuples_is_measured():
     assert sum(cost.saved_bytes for cost in measured.costs.values()) == independent_saved_bytes(model, model, x)
 
 
-def test_further_windows_time_every_kind_once_more_and_count_no_byte_twice():
+def test_further_windows_repeat_every_time_and_count_no_byte_twice():
     _, capture, workload = stack_of(blocks=4)
     once, often = size_run(capture, workload, 3), size_run(capture, workload, 3)
     for _ in range(3):
@@ -162,7 +162,7 @@ def test_a_model_without_data_is_measured_run_by_run():
     assert capture.module.first.weight.is_meta
 
 
-def test_a_whole_model_that_does_not_fit_is_measured_by_its_runs(monkeypatch, caplog):
+def test_a_model_that_does_not_fit_is_measured_in_parts(monkeypatch, caplog):
     _, capture, workload = stack_of()
     count = len(capture.graph.nodes)
 
@@ -179,7 +179,7 @@ def test_a_whole_model_that_does_not_fit_is_measured_by_its_runs(monkeypatch, ca
     assert sum(cost.forward_seconds for cost in measured.costs.values()) > 0
 
 
-def test_a_whole_model_that_would_not_fit_is_not_even_tried(monkeypatch, caplog):
+def test_a_model_that_would_not_fit_is_not_run_as_a_whole(monkeypatch, caplog):
     _, capture, workload = stack_of()
     monkeypatch.setattr("autopipe.measure.whole.available_bytes", lambda device: 1000)
     with caplog.at_level(logging.INFO, "autopipe"):
@@ -188,7 +188,7 @@ def test_a_whole_model_that_would_not_fit_is_not_even_tried(monkeypatch, caplog)
     assert sum(cost.forward_seconds for cost in measured.costs.values()) > 0
 
 
-def test_a_run_that_does_not_fit_is_an_error_with_the_remedy(monkeypatch):
+def test_a_part_that_does_not_fit_is_an_error_with_a_remedy(monkeypatch):
     _, capture, workload = stack_of()
 
     def full(*args):
@@ -208,7 +208,7 @@ def test_a_node_that_fails_is_named_with_the_users_line():
     assert caught.value.where == "net.py:7"
 
 
-def test_a_size_at_which_the_model_cannot_run_is_left_out_with_a_warning(caplog):
+def test_a_size_at_which_the_model_cannot_run_is_skipped_with_a_warning(caplog):
     _, capture, workload = stack_of()  # its BatchNorm refuses a single sample
     with caplog.at_level(logging.WARNING, "autopipe"):
         profile = measure(capture, workload, device="cpu", microbatch_sizes=(1, 2))
@@ -238,7 +238,7 @@ def test_sizes_and_devices_are_checked():
 
 
 @pytest.mark.parametrize(("make", "states"), [(torch.optim.AdamW, 2.0), (torch.optim.SGD, 0.0)])
-def test_the_optimizers_step_and_state_are_measured(make, states):
+def test_the_step_and_state_of_the_optimizer_are_measured(make, states):
     _, capture, workload = stack_of(width=64)
     workload.make = make
     profile = measure(capture, workload, device="cpu", microbatch_sizes=(2,))
@@ -246,7 +246,7 @@ def test_the_optimizers_step_and_state_are_measured(make, states):
     assert profile.optimizer_bytes_per_byte == pytest.approx(states, abs=0.01)
 
 
-def test_nothing_to_train_costs_no_step():
+def test_a_model_without_trained_parameters_has_no_step():
     model = Stack().requires_grad_(False)
     workload = Workload(x=(4,), target=(2,))
     profile = measure(captured(model, **workload.example_item(5)), workload, device="cpu", microbatch_sizes=(2,))
@@ -254,7 +254,7 @@ def test_nothing_to_train_costs_no_step():
     assert all(cost.backward_seconds == cost.saved_bytes == 0 for cost in profile.measurements[0].costs.values())
 
 
-def test_progress_goes_from_nothing_to_all():
+def test_progress_runs_from_zero_to_all():
     _, capture, workload = stack_of()
     seen = []
     measure(capture, workload, device="cpu", microbatch_sizes=(2, 3), progress=lambda text, part: seen.append(part))
@@ -271,7 +271,7 @@ def test_regions_without_gradient_and_under_autocast_are_entered():
     outputs = ("first", "blocks_0_up", "blocks_0_down")
     piece = Piece(chosen, ["x"], outputs, StateCopies(capture.module, torch.device("cpu")))
     with pytest.raises(RuntimeError, match="same dtype"):
-        piece([torch.zeros(2, 4)])  # the last one gets bfloat16, outside of the region
+        piece([torch.zeros(2, 4)])  # the last one has bfloat16 input, outside of the region
     first, up = Piece(chosen[:3], ["x"], outputs[:2], StateCopies(capture.module, torch.device("cpu")))(
         [torch.zeros(2, 4)]
     )
@@ -282,7 +282,7 @@ def test_regions_without_gradient_and_under_autocast_are_entered():
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def test_how_busy_the_machine_was_is_known_of_every_size():
+def test_the_load_of_the_machine_is_recorded_for_every_size():
     _, capture, workload = stack_of()
     run = size_run(capture, workload, 2)
     clock = run.subject.clock

@@ -1,4 +1,4 @@
-"""Profiles of the sample models, as the tracer captures them."""
+"""Profiles of the captured sample models."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Operations and bytes, counted while nodes run, against arithmetic by hand."""
+"""Operations and bytes, counted while nodes run, compared with arithmetic by hand."""
 
 import pytest
 import torch
@@ -29,12 +29,12 @@ def test_a_linear_layer_multiplies_once_forward_and_twice_backward():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_counted_whatever_kernel_runs_it(causal):
+def test_attention_is_counted_for_every_kernel(causal):
     q = torch.randn(2, 4, 128, 32, requires_grad=True)
     forward, backward = counts(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=causal), q)
     product = 2 * 2 * 4 * 128 * 128 * 32
     assert forward.flops == 2 * product
-    assert backward.flops == 5 * product  # four products, and one computed again
+    assert backward.flops == 5 * product  # four products, and one recomputed
 
 
 def test_recurrent_layers_are_counted():
@@ -69,11 +69,11 @@ def test_a_lookup_reads_the_rows_that_it_returns():
     assert looked_up.counted == PassWork(0, 0, 2 * FLOAT * 5 * 8 + 8 * 5)
 
 
-def test_a_transformer_layer_computes_what_its_formula_says():
+def test_a_transformer_layer_has_the_operations_of_its_formula():
     width, tokens, samples = 64, 32, 3
     layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
     x = torch.randn(samples, tokens, width, requires_grad=True)
     forward, backward = counts(layer, x)
-    # 12 width^2 weights in products, and two products of tokens x tokens in the attention
+    # 12 width^2 weights in products, and two products of tokens x tokens in attention
     assert forward.flops == samples * tokens * (2 * 12 * width**2 + 4 * tokens * width)
     assert 2 * forward.flops <= backward.flops <= 2.2 * forward.flops

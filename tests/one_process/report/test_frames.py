@@ -1,4 +1,4 @@
-"""Profiles and metrics as frames: nothing is lost in the grouping."""
+"""Profiles as frames: grouping loses nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_node_has_a_row_and_every_parameter_is_counted_once() -> None:
     assert frame["parameter_bytes"].sum() == expected
 
 
-def test_blocks_add_up_to_the_whole_in_the_order_they_run() -> None:
+def test_blocks_sum_to_the_whole_in_the_order_of_execution() -> None:
     profile = captured("gpt").profile
     blocks = block_frame(profile)
     nodes = len(profile.graph.nodes)
@@ -60,5 +60,5 @@ def test_the_short_profile_has_outputs_workspace_and_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("path", "block"), [("h.3.attn.qkv", "h.3"), ("model.layers.0", "model.layers.0"), ("head", "head"), ("", "")]
 )
-def test_a_block_ends_at_the_first_number(path: str, block: str) -> None:
+def test_a_block_path_ends_at_its_first_number(path: str, block: str) -> None:
     assert block_of(path) == block

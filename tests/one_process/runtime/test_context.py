@@ -1,4 +1,4 @@
-"""What a run refuses before it starts, with the numbers."""
+"""Refusals before a run starts, with the numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_batch_of_other_dimensions_or_another_dtype_names_the_tensor_and_both_
         pipeline.train([(images.double(), target)])
 
 
-def test_pipedream_refuses_a_parameter_that_two_stages_would_read_at_two_versions() -> None:
+def test_pipedream_refuses_a_parameter_that_two_stages_read_at_different_versions() -> None:
     subject = captured("gpt")
     plan = replace(plan_for(subject, 2, "1f1b", 4, BATCH["gpt"]), schedule="pipedream")
     with pytest.raises(PlanError, match=r"tokens\.weight tied: .* stage 0 reads version t - 1, stage 1 .* t - 0"):

@@ -1,4 +1,4 @@
-"""Values that a later stage reads without differentiating them: detached, compared, or given no gradient."""
+"""Values that a later stage reads without a gradient: detached, compared, or not differentiated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_cut_of_a_model_with_dead_ends_trains_like_a_plain_loop(
     trains_like_a_plain_loop_at_every_cut(subject, "dead_end", num_cuts, schedule, tmp_path)
 
 
-def test_a_stage_may_be_a_guard_alone(tmp_path: Path) -> None:
+def test_a_stage_may_consist_of_a_guard(tmp_path: Path) -> None:
     workload = load_workload(LoadOptions(str(MODELS / "guarded.py")))
     subject = profile_of(workload, capture(workload, allow_data_dependent=True))
     trains_like_a_plain_loop_at_every_cut(subject, "guarded", 2, "1f1b", tmp_path)
@@ -63,7 +63,7 @@ def trains_like_a_plain_loop_at_every_cut(
         assert all(torch.equal(weights[name], value) for name, value in model.named_parameters()), positions
 
 
-def test_a_stage_that_only_compares_a_value_is_left_out_of_its_chain() -> None:
+def test_a_stage_that_only_compares_a_value_is_not_in_its_gradient_chain() -> None:
     subject = captured_file(MODELS / "dead_end.py")
     graph = subject.capture.graph
     names = [node.name for node in graph.nodes]
@@ -73,7 +73,7 @@ def test_a_stage_that_only_compares_a_value_is_left_out_of_its_chain() -> None:
     assert chains(graph, cut) == {"b": (0, 1), "k": (1, 2)}
 
 
-def test_a_call_that_gives_no_gradient_for_what_it_reads_ends_the_chain_with_zeros(tmp_path: Path) -> None:
+def test_a_call_without_a_gradient_for_its_input_ends_the_chain_with_zeros(tmp_path: Path) -> None:
     subject = captured_file(MODELS / "no_gradient.py")
     names = [node.name for node in subject.capture.graph.nodes]
     plan = plan_at(subject, (names.index("reference"),))

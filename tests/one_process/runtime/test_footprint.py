@@ -1,4 +1,4 @@
-"""What a stage holds, measured instruction by instruction, against what was counted by hand."""
+"""The memory of a stage, measured after each instruction, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def measured(
     return {stage: books for ear in ears for stage, books in ear.peaks.items()}
 
 
-def test_memory_is_counted_once_and_forgotten_when_it_goes() -> None:
+def test_memory_is_counted_once_and_until_it_is_freed() -> None:
     meter = HostMeter()
     with meter:
         x = torch.zeros(MIB // 4)
@@ -68,7 +68,7 @@ def test_memory_is_counted_once_and_forgotten_when_it_goes() -> None:
     assert meter.now() == 0
 
 
-def test_what_autograd_saves_and_makes_is_seen() -> None:
+def test_memory_that_autograd_saves_is_counted() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     meter, size = HostMeter(), 64 * 64 * 4
@@ -79,7 +79,7 @@ def test_what_autograd_saves_and_makes_is_seen() -> None:
         loss = model(x).sum()
         assert meter.now() == 2 * size + size + size + 4  # weights, x, the result of ReLU (linear's is freed), loss
         loss.backward()
-        assert meter.now() == 2 * size + size + 2 * size + 4  # nothing saved is left; two gradients are
+        assert meter.now() == 2 * size + size + 2 * size + 4  # nothing saved remains, but two gradients
     del x, loss
 
 
@@ -92,12 +92,12 @@ def test_stages_report_versions_microbatches_in_flight_and_bytes(schedule: str, 
     for books in peaks.values():
         versions = 2 if schedule == "2bw" else 1
         assert books["versions"] == versions
-        # versions, and AdamW's two moments of what the stage steps itself: not of its copy of a tied weight
+        # versions, and AdamW's two moments of the parameters that the stage owns, not of its copy of a tied weight
         assert books["held_bytes"] >= (versions + 1) * books["weight_bytes"]
         assert books["bytes"] > books["held_bytes"]
 
 
-def test_recompute_and_fewer_microbatches_in_flight_show(tmp_path: Path) -> None:
+def test_recompute_and_fewer_microbatches_in_flight_need_less_memory(tmp_path: Path) -> None:
     plain = measured("gpt", "gpipe", tmp_path / "plain")
     again = measured("gpt", "gpipe", tmp_path / "again", recompute=True)
     fewer = measured("gpt", "1f1b", tmp_path / "fewer")
@@ -119,7 +119,7 @@ def test_measuring_changes_no_bit(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory: pytest.TempPathFactory) -> list[StageBytes]:
-    """What each of three stages takes, from two runs of gpipe: with two microbatches in flight, and with four."""
+    """Return the memory of three stages from two runs of gpipe: with two and with four microbatches in flight."""
     two, four = (measured("gpt", "gpipe", tmp_path_factory.mktemp(str(m)), stages=3, m=m, batch=2 * m) for m in (2, 4))
     sizes_in_bytes = []
     for stage in range(3):
@@ -132,8 +132,10 @@ def sizes(tmp_path_factory: pytest.TempPathFactory) -> list[StageBytes]:
 WHOLE = [name for name, kind in REGISTRY.items() if not kind.splits_backward and name not in ("custom", "gpipe")]
 
 
-@pytest.mark.parametrize("schedule", [name for name in WHOLE if name != "pipedream"])  # its tied weights are refused
-def test_every_schedule_takes_what_its_rows_say(schedule: str, sizes: list[StageBytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", [name for name in WHOLE if name != "pipedream"])  # it refuses tied weights
+def test_every_schedule_has_the_memory_of_its_instructions(
+    schedule: str, sizes: list[StageBytes], tmp_path: Path
+) -> None:
     footprints = measured("gpt", schedule, tmp_path, stages=3, m=4, batch=8)
     expected = peak_bytes(make(schedule, line(3, 4, 3)), sizes)
     for stage in range(3):
@@ -147,7 +149,7 @@ def test_every_schedule_takes_what_its_rows_say(schedule: str, sizes: list[Stage
 def test_a_split_backward_keeps_gradients_for_its_second_half(sizes: list[StageBytes], tmp_path: Path) -> None:
     footprints = measured("gpt", "zero-bubble", tmp_path, stages=3, m=4, batch=8)
     schedule = make("zero-bubble", line(3, 4, 3))
-    # what a layer's weights wait for is the gradient of its result: less than half of what the layer keeps
+    # the second half needs the gradient of a layer's result: less than half of what the layer saves
     least = peak_bytes(schedule, sizes)
     most = peak_bytes(schedule, [replace(size, between=size.in_flight // 2) for size in sizes])
     for stage in range(3):

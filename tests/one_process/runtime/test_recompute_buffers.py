@@ -1,4 +1,4 @@
-"""A recomputed forward sees the buffers that it reads and writes as they were at the microbatch's first forward."""
+"""A recomputed forward reads buffers with the values that they had in the first forward of the microbatch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def written(name: str) -> Captured:
 
 
 def recomputed(subject: Captured, schedule: str, num_microbatches: int) -> Plan:
-    """Two stages, or two on each of two ranks, that all recompute."""
+    """Return two stages, or two on each of two ranks, that all recompute."""
     plan = plan_for(subject, 4 if schedule == "interleaved" else 2, "gpipe", num_microbatches, 8)
     ranks = ((0,), (1,), (0,), (1,))[: len(plan.stages)]
     return laid_out(plan, schedule, ranks, recompute=(True,))
@@ -125,14 +125,12 @@ def recomputed(subject: Captured, schedule: str, num_microbatches: int) -> Plan:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("name", "num_microbatches"), CASES)
-def test_the_weights_are_those_of_the_plain_loop(
-    name: str, num_microbatches: int, schedule: str, tmp_path: Path
-) -> None:
+def test_weights_equal_the_plain_loop(name: str, num_microbatches: int, schedule: str, tmp_path: Path) -> None:
     if schedule == "interleaved" and num_microbatches == 1:
         pytest.skip("interleaved takes a multiple of the ranks")
     subject = written(name)
     plan = recomputed(subject, schedule, num_microbatches)
-    # a microbatch of one sample has no batch statistics
+    # batch statistics need more than one sample
     items = minibatches(subject.workload, STEPS, 8, last=8 if name == "batch norm" else 5)
     pipeline = build(subject, plan, tmp_path)
     ours = pipeline.weights(pipeline.train(items))
@@ -144,7 +142,7 @@ def test_the_weights_are_those_of_the_plain_loop(
         assert torch.equal(ours[key], tensor), key
 
 
-def test_what_is_kept_for_it_is_in_the_peak() -> None:
+def test_the_copies_of_buffers_are_part_of_the_peak() -> None:
     subject = written("memory queue")
     plan = recomputed(subject, "gpipe", 4)
     assert subject.capture.graph.replayed_buffers == subject.capture.graph.buffers.keys()
@@ -152,8 +150,8 @@ def test_what_is_kept_for_it_is_in_the_peak() -> None:
         subject.profile, graph=replace(subject.capture.graph, nodes=tuple(map(unwritten, subject.capture.graph.nodes)))
     )
     ours, others = with_peaks(plan, subject.profile), with_peaks(plan, without)
-    # the queue, 8 rows of 6 numbers, and its position, of each of two blocks, with each microbatch in flight: 4 before
-    # the first backward, 3 when the gradients that it made are there
+    # the queue (8 rows of 6 numbers) and its position, of two blocks, for each microbatch in flight: 4 before the first
+    # backward, 3 once its gradients exist
     kept = 2 * (8 * 6 * 4 + 8)
     for larger, smaller in zip(ours.stages, others.stages, strict=True):
         assert 3 * kept <= larger.peak_bytes - smaller.peak_bytes <= 4 * kept
@@ -170,6 +168,6 @@ def stored(plan: Plan) -> tuple[Stage, ...]:
     return tuple(replace(stage, recompute=False) for stage in plan.stages)
 
 
-def test_running_statistics_are_not_kept() -> None:
+def test_running_statistics_are_not_copied() -> None:
     assert not written("batch norm").capture.graph.replayed_buffers
     assert len(written("spectral norm").capture.graph.replayed_buffers) == 8

@@ -1,4 +1,4 @@
-"""The two halves of a backward together are the whole, bit for bit."""
+"""The two halves of a backward equal the complete backward, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopipe.runtime.split_backward import backward_inputs
 
 
 class Shared(nn.Module):
-    """A layer used twice, and a weight that only touches weights before it joins the chain."""
+    """A layer used twice, and a weight that is combined with other weights before it is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("receives", [True, False])
-def test_the_halves_together_are_the_whole(name: str, receives: bool) -> None:
+def test_the_halves_equal_the_complete_backward(name: str, receives: bool) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     data = torch.randn(5, 6) if name != "attention" else torch.randn(5, 3, 6)
@@ -47,7 +47,7 @@ def test_the_halves_together_are_the_whole(name: str, receives: bool) -> None:
         x = data.clone().requires_grad_(receives)
         return x, model(x)
 
-    for _ in range(2):  # two microbatches: gradients add up
+    for _ in range(2):  # gradients of two microbatches are summed
         x, y = forward()
         y.backward(start)
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -66,7 +66,7 @@ def test_the_halves_together_are_the_whole(name: str, receives: bool) -> None:
     assert all(torch.equal(p.grad, expected[n]) for n, p in parameters.items())
 
 
-def test_the_first_half_leaves_the_weights_alone() -> None:
+def test_the_first_half_computes_no_weight_gradients() -> None:
     layer = nn.Linear(4, 4)
     x = torch.randn(2, 4, requires_grad=True)
     pending = backward_inputs([layer(x)], [torch.ones(2, 4)], [x], dict(layer.named_parameters()))

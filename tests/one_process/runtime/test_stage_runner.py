@@ -1,4 +1,4 @@
-"""A backward in pieces adds up in the order of plain autograd: hand-written stages, no tracing, no transport."""
+"""A backward in stages sums in the order of plain autograd: hand-written stages, without tracing and transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopipe.stage import Stage
 
 
 class Plain(nn.Module):
-    """x is read once where it is made, twice in the middle, twice at the end; the table is used first and last."""
+    """Reads x once in its stage, twice in the middle and twice at the end; uses the table first and last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,13 +88,13 @@ def pipeline(stages: list[StageRunner], ids: torch.Tensor, j: int, factor: float
 
     from_end = back(end, {})
     assert from_end.keys() == {"x", "h2", tied("table")}
-    from_middle = back(middle, {"x": from_end["x"], "h2": from_end["h2"]})  # the gradient of x goes down its chain
+    from_middle = back(middle, {"x": from_end["x"], "h2": from_end["h2"]})  # the gradient of x follows its chain
     back(first, {**from_middle, tied("table"): from_end[tied("table")]})
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
-def test_gradients_are_those_of_plain_autograd_to_the_last_bit(recompute: bool, halves: bool) -> None:
+def test_gradients_equal_plain_autograd_bit_for_bit(recompute: bool, halves: bool) -> None:
     batches = [torch.randint(0, 7, (n,), generator=torch.Generator().manual_seed(n)) for n in (4, 4, 3)]
     total = sum(len(b) for b in batches)
     plain = Plain()
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_plain_autograd_to_the_last_bit(recompute: bool, 
 
 
 def test_star_shaped_gradients_would_not_be_equal() -> None:
-    # why gradients come back as a chain: added up per stage and then together, the last bits differ
+    # the reason for chains: summed per stage first, the last bits differ
     ids = torch.randint(0, 7, (64,), generator=torch.Generator().manual_seed(1))
     plain = Plain()
     plain(ids).backward()
@@ -126,7 +126,7 @@ def test_star_shaped_gradients_would_not_be_equal() -> None:
     assert not torch.equal(actual, plain.table.grad)
 
 
-def test_a_promised_gradient_that_does_not_come_is_zero() -> None:
+def test_a_missing_gradient_is_sent_as_zeros() -> None:
     class Deaf(Stage):
         RECEIVES, RETURNS = ("x",), ("loss",)
 
@@ -143,7 +143,7 @@ def test_a_promised_gradient_that_does_not_come_is_zero() -> None:
     assert torch.equal(gradient, torch.zeros(2))
 
 
-def test_pitfall_15_a_recomputed_forward_does_not_update_statistics_again() -> None:
+def test_a_recomputed_forward_does_not_update_statistics_again() -> None:
     class Norm(Stage):
         INPUTS, RETURNS = ("x",), ("loss",)
 

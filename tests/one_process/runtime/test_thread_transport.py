@@ -1,4 +1,4 @@
-"""The transport between threads behaves as the one between processes."""
+"""The transport between threads behaves like the one between processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopipe.runtime.transport.base import ThreadHub, TransportClosed
 FORWARD = Channel(ACTIVATION, 0, 1, 0, 1)
 
 
-def test_the_receiver_gets_memory_of_its_own() -> None:
+def test_the_receiver_gets_separate_memory() -> None:
     hub = ThreadHub(2)
     tensor = torch.zeros(2)
     hub.transport(0).send(FORWARD, tensor)
@@ -22,14 +22,14 @@ def test_the_receiver_gets_memory_of_its_own() -> None:
     assert hub.transport(1).receive(FORWARD, (2,), torch.float32).wait().tolist() == [0.0, 0.0]
 
 
-def test_another_shape_than_expected_names_the_channel_and_both() -> None:
+def test_an_unexpected_shape_is_an_error_with_the_channel_and_both_shapes() -> None:
     hub = ThreadHub(2)
     hub.transport(0).send(FORWARD, torch.zeros(2))
     with pytest.raises(AutopipeError, match=r"activation of stage 0 \(rank 0\) to stage 1 \(rank 1\): expected .*3"):
         hub.transport(1).receive(FORWARD, (3,), torch.float32).wait()
 
 
-def test_a_failing_rank_wakes_those_that_wait() -> None:
+def test_a_failed_rank_wakes_waiting_ranks() -> None:
     hub = ThreadHub(2)
     caught: list[BaseException] = []
 
@@ -46,7 +46,7 @@ def test_a_failing_rank_wakes_those_that_wait() -> None:
     assert len(caught) == 1
 
 
-def test_nothing_arriving_is_an_error_that_names_the_channel() -> None:
+def test_a_timeout_names_the_channel() -> None:
     hub = ThreadHub(2, timeout_seconds=0.1)
     with pytest.raises(AutopipeError, match="nothing arrived for 0 s: activation of stage 0"):
         hub.transport(1).receive(FORWARD, (1,), torch.float32).wait()

@@ -1,4 +1,4 @@
-"""Weight versions are other parameters, never copies into, nor other data for, those that autograd has saved."""
+"""Weight versions are separate parameters: those that autograd has saved never get other data."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_a_backward_after_a_step_uses_the_weights_of_its_forward(kernel: str) ->
     assert torch.equal(versions.masters["w"], value + 10.0)
 
 
-def test_giving_the_same_parameter_other_data_is_silently_wrong() -> None:
-    # why versions are objects: this is the trap, and torch does not notice it
+def test_replacing_the_data_of_a_parameter_gives_wrong_gradients() -> None:
+    # the reason for separate parameters: torch does not detect this mistake
     weight = nn.Parameter(torch.tensor([2.0]))
     x = torch.tensor([3.0], requires_grad=True)
     loss = (weight * x).sum()
@@ -96,7 +96,7 @@ def test_as_many_old_versions_are_held_as_the_staleness(staleness: int) -> None:
         versions.use(0)
 
 
-def test_a_minibatch_steps_with_the_gradients_of_the_version_that_it_read() -> None:
+def test_a_minibatch_steps_with_the_gradients_of_its_version() -> None:
     module = Scale(0.0)
     versions = WeightVersions(module, staleness=1)
     stepped(versions, 1.0)
@@ -118,7 +118,7 @@ def test_every_module_that_shares_a_parameter_gets_the_version() -> None:
     assert module["a"].weight is module["b"].weight is versions.in_use["a.weight"]
 
 
-def test_an_lstm_computes_with_the_version_it_was_handed() -> None:
+def test_an_lstm_computes_with_the_version_of_its_minibatch() -> None:
     torch.manual_seed(0)
     lstm, x = nn.LSTM(3, 3), torch.randn(2, 1, 3)
     before = lstm(x)[0]
@@ -138,12 +138,12 @@ def test_frozen_parameters_have_no_versions() -> None:
     assert versions.in_use["w"] is module.w
 
 
-def test_a_checkpoint_of_step_0_goes_on_with_the_weights_it_holds() -> None:
+def test_a_checkpoint_of_step_0_resumes_with_its_weights() -> None:
     module = Scale(1.0)
     versions = WeightVersions(module, staleness=1)
-    versions.masters["w"].data = torch.tensor([2.0])  # as a checkpoint is read
+    versions.masters["w"].data = torch.tensor([2.0])  # as when a checkpoint is read
     versions.start_at(0)
     module(torch.ones(1)).backward()
     assert module.w.item() == 2.0
     versions.begin_step(0)
-    assert versions.masters["w"].grad is not None  # of the leaves that the modules hold
+    assert versions.masters["w"].grad is not None  # the parameters that the modules hold

@@ -1,4 +1,4 @@
-"""A model with a user-level ``checkpoint()`` around dropout trains in stages as it does plainly."""
+"""A model that calls ``checkpoint()`` around dropout trains in stages as in a plain loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def data(batch_size=8):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_its_dropout_and_gradients_are_the_same_at_every_number_of_stages(num_stages: int, tmp_path: Path) -> None:
+def test_dropout_and_gradients_are_equal_for_every_number_of_stages(num_stages: int, tmp_path: Path) -> None:
     path = tmp_path / "checkpointed.py"
     path.write_text(MODEL)
     subject = captured_file(path)

@@ -1,4 +1,4 @@
-"""Whether samples are coupled: found by gradients, in models that draw numbers too, and without false alarms."""
+"""Coupled samples are detected by gradients, even in models with random numbers, without false alarms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEAN = """
 def loss(output, target):
     return F.cross_entropy(output, target)
 """
-# what the model is, and whether its samples are coupled
+# the model, and whether its samples are coupled
 MODELS = {
     "linear": ("nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))", False),
     "dropout": ("nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 4))", False),
@@ -92,7 +92,7 @@ def build_model():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_only_coupled_samples_are_reported_and_the_model_stays_as_it_was(name: str, tmp_path: Path) -> None:
+def test_only_coupled_samples_are_reported_and_the_model_is_unchanged(name: str, tmp_path: Path) -> None:
     text, coupled = MODELS[name]
     path = tmp_path / "model.py"
     cast = ".bfloat16()" if name.endswith("bfloat16") else ".half()" if "float16" in name else ""
@@ -115,8 +115,8 @@ def test_only_coupled_samples_are_reported_and_the_model_stays_as_it_was(name: s
 
 VAE = "nn.Sequential(nn.Linear(8, 16), Noise(), nn.ReLU(), nn.Linear(8, 8))"
 DROPS = "nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 8))"
-UNREAD = "torch.linalg.vector_norm(output - one_hot(target), ord=1)"  # a sum, and no call that is known to be one
-# model, loss, what is reported, what the loss divides by
+UNREAD = "torch.linalg.vector_norm(output - one_hot(target), ord=1)"  # a sum, but not a known call of sum
+# model, loss, the report, the divisor of the loss
 LOSSES = {
     "a mean": (DROPS, "F.mse_loss(output, one_hot(target))", "", ""),
     "a sum": (VAE, 'F.mse_loss(output, one_hot(target), reduction="sum")', "", "a sum over the batch"),
@@ -135,7 +135,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_sum_over_the_batch_is_read_or_reported_where_the_model_draws(name: str, tmp_path: Path) -> None:
+def test_a_sum_over_the_batch_is_recognised_or_reported_in_random_models(name: str, tmp_path: Path) -> None:
     model, loss, reported, divisor = LOSSES[name]
     text = f"one_hot = lambda target: F.one_hot(target, 8).float()\n\ndef loss(output, target):\n    return {loss}\n"
     path = tmp_path / "model.py"

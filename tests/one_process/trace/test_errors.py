@@ -154,7 +154,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("model", CASES, ids=lambda model: model.__name__)
-def test_what_cannot_be_followed_is_named_with_its_line_and_an_edit(model):
+def test_unsupported_code_is_refused_with_its_line_and_an_edit(model):
     what, line, remedy = CASES[model]
     with pytest.raises(TraceError) as caught:
         capture(Toy(model, vectors))
@@ -185,7 +185,7 @@ def _global_state():
 
 
 @pytest.mark.parametrize("model", CASES, ids=lambda model: model.__name__)
-def test_pitfall_20_a_failure_leaves_torch_and_the_model_as_they_were(model):
+def test_a_failure_leaves_torch_and_the_model_unchanged(model):
     work = Toy(model, vectors)
     built = work.build_model()
     tensors = {name: id(value) for name, value in built.state_dict(keep_vars=True).items()}
@@ -197,7 +197,7 @@ def test_pitfall_20_a_failure_leaves_torch_and_the_model_as_they_were(model):
     assert all(type(p) is nn.Parameter for p in built.parameters())
 
 
-def test_a_failure_inside_of_no_grad_and_autocast_leaves_both():
+def test_a_failure_inside_no_grad_and_autocast_exits_both():
     class Inside(Base):
         def forward(self, x):
             with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -233,16 +233,16 @@ def test_a_lazy_module_is_refused_with_its_parameter():
         capture(work, model=model)
 
 
-def test_a_graph_that_is_not_the_model_is_an_error_with_both_numbers():
+def test_a_graph_that_differs_from_the_model_is_an_error_with_both_numbers():
     class Counting(Base):
-        """Its result depends on how often it ran."""
+        """Its result depends on the number of calls."""
 
         def __init__(self):
             super().__init__()
             self.steps = 0
 
         def forward(self, x):
-            vars(self)["steps"] = vars(self)["steps"] + 1  # out of sight of what reads its source
+            vars(self)["steps"] = vars(self)["steps"] + 1  # hidden from the analysis of its source
             return (self.a(x) * vars(self)["steps"]).pow(2).mean()
 
     with pytest.raises(TraceError) as caught:
@@ -268,17 +268,17 @@ class Reversal(Base):
         return Reversed.apply(self.a(x)).pow(2).mean()
 
 
-def test_a_wrong_gradient_at_an_equal_loss_is_found():
+def test_a_wrong_gradient_with_an_equal_loss_is_found():
     work = Toy(Reversal, vectors)
     model = work.build_model()
     captured = capture(work, model=model)
     node = next(node for node in captured.module.graph.nodes if node.name == "reversed_")
-    node.target = torch.clone  # what a tracer makes of it that looks inside
+    node.target = torch.clone  # the graph of a tracer that records inside the function
     with pytest.raises(TraceError, match=r"the captured graph is not the model: gradient of a\.weight differs"):
         verify(work, model, captured.module, captured.graph, [work.example_item(5)])
 
 
-def test_a_kept_decision_is_checked_at_every_step():
+def test_a_guarded_decision_is_checked_at_every_step():
     captured = capture(Toy(Branch, vectors), allow_data_dependent=True)
     assert "decisions kept" in captured.method
     assert any("the branch" in note for note in captured.notes)
@@ -290,7 +290,7 @@ def test_a_kept_decision_is_checked_at_every_step():
     expect(torch.tensor(recorded), recorded, "model.py:3")
 
 
-def test_nothing_is_kept_where_nothing_depends_on_the_data():
+def test_there_is_no_guard_if_nothing_depends_on_the_data():
     class Simple(Base):
         def forward(self, x):
             return F.relu(self.a(x)).mean()
@@ -300,7 +300,7 @@ def test_nothing_is_kept_where_nothing_depends_on_the_data():
     assert "decisions" not in captured.method
 
 
-def test_pitfall_16_a_loss_that_couples_samples_is_said_with_the_amount():
+def test_a_loss_that_couples_samples_is_noted_with_the_amount():
     class Contrastive(nn.Module):
         def __init__(self):
             super().__init__()
@@ -316,7 +316,7 @@ def test_pitfall_16_a_loss_that_couples_samples_is_said_with_the_amount():
     assert float(re.search(r"differ by (\S+) of its size", message[0])[1]) > 0.1
 
 
-def test_a_loss_of_batch_wide_statistics_is_said_too():
+def test_a_loss_of_batch_statistics_is_noted():
     class Whitened(Base):
         def forward(self, x):
             h = self.a(x)

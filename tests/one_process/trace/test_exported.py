@@ -1,4 +1,4 @@
-"""The third way to capture a model: through torch.export, where a call went past the recorder."""
+"""The third strategy to capture a model: torch.export, if a call bypasses the recorder."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from autopipe.trace.verify import verify
 
 
 class Mapped(nn.Module):
-    """Tensors made inside torch.vmap are not tensors that the recorder knows."""
+    """Calls torch.vmap, whose inner tensors the recorder does not know."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Unrecordable(Mapped):
         return rows.mean() * (2.0 if rows.sum() > 0 else 1.0)  # the branch
 
 
-def test_a_model_with_vmap_is_captured_through_export_and_is_the_model():
+def test_a_model_with_vmap_is_captured_by_torch_export():
     captured = capture(Toy(Mapped, vectors))
     assert captured.exact
     assert captured.method == captured.graph.captured_by == "torch.export (calls of the model, at two batch sizes)"
@@ -50,7 +50,7 @@ def test_a_model_with_vmap_is_captured_through_export_and_is_the_model():
 
 
 @pytest.mark.parametrize("batch_size", [4, 6])
-def test_its_stages_are_the_model_bit_for_bit(tmp_path, batch_size):
+def test_stages_of_an_exported_model_equal_the_model(tmp_path, batch_size):
     work = Toy(Mapped, vectors)
     captured = capture(work, verify=False)
     plan = plan_of(captured.graph, even_cuts(captured.graph, 2))
@@ -58,14 +58,14 @@ def test_its_stages_are_the_model_bit_for_bit(tmp_path, batch_size):
     assert differences(work, captured, plan, tmp_path, batch_size, (0, 0, 0)) == []
 
 
-def test_export_is_refused_where_the_model_has_a_backward_of_its_own():
+def test_export_of_a_model_with_a_custom_backward_is_refused():
     with pytest.raises(TraceError) as caught:
         capture(Toy(Estimating, vectors))
     assert "the map" in caught.value.where
     assert "tried too: torch.export (StraightThrough is an autograd.Function" in caught.value.remedy
 
 
-def test_what_export_cannot_do_either_is_told_with_the_first_reason():
+def test_a_failed_export_is_reported_with_the_first_reason():
     with pytest.raises(TraceError) as caught:
         capture(Toy(Unrecordable, vectors))
     assert "tried too: torch.export" in caught.value.remedy
@@ -75,29 +75,29 @@ EXPORTABLE = ["plain", "tied", "shared layer", "frozen", "in place", "experts", 
 
 
 @pytest.mark.parametrize("name", [*EXPORTABLE, "lstm cell", "weight and spectral norm", "hooks", "plain tensors"])
-def test_what_export_makes_of_a_model_is_the_model(name):
-    """A cross-check: two ways that share little give the same loss, gradients, buffers and draws."""
+def test_an_exported_graph_equals_the_model(name):
+    """Two strategies that share little code have equal loss, gradients, buffers and draws."""
     work = workload(name)
     model = work.build_model()
     items = [work.example_item(5), work.example_item(3)]
     strategies = CaptureStrategies(work, model, items[0], 5, forward=export(work, model, items[0]))
-    climbed = strategies.capture()
-    exact, notes = verify(work, model, climbed.module, climbed.graph, items)
+    exported = strategies.capture()
+    exact, notes = verify(work, model, exported.module, exported.graph, items)
     assert exact and not notes
     if name == "rotary":
-        contexts = {node.context for node in climbed.graph.nodes}
+        contexts = {node.context for node in exported.graph.nodes}
         assert "no_grad" in contexts and any(context.startswith("autocast(cpu, bfloat16") for context in contexts)
 
 
-def test_what_export_loses_is_found_before_it_is_accepted():
-    """It forgets a buffer that is bound to a new tensor."""
+def test_a_buffer_that_export_loses_is_found_by_verification():
+    """torch.export drops the change of a buffer that is bound to a new tensor."""
     work = workload("running buffer")
     model = work.build_model()
     item = work.example_item(5)
     strategies = CaptureStrategies(work, model, item, 5, forward=export(work, model, item))
-    climbed = strategies.capture()
+    exported = strategies.capture()
     with pytest.raises(TraceError, match="the captured graph is not the model: buffer mean differs"):
-        verify(work, model, climbed.module, climbed.graph, [item])
+        verify(work, model, exported.module, exported.graph, [item])
 
 
 def test_a_custom_backward_is_never_exported():
@@ -106,7 +106,7 @@ def test_a_custom_backward_is_never_exported():
         export(work, work.build_model(), work.example_item(5))
 
 
-def test_the_model_is_left_as_it_was():
+def test_export_does_not_change_the_model():
     work = Toy(Mapped, vectors)
     model = work.build_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -52,13 +52,13 @@ def test_a_tied_parameter_has_one_name():
     assert by_name(graph)["head"].parameters == ("embed.weight",)
 
 
-def test_the_batch_size_is_arithmetic_over_the_input():
+def test_the_batch_size_is_an_expression_of_the_input():
     graph = graph_of("tied")
     assert [(s.name, s.input, s.dimension) for s in graph.symbols] == [("s0", "ids", 0), ("s1", "ids", 1)]
     assert by_name(graph)["flatten"].spec.shape == ("s0*s1", 20)
 
 
-def test_an_input_that_is_not_of_the_batch_keeps_its_size():
+def test_an_input_that_is_not_batched_keeps_its_size():
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,7 +74,7 @@ def test_an_input_that_is_not_of_the_batch_keeps_its_size():
     assert [entry.spec.shape for entry in graph.inputs] == [("s0", "s1"), ("s1",), ()]
 
 
-def test_tables_and_masks_need_the_batch_alone():
+def test_tables_and_masks_depend_on_inputs_only():
     graph = graph_of("rotary")
     free = [node.target for node in graph.nodes if node.input_only]
     assert "cos" in free and "sin" in free
@@ -83,7 +83,7 @@ def test_tables_and_masks_need_the_batch_alone():
     assert next(node for node in graph.nodes if node.target == "cos").context == "no_grad"
 
 
-def test_random_values_are_never_made_twice():
+def test_random_values_are_never_recomputed():
     class Noise(nn.Module):
         def __init__(self):
             super().__init__()
@@ -98,7 +98,7 @@ def test_random_values_are_never_made_twice():
     assert [n.random_position for n in nodes.values() if n.num_random] == [0, 1]
 
 
-def test_an_unused_random_draw_still_has_its_position():
+def test_an_unused_random_draw_has_a_position():
     class Unused(nn.Module):
         def __init__(self):
             super().__init__()
@@ -113,14 +113,14 @@ def test_an_unused_random_draw_still_has_its_position():
     assert [(node.target, node.random_position) for node in drawing] == [("torch.nn.functional.dropout", 1)]
 
 
-def test_buffers_that_are_written_are_named():
+def test_written_buffers_are_recorded():
     nodes = by_name(graph_of("batch norm"))
     expected = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
     assert nodes["norm"].buffers == expected
     assert sorted(nodes["norm"].buffers_written) == sorted(expected)
 
 
-def test_changes_in_place_are_known_with_the_memory_they_reach():
+def test_changes_in_place_are_recorded_with_their_storage():
     graph = graph_of("in place")
     nodes = by_name(graph)
     assert nodes["left"].storage == "h"
@@ -128,7 +128,7 @@ def test_changes_in_place_are_known_with_the_memory_they_reach():
     setitem = next(n for n in graph.nodes if n.target == "operator.setitem")
     assert setitem.mutates == ("h",)
     assert "mul" in setitem.after
-    # the mask is changed by a constant alone, so every stage can make it
+    # the mask is changed by a constant only, so every stage can compute it
     masked = [n for n in graph.nodes if n.target == "operator.setitem"][1]
     assert masked.input_only
     assert nodes["h_2"].mutates == ("h",)
@@ -173,7 +173,7 @@ def test_a_batch_that_is_changed_in_place_is_cloned_first():
     assert captured.exact
 
 
-def test_parts_of_a_tuple_stay_with_the_call():
+def test_parts_of_a_tuple_stay_in_the_stage_of_the_call():
     graph = graph_of("experts")
     glued = [node for node in graph.nodes if node.glued]
     assert [node.inputs for node in glued] == [("topk",), ("topk",)]
@@ -212,13 +212,13 @@ def test_the_rate_of_a_dropout_is_in_the_digest():
     assert digest(0.1) != digest(0.2)
 
 
-def test_buffers_that_are_not_saved_stay_so():
+def test_buffers_that_are_not_persistent_stay_so():
     module = capture(workload("rotary"), verify=False).module
     assert "frequencies" in dict(module.named_buffers())
     assert "frequencies" not in module.state_dict()
 
 
-def test_the_module_holds_the_very_parameters_of_the_model():
+def test_the_module_holds_the_parameter_objects_of_the_model():
     work = workload("tied")
     model = work.build_model()
     module = capture(work, model=model, verify=False).module
@@ -227,7 +227,7 @@ def test_the_module_holds_the_very_parameters_of_the_model():
     assert all(ours[name] is theirs[name] for name in ours)
 
 
-def test_a_loss_module_of_the_hook_is_written_as_what_it_calls():
+def test_a_loss_module_is_recorded_as_its_calls():
     criterion = nn.CrossEntropyLoss(weight=torch.ones(4), label_smoothing=0.1)
     work = Toy(
         lambda: nn.Sequential(nn.Linear(4, 4)),
@@ -240,7 +240,7 @@ def test_a_loss_module_of_the_hook_is_written_as_what_it_calls():
     assert len(captured.constants) == 1
 
 
-def test_evaluation_arguments_are_kept_where_they_differ():
+def test_arguments_for_evaluation_are_kept_if_they_differ():
     class Functional(nn.Module):
         def __init__(self):
             super().__init__()
@@ -260,7 +260,7 @@ def test_evaluation_arguments_are_kept_where_they_differ():
     assert all(module.training for module in model.modules())
 
 
-def test_another_way_in_evaluation_is_said():
+def test_a_different_path_in_evaluation_is_noted():
     class DropPath(nn.Module):
         def __init__(self):
             super().__init__()
@@ -294,7 +294,7 @@ class OwnNorm(nn.Module):
         return (x - x.mean(1, keepdim=True)) * self.scale
 
 
-def test_a_pass_that_goes_another_way_is_not_made_to_the_end():
+def test_an_evaluation_pass_stops_at_the_first_different_call():
     passes = []
     work = Toy(
         lambda: nn.Sequential(*(OwnNorm(passes.append) for _ in range(40))), lambda n, g: {"input": vectors(n, g)["x"]}
@@ -302,13 +302,13 @@ def test_a_pass_that_goes_another_way_is_not_made_to_the_end():
     work._loss = lambda output, item: output.pow(2).mean()
     captured = capture(work, verify=False)
     assert re.match(r"eval mode traces differently at \S*test_graph\.py:\d+$", captured.evaluation_note)
-    runs = 1  # a whole one, in which Python state is looked at: it changes nothing
+    runs = 1  # a complete pass observes Python state: it changes nothing
     assert passes.count(True) == 80 + 40 * runs
     assert 0 < passes.count(False) < 20
 
 
 class Telling(nn.Module):
-    """Looks at more in training than in evaluation, and the other way round, and reads none of it."""
+    """Computes different unused values in training and in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -323,19 +323,19 @@ class Telling(nn.Module):
         return x.pow(2).mean()
 
 
-def test_what_only_one_of_the_modes_makes_and_nobody_reads_is_no_other_way():
+def test_unused_values_of_one_mode_are_not_a_different_path():
     captured = capture(Toy(Telling, vectors), verify=False)
     assert captured.evaluation_note == ""
     assert len(captured.evaluation) == 12
 
 
-def test_modules_that_know_their_mode_need_no_second_look():
+def test_modules_that_handle_their_mode_need_no_second_pass():
     captured = capture(Toy(workload("batch norm")._build, images), verify=False)
     assert captured.evaluation == {}
     assert captured.evaluation_note == ""
 
 
-def test_what_is_not_used_is_left_out():
+def test_unused_calls_are_removed():
     class Wasteful(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of a model that are named like Python's own words: followed, measured, written and run like any other."""
+"""Modules named like Python keywords: captured, measured, generated and run like any other."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Words(nn.Module):
         return (self.parts["None"](h) + getattr(self, "import")).pow(2).mean()
 
 
-def test_they_are_captured_and_named_with_an_underscore():
+def test_keyword_names_are_captured_with_an_underscore():
     captured = capture(Toy(Words, vectors))
     assert captured.exact
     assert {"in_", "class_", "None_"} <= {node.name for node in captured.graph.nodes}
@@ -31,7 +31,7 @@ def test_they_are_captured_and_named_with_an_underscore():
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_their_stages_are_the_model(num_stages, tmp_path):
+def test_stages_with_keyword_names_equal_the_model(num_stages, tmp_path):
     work = Toy(Words, vectors)
     captured = capture(work, verify=False)
     plan = plan_of(captured.graph, even_cuts(captured.graph, num_stages))
@@ -40,7 +40,7 @@ def test_their_stages_are_the_model(num_stages, tmp_path):
     assert 'self.parts["class"]' in text and 'self["lambda"]' in text
 
 
-def test_they_can_be_measured():
+def test_modules_with_keyword_names_are_measured():
     work = Toy(Words, vectors)
     captured = capture(work, verify=False)
     batch = work.leaves(work.example_item(4))

@@ -1,4 +1,4 @@
-"""Errors name the line of the model that draws or decides; where that is a library's, the model's line comes first."""
+"""Errors name the line that draws or decides; for a line of a library, the line of the model comes first."""
 
 import importlib
 import re
@@ -98,7 +98,7 @@ LIBRARYS = {"in a library": "the library draws"}
 
 @pytest.fixture
 def model_of(tmp_path, monkeypatch):
-    """Return what makes the class ``Model`` with a forward, beside a library that is installed."""
+    """Return a function that builds a class ``Model`` with a forward, next to an installed library."""
     packages = tmp_path / "lib" / "site-packages"
     (packages / "linelib").mkdir(parents=True)
     (packages / "linelib" / "__init__.py").write_text(textwrap.dedent(LIBRARY))
@@ -129,7 +129,7 @@ def test_the_line_that_draws_is_named(case, model_of):
 
 
 @pytest.mark.parametrize("drawn", ["random()", "np.random.rand()"])
-def test_tracing_and_profiling_are_put_back(drawn, model_of):
+def test_tracing_and_profiling_functions_are_restored(drawn, model_of):
     def mine(*_):
         return None
 
@@ -152,7 +152,7 @@ def test_tracing_and_profiling_are_put_back(drawn, model_of):
         "self.a(x)\nreturn linelib.Decides()(x).mean()  # THIS",
     ],
 )
-def test_where_a_library_decides_the_models_own_line_comes_first(forward, model_of):
+def test_for_a_decision_of_a_library_the_line_of_the_model_comes_first(forward, model_of):
     with pytest.raises(TraceError, match="__bool__: its result depends on the numbers") as caught:
         capture(Toy(model_of(forward), vectors))
     own, _, library = caught.value.where.partition(", which runs ")
@@ -160,7 +160,7 @@ def test_where_a_library_decides_the_models_own_line_comes_first(forward, model_
     assert re.fullmatch(r"linelib/__init__\.py:\d+: if x\.sum\(\) > 0:  # the library decides", library)
 
 
-def test_a_call_of_a_library_keeps_the_models_own_line(model_of):
+def test_a_call_of_a_library_keeps_the_line_of_the_model(model_of):
     model = model_of("x = self.a(x)\nreturn linelib.twice(x).mean()  # THIS")
     graph = capture(Toy(model, vectors)).graph
     places = {node.target.rpartition(".")[2]: node.place for node in graph.nodes}
@@ -169,7 +169,7 @@ def test_a_call_of_a_library_keeps_the_models_own_line(model_of):
     assert all(bool(node.own_source) == (node.target.rpartition(".")[2] == "cos") for node in graph.nodes)
 
 
-def test_another_way_in_evaluation_is_named_in_the_model_first(model_of):
+def test_a_different_path_in_evaluation_is_named_in_the_model_first(model_of):
     model = model_of("x = self.a(x)\nif not hasattr(self, 'modes'):\n    pass\nreturn self.modes(x).mean()  # THIS")
 
     def build():
@@ -216,7 +216,7 @@ DECISIONS = {
 
 
 @pytest.mark.parametrize("case", DECISIONS)
-def test_a_decision_by_torchs_random_numbers_is_not_blamed_on_the_batch(case, model_of):
+def test_a_decision_by_random_numbers_is_not_blamed_on_the_batch(case, model_of):
     forward = f"x = self.a(x)\n{DECISIONS[case]}\n    x = x + 1\nreturn x.mean()"
     with pytest.raises(TraceError, match="makes a decision from random numbers, so other steps") as caught:
         capture(Toy(model_of(forward), vectors))
@@ -226,7 +226,7 @@ def test_a_decision_by_torchs_random_numbers_is_not_blamed_on_the_batch(case, mo
 
 
 @pytest.mark.parametrize("value", ["(x * torch.rand(4)).sum()", "x.sum().item()", "torch.dropout(x, 0.5, True).max()"])
-def test_a_decision_by_the_batch_stays_one_whatever_is_drawn_too(value, model_of):
+def test_a_decision_by_the_batch_is_blamed_on_the_batch_despite_draws(value, model_of):
     with pytest.raises(TraceError, match="depends on the numbers in the batch") as caught:
         capture(Toy(model_of(f"x = self.a(x)\nif {value} > 0:  # THIS\n    x = x + 1\nreturn x.mean()"), vectors))
     assert caught.value.where.endswith("# THIS")

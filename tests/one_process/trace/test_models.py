@@ -11,14 +11,14 @@ from autopipe.trace import capture
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_model_is_captured_bit_for_bit(name):
+def test_every_kind_of_model_is_captured_exactly(name):
     captured = capture(workload(name))
     assert captured.exact
     assert captured.graph.symbols[0].name == "s0"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_users_model_is_left_as_it_was(name):
+def test_the_users_model_is_unchanged(name):
     work = workload(name)
     model = work.build_model()
     state = copy.deepcopy(model.state_dict())
@@ -40,14 +40,14 @@ def test_the_users_model_is_left_as_it_was(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_module_and_the_graph_tell_the_same(name):
+def test_the_module_and_the_graph_agree(name):
     captured = capture(workload(name), verify=False)
     calls = [n for n in captured.module.graph.nodes if n.op in ("call_module", "call_function", "call_method")]
     assert [n.name for n in calls] == [n.name for n in captured.graph.nodes]
     assert [n.meta["node"] for n in calls] == list(captured.graph.nodes)
     placeholders = [n.name for n in captured.module.graph.nodes if n.op == "placeholder"]
     assert placeholders == [entry.name for entry in captured.graph.inputs]
-    assert isinstance(Cuts(captured.graph).legal, tuple)  # every field that cuts need is there
+    assert isinstance(Cuts(captured.graph).legal, tuple)  # every field that cuts need is set
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""Modules that run as they are: whatever they call in a batch, training in stages is plain training."""
+"""Opaque modules run as the user's code: training in stages equals plain training for any calls inside."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def recomputing(plan: Plan) -> Plan:
 
 
 def train(subject: Captured, plan: Plan, folder: Path, path: Path, steps: int = 5) -> None:
-    """Train in stages and as a plain loop does; every loss, parameter and buffer must be the same."""
+    """Train in stages and in a plain loop; assert that every loss, parameter and buffer is equal."""
     items = minibatches(subject.workload, steps, 8, last=7)
     pipeline = build(subject, plan, folder)
     sessions = pipeline.train(items)
@@ -64,7 +64,7 @@ def train(subject: Captured, plan: Plan, folder: Path, path: Path, steps: int = 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"checkpointed"}))
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_the_weights_are_those_of_a_plain_loop(name: str, schedule: str, folder: Path, tmp_path: Path) -> None:
+def test_weights_equal_a_plain_loop(name: str, schedule: str, folder: Path, tmp_path: Path) -> None:
     path = write(name, folder)
     subject = captured_file(path)
     assert subject.capture.exact
@@ -72,7 +72,7 @@ def test_the_weights_are_those_of_a_plain_loop(name: str, schedule: str, folder:
     train(subject, plan_for(subject, 3, schedule, 4, 8), tmp_path, path)
 
 
-def test_a_checkpoint_inside_runs_its_function_once(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_call_inside_runs_its_function_once(folder: Path, tmp_path: Path) -> None:
     subject = captured_file(write("checkpointed", folder))
     for plan in (plan_for(subject, 3, "1f1b", 4, 8), recomputing(plan_for(subject, 3, "1f1b", 4, 8))):
         pipeline = build(subject, plan, tmp_path / str(plan.stages[0].recompute), steps=4)
@@ -81,27 +81,27 @@ def test_a_checkpoint_inside_runs_its_function_once(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["experts", "layer_drop", "statistics"])
-def test_a_recomputed_forward_is_the_same_forward(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_recomputed_forward_equals_the_first(name: str, folder: Path, tmp_path: Path) -> None:
     path = write(name, folder)
     subject = captured_file(path)
     train(subject, recomputing(plan_for(subject, 3, "1f1b", 4, 8)), tmp_path, path)
 
 
 @pytest.mark.parametrize("name", ["experts", "early_exit"])
-def test_a_backward_in_two_halves_is_the_same_backward(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_split_backward_equals_the_complete_backward(name: str, folder: Path, tmp_path: Path) -> None:
     path = write(name, folder)
     subject = captured_file(path)
     train(subject, plan_for(subject, 3, "zero-bubble", 4, 8), tmp_path, path)
 
 
-def test_clipping_leaves_out_what_no_token_chose(folder: Path, tmp_path: Path) -> None:
+def test_clipping_ignores_experts_without_tokens(folder: Path, tmp_path: Path) -> None:
     subject = captured_file(write("experts", folder))
     pipeline = build(subject, plan_for(subject, 3, "1f1b", 4, 8), tmp_path, steps=4, clip_grad_norm=0.05)
     items = minibatches(subject.workload, 4, 8)
     assert compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True).bitwise
 
 
-def test_a_module_that_runs_as_it_is_is_one_node_with_a_place_of_its_own(folder: Path) -> None:
+def test_an_opaque_module_is_one_node_with_its_own_random_position(folder: Path) -> None:
     graph = captured_file(write("experts", folder)).capture.graph
     nodes = [node for node in graph.nodes if node.opaque]
     assert [(node.kind, node.target) for node in nodes] == [("call_module", f"blocks.{n}.moe") for n in range(3)]
@@ -112,20 +112,22 @@ def test_a_module_that_runs_as_it_is_is_one_node_with_a_place_of_its_own(folder:
 
 
 @pytest.mark.parametrize(("before", "after"), [("topk(2)", "topk(1)"), ("Dropout(0.2)", "Dropout(0.3)")])
-def test_another_code_of_such_a_module_is_another_model(before: str, after: str, folder: Path, tmp_path: Path) -> None:
+def test_other_code_of_an_opaque_module_changes_the_digest(
+    before: str, after: str, folder: Path, tmp_path: Path
+) -> None:
     digest = captured_file(write("experts", folder)).capture.graph.digest
     assert captured_file(write("experts", tmp_path)).capture.graph.digest == digest
     changed = write("experts", tmp_path / "..", CASES["experts"].replace(before, after))
     assert capture(load_workload(LoadOptions(str(changed)))).graph.digest != digest
 
 
-def test_buffers_that_it_was_seen_to_write_are_named(folder: Path) -> None:
+def test_buffers_that_an_opaque_module_writes_are_recorded(folder: Path) -> None:
     graph = captured_file(write("statistics", folder)).capture.graph
     names = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen", "mean")
     assert set(next(n for n in graph.nodes if n.opaque).buffers_written) == {f"one.{name}" for name in names}
 
 
-def test_the_stage_file_calls_the_users_own_module(folder: Path, tmp_path: Path) -> None:
+def test_the_stage_file_calls_the_module_of_the_user(folder: Path, tmp_path: Path) -> None:
     subject = captured_file(write("experts", folder))
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
     text = (pipeline.run.stages / "stage_0.py").read_text()
@@ -133,7 +135,7 @@ def test_the_stage_file_calls_the_users_own_module(folder: Path, tmp_path: Path)
     assert "= self.blocks[0].moe(" in text
 
 
-def test_it_is_said_which_modules_and_why(folder: Path) -> None:
+def test_opaque_modules_are_reported_with_the_reason(folder: Path) -> None:
     notes = captured_file(write("experts", folder)).capture.notes
     assert notes[0].startswith("blocks.0.moe and 2 more modules run as they are: their path depends on the data (")
     notes = captured_file(write("augmented", folder)).capture.notes
@@ -147,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", sorted(REFUSED))
-def test_what_the_option_rules_out_is_refused(case: str, folder: Path) -> None:
+def test_opaque_modules_are_refused_if_the_option_forbids_them(case: str, folder: Path) -> None:
     name, policy, text = REFUSED[case]
     workload = load_workload(LoadOptions(str(write(name, folder)), opaque=policy))
     with pytest.raises(TraceError) as caught:
@@ -155,7 +157,7 @@ def test_what_the_option_rules_out_is_refused(case: str, folder: Path) -> None:
     assert text in str(caught.value)
 
 
-def test_a_module_that_is_named_runs_as_it_is(folder: Path) -> None:
+def test_a_named_module_is_opaque(folder: Path) -> None:
     workload = load_workload(LoadOptions(str(write("experts", folder)), opaque="first,blocks.1"))
     capture(workload)
     assert workload.spec.opaque_modules == ("blocks.0.moe", "blocks.1", "blocks.2.moe")
@@ -279,15 +281,15 @@ class Model(nn.Module):
         (COUNTER, "changes model.counting.calls, and the model reads it", "buffer"),
     ],
 )
-def test_what_cannot_run_as_it_is_is_refused(text: str, what: str, remedy: str, tmp_path: Path) -> None:
+def test_modules_that_cannot_be_opaque_are_refused(text: str, what: str, remedy: str, tmp_path: Path) -> None:
     with pytest.raises(TraceError) as caught:
         capture(load_workload(LoadOptions(str(write("refused", tmp_path, textwrap.dedent(text))))))
     assert what in caught.value.what
     assert remedy in caught.value.remedy
 
 
-def test_the_way_out_of_a_borrowed_parameter_works(tmp_path: Path) -> None:
-    """What it holds itself it may read, and of other modules the shapes."""
+def test_the_remedy_for_a_parameter_of_another_module_works(tmp_path: Path) -> None:
+    """An opaque module may read its own parameters, and the shapes of others."""
     text = BORROWING.replace("[other]", "[other]; self.kept = other.weight")
     text = text.replace(" @ self.others[0].weight", " * self.others[0].weight.shape[0] @ self.kept")
     workload = load_workload(LoadOptions(str(write("borrowed", tmp_path, text))))
@@ -295,7 +297,7 @@ def test_the_way_out_of_a_borrowed_parameter_works(tmp_path: Path) -> None:
     assert workload.spec.opaque_modules == ("borrowing",)
 
 
-def test_the_way_out_of_code_in_the_root_works(tmp_path: Path) -> None:
+def test_the_remedy_for_code_in_the_root_module_works(tmp_path: Path) -> None:
     inner = ROOT.replace("class Model", "class Stack")
     text = f"""{inner}
 class Model(nn.Module):
@@ -312,7 +314,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_no_gradient_is_told_from_any_gradient(dtype: torch.dtype) -> None:
+def test_a_missing_gradient_differs_from_every_gradient(dtype: torch.dtype) -> None:
     like = torch.ones(2, 3, dtype=dtype).t()
     sent = absent(like)
     assert (sent.shape, sent.dtype, sent.stride()) == (like.shape, like.dtype, like.stride())
@@ -322,7 +324,7 @@ def test_no_gradient_is_told_from_any_gradient(dtype: torch.dtype) -> None:
     assert not is_absent(torch.zeros(0, dtype=dtype))
 
 
-def test_a_place_gives_seeds_that_no_other_place_gives() -> None:
+def test_seeds_of_different_positions_differ() -> None:
     inside = {seed_of(seed_of(0, 0, 0, place), 0, 0, k) for place in range(50) for k in range(50)}
     assert len(inside) == 2500
     assert not inside & {seed_of(0, 0, j, k) for j in range(50) for k in range(50)}

@@ -1,4 +1,4 @@
-"""Python state that changes and is read is refused with its lines; what only counts, logs or caches is not."""
+"""Python state that changes and is read is refused with its lines; counters, logs and caches are accepted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.state import BASE, GUILTY, INNOCENT
+from support.models.state import ACCEPTED, BASE, REFUSED
 from support.oracle import train as plain
 from support.pipelines import build, captured_file, minibatches, plan_for
 
@@ -25,9 +25,9 @@ def written(text: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", list(GUILTY))
+@pytest.mark.parametrize("name", list(REFUSED))
 def test_state_that_changes_and_is_read_is_refused_with_the_line_that_writes_it(name: str, tmp_path: Path) -> None:
-    text, state, line = GUILTY[name]
+    text, state, line = REFUSED[name]
     workload = load_workload(LoadOptions(str(written(text, tmp_path))))
     with pytest.raises(TraceError) as caught:
         capture(workload)
@@ -36,9 +36,9 @@ def test_state_that_changes_and_is_read_is_refused_with_the_line_that_writes_it(
     assert "not one fixed graph" in caught.value.what
 
 
-@pytest.mark.parametrize("name", list(INNOCENT))
-def test_what_nothing_reads_or_is_the_same_each_time_trains_as_a_plain_loop_does(name: str, tmp_path: Path) -> None:
-    path = written(INNOCENT[name], tmp_path)
+@pytest.mark.parametrize("name", list(ACCEPTED))
+def test_state_that_is_unread_or_constant_trains_as_in_a_plain_loop(name: str, tmp_path: Path) -> None:
+    path = written(ACCEPTED[name], tmp_path)
     subject = captured_file(path)
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 3, 6), tmp_path / "run")
     items = minibatches(subject.workload, 3, 6)
@@ -67,7 +67,7 @@ def build_model():
 
 @pytest.mark.parametrize("name", ["a counter and a branch not taken", "data sets what the loss reads"])
 def test_the_command_refuses_before_training(name: str, run: Any, tmp_path: Path) -> None:
-    text, state, line = GUILTY[name]
+    text, state, line = REFUSED[name]
     path = written(text, tmp_path)
     done = run("train", path.name, "--gpus", "2", "--device", "cpu", "--steps", "1")
     assert done.exit_code == 1

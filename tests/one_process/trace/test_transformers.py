@@ -1,4 +1,4 @@
-"""Models of the transformers library as people have them: labels in the batch, dict batches, no wrapper."""
+"""Models of the transformers library as they are used: labels in the batch, dict batches, no wrapper."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def workload_of(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("default")
-def test_a_model_of_transformers_is_captured_as_it_is(name):
+def test_a_model_of_transformers_is_captured_unchanged(name):
     captured = capture(workload_of(name))
     assert captured.exact is not None
     lengths = "" if name.startswith("ViT") else " and lengths"
@@ -79,7 +79,7 @@ def test_a_model_of_transformers_is_captured_as_it_is(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_model_of_70_billion_parameters_is_followed_without_memory():
+def test_a_model_of_70_billion_parameters_is_captured_without_memory():
     import resource
 
     config = transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""``autopipe check`` on models of the transformers library as people have them: a config, a batch with labels."""
+"""``autopipe check`` on models of the transformers library as they are used: a config, a batch with labels."""
 
 import json
 import textwrap
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def checked(name, folder, num_stages, batch):
-    """Write a model file as a user would, and return what the check of it prints."""
+    """Write a model file as a user would, and return the output of its check."""
     model, config, options, _ = MODELS[name]
     text = f"""
 import torch, transformers
@@ -63,7 +63,7 @@ SOONER = ("gpt2",)
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOONER else [pytest.mark.slow]) for n in MODELS])
-def test_a_raw_model_trains_in_two_and_three_stages_as_it_does_plainly(name, tmp_path, monkeypatch):
+def test_a_model_trains_in_two_and_three_stages_as_in_a_plain_loop(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for num_stages in (2, 3):
         assert checked(name, tmp_path, num_stages, MODELS[name][3])["equal"] is True

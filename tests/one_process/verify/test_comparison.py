@@ -1,4 +1,4 @@
-"""How close is equal, where bits are not promised, and why they are not."""
+"""The tolerance where equality is not promised bit for bit, and the reasons."""
 
 import json
 from pathlib import Path
@@ -18,18 +18,18 @@ def compared(*tensors: tuple[float, float], loss: float = 1.0) -> Comparison:
     return Comparison(differences, (loss,), (1.0,), False, ("replicas",), usual)
 
 
-def test_a_few_times_the_noise_is_equal():
+def test_an_error_of_a_few_times_the_noise_is_equal():
     assert compared((3e-5, 1e-5), (2e-5, 1e-5), (1e-5, 1e-5)).equal
     assert not compared((9e-4, 1e-5), (2e-5, 1e-5), (1e-5, 1e-5)).equal
 
 
-def test_a_tensor_that_is_nothing_but_noise_excuses_itself_alone():
-    # a key's bias in attention: its true gradient is zero
+def test_a_tensor_that_is_only_noise_does_not_excuse_others():
+    # the bias of keys in attention has the true gradient zero
     assert compared((1.9, 1.0), (2e-7, 1e-7), (1e-7, 1e-7)).equal
     assert not compared((1.9, 1.0), (0.01, 1e-7), (1e-7, 1e-7)).equal
 
 
-def test_a_loss_is_held_to_the_usual_noise():
+def test_a_loss_has_the_usual_tolerance():
     assert not compared((0.0, 1.0), (0.0, 1e-7), (0.0, 1e-7), loss=1.001).equal
 
 
@@ -68,7 +68,7 @@ def data(batch_size=6):
 
 
 @pytest.mark.parametrize(("factor", "equal"), [("1.0", True), ("1.001", False)])
-def test_a_shortcut_that_only_later_batches_take_is_named_with_its_line(factor, equal, tmp_path, monkeypatch):
+def test_a_shortcut_of_later_batches_is_named_with_its_line(factor, equal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(SHORTCUT.replace("FACTOR", factor))
     done = CliRunner().invoke(autopipe, ["check", "net.py", "--gpus", "2", "--steps", "3", "--json"])
@@ -78,7 +78,7 @@ def test_a_shortcut_that_only_later_batches_take_is_named_with_its_line(factor, 
     assert (document["equal"], document["bitwise"]) == (equal, False)
 
 
-def test_batch_norm_at_two_samples_a_microbatch_is_compared(run: Any, tmp_path: Path) -> None:
+def test_batch_norm_with_two_samples_per_microbatch_is_compared(run: Any, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("""
 import torch
 from torch import nn

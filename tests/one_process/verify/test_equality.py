@@ -1,4 +1,4 @@
-"""Training in stages is plain training: bit for bit against an oracle that shares no code with the runtime."""
+"""Training in stages equals plain training bit for bit, compared with an oracle that shares no code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_check_finds_every_sample_equal(sample: str, schedule: str, num_stages
 
 
 @pytest.mark.parametrize("sample", sorted(BATCH))
-def test_the_weights_after_five_steps_are_those_of_a_plain_loop(sample: str, tmp_path: Path) -> None:
+def test_weights_after_five_steps_equal_a_plain_loop(sample: str, tmp_path: Path) -> None:
     subject = captured(sample)
     pipeline = build(subject, plan_for(subject, 3, "1f1b", 4, BATCH[sample]), tmp_path)
     items = minibatches(subject.workload, 5, BATCH[sample], last=3)
@@ -109,9 +109,9 @@ def data(batch_size=8):
 
 
 @pytest.mark.parametrize("body", [LAYOUTS, SLICES], ids=["layouts", "slices"])
-def test_values_and_gradients_keep_their_layout_in_memory_across_every_cut(tmp_path: Path, body: str) -> None:
-    # a leaf's grad is laid out like the leaf; plain autograd hands the gradient on as it is, and sums round by layout,
-    # those of a slice by its gaps
+def test_values_and_gradients_keep_their_strides_across_every_cut(tmp_path: Path, body: str) -> None:
+    # the grad of a leaf has the strides of the leaf, but plain autograd passes a gradient on with its own strides, on
+    # which the rounding of sums depends
     path = tmp_path / "layouts.py"
     path.write_text(MODEL_FILE.format(body=body))
     subject = captured_file(path)

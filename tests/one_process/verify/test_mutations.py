@@ -1,6 +1,6 @@
-"""Bugs planted into the runtime, each of which a comparison with plain training must find.
+"""Bugs injected into the runtime, each of which a comparison with plain training must find.
 
-Most of them have been in a pipeline framework that people trained with; none shows in a loss curve.
+Most of them have been in pipeline frameworks that were in use; none is visible in a loss curve.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Mutation:
-    """``plant`` puts the bug in. ``last``: samples of the last minibatch of 8. ``clip``: the norm to clip to."""
+    """``plant`` injects the bug. ``last``: samples of the last minibatch of 8. ``clip``: the norm to clip to."""
 
     plant: Plant
     case: Case
@@ -97,7 +97,7 @@ def stash_one_version_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_of_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stashing trap: other data for the tensors that autograd has saved."""
+    """Replaces the data of tensors that autograd has saved."""
     original = WeightVersions.end_step
 
     def end_step(self):
@@ -110,7 +110,7 @@ def gradients_of_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def vertical_sync_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All stages but the first, which has no newer version yet, read one version newer."""
+    """All stages but the first read a version that is newer by one."""
     original = session.make
 
     def make(name: str, request: ScheduleSpec) -> Schedule:
@@ -144,7 +144,7 @@ def tied_copy_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replicas_averaged_as_if_they_had_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replica takes the mean over its own samples, and the mean of the replicas is taken."""
+    """Takes the mean of each replica over its own samples, and then the mean of the replicas."""
     forward, start = StageRunner.forward, GradientSum._start_next
     own = threading.local()  # a rank is a thread
 
@@ -169,7 +169,7 @@ def replica_gradients_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bucket_started_before_its_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first gradient that comes sends its whole bucket off."""
+    """Sends a bucket at its first gradient."""
     original = GradientSum._noting
 
     def noting(self, name, leaves):
@@ -271,7 +271,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_planted_bug_is_found_and_without_it_all_is_equal(
+def test_an_injected_bug_is_found_and_without_it_all_is_equal(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation = MUTATIONS[name]
@@ -280,10 +280,10 @@ def test_a_planted_bug_is_found_and_without_it_all_is_equal(
     assert not found_equal(mutation, tmp_path / "wrong")
 
 
-def test_the_wrong_average_of_replicas_shows_only_where_batches_are_ragged(
+def test_the_wrong_average_of_replicas_shows_only_with_ragged_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # why every comparison here ends in a ragged minibatch
+    # the reason why every comparison ends with a ragged minibatch
     mutation = replace(MUTATIONS["replicas averaged wrongly, ragged batch"], last=8)
     mutation.plant(monkeypatch)
     assert found_equal(mutation, tmp_path)

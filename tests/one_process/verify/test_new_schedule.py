@@ -1,4 +1,4 @@
-"""A schedule takes one description and one call of `register`: then it is planned, simulated, trained and verified."""
+"""A new schedule needs one description and one call of `register` to be planned, simulated, trained and verified."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def registered() -> Iterator[None]:
     del registry._KINDS["pairs"]
 
 
-def test_it_is_planned_by_its_own_description_and_simulated() -> None:
+def test_a_new_schedule_is_planned_and_simulated() -> None:
     options = PlanOptions(num_ranks=3, batch_size=16, num_microbatches=4, schedule="pairs")
     plan = make_plan(PROFILE, CLUSTER, options)
     assert (plan.schedule, len(plan.stages)) == ("pairs", 3)
@@ -71,7 +71,7 @@ def test_it_is_planned_by_its_own_description_and_simulated() -> None:
         PlanOptions(num_ranks=3, batch_size=16, schedule="pairs", may_replicate=True)
 
 
-def test_the_command_line_and_auto_know_it() -> None:
+def test_the_command_line_and_auto_know_a_new_schedule() -> None:
     assert "pairs" in SCHEDULE.known()
     space = Space.of(PlanRequest(), 2, 16)
     assert "pairs" in {options.schedule for options in space.unreplicated}
@@ -79,12 +79,12 @@ def test_the_command_line_and_auto_know_it() -> None:
     assert PlanRequest(schedule="pairs").schedule == "pairs"
 
 
-def test_it_keeps_the_rules_of_schedules() -> None:
+def test_a_new_schedule_keeps_the_rules() -> None:
     validate(make("pairs", line(3, 5, 2)))
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1)])
-def test_it_trains_as_plain_training_bit_for_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_new_schedule_trains_as_plain_training_bit_for_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
     assert hold(Case("pairs", "gpt", replicas, "8"), tmp_path) == "plain"
 
 

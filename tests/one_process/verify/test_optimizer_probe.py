@@ -1,4 +1,4 @@
-"""Optimizers that look beyond their stage are recognised without a step of training; all others are left alone."""
+"""Optimizers that use parameters of other stages are recognised without a training step; all others are accepted."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def stages(of: Workload, count: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", sorted(ALONE))
-def test_an_optimizer_that_steps_each_parameter_by_itself_passes(
+def test_an_optimizer_that_steps_each_parameter_separately_is_accepted(
     name: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cut:
@@ -200,7 +200,7 @@ def test_an_optimizer_that_steps_each_parameter_by_itself_passes(
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", sorted(BEYOND))
-def test_an_optimizer_that_looks_beyond_its_stage_is_found(
+def test_an_optimizer_that_depends_on_other_stages_is_found(
     name: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cut:
@@ -215,19 +215,19 @@ def test_an_optimizer_that_looks_beyond_its_stage_is_found(
 @pytest.mark.parametrize(
     "noise", ["torch.randn_like(p)", "__import__('random').random()", "__import__('numpy').random.rand()"]
 )
-def test_an_optimizer_that_draws_is_said_to_draw(noise: str, tmp_path: Path) -> None:
+def test_an_optimizer_with_random_numbers_is_reported(noise: str, tmp_path: Path) -> None:
     work = workload(tmp_path, NOISE.replace("torch.randn_like(p)", noise))
     finding = probe(work, stages(work, 2))
     assert finding is not None and finding.draws and finding.stage == 1
 
 
-def test_commands_name_the_optimizer_and_how_to_do_it_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_name_the_optimizer_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(MODEL + BEYOND["clip_in_step_warmup"])
     words = ["net.py", "--gpus", "2", "--device", "cpu", "--steps", "2", "--batch-size", "4"]
     done = CliRunner().invoke(autopipe, ["check", *words, "--json"])
     report = json.loads(done.stdout)
-    # the rate of the first step is 0, and the weights of two steps do not tell
+    # the learning rate of the first step is 0, so the weights after two steps do not show it
     assert done.exit_code == 1 and not report["equal"]
     text = MODEL + BEYOND["clip_in_step_warmup"]
     line = text[: text.index("def optimizer")].count("\n") + 1
@@ -245,12 +245,12 @@ def test_commands_name_the_optimizer_and_how_to_do_it_right(tmp_path: Path, monk
     assert json.loads(one.stdout)["bitwise"]
 
 
-def test_every_optimizer_of_torch_by_name_passes(tmp_path: Path) -> None:
+def test_every_optimizer_of_torch_is_accepted(tmp_path: Path) -> None:
     from autopipe.workload.hooks.optimizers import known_optimizers
 
     (tmp_path / "net.py").write_text(MODEL)
     for name in known_optimizers():
-        if name == "muon":  # takes matrices alone
+        if name == "muon":  # takes matrices only
             continue
         work = load_workload(LoadOptions(str(tmp_path / "net.py"), optimizer=name, lr=1e-3))
         assert probe(work, stages(work, 3)) is None, name

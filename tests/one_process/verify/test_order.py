@@ -1,6 +1,6 @@
-"""Every schedule and layout on a CPU is, to the last bit, a plain loop that adds up in the plan's order.
+"""Every schedule and layout on a CPU equals, bit for bit, a plain loop that sums in the plan's order.
 
-The oracle's own loop and its own order of sums (``oracle_order``) stand on the other side, not the product's reference.
+It is compared with the oracle's loop and order of sums (``oracle_order``), not with the reference of autopipe.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ STEPS, BATCH = 4, 8
 
 @dataclass(frozen=True)
 class Draw:
-    """One layout of one model. ``exact``: ties travel with every microbatch. ``last``: samples of the last batch."""
+    """A layout of a model. ``exact``: ties are exchanged per microbatch. ``last``: samples of the last batch."""
 
     case: Case
     tied: bool
@@ -112,7 +112,7 @@ def drawn(seed: int) -> Draw:
         dropout=rng.choice([0.0, 0.2]),
         exact=rng.random() < 0.3,
         clip=rng.choice([0.0, 0.3]),
-        # BatchNorm takes no single sample; of the others the last batch may leave microbatches out
+        # BatchNorm needs two samples; for other models the last batch may have fewer microbatches
         last=0 if batch_norm else rng.choice([0, 3, 5, 7]),
     )
 
@@ -140,7 +140,7 @@ def order_of(subject: Captured, plan: Plan, draw: Draw) -> Order:
 
 
 def hold(draw: Draw, folder: Path) -> str:
-    """Assert that a layout trains the oracle's weights, or is refused. Returns which it was."""
+    """Assert that a layout trains the oracle's weights or is refused; return which."""
     subject = captured_file(draw.write(folder))
     try:
         plan = planned(subject, draw)
@@ -163,14 +163,14 @@ def hold(draw: Draw, folder: Path) -> str:
     ours = pipeline.weights(sessions)
     assert [sessions[0].executor.stepper.losses[step] for step in range(STEPS)] == losses, draw
     unequal = [name for name, parameter in model.named_parameters() if not torch.equal(ours[name], parameter)]
-    if not any(deltas):  # where steps overlap, the mean of running statistics is taken while microbatches are under way
+    if not any(deltas):  # if steps overlap, running statistics are averaged while microbatches are in flight
         unequal += [name for name, buffer in model.named_buffers() if not torch.equal(ours[name], buffer)]
     assert not unequal, (draw, unequal)
     return "equal"
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_random_layout_is_the_loop_in_its_own_order(seed: int, tmp_path: Path) -> None:
+def test_a_random_layout_equals_the_loop_in_its_order(seed: int, tmp_path: Path) -> None:
     assert hold(drawn(seed), tmp_path) == "equal"
 
 
@@ -200,7 +200,7 @@ def data(batch_size=6):
 """
 
 
-def test_a_tie_over_stages_is_proven_for_batches_of_other_shapes(tmp_path: Path) -> None:
+def test_a_tie_across_stages_is_exact_for_batches_of_other_shapes(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     subject = captured_file(tmp_path / "loop.py")
     plan = plan_for(subject, 2, "1f1b", 2, 6)
@@ -216,7 +216,7 @@ def command(*words: str) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def test_exact_ties_always_adds_up_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_ties_always_sums_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = replace(drawn(0), tied=True, shared=True, batch_norm=False, dropout=0.2)
     draw.write(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -245,5 +245,5 @@ def test_exact_ties_always_adds_up_as_one_process_does(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 300))
-def test_many_random_layouts_are_the_loop_in_their_own_order(seed: int, tmp_path: Path) -> None:
+def test_many_random_layouts_equal_the_loop_in_their_order(seed: int, tmp_path: Path) -> None:
     assert hold(drawn(seed), tmp_path) in ("equal", "refused")

@@ -1,4 +1,4 @@
-"""What may differ where the order of sums is not known is what help and README promise, and the report shows."""
+"""The tolerance for an unknown order of sums is the one that help and README promise and the report shows."""
 
 import io
 import re
@@ -25,11 +25,11 @@ def shown(report):
     ("usual", "own", "expected"),
     [(0, 0, 1e-6), (1e-8, 1e-8, 1e-6), (1e-6, 0, 16e-6), (1e-6, 1e-5, 4e-5), (0, 1e-5, 4e-5)],
 )
-def test_what_is_allowed_is_the_largest_of_three(usual, own, expected):
+def test_the_tolerance_is_the_largest_of_three(usual, own, expected):
     assert allowed(usual, own) == pytest.approx(expected)
 
 
-def test_help_and_readme_promise_what_is_applied():
+def test_help_and_readme_promise_the_applied_tolerance():
     assert (TOLERANCE, NOISE_FACTOR, USUAL_FACTOR) == (1e-6, 4, 16)
     help_text = re.sub(r"\s+", " ", (ROOT / "docs/cli.md").read_text())
     assert "a tensor may differ by 1e-6 of its largest value" in help_text
@@ -48,7 +48,7 @@ def reordered(gradient, weight):
     )
 
 
-def test_the_rounding_of_an_order_is_apart_from_what_the_optimizer_makes_of_it():
+def test_rounding_is_shown_before_and_after_the_optimizer():
     text = shown(reordered(1.2e-6, 4.8e-3))
     assert "that order differs from one process's: a is tied over stages [0, 1]" in text
     assert "gradients differ by up to 1.2e-06 (b), the weights after 2 steps by up to 4.8e-03 (a)" in text
@@ -57,7 +57,7 @@ def test_the_rounding_of_an_order_is_apart_from_what_the_optimizer_makes_of_it()
     assert "times as much" not in shown(reordered(1.2e-6, 1.2e-6))
 
 
-def test_what_was_allowed_is_shown_beside_the_difference():
+def test_the_tolerance_is_shown_next_to_the_difference():
     entry = ParameterError("a", 3e-4, 0, gradient=2e-7)
     report = CheckReport(True, False, 3e-4, (entry,), gradient_error=2e-7, tolerance=5e-4, gradient_tolerance=1e-6)
     text = shown(report)

@@ -1,4 +1,4 @@
-"""The compute orders are torch.distributed.pipelining's, where it has the schedule, and torch's checks accept ours."""
+"""Compute orders equal torch.distributed.pipelining's for its schedules, and its checks accept ours."""
 
 import functools
 import types
@@ -23,7 +23,7 @@ def compute(schedule: Schedule) -> dict[int, list[str]]:
 
 
 def looped_order(cls, n: int, v: int, m: int) -> dict[int, list[str]]:
-    """Only what the method that makes the order reads, so that no process group is needed."""
+    """Set only the attributes that the method reads, so that no process group is needed."""
     fake = types.SimpleNamespace(
         n_local_stages=v, pp_group_size=n, _n_microbatches=m, microbatches_per_round=m // max(1, m // n)
     )
@@ -32,7 +32,7 @@ def looped_order(cls, n: int, v: int, m: int) -> dict[int, list[str]]:
 
 
 class RecordingStage:
-    """Stands for a PipelineStage: records what it is asked to compute."""
+    """Plays a PipelineStage and records the requested computations."""
 
     def __init__(self, index: int) -> None:
         self.stage_index, self.row = index, []
@@ -53,7 +53,7 @@ class RecordingStage:
 
 
 def stepped_order(cls, p: int, v: int, m: int) -> dict[int, list[str]]:
-    """What torch's step really does. Its ``_get_pipeline_order`` is a second copy, and wrong for 1F1B's last rank."""
+    """Return the order of torch's step; its ``_get_pipeline_order`` is a copy that is wrong for 1F1B's last rank."""
     rows = {}
     for rank in range(p):
         fake = types.SimpleNamespace(_stage=RecordingStage(rank), _n_microbatches=m, _num_stages=p, scale_grads=False)
@@ -78,13 +78,13 @@ LOOPED = [(n, v, m) for n in range(1, 6) for v in (1, 2, 3) for m in range(1, 17
         ("zero-bubble", theirs.ScheduleInterleavedZeroBubble, looped_order, LOOPED),
     ],
 )
-def test_the_compute_order_is_torchs(name, cls, order, cases):
+def test_the_compute_order_equals_torchs(name, cls, order, cases):
     for n, v, m in cases:
         assert compute(make(name, loop(n, v, m))) == order(cls, n, v, m), (n, v, m)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in REGISTRY.items() if kind.synchronous])
-def test_torchs_validator_and_simulator_accept_ours(name):
+def test_torchs_validator_and_simulator_accept_our_orders(name):
     kind = REGISTRY[name]
     requests = [kind.example]
     if name != "custom":

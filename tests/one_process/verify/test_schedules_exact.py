@@ -1,4 +1,4 @@
-"""Every registered schedule trains as docs/semantics.md defines: layouts, microbatches, recompute, models sampled."""
+"""Every schedule trains as docs/semantics.md defines, in samples of layouts, microbatches, recompute and models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_heal
 
 
 def sampled(schedule: str, count: int) -> dict[str, int]:
-    """Hold a sample of a schedule's cases to their promises; return how many of each kind there were."""
+    """Assert the promises of a sample of a schedule's cases; return the number of each outcome."""
     counts: dict[str, int] = {}
     seen: set[Case] = set()
 
@@ -45,7 +45,7 @@ def test_a_few_cases_of_every_schedule_are_as_equal_as_promised(schedule: str) -
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_replicas_average_batch_norm_while_other_microbatches_are_in_flight(schedule: str, tmp_path: Path) -> None:
-    # autograd has saved the running statistics: an average written into them broke the backward of the next minibatch
+    # autograd has saved the running statistics, so an average must not be written into their memory
     assert hold(Case(schedule, "resnet", (2, 1), "8"), tmp_path) == "reordered"
 
 
@@ -53,7 +53,7 @@ def test_replicas_average_batch_norm_while_other_microbatches_are_in_flight(sche
 def test_a_large_tied_parameter_is_summed_at_every_replica_of_its_owner(
     replicas: tuple[int, ...], tmp_path: Path
 ) -> None:
-    # only the owner's first replica used to hear of the copy's gradient, and the replicas went apart
+    # every replica of the owner must receive the gradient of the copy, or the replicas diverge
     subject = captured("gpt")
     plan = Case("1f1b", "gpt", replicas, "2p").plan(subject)
     ties = tuple(replace(tie, exact=False) for tie in plan.ties)
@@ -82,7 +82,7 @@ STALE = [
 
 
 def staleness_by_hand(case: Case) -> list[int]:
-    """docs/semantics.md for one rank a stage: p - 1 - s microbatches are sent ahead."""
+    """Return the staleness of docs/semantics.md for one rank per stage: p - 1 - s microbatches are sent ahead."""
     p = len(case.replicas)
     if case.schedule == "2bw":
         return [1] * p
@@ -91,7 +91,7 @@ def staleness_by_hand(case: Case) -> list[int]:
 
 
 @pytest.mark.parametrize("case", STALE, ids=lambda c: f"{c.schedule}-{c.model}-{len(c.replicas)}-m{c.m}")
-def test_stale_schedules_leave_the_oracles_weights_bit_for_bit(case: Case, tmp_path: Path) -> None:
+def test_weights_of_stale_schedules_equal_the_oracle_bit_for_bit(case: Case, tmp_path: Path) -> None:
     subject = captured(case.model)
     plan = case.plan(subject)
     pipeline = build(subject, plan, tmp_path)

@@ -1,4 +1,4 @@
-"""What schedules hold, measured while they run: weight versions alive, and microbatches in flight, at every stage."""
+"""The memory of schedules, measured while they run: live weight versions and microbatches in flight per stage."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def peak_versions(sessions: list[RankSession]) -> dict[int, int]:
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Peak of the memories that one parameter's values lie in, by stage: versions, and what the optimizer steps.
+    """Return the peak number of memory blocks of one parameter, by stage: its versions, and the optimizer's copy.
 
-    Counted from outside, before every computation and in every step, by weak references to what versions were made of.
+    They are counted by weak references, before every computation and in every step.
     """
     peaks: dict[int, int] = {}
     stage_of: dict[int, int] = {}
@@ -54,7 +54,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         peaks[stage_of[id(versions)]] = max(peaks.get(stage_of[id(versions)], 0), num_versions)
 
     def ending(self):
-        count(self)  # the optimizer has stepped on memory of its own
+        count(self)  # the optimizer has stepped on separate memory
         end(self)
 
     def counting(self, instruction):
@@ -94,7 +94,7 @@ def test_2bw_keeps_two_versions_at_every_stage(
         ("2", True, [3, 3, 3, 3]),
     ],
 )
-def test_pipedream_keeps_its_staleness_and_one_more(
+def test_pipedream_keeps_one_version_more_than_its_staleness(
     m: str, vertical: bool, expected: list[int], alive: dict[int, int], tmp_path: Path
 ) -> None:
     case = Case("pipedream", "unet", (1, 1, 1, 1), m, vertical_sync=vertical)
@@ -104,14 +104,14 @@ def test_pipedream_keeps_its_staleness_and_one_more(
 
 
 def in_flight_by_hand(schedule: str, p: int, m: int) -> list[int]:
-    """The formulas of the papers, for one stage and one replica a rank."""
+    """Return the formulas of the papers for one stage and one replica per rank."""
     if schedule == "gpipe":
         return [m] * p
     if schedule == "zero-bubble":  # ZB-H1: no more than the first stage of 1F1B
         return [min(p, m)] * p
     if schedule == "eager-1f1b":
         return [min(2 * (p - 1 - s) + 1, m) for s in range(p)]
-    if schedule == "interleaved":  # one stage a rank: Megatron-LM sends two further ahead for each hop to the end
+    if schedule == "interleaved":  # one stage per rank: Megatron-LM sends two more ahead for each hop to the end
         return [min(2 * (p - 1 - s) + 1, m) for s in range(p)]
     flushed = m if schedule == "1f1b" else m * STEPS
     return [min(p - s, flushed) for s in range(p)]
@@ -119,7 +119,7 @@ def in_flight_by_hand(schedule: str, p: int, m: int) -> list[int]:
 
 @pytest.mark.parametrize("m", ["p", "8"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_as_many_microbatches_are_in_flight_as_the_schedule_says(
+def test_microbatches_in_flight_equal_the_schedules(
     schedule: str, m: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Random draws of (model x batch x schedule x replicas x recompute x clip x ragged x resume): equal, or refused.
+"""Random runs (model, batch, schedule, replicas, recompute, clipping, ragged batch, resume) are equal or refused.
 
-Each draw writes a model file, trains it in stages with ranks as threads, and compares every weight and buffer with the
-independent oracle. The only other outcome that is allowed is an error of autopipe's own.
+Each run writes a model file, trains it in stages with ranks as threads, and compares every weight and buffer with the
+independent oracle. The only other accepted outcome is an AutopipeError.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ SCHEDULES = (*WITH_REPLICAS, "zero-bubble", "interleaved")
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw. ``replicas[s]``: ranks of stage s. ``resume``: the step at which another plan goes on, 0 for none."""
+    """One random run. ``replicas[s]``: ranks of stage s. ``resume``: the step at which another plan resumes, or 0."""
 
     body: str
     batch: str
@@ -211,7 +211,7 @@ class Draw:
 
     @property
     def reordered(self) -> bool:
-        """Whether sums are added in another order than in one process; then the model computes in float64."""
+        """Whether the order of sums differs from one process; the model then computes in float64."""
         return max(self.replicas) > 1 or bool(self.clip) or self.body == "shared layer"
 
     def text(self) -> str:
@@ -232,7 +232,7 @@ class Draw:
         return laid_out(straight, self.schedule, ranks, (self.recompute,))
 
     def staleness(self) -> list[int]:
-        """Return delta by stage, worked out from docs/semantics.md: ceil(warm-up / m) for pipedream, 1 for 2bw."""
+        """Return the staleness by stage, from docs/semantics.md: ceil(warm-up / m) for pipedream, 1 for 2bw."""
         if self.schedule not in ("2bw", "pipedream"):
             return [0] * len(self.replicas)
         if self.schedule == "2bw":
@@ -242,7 +242,7 @@ class Draw:
         return [-(-warmup // self.microbatches) for warmup in warmups]
 
     def divisor(self, part: tuple[object, torch.Tensor]) -> float:
-        """Return what the loss of a microbatch divides by."""
+        """Return the divisor of the loss of a microbatch."""
         target = part[1]
         if self.batch == "ignored targets":
             return int((target != 0).sum())
@@ -252,7 +252,7 @@ class Draw:
 
 
 def trained(draw: Draw, folder: Path) -> tuple[Captured, Plan, dict[str, torch.Tensor]]:
-    """Train in stages, resumed under another plan where the draw says so, and return the weights and buffers."""
+    """Train in stages, with a resume under another plan if drawn, and return the weights and buffers."""
     path = folder / "net.py"
     path.write_text(draw.text())
     captured = captured_file(path)
@@ -270,7 +270,7 @@ def trained(draw: Draw, folder: Path) -> tuple[Captured, Plan, dict[str, torch.T
 
 
 def outcome(seed: int, folder: Path) -> str:
-    """Return "equal" or "refused". Raises: AssertionError where the weights are others than the oracle's."""
+    """Return "equal" or "refused". Raises: AssertionError if the weights differ from the oracle's."""
     draw = Draw.of(seed)
     try:
         captured, plan, weights = trained(draw, folder)
@@ -287,7 +287,7 @@ def outcome(seed: int, folder: Path) -> str:
         clip_norm=draw.clip,
         divisor=draw.divisor,
     )
-    averaged = max(draw.replicas) > 1  # each replica has statistics of its own, and their mean is kept
+    averaged = max(draw.replicas) > 1  # each replica has its own statistics, whose mean is stored
     for name, tensor in model.state_dict().items():
         if name not in weights or (averaged and name in dict(model.named_buffers())):
             continue
@@ -299,16 +299,16 @@ def outcome(seed: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("seed", range(QUICK_DRAWS))
-def test_a_draw_is_equal_to_plain_training_or_refused(seed: int, tmp_path: Path) -> None:
+def test_a_random_run_equals_plain_training_or_is_refused(seed: int, tmp_path: Path) -> None:
     assert outcome(seed, tmp_path) in ("equal", "refused")
 
 
 @pytest.mark.slow
-def test_no_draw_of_many_differs_in_silence(tmp_path: Path) -> None:
+def test_many_random_runs_equal_plain_training_or_are_refused(tmp_path: Path) -> None:
     outcomes = []
     for seed in range(QUICK_DRAWS, DRAWS):
         folder = tmp_path / str(seed)
         folder.mkdir()
         outcomes.append(outcome(seed, folder))
-    # a sweep in which nearly everything is refused would prove nothing
+    # a sweep with nearly all runs refused would prove nothing
     assert outcomes.count("equal") > len(outcomes) // 2

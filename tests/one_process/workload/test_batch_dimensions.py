@@ -1,4 +1,4 @@
-"""Batches whose samples are not counted by dimension 0: found by asking for another batch size, or declared."""
+"""Batches whose samples are not in dimension 0: found by requesting another batch size, or declared."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_dimensions_that_follow_the_batch_size_are_refused(tmp_path: Path) -
     assert "batch_dim" in error.remedy
 
 
-def test_plain_batches_are_not_asked_for_twice(load: Any) -> None:
+def test_plain_batches_are_not_requested_twice(load: Any) -> None:
     workload = load(
         MODEL + "asked = []\ndef data(batch_size):\n    asked.append(batch_size)\n"
         "    return [(torch.zeros(batch_size, 3), torch.zeros(batch_size, 2))]\n"
@@ -101,14 +101,14 @@ def test_plain_batches_are_not_asked_for_twice(load: Any) -> None:
     assert workload.spec.batch_dims == {}
 
 
-def test_what_was_found_goes_to_other_processes(tmp_path: Path) -> None:
+def test_the_dimensions_are_sent_to_other_processes(tmp_path: Path) -> None:
     first = workload_of(sequence_first(tmp_path))
     first.example_item(5)
     second = Workload.from_spec(first.spec)
     assert second.num_samples(next(second.items(9))) == 9
 
 
-def test_a_table_as_long_as_a_batch_is_not_cut_where_the_data_tells(load: Any) -> None:
+def test_a_table_as_long_as_a_batch_is_not_cut(load: Any) -> None:
     workload = load(
         MODEL + "def data(batch_size):\n"
         "    return [((torch.zeros(batch_size, 3), torch.zeros(4, 2)), torch.zeros(batch_size, 2))]\n"
@@ -117,7 +117,7 @@ def test_a_table_as_long_as_a_batch_is_not_cut_where_the_data_tells(load: Any) -
     assert [part[0][1].shape[0] for part in workload.split(next(workload.items(4)), 2)] == [4, 4]
 
 
-def test_data_that_is_short_is_not_asked_for_more_than_it_has(load: Any) -> None:
+def test_short_data_is_not_asked_for_more_samples_than_it_has(load: Any) -> None:
     text = (
         MODEL + "def data(batch_size):\n    n = min(batch_size, 6)\n    return [(torch.zeros(4, n), torch.zeros(n))]\n"
     )
@@ -132,14 +132,14 @@ BATCH = "((torch.zeros(7, 4), torch.zeros(4, 2), torch.zeros(4)), torch.zeros(7,
 
 
 @pytest.mark.parametrize("declaration", ["((1, 0, None), 1)", "[[1, 0, None], 1]"])
-def test_batch_dim_says_it_where_the_data_decides_its_size(load: Any, declaration: str) -> None:
+def test_batch_dim_declares_the_dimension_of_data_of_fixed_size(load: Any, declaration: str) -> None:
     workload = load(MODEL + f"batch_dim = {declaration}\ndef data(): return [{BATCH}]\n")
     (part, _) = workload.split(next(workload.items(None)), 2)
     assert [tuple(leaf.shape) for leaf in part[0]] == [(7, 2), (2, 2), (4,)]
     assert part[1].shape == (7, 2)
 
 
-def test_batch_dim_may_be_a_dict_and_leaves_out_what_is_samples_first(load: Any) -> None:
+def test_batch_dim_may_be_a_dict_of_the_exceptions(load: Any) -> None:
     workload = load(
         MODEL + "batch_dim = {'ids': 1, 'states': 2}\n"
         "def data(): return [dict(ids=torch.zeros(7, 4), states=(torch.zeros(1, 2, 4),), labels=torch.zeros(4))]\n"
@@ -159,7 +159,7 @@ def test_batch_dim_may_be_a_dict_and_leaves_out_what_is_samples_first(load: Any)
         ("(0, 1)", "inputs[1] has 4 samples in dimension 0, and others have 7"),
     ],
 )
-def test_a_batch_dim_that_cannot_be_is_refused(load: Any, declaration: str, message: str) -> None:
+def test_an_impossible_batch_dim_is_refused(load: Any, declaration: str, message: str) -> None:
     error = fails(lambda: next(load(MODEL + f"batch_dim = {declaration}\ndef data(): return [{BATCH}]\n").items(None)))
     assert message in error.what and error.remedy
 
@@ -173,8 +173,8 @@ LATER = "\n_data = data\ndef data():\n    return _data(8)\n"
 
 
 @pytest.mark.parametrize("length", ["9", "10"])
-def test_sequences_are_not_cut_where_dimension_one_counts_the_samples(length: str, tmp_path: Path) -> None:
-    """Length 9: as many steps as samples. ``data`` takes no batch size, so nothing but the gradients can tell."""
+def test_sequences_with_samples_in_dimension_one_are_not_cut(length: str, tmp_path: Path) -> None:
+    """Length 9: as many steps as samples. ``data`` takes no batch size, so only the gradients can decide."""
     path = sequence_first(tmp_path, length)
     text = path.read_text().replace("< 0.3", "< 0").replace("torch.ones(8)", "torch.ones(1)")  # no target is masked
     path.write_text(text + LATER)
@@ -190,7 +190,7 @@ def test_sequences_are_not_cut_where_dimension_one_counts_the_samples(length: st
 
 
 @pytest.mark.parametrize(("schedule", "reader"), [("1f1b", "each"), ("1f1b", "one"), ("2bw", "one")])
-def test_stages_train_sequence_first_batches_as_a_plain_loop(tmp_path: Path, schedule: str, reader: str) -> None:
+def test_stages_train_sequence_first_batches_like_a_plain_loop(tmp_path: Path, schedule: str, reader: str) -> None:
     path = sequence_first(tmp_path)
     subject = captured_file(path)
     assert next((s.input, s.dimension) for s in subject.capture.graph.symbols) == ("ids", 1)
@@ -210,7 +210,7 @@ def test_the_written_loop_cuts_along_the_same_dimension(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_other_captures_know_the_dimension_too(tmp_path: Path) -> None:
+def test_other_captures_use_the_same_dimension(tmp_path: Path) -> None:
     path = tmp_path / "scripted.py"
     path.write_text(
         MODEL.replace("return self.layer(x)", "return scripted(self.layer(x.transpose(0, 1)))").replace(
@@ -223,7 +223,7 @@ def test_the_other_captures_know_the_dimension_too(tmp_path: Path) -> None:
     assert graph.inputs[1].spec.shape[0] == "s0"
 
 
-def test_a_tensor_that_comes_later_is_refused_where_its_samples_are_not_in_dimension_zero(load: Any) -> None:
+def test_a_new_tensor_with_samples_in_another_dimension_is_refused(load: Any) -> None:
     workload = load(
         MODEL + "batch_dim = {'ids': 1}\n"
         "def data(): return [dict(ids=torch.zeros(7, 4)), dict(ids=torch.zeros(7, 4), more=torch.zeros(7, 4))]\n"
@@ -241,5 +241,5 @@ def test_nested_tensors_are_refused_by_name(load: Any, layout: str) -> None:
     assert "gave a nested tensor at inputs" in error.what and "to_padded_tensor" in error.remedy
 
 
-def test_dimensions_of_nothing_are_dimension_zero() -> None:
+def test_the_default_is_dimension_zero() -> None:
     assert BatchDimensions().of((torch.zeros(3, 2), torch.tensor(1.0))) == {0: 0}

@@ -81,7 +81,7 @@ def cut(item: Any, parts: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_train_batches_of_objects_as_a_plain_loop(tmp_path: Path, kind: str) -> None:
+def test_stages_train_batches_of_objects_like_a_plain_loop(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "objects.py"
     path.write_text(TEXT % {"kind": KINDS[kind], "mask": "Mask(mask)" if kind == "object in an object" else "mask"})
     subject = captured_file(path)
@@ -104,7 +104,7 @@ def test_leaves_of_an_object_are_named_by_argument_and_attribute(load: Any) -> N
     assert type(workload.split(item, 2)[0][0]).__name__ == "Pair"
 
 
-def test_an_object_without_tensors_stays_a_value(load: Any) -> None:
+def test_an_object_without_tensors_is_a_value(load: Any) -> None:
     workload = load(
         MODEL + "class Note:\n    def __init__(self): self.text = 'x'\n"
         "def data(batch_size): return [((torch.zeros(batch_size, 3), Note()), torch.zeros(batch_size, 2))]\n"

@@ -1,4 +1,4 @@
-"""Batches: where they come from, how they are named, cut and checked."""
+"""Batches: their sources, names, checks, and how they are cut."""
 
 import random
 from collections import UserDict
@@ -19,14 +19,14 @@ def test_the_data_is_iterated_with_the_batch_size_and_the_rest_is_smaller(load):
     assert [workload.num_samples(item) for item in workload.items(4)] == [4, 4, 2]
 
 
-def test_data_without_a_batch_size_decides_for_itself(load):
+def test_data_without_a_batch_size_argument_decides_its_batch_size(load):
     workload = load(MODEL + "def data(): return [(torch.zeros(6, 3), torch.zeros(6, 2))]\n")
     assert [workload.num_samples(item) for item in workload.items(None)] == [6]
     error = fails(lambda: workload.items(4))
     assert "--batch-size 4: data of net_of_batches.py has no parameter batch_size" in error.what
 
 
-def test_an_argument_with_another_name_and_a_default_is_no_batch_size(load):
+def test_an_argument_with_another_name_is_not_the_batch_size(load):
     workload = load(MODEL + "def data(path='x'): return [(torch.zeros(6, 3), torch.zeros(6, 2))]\n")
     assert len(list(workload.items(None))) == 1
     assert "has no parameter batch_size" in fails(lambda: workload.items(4)).what
@@ -59,7 +59,7 @@ def order(workload, epoch, disturb=False):
     return samples
 
 
-def test_a_shuffled_order_depends_on_seed_and_epoch_alone(load):
+def test_a_shuffled_order_depends_on_seed_and_epoch_only(load):
     torch.manual_seed(1)
     first = order(load(SHUFFLED), 0)
     torch.manual_seed(2)
@@ -69,7 +69,7 @@ def test_a_shuffled_order_depends_on_seed_and_epoch_alone(load):
     assert order(load(SHUFFLED, seed=1), 0) != first
 
 
-def test_iterating_the_data_leaves_no_trace_in_the_random_numbers_of_the_program(load):
+def test_iterating_the_data_does_not_change_the_random_state(load):
     workload = load(
         SHUFFLED.replace("shuffle=True)", "shuffle=True, collate_fn=mix)") + "import random, numpy\n"
         "def mix(rows):\n"
@@ -102,12 +102,12 @@ def test_an_error_in_the_data_names_the_users_line_and_the_batch(load):
     assert "raise OSError('disk')" in error.where
 
 
-def test_data_that_gives_nothing_is_an_error(load):
+def test_empty_data_is_an_error(load):
     workload = load(MODEL + "def data(batch_size): return []\n")
     assert fails(lambda: list(workload.items(4))).what == "data of net_of_batches.py gave no batch in epoch 0"
 
 
-def test_data_that_runs_out_is_an_error_that_says_so(load):
+def test_data_that_ends_too_early_is_an_error(load):
     rows = "rows = iter([(torch.zeros(4, 3), torch.zeros(4, 2))])\n"
     workload = load(MODEL + rows + "def data(): return rows\n")
     assert len(list(workload.items(None))) == 1
@@ -124,7 +124,7 @@ def test_data_that_cannot_be_iterated_is_refused(load):
     assert "returned an int, which is not iterable" in fails(lambda: list(workload.items(None))).what
 
 
-def test_evaluation_data_is_its_own_hook_and_missed_by_name(load):
+def test_missing_evaluation_data_is_an_error_with_the_name_of_the_hook(load):
     workload = load(MODEL + DATA + "def evaluate_data(batch_size): return data(batch_size)[:1]\n")
     assert workload.has_evaluation_data
     assert [workload.num_samples(item) for item in workload.evaluation_items(3)] == [3]
@@ -133,7 +133,7 @@ def test_evaluation_data_is_its_own_hook_and_missed_by_name(load):
     assert "looked for evaluate_data" in fails(lambda: bare.evaluation_items(3)).what
 
 
-def test_the_batch_size_of_training_is_for_evaluation_data_that_takes_one(load):
+def test_evaluation_data_gets_the_batch_size_of_training(load):
     sized = "def evaluate_data(batch_size): return [(torch.ones(batch_size, 4), torch.ones(batch_size))]"
     own = "def evaluate_data(): return [(torch.ones(2, 4), torch.ones(2))]"
     for text, expected in ((sized, 6), (own, 2)):
@@ -177,13 +177,13 @@ def test_an_item_that_cannot_be_cut_is_refused(load, batch, message):
     assert message in fails(lambda: list(workload.items(None))).what
 
 
-def test_a_table_that_broadcasts_is_no_disagreement(load):
+def test_a_table_that_broadcasts_is_accepted(load):
     workload = load(MODEL + "def data(): return [{'x': torch.zeros(4, 3), 'places': torch.zeros(1, 7)}]\n")
     item = next(workload.items(None))
     assert [part["places"].shape[0] for part in workload.split(item, 2)] == [1, 1]
 
 
-def test_splitting_is_tensor_split_of_every_batched_leaf_and_the_rest_is_shared():
+def test_batched_leaves_are_cut_by_tensor_split_and_others_are_shared():
     table, nested = torch.arange(3), {"b": [torch.arange(14).view(7, 2), None], "c": "text"}
     item = ((torch.arange(7), nested), torch.arange(7) * 2)
     parts = BatchDimensions().split(item, 3)
@@ -194,7 +194,7 @@ def test_splitting_is_tensor_split_of_every_batched_leaf_and_the_rest_is_shared(
     assert all(part["table"] is table for part in shared)
 
 
-def test_parts_without_a_sample_are_left_out():
+def test_parts_without_samples_are_dropped():
     assert [part[0].shape[0] for part in BatchDimensions().split((torch.zeros(2, 3), torch.zeros(2)), 5)] == [1, 1]
 
 
@@ -223,14 +223,14 @@ def test_leaves_have_stable_identifiers(item, arguments, names):
     assert all(name.isidentifier() for name in identifiers)
 
 
-def test_leaves_are_named_by_the_forward_of_a_model_that_is_not_built_yet(load):
+def test_leaves_are_named_by_the_forward_before_the_model_is_built(load):
     workload = load(MODEL + DATA)
     before = torch.get_rng_state()
     assert list(workload.leaves(next(workload.items(4)))) == ["x", "target"]
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_other_leaves_go_back_into_the_same_structure(load):
+def test_other_leaves_are_put_into_the_same_structure(load):
     workload = load(MODEL + DATA)
     item = next(workload.items(4))
     changed = workload.with_leaves(item, {name: leaf + 1 for name, leaf in workload.leaves(item).items()})

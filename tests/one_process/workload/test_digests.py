@@ -1,4 +1,4 @@
-"""Digests of minibatches: what they see, and what they must not see."""
+"""Digests of minibatches: the differences that they detect, and those that they must ignore."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ KINDS = [
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_a_difference_is_seen(case: str) -> None:
+def test_a_difference_changes_the_digest(case: str) -> None:
     first, second = DIFFERENT[case]
     assert digest_of(first) != digest_of(second)
 
 
 @pytest.mark.parametrize("case", EQUAL)
-def test_what_is_equal_has_one_digest(case: str) -> None:
+def test_equal_minibatches_have_equal_digests(case: str) -> None:
     first, second = EQUAL[case]
     assert digest_of(first) == digest_of(second)
 
@@ -88,7 +88,7 @@ def test_every_bit_of_a_large_tensor_counts() -> None:
     assert len(seen) == len(places) + 1
 
 
-def test_another_process_computes_the_same() -> None:
+def test_another_process_computes_the_same_digest() -> None:
     text = (
         "import torch; from autopipe.workload.batches.digests import digest_of\n"
         "print(digest_of({'x': torch.arange(100_000.), 's': 'text', 'o': object()}).hex())"
@@ -98,7 +98,7 @@ def test_another_process_computes_the_same() -> None:
     assert done.stdout.strip() == digest_of(item).hex()
 
 
-def test_a_chain_tells_order_and_number() -> None:
+def test_a_chain_depends_on_order_and_number() -> None:
     first, second = digest_of((SMALL, 1)), digest_of((SMALL, 2))
     chains = [b"", chained(b"", first), chained(chained(b"", first), second), chained(chained(b"", second), first)]
     assert len(set(chains)) == 4

@@ -1,4 +1,4 @@
-"""Example batches, and how a batch meets the model and its loss."""
+"""Example batches, and how a batch is passed to the model and its loss."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from autopipe.workload.batches.items import SyntheticInput
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_is_the_first_batch_of_the_data_with_exactly_the_samples_asked_for(load):
+def test_the_example_has_the_requested_samples_of_the_first_batch(load):
     workload = load(MODEL + DATA)
     assert workload.example_item(4)[0][:, 0].tolist() == [0, 3, 6, 9]
     fixed = load(MODEL + "def data(): return [(torch.arange(9.0).view(3, 3), torch.zeros(3, 2))]\n")
@@ -19,7 +19,7 @@ def test_the_example_is_the_first_batch_of_the_data_with_exactly_the_samples_ask
     assert fixed.example_item(None)[0].shape == (3, 3)
 
 
-def test_examples_come_from_example_inputs_first_and_are_the_same_every_time(load):
+def test_examples_come_from_example_inputs_and_are_always_the_same(load):
     text = MODEL + DATA + "def example_inputs(n): return torch.randn(n, 3), torch.randn(n, 2)\n"
     first, second = load(text).example_item(4), load(text).example_item(4)
     assert torch.equal(first[0], second[0]) and first[0].shape == (4, 3)
@@ -44,12 +44,12 @@ def test_example_inputs_without_a_loss_hook_are_the_arguments_of_the_model(load)
     assert workload.loss(workload.build_model(), item)[0].item() == 1
 
 
-def test_a_lone_tensor_as_example_is_refused_where_the_loss_needs_a_target(load):
+def test_a_single_tensor_as_example_is_refused_if_the_loss_needs_a_target(load):
     workload = load(MODEL + "def example_inputs(n): return torch.zeros(n, 3)\n")
     assert "needs a target too" in fails(lambda: workload.example_item(2)).what
 
 
-def test_nothing_to_feed_the_model_says_what_was_looked_for(load):
+def test_without_any_batch_the_error_lists_the_accepted_hooks(load):
     error = fails(lambda: load(MODEL).example_item(2))
     assert "looked for data and example_inputs" in error.what and "--input" in error.remedy
 
@@ -65,7 +65,7 @@ def test_nothing_to_feed_the_model_says_what_was_looked_for(load):
         ("x:u8[8]<4000>", torch.uint8, (5,)),
     ],
 )  # fmt: skip
-def test_an_input_option_gives_dtype_shape_and_bound(text, dtype, shape):
+def test_an_input_option_sets_dtype_shape_and_bound(text, dtype, shape):
     drawn = SyntheticInput.parse(text).draw(5)
     assert drawn.dtype is dtype and drawn.shape == shape
     assert dtype is not torch.int64 or 0 <= drawn.min() <= drawn.max() < 1000
@@ -80,12 +80,12 @@ def test_an_input_option_gives_dtype_shape_and_bound(text, dtype, shape):
         ("x:i64[8]<0>", "the bound 0 is not positive"),
     ],
 )
-def test_an_input_option_that_cannot_be_read_shows_the_form(text, message):
+def test_an_invalid_input_option_is_refused_with_the_syntax(text, message):
     error = fails(lambda: SyntheticInput.parse(text))
     assert message in error.what and '"x:i64[8,128]<1000>"' in error.remedy
 
 
-def test_inputs_go_to_the_model_by_name_and_target_to_the_loss(load):
+def test_inputs_are_passed_to_the_model_by_name_and_the_target_to_the_loss(load):
     workload = load(MODEL, inputs=("x:f32[8,3]", "target:f32[8,2]"))
     item = workload.example_item(4)
     assert list(workload.leaves(item)) == ["x", "target"]
@@ -102,7 +102,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_without_a_hook_the_output_carries_the_loss(load, case):
+def test_without_a_hook_the_output_contains_the_loss(load, case):
     workload = load(
         "import torch\nfrom torch import nn\nclass Net(nn.Module):\n"
         f"    def forward(self, x):\n        {BODIES[case]}\n"
@@ -112,7 +112,7 @@ def test_without_a_hook_the_output_carries_the_loss(load, case):
     assert value.item() == 1 and weight is None
 
 
-def test_a_dict_with_a_loss_hook_goes_to_it_whole(load):
+def test_a_loss_hook_gets_the_complete_dict(load):
     workload = load(
         MODEL.replace("(output - target)", "(output - target['labels'])").replace(
             "forward(self, x)", "forward(self, x, labels)"
@@ -123,7 +123,7 @@ def test_a_dict_with_a_loss_hook_goes_to_it_whole(load):
 
 
 @pytest.mark.parametrize("weight", ["target.sum()", "target.shape[0]"])
-def test_a_loss_may_come_with_its_weight(load, weight):
+def test_a_loss_may_be_returned_with_its_weight(load, weight):
     workload = load(MODEL + DATA + f"def loss(output, target): return output.mean(), {weight}\n")
     item = next(workload.items(4))
     value, read_weight = workload.loss(workload.build_model(), item)
@@ -131,7 +131,7 @@ def test_a_loss_may_come_with_its_weight(load, weight):
     assert read_weight.item() == (item[1].sum().item() if "sum" in weight else 4)
 
 
-def test_no_loss_is_an_error_that_says_what_was_looked_for(load):
+def test_a_missing_loss_is_an_error_with_the_accepted_forms(load):
     workload = load(
         "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def forward(self, x): return (x, x)\n"
         "def data(): return [{'x': torch.ones(2, 3)}]\n"
@@ -146,13 +146,13 @@ def test_a_loss_that_is_not_scalar_is_an_error_with_its_shape(load):
     assert "has shape (4, 2); expected a scalar" in error.what
 
 
-def test_a_loss_that_is_no_tensor_is_an_error(load):
+def test_a_loss_that_is_not_a_tensor_is_an_error(load):
     workload = load(MODEL + DATA + "def loss(output, target): return 1.0\n")
     error = fails(lambda: workload.loss(workload.build_model(), next(workload.items(4))))
     assert "returned a float; expected a scalar tensor" in error.what
 
 
-def test_a_loss_that_holds_tensors_follows_the_model_to_its_device(load):
+def test_a_loss_that_holds_tensors_is_moved_with_the_model(load):
     workload = load(MODEL + DATA + "loss = nn.CrossEntropyLoss(weight=torch.ones(2))\n")
     x, target = next(workload.items(4))
     model = workload.build_model().to("meta")
@@ -160,7 +160,7 @@ def test_a_loss_that_holds_tensors_follows_the_model_to_its_device(load):
     assert not workload.loss(workload.build_model(), (x, target.softmax(1)))[0].is_meta
 
 
-def test_a_batch_that_does_not_fit_is_explained_with_its_shapes_and_the_users_line(load):
+def test_a_batch_of_wrong_shape_is_explained_with_shapes_and_line(load):
     workload = load(MODEL + "def data(): return [(torch.zeros(4, 5), torch.zeros(4, 2))]\n")
     item, model = next(workload.items(None)), workload.build_model()
     with pytest.raises(ModelFileError) as caught, workload.explained(item):

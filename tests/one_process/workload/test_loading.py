@@ -1,4 +1,4 @@
-"""TARGET and hooks: what is found, and what each error names."""
+"""TARGET and hooks: how they are found, and the errors."""
 
 import random
 import subprocess
@@ -64,19 +64,19 @@ def fails(target, **options):
     return caught.value
 
 
-def test_a_file_without_attribute_gives_its_only_module_class(write):
+def test_a_file_without_attribute_uses_its_only_module_class(write):
     workload = load(write(LINEAR))
     assert workload.name == "net.py:Net"
     assert isinstance(workload.build_model(), nn.Module)
 
 
 @pytest.mark.parametrize("name", ["model", "build_model", "get_model", "create_model", "Model"])
-def test_the_usual_names_come_before_a_class(write, name):
+def test_the_known_names_have_precedence_over_a_class(write, name):
     path = write(LINEAR + f"\n{name} = {'Net()' if name == 'model' else 'Net'}\n")
     assert load(path).name == f"net.py:{name}"
 
 
-def test_of_the_usual_names_the_first_in_the_list_is_taken(write):
+def test_the_first_of_the_known_names_is_used(write):
     assert load(write(LINEAR + "\nModel = Net\ndef build_model(): return Net()\n")).name == "net.py:build_model"
 
 
@@ -100,7 +100,7 @@ def test_arguments_are_literals_and_otherwise_text(write):
     assert (model.in_features, model.bias, model.kind) == (5, None, "deep")
 
 
-def test_the_weights_are_those_of_the_seed_and_one_build(write):
+def test_weights_depend_on_the_seed_and_equal_those_of_one_build(write):
     workload = load(write(LINEAR), seed=7)
     torch.manual_seed(7)
     expected = nn.Linear(3, 2).weight
@@ -108,7 +108,7 @@ def test_the_weights_are_those_of_the_seed_and_one_build(write):
     assert torch.equal(workload.build_model().layer.weight, expected)
 
 
-def test_an_instance_made_by_the_import_has_the_weights_of_the_seed_and_is_new_at_each_build(write):
+def test_an_instance_built_by_the_import_has_the_weights_of_the_seed(write):
     workload = load(write(LINEAR + "\nmodel = Net()\n"), seed=7)
     torch.manual_seed(7)
     expected = nn.Linear(3, 2).weight.detach().clone()
@@ -138,7 +138,7 @@ def test_a_file_may_import_its_neighbours(write):
         sys.modules.pop("neighbour_of_net", None)
 
 
-def test_a_file_is_registered_under_its_stem_and_runs_again_when_loaded_again(write):
+def test_a_file_is_registered_under_its_stem_and_runs_at_every_load(write):
     load(write(LINEAR))
     assert sys.modules["net"].Net
     second = load(write(LINEAR.replace("width=3", "width=9")))
@@ -146,7 +146,7 @@ def test_a_file_is_registered_under_its_stem_and_runs_again_when_loaded_again(wr
 
 
 @pytest.mark.parametrize("name", ["random.py", "click.py", "profile.py", "numpy.py"])
-def test_a_stem_that_somebody_owns_gets_a_private_name(write, name):
+def test_a_stem_that_is_in_use_gets_a_private_name(write, name):
     owner = sys.modules.get(name[:-3])
     assert load(write(LINEAR, name)).name == f"{name}:Net"
     assert sys.modules.get(name[:-3]) is owner
@@ -154,7 +154,7 @@ def test_a_stem_that_somebody_owns_gets_a_private_name(write, name):
     assert random.random() < 1
 
 
-def test_the_spec_goes_through_json_and_loads_again(write):
+def test_the_spec_survives_json(write):
     workload = load(write(LINEAR), arguments={"bias": "False"}, optimizer="sgd", lr=0.5, seed=3)
     spec = decode(WorkloadSpec, encode(workload.spec), "spec")
     again = Workload.from_spec(spec)
@@ -167,13 +167,13 @@ def test_the_spec_goes_through_json_and_loads_again(write):
 # --- hooks as options -------------------------------------------------------------------------------------------------
 
 
-def test_a_hook_given_as_option_replaces_the_one_in_the_file_and_a_class_is_instantiated(write):
+def test_a_hook_option_replaces_the_hook_of_the_file(write):
     workload = load(write(LINEAR), hooks={"loss": "torch.nn:L1Loss"})
     model, item = workload.build_model(), workload.example_item(4)
     assert torch.equal(workload.loss(model, item)[0], nn.L1Loss()(model(item[0]), item[1]))
 
 
-def test_a_hook_option_without_attribute_takes_the_hooks_own_name(write):
+def test_a_hook_option_without_attribute_uses_the_name_of_the_hook(write):
     other = write("def loss(output, target): return output.sum()\n", "other_losses.py")
     workload = load(write(LINEAR), hooks={"loss": other})
     model, item = workload.build_model(), workload.example_item(4)
@@ -189,18 +189,18 @@ def test_a_hook_option_may_name_another_function_of_the_same_file(write):
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_named_with_the_files_beside_it(write, tmp_path):
+def test_a_missing_file_is_named_with_the_files_in_its_folder(write, tmp_path):
     write(LINEAR)
     error = fails(str(tmp_path / "nett.py"))
     assert "file not found" in error.what and "nett.py" in error.what
     assert "net.py" in error.remedy
 
 
-def test_a_folder_is_no_model_file(tmp_path):
+def test_a_folder_as_model_file_is_refused(tmp_path):
     assert "is a folder" in fails(f"{tmp_path}/").what
 
 
-def test_a_missing_module_is_named_and_the_file_suggested(write, tmp_path, monkeypatch):
+def test_a_missing_module_is_named_with_a_suggested_file(write, tmp_path, monkeypatch):
     write(LINEAR)
     monkeypatch.chdir(tmp_path)
     error = fails("net_work:Net")
@@ -216,7 +216,7 @@ def test_an_error_of_the_import_names_the_users_line(write):
     assert "net.py:3 in <module>: value = 1 / 0" in error.where
 
 
-def test_a_missing_import_of_the_users_file_is_theirs(write):
+def test_a_missing_import_of_the_users_file_names_its_line(write):
     error = fails(write("import torch\nimport no_such_thing_at_all\n"))
     assert "No module named 'no_such_thing_at_all'" in error.what
     assert "net.py:2" in error.where and "install no_such_thing_at_all" in error.remedy
@@ -237,7 +237,7 @@ def test_a_failed_import_leaves_no_module_behind(write):
     assert "broken_net" not in sys.modules
 
 
-def test_no_model_says_what_was_looked_for(write):
+def test_a_file_without_a_model_is_refused_with_the_known_names(write):
     error = fails(write("x = 1\n"))
     assert "no model found in net.py" in error.what
     assert "model, build_model, get_model, create_model, Model" in error.what and "nn.Module subclass" in error.what
@@ -249,16 +249,16 @@ def test_several_models_are_listed(write):
     assert "net.py:Other" in error.remedy
 
 
-def test_an_attribute_that_is_not_there_is_answered_with_those_that_are(write):
+def test_a_missing_attribute_is_refused_with_those_of_the_file(write):
     error = fails(write(LINEAR) + ":Nett")
     assert error.what == "net.py has no 'Nett'" and "Net" in error.remedy
 
 
-def test_an_attribute_that_is_no_model_is_refused(write):
+def test_an_attribute_that_is_not_a_model_is_refused(write):
     assert fails(write(LINEAR + "\nsize = 3\n") + ":size").what == "net.py:size is an int"
 
 
-def test_a_builder_that_gives_no_module_is_refused(write):
+def test_a_builder_that_returns_no_module_is_refused(write):
     workload = load(write("def build_model(): return 3\n"))
     with pytest.raises(ModelFileError, match=r"net\.py:build_model returned an int, not a torch\.nn\.Module"):
         workload.build_model()
@@ -292,14 +292,14 @@ WRONG_HOOKS = {
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_of_the_wrong_shape_is_refused_with_the_one_wanted(write, hook):
+def test_a_hook_with_a_wrong_signature_is_refused_with_the_right_one(write, hook):
     error = fails(write(LINEAR + "\n" + WRONG_HOOKS[hook] + "\n"))
     assert error.what.startswith(f"{hook} of net.py")
     assert HOOKS[hook] in error.remedy
     assert "net.py" in error.where
 
 
-def test_an_iterator_as_data_is_refused_because_it_can_be_read_once(write):
+def test_an_iterator_as_data_is_refused(write):
     assert "can be read only once" in fails(write(LINEAR + "\ndata = iter([1])\n")).what
 
 
@@ -314,7 +314,7 @@ def test_a_loss_with_parameters_becomes_a_child_of_the_model(write):
     assert model.loss is not workload.hooks["loss"].function, "every build has a loss of its own"
 
 
-def test_a_loss_with_parameters_takes_another_name_where_the_model_has_one_of_its_own(write):
+def test_a_loss_with_parameters_is_renamed_if_the_model_has_that_name(write):
     text = LINEAR.replace("def forward", "def loss(self):\n        return 0\n    def forward", 1)
     assert text != LINEAR
     workload = load_workload(LoadOptions(write(text + "\nloss = nn.Bilinear(2, 2, 1)\n")))
@@ -323,15 +323,15 @@ def test_a_loss_with_parameters_takes_another_name_where_the_model_has_one_of_it
     assert workload.own_loss.among(names) == {"loss_hook.weight", "loss_hook.bias"}
 
 
-def test_an_unknown_hook_option_is_answered_with_the_known_ones(write):
+def test_an_unknown_hook_option_is_refused_with_the_known_ones(write):
     assert "unknown hook 'los'" in fails(write(LINEAR), hooks={"los": "a:b"}).what
 
 
-def test_a_hook_option_that_is_not_there_is_named(write):
+def test_a_missing_hook_of_an_option_is_named(write):
     assert "torch.nn has no 'CrossEntropy'" in fails(write(LINEAR), hooks={"loss": "torch.nn:CrossEntropy"}).what
 
 
-def test_an_unknown_optimizer_is_answered_with_the_nearest(write):
+def test_an_unknown_optimizer_is_refused_with_the_nearest(write):
     assert "Did you mean 'adamw'?" in fails(write(LINEAR), optimizer="adamww").what
 
 
@@ -357,7 +357,7 @@ def test_loading_in_another_process_gives_the_same_weights(write):
         ("nn.Linear(5, 3)", "torch.ones(2, 4), torch.zeros(2).long()", "compare the shapes"),
     ],
 )
-def test_a_batch_that_does_not_fit_says_what_to_compare(tmp_path, monkeypatch, model, data, remedy):
+def test_a_batch_that_does_not_fit_names_the_shapes_to_compare(tmp_path, monkeypatch, model, data, remedy):
     text = f"""
         import torch
         from torch import nn
@@ -384,7 +384,7 @@ def test_a_batch_that_does_not_fit_says_what_to_compare(tmp_path, monkeypatch, m
     assert remedy in caught.value.remedy
 
 
-def test_a_file_name_typed_wrong_is_answered_with_the_nearest(tmp_path):
+def test_a_misspelled_file_name_is_refused_with_the_nearest(tmp_path):
     (tmp_path / "model.py").write_text("")
     with pytest.raises(ModelFileError) as caught:
         load_workload(LoadOptions(str(tmp_path / "modle.py")))

@@ -1,4 +1,4 @@
-"""Modes stay as the model file sets them: parts in evaluation mode are trained as a plain loop trains them."""
+"""Modes stay as the model file sets them: modules in evaluation mode train as in a plain loop."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("name", sorted(MODES))
-def test_every_part_trains_in_the_mode_that_it_was_set_to(name: str, tmp_path: Path) -> None:
+def test_every_module_trains_in_its_mode(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL % {"modes": MODES[name]})
     subject = captured_file(path)
@@ -92,7 +92,7 @@ def test_every_part_trains_in_the_mode_that_it_was_set_to(name: str, tmp_path: P
                     assert module.training == modes[place], place
 
 
-def test_what_is_said_of_the_modes() -> None:
+def test_a_note_describes_the_modes() -> None:
     parts = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Dropout(), torch.nn.ReLU()))
     assert for_training(parts)[1] == ""
     parts[1].eval()

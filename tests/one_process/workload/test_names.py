@@ -1,4 +1,4 @@
-"""Model files whose name is that of a package, or that belong to one: imported as Python would run them."""
+"""Model files that have the name of a package or belong to one are imported as Python would run them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_file_may_have_the_name_of_a_package_that_it_imports(write: Write, way
     assert Path(sys.modules["toykit"].__file__ or "").name == "__init__.py"
 
 
-def test_a_file_that_is_no_package_fails_as_it_does_as_a_script(write: Write) -> None:
+def test_a_file_outside_a_package_fails_as_it_does_as_a_script(write: Write) -> None:
     path = write("toykit.py", "from toykit.net import make\nbuild_model = make\n")
     assert not runs_as_a_script(path)
     with pytest.raises(ModelFileError, match="'toykit' is not a package") as refused:
@@ -103,14 +103,14 @@ def test_a_file_with_relative_imports_is_a_module_of_its_package(write: Write) -
     assert names == ["pack/__init__.py", "pack/nets/__init__.py", "pack/nets/model.py"]
 
 
-def test_a_script_beside_an_init_file_stays_a_script(write: Write) -> None:
+def test_a_script_next_to_an_init_file_stays_a_script(write: Write) -> None:
     write("pack/__init__.py", "raise RuntimeError('not to be imported')\n")
     write("pack/helping.py", "WIDTH = 5\n")
     path = write("pack/run.py", "import helping\nfrom torch import nn\nmodel = nn.Linear(helping.WIDTH, 2)\n")
     assert load(path).build_model().in_features == 5
 
 
-def test_a_relative_import_without_an_init_file_is_answered_with_what_works(write: Write) -> None:
+def test_a_relative_import_without_an_init_file_is_refused_with_a_remedy(write: Write) -> None:
     write("pack/other.py", "WIDTH = 6\n")
     path = write("pack/part.py", "from torch import nn\nfrom .other import WIDTH\nmodel = nn.Linear(WIDTH, 2)\n")
     with pytest.raises(ModelFileError) as refused:
@@ -131,7 +131,7 @@ def data(batch_size=4):
 
 
 @pytest.mark.parametrize("kind", ["named like a package", "in a package"])
-def test_the_plain_loop_imports_such_a_file_too(write: Write, tmp_path: Path, run: Any, kind: str) -> None:
+def test_the_plain_loop_imports_a_module_of_a_package(write: Write, tmp_path: Path, run: Any, kind: str) -> None:
     if kind == "in a package":
         write("pack/__init__.py")
         write("pack/net.py", NET)

@@ -9,7 +9,7 @@ def named(*sizes, grad=True):
     return [(f"p{i}", nn.Parameter(torch.zeros(size), requires_grad=grad)) for i, size in enumerate(sizes)]
 
 
-def test_the_default_optimizer_is_adamw_of_what_is_trained(load):
+def test_the_default_optimizer_is_adamw_over_trained_parameters(load):
     workload = load(MODEL)
     optimizer = workload.optimizer(named(2) + named(3, grad=False))
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -40,7 +40,7 @@ def test_an_optimizer_option_comes_before_the_hook(load):
     assert isinstance(load(text, optimizer="torch.optim:RAdam", lr=0.1).optimizer(named(2)), torch.optim.RAdam)
 
 
-def test_an_optimizer_hook_that_fails_or_gives_something_else_is_the_users(load):
+def test_an_optimizer_hook_that_fails_is_an_error_of_the_model_file(load):
     broken = load(MODEL + "def optimizer(named): return named[7]\n")
     error = fails(lambda: broken.optimizer(named(2)))
     assert "optimizer of net_of_batches.py failed: IndexError" in error.what and "named[7]" in error.where
@@ -48,7 +48,7 @@ def test_an_optimizer_hook_that_fails_or_gives_something_else_is_the_users(load)
     assert "returned an int, not a torch Optimizer" in fails(lambda: other.optimizer(named(2))).what
 
 
-def test_a_scheduler_is_made_of_the_optimizer_and_checked(load):
+def test_a_scheduler_is_built_from_the_optimizer_and_checked(load):
     workload = load(MODEL + "def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 1)\n")
     optimizer = workload.optimizer(named(2))
     assert isinstance(workload.scheduler(optimizer), torch.optim.lr_scheduler.StepLR)
@@ -77,7 +77,7 @@ def of_model(workload, prefix=""):
     return [(name, p) for name, p in workload.build_model().named_parameters() if name.startswith(prefix)]
 
 
-def test_a_part_without_parameters_that_the_hook_takes_has_no_optimizer(load):
+def test_a_stage_without_parameters_of_the_hook_has_no_optimizer(load):
     workload = load(
         NET + "def optimizer(named): return torch.optim.SGD([p for n, p in named if n.startswith('head')], lr=0.1)\n"
     )
@@ -93,7 +93,7 @@ def test_a_part_without_parameters_that_the_hook_takes_has_no_optimizer(load):
     assert empty.optimizer(of_model(empty, "body")) is None
 
 
-def test_a_hook_that_fails_on_a_part_but_not_on_the_whole_says_so(load):
+def test_a_hook_that_fails_only_on_a_stage_is_reported_as_such(load):
     workload = load(
         NET + "def optimizer(named):\n    flat = torch.optim.SGD([p for _, p in named if p.dim() == 1], lr=0.1)\n"
         "    return torch.optim.SGD([p for _, p in named], lr=flat.param_groups[0]['lr'])\n"
@@ -107,7 +107,7 @@ def test_a_hook_that_fails_on_a_part_but_not_on_the_whole_says_so(load):
     assert "empty parameter list" in error.what and "whole model" not in error.what
 
 
-def test_a_hook_must_choose_by_name_and_from_what_it_is_given(load):
+def test_a_hook_must_choose_by_name_from_the_given_parameters(load):
     first = load(NET + "def optimizer(named): return torch.optim.SGD([p for _, p in named][:1], lr=0.1)\n")
     error = fails(lambda: first.optimizer(of_model(first, "head")))
     assert (

@@ -1,4 +1,4 @@
-"""A loss with parameters of its own is trained with the model, and is what a plain loop makes of it."""
+"""A loss with parameters is trained with the model, as in a plain loop."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def pipeline_of(folder: Path, loss: str, stages: int, schedule: str, **job: obje
     ("loss", "stages", "schedule"),
     [("arcface", 3, "1f1b"), ("uncertainty", 2, "2bw"), ("frozen features and centers", 3, "pipedream")],
 )
-def test_it_is_trained_as_a_plain_loop_trains_it(loss: str, stages: int, schedule: str, tmp_path: Path) -> None:
+def test_a_loss_with_parameters_trains_as_in_a_plain_loop(
+    loss: str, stages: int, schedule: str, tmp_path: Path
+) -> None:
     path, pipeline = pipeline_of(tmp_path, loss, stages, schedule)
     items = minibatches(pipeline.captured.workload, 5, 8, last=7)
     ours = pipeline.weights(pipeline.train(items))
@@ -115,7 +117,7 @@ def test_it_is_trained_as_a_plain_loop_trains_it(loss: str, stages: int, schedul
     assert moved == {n for n in ours if n.startswith("loss.") and "features" not in n and "margin" not in n}
 
 
-def test_a_loss_that_changes_a_buffer_is_followed_where_it_has_a_parameter(tmp_path: Path) -> None:
+def test_a_loss_with_parameters_may_change_a_buffer(tmp_path: Path) -> None:
     path, pipeline = pipeline_of(tmp_path, "a moving center", 2, "1f1b")
     items = minibatches(pipeline.captured.workload, 5, 8)
     ours = pipeline.weights(pipeline.train(items))
@@ -130,7 +132,7 @@ def test_a_loss_that_changes_a_buffer_is_followed_where_it_has_a_parameter(tmp_p
     assert "self.follow = nn.Parameter" in caught.value.remedy
 
 
-def test_a_check_compares_it_too(tmp_path: Path) -> None:
+def test_a_check_compares_the_parameters_of_the_loss(tmp_path: Path) -> None:
     _, pipeline = pipeline_of(tmp_path, "arcface", 3, "1f1b", steps=2)
     items = minibatches(pipeline.captured.workload, 2, 8)
     comparison = compare(pipeline.captured.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=True)
@@ -140,7 +142,7 @@ def test_a_check_compares_it_too(tmp_path: Path) -> None:
     }
 
 
-def test_its_initial_weights_are_drawn_after_the_models(tmp_path: Path) -> None:
+def test_initial_weights_of_the_loss_are_drawn_after_those_of_the_model(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(MODEL + LOSSES["arcface"])
     workload = load_workload(LoadOptions(str(path), seed=5))
@@ -151,7 +153,7 @@ def test_its_initial_weights_are_drawn_after_the_models(tmp_path: Path) -> None:
         assert torch.equal(dict(workload.build_model().named_parameters())["loss.weight"], wanted)
 
 
-def test_a_function_over_a_module_with_parameters_is_refused_with_what_to_write(tmp_path: Path) -> None:
+def test_a_loss_function_that_uses_a_module_with_parameters_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     text = LOSSES["uncertainty"].replace("loss = Weighted()", "criterion = Weighted()")
     path.write_text(MODEL + text + "def loss(output, target):\n    return criterion(output, target)\n")

@@ -1,4 +1,4 @@
-"""Models that do not fit this machine's memory: refused with their size before their weights are made."""
+"""Models that exceed this machine's memory are refused with their size before their weights are allocated."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def built(workload):
 
 
 @pytest.mark.parametrize(("verify", "needed"), [(True, 12 * KIB), (False, 4 * KIB)])
-def test_a_model_is_refused_when_a_byte_is_missing_and_built_when_none_is(loaded, verify, needed):
+def test_a_model_is_refused_only_if_it_exceeds_the_memory(loaded, verify, needed):
     workload = loaded(available=needed - 1)
     with pytest.raises(ModelFileError, match=r"net\.py:build_model does not fit this machine") as caught:
         build_within_memory(workload, verify=verify, remedy="another way")
@@ -77,14 +77,14 @@ def test_a_small_model_is_built_once(loaded):
     assert len(built(workload)) == 4
 
 
-def test_what_is_replaced_while_it_is_built_is_counted_once(loaded):
+def test_parameters_replaced_during_the_build_are_counted_once(loaded):
     replaced = "self.layers[-1].weight = nn.Parameter(self.layers[-1].weight.detach().clone())"
     workload = loaded(replaced, first=5 * KIB, available=2**40)
     build_within_memory(workload, verify=True, remedy="")
     assert len(built(workload)) == 4
 
 
-def test_a_build_that_reads_its_weights_is_watched_to_the_limit(loaded):
+def test_a_build_that_reads_its_weights_is_stopped_at_the_limit(loaded):
     workload = loaded("self.layers[-1].weight.sum().item()", available=9 * KIB)
     with pytest.raises(ModelFileError, match="its parameters take more than") as caught:
         build_within_memory(workload, verify=True, remedy="another way")
@@ -94,10 +94,10 @@ def test_a_build_that_reads_its_weights_is_watched_to_the_limit(loaded):
     assert len(list(build_within_memory(workload, verify=True, remedy="").parameters())) == 4
 
 
-def test_a_model_built_at_import_is_refused_too(loaded, tmp_path):
+def test_a_model_built_at_import_is_refused(loaded, tmp_path):
     with pytest.raises(ModelFileError, match="its parameters take more than"), loading_within_memory("net.py", ""):
         loaded(end="\nmodel = Net()\n")
-        torch.nn.Linear(2**20, 2**20, device="meta")  # takes nothing
+        torch.nn.Linear(2**20, 2**20, device="meta")  # allocates nothing
         torch.nn.Parameter(torch.empty(0))
         torch.nn.Module().register_parameter("huge", torch.nn.Parameter(torch.empty(1).expand(2**50)))
     workload = loaded(end="\nmodel = Net()\n", available=11 * KIB)
@@ -105,7 +105,7 @@ def test_a_model_built_at_import_is_refused_too(loaded, tmp_path):
         build_within_memory(workload, verify=True, remedy="")
 
 
-def test_the_limit_of_a_shell_is_seen():
+def test_a_limit_set_by_the_shell_counts():
     script = textwrap.dedent("""
         import resource
         from autopipe.workload.model.size_limits import available_bytes

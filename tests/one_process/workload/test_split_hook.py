@@ -1,4 +1,4 @@
-"""Batches that are no tensors cut along a dimension: whole graphs, the ``split`` hook, lists of images."""
+"""Batches that are not cut along a dimension: graphs, the ``split`` hook, lists of images."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_written_loop_calls_the_hook(tmp_path: Path) -> None:
         ("return 1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_a_hook_that_gives_something_else_is_refused(load: Any, body: str, message: str) -> None:
+def test_a_hook_that_returns_something_else_is_refused(load: Any, body: str, message: str) -> None:
     data = "def data(): return [(torch.zeros(4, 3), torch.zeros(4, 2))]\n"
     workload = load(MODEL + data + f"def split(batch, parts):\n    {body}\n")
     error = fails(lambda: workload.split(next(workload.items(None)), 2))
@@ -129,13 +129,13 @@ def test_a_hook_that_gives_something_else_is_refused(load: Any, body: str, messa
 @pytest.mark.parametrize(
     "other", ["from torch import split", "def split(x, fraction):\n    return x[: int(len(x) * fraction)]"]
 )
-def test_another_function_of_that_name_is_no_hook(load: Any, other: str) -> None:
+def test_another_function_named_split_is_not_a_hook(load: Any, other: str) -> None:
     workload = load(MODEL + f"{other}\ndef data(): return [(torch.zeros(4, 3), torch.zeros(4, 2))]\n")
     assert "split" not in workload.hooks
     assert len(workload.split(next(workload.items(None)), 2)) == 2
 
 
-def test_with_a_hook_and_data_of_any_size_the_graph_is_for_every_size(tmp_path: Path) -> None:
+def test_with_a_hook_the_graph_holds_for_every_size(tmp_path: Path) -> None:
     hook = """
 def split(batch, parts):
     return list(zip(*(tensor.flip(0).tensor_split(parts) for tensor in batch)))
@@ -166,7 +166,7 @@ def test_a_whole_graph_is_one_microbatch(tmp_path: Path, reader: str) -> None:
     assert "cannot be cut into 2 microbatches" in fails(lambda: workload.split(next(workload.items(None)), 2)).what
 
 
-def test_a_batch_that_is_not_samples_first_is_taken_whole_where_nothing_is_cut(load: Any) -> None:
+def test_a_batch_that_is_not_samples_first_may_be_one_microbatch(load: Any) -> None:
     workload = load(MODEL + "def data(batch_size): return [(torch.zeros(9, 3), torch.zeros(9, 2))]\n")
     workload.batches.minibatch = Minibatch(1, 4)
     (part,) = workload.split(next(workload.items(4)), 1)
@@ -192,7 +192,7 @@ def test_a_list_of_images_is_cut_entry_by_entry(tmp_path: Path, reader: str) -> 
         compared(subject, plan, 1, tmp_path / "plain")
 
 
-def test_lists_are_resized_and_cut_to_uneven_parts(tmp_path: Path) -> None:
+def test_lists_are_resized_and_cut_into_uneven_parts(tmp_path: Path) -> None:
     (tmp_path / "images.py").write_text(IMAGES)
     workload = load_workload(LoadOptions(str(tmp_path / "images.py")))
     item = next(workload.items(7))

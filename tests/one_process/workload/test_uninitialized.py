@@ -1,4 +1,4 @@
-"""Parameters that a model never initializes: the same in every build, and named."""
+"""Parameters that a model never initializes are zero in every build, and reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_model():
 """
 
 
-def test_what_a_model_never_writes_is_zero_and_said(tmp_path: Path) -> None:
+def test_uninitialized_parameters_are_zero_and_reported(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     workload = load_workload(LoadOptions(str(tmp_path / "net.py")))
     model = workload.build_model()
@@ -65,7 +65,7 @@ def test_what_a_model_never_writes_is_zero_and_said(tmp_path: Path) -> None:
         lambda: torch.empty(4)[:3],
     ],
 )
-def test_every_way_to_take_memory_is_seen(make) -> None:
+def test_every_way_to_allocate_memory_is_observed(make) -> None:
     with ZeroedMemory() as memory:
         module = nn.Module()
         module.table = nn.Parameter(make())

@@ -1,4 +1,4 @@
-"""One command at a time in a directory."""
+"""Locks: one command at a time in a directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopipe.commands.locks import only_one
 from autopipe.errors import RunError
 
 
-def test_who_comes_second_is_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_command_is_refused_with_the_first_process(tmp_path: Path) -> None:
     text = rf"run is in use: process {os.getpid()} on \S+ trains there"
     run = tmp_path / "run"
     with only_one(run, "trains"), pytest.raises(RunError, match=text) as caught, only_one(run, "trains"):
@@ -25,7 +25,7 @@ def test_who_comes_second_is_told_who_is_there(tmp_path: Path) -> None:
         pass
 
 
-def test_a_holder_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = (
         "import sys, os, pathlib\n"
         "from autopipe.commands.locks import only_one\n"
@@ -43,20 +43,20 @@ def test_a_holder_that_was_killed_holds_nothing(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_file_that_says_nothing_still_refuses(tmp_path: Path) -> None:
+def test_an_empty_lock_file_still_locks(tmp_path: Path) -> None:
     with only_one(tmp_path, "trains"):
         (tmp_path / "lock").write_text("[]")
         with pytest.raises(RunError, match="another process works there"), only_one(tmp_path, "trains"):
             pass
 
 
-def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written: Not a directory"), only_one(tmp_path / "file" / "x", "y"):
         pass
 
 
-def test_a_file_system_without_locks_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_refuses_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -1,4 +1,4 @@
-"""What the runtime takes is found again in the record of a run that was simulated with it."""
+"""The runtime overhead of a simulated run is recovered from its record."""
 
 import itertools
 from dataclasses import replace
@@ -19,7 +19,7 @@ def cluster(host):
 
 
 def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
-    """Return a run of two ranks as the simulator has it, its computations ``factor`` times as long as profiled."""
+    """Return a simulated run of two ranks, whose computations take ``factor`` times the profiled time."""
     profile = even_profile(seconds=seconds, skips=skips)
     planned = make_plan(
         profile,
@@ -36,7 +36,7 @@ def record(host, schedule, seconds=1e-3, factor=1.0, *, skips=False):
             for span in sorted((span for span in once.spans if span.rank == rank), key=lambda span: span.start_seconds):
                 begin, end = (moment + number * taken for moment in (span.start_seconds, span.end_seconds))
                 if row and span.instruction.op != "F":
-                    begin = row[-1].end_seconds  # a rank waits in the instruction that it waits for
+                    begin = row[-1].end_seconds  # a rank waits in the instruction whose message it needs
                 instruction = replace(span.instruction, minibatch=number)
                 row.append(replace(span, instruction=instruction, start_seconds=begin, end_seconds=end))
         rows.append(tuple(row))
@@ -48,7 +48,7 @@ LATE = (0.0, 0.3e-3, 2e-3)
 
 
 @pytest.mark.parametrize(("late", "pace", "odd"), list(itertools.product(LATE, (1.0, 1.2), (1.0, 1.4))))
-def test_what_was_planted_is_found(late, pace, odd):
+def test_the_simulated_overhead_is_recovered(late, pace, odd):
     planted = replace(HOST, delivery_seconds=late, pace=pace, value_seconds=2e-5)
     short, long = (
         [record(planted, schedule, seconds, factor) for schedule in ("gpipe", "1f1b") for factor in (1.0, odd, 1.0)]
@@ -65,7 +65,7 @@ def test_what_was_planted_is_found(late, pace, odd):
 
 
 @pytest.mark.parametrize(("late", "odd"), list(itertools.product(LATE, (1.0, 1.4))))
-def test_no_run_need_have_the_pace_of_its_profile_for_the_delay(late, odd):
+def test_the_delay_does_not_depend_on_the_slowdown_of_the_run(late, odd):
     planted = replace(HOST, delivery_seconds=late)
     short = [record(planted, "1f1b", factor=factor) for factor in (odd, 1.1, 1.2)]
     results = fit_overhead(0.0, short, [record(planted, "1f1b", 8e-3)], [record(planted, "1f1b", skips=True)])
@@ -73,7 +73,7 @@ def test_no_run_need_have_the_pace_of_its_profile_for_the_delay(late, odd):
     assert results.delivery_seconds == pytest.approx(late, rel=0.02, abs=1e-5)
 
 
-def test_ranks_that_keep_the_pace_of_a_profile_in_long_stages_have_none_of_their_own():
+def test_ranks_as_fast_as_the_profile_in_long_stages_have_no_slowdown():
     results = fit_overhead(
         0.0, [record(HOST, "1f1b", factor=1.3)], [record(HOST, "1f1b", 8e-3)], [record(HOST, "1f1b", skips=True)]
     )
@@ -81,14 +81,14 @@ def test_ranks_that_keep_the_pace_of_a_profile_in_long_stages_have_none_of_their
     assert results.compute_seconds > HOST.compute_seconds
 
 
-def test_no_pace_is_told_where_large_microbatches_take_as_long_as_small_ones():
+def test_there_is_no_slowdown_if_large_microbatches_take_as_long_as_small_ones():
     slow = replace(HOST, pace=1.5)
     run_record = fit_overhead(0.0, [record(HOST, "1f1b")], [record(slow, "1f1b", 1.001e-3)], [record(HOST, "1f1b")])
     assert (run_record.pace, run_record.value_seconds) == (1, 0)
 
 
 def held_up(built, seconds):
-    """Return the record with the first send of rank 0 later in some minibatches, and all behind it. By minibatch."""
+    """Return the record with the first send of rank 0, and all that follows it, delayed in some minibatches."""
     late, row = 0.0, []
     for span in built.rows[0]:
         begin = span.start_seconds + late
@@ -98,14 +98,14 @@ def held_up(built, seconds):
     return replace(built, rows=(tuple(row), built.rows[1]))
 
 
-def test_a_send_that_is_held_up_in_each_minibatch_counts():
+def test_a_send_that_is_delayed_in_every_minibatch_counts():
     run_record = record(HOST, "1f1b")
     results = held_up(run_record, dict.fromkeys(range(MINIBATCHES), 1e-3))
-    assert results.send_seconds == pytest.approx(run_record.send_seconds + 1e-3 / 8)  # two ranks send four times
+    assert results.send_seconds == pytest.approx(run_record.send_seconds + 1e-3 / 8)  # two ranks send four messages
     assert results.minibatch_seconds == pytest.approx(run_record.minibatch_seconds + 1e-3)
 
 
-def test_a_minibatch_in_which_the_machine_stood_still_does_not():
+def test_a_delay_in_a_single_minibatch_does_not_count():
     run_record = record(HOST, "1f1b")
     results = held_up(run_record, {3: 1.0})
     assert 3 not in results.typical
@@ -113,7 +113,7 @@ def test_a_minibatch_in_which_the_machine_stood_still_does_not():
     assert results.minibatch_seconds == pytest.approx(run_record.minibatch_seconds)
 
 
-def test_a_later_message_makes_a_longer_step():
+def test_a_later_message_lengthens_the_step():
     run_record = record(RuntimeOverhead(), "1f1b")
     seconds = [
         predict(run_record.plan, run_record.profile, cluster(RuntimeOverhead(delivery_seconds=d))).step_seconds
@@ -122,7 +122,7 @@ def test_a_later_message_makes_a_longer_step():
     assert seconds[1] > seconds[0] + 1e-3
 
 
-def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
+def test_another_value_between_stages_costs_its_bytes_and_a_fixed_part():
     host = RuntimeOverhead(send_seconds=1e-3, send_seconds_per_byte=1e-8, receive_seconds=2e-3, value_seconds=3e-4)
     for skips, values in ((False, 1), (True, 2)):
         profile = even_profile(skips=skips)
@@ -134,7 +134,7 @@ def test_a_further_value_that_crosses_costs_its_bytes_and_its_own_part():
         assert edge.receive_seconds == pytest.approx(2e-3 + (values - 1) * 3e-4)
 
 
-def test_the_pace_of_ranks_lengthens_what_was_profiled_and_nothing_else():
+def test_the_slowdown_of_ranks_scales_profiled_times_only():
     profile = even_profile()
     planned = make_plan(
         profile,
@@ -150,6 +150,6 @@ def test_the_pace_of_ranks_lengthens_what_was_profiled_and_nothing_else():
 
 
 @pytest.mark.parametrize("pace", [0.9, 0.0, float("nan"), float("inf")])
-def test_a_pace_below_one_is_refused(pace):
+def test_a_slowdown_below_one_is_refused(pace):
     with pytest.raises(ValueError, match="pace"):
         RuntimeOverhead(pace=pace)

@@ -1,4 +1,4 @@
-"""Artifacts: what is written is read back, and anything else is one clear error."""
+"""Artifacts are read back as written; anything else is one clear error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def cluster() -> Cluster:
     return Cluster((Level("node", 2, 1e9, 5e-6),), (ClusterDevice("cpu", 1 << 30),), "flags")
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_saved_value_is_loaded(tmp_path: Path, cluster: Cluster) -> None:
     artifact.save(cluster, tmp_path / "cluster.json")
     assert artifact.load(Cluster, tmp_path / "cluster.json", renew="x") == cluster
 
 
-def test_a_missing_file_is_answered_with_the_command_that_writes_it(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_with_the_command_that_writes_it(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"there is no plan\.json") as caught:
         artifact.load(Cluster, tmp_path / "plan.json", renew="autopipe plan")
     assert caught.value.remedy == "autopipe plan"
@@ -46,7 +46,7 @@ def test_a_missing_file_is_answered_with_the_command_that_writes_it(tmp_path: Pa
         (lambda d: d["devices"][0].update(memory_bytes=True), "expected an int, found true"),
     ],
 )
-def test_a_changed_file_is_refused_by_the_name_of_the_field(tmp_path, cluster, change, message) -> None:
+def test_a_changed_file_is_refused_with_the_name_of_the_field(tmp_path, cluster, change, message) -> None:
     path = tmp_path / "cluster.json"
     artifact.save(cluster, path)
     document = json.loads(path.read_text())
@@ -57,7 +57,7 @@ def test_a_changed_file_is_refused_by_the_name_of_the_field(tmp_path, cluster, c
 
 
 @given(position=st.integers(0, 400), byte=st.binary(min_size=1, max_size=3))
-def test_no_damage_to_a_file_is_a_traceback(tmp_path_factory, position: int, byte: bytes) -> None:
+def test_damage_to_a_file_never_causes_a_traceback(tmp_path_factory, position: int, byte: bytes) -> None:
     path = tmp_path_factory.mktemp("damage") / "cluster.json"
     good = Cluster((Level("node", 2, 1e9, 5e-6),), (ClusterDevice("cpu", 1 << 30),), "flags")
     artifact.save(good, path)
@@ -77,7 +77,7 @@ def test_equal_values_have_one_text_whatever_the_order_of_keys() -> None:
     assert artifact.canonical(Box({"a": 1, "b": 2})) == artifact.canonical(Box({"b": 2, "a": 1}))
 
 
-def test_a_number_that_is_not_finite_has_no_place(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="an artifact cannot contain"):
         artifact.encode({"x": float("nan")})
 

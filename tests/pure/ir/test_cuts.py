@@ -4,7 +4,7 @@ from autopipe.ir.tensor import TensorSpec
 
 
 def graph_of(storage: str) -> Graph:
-    """x -> a; b is made from a; both are read by c. `storage`: whose memory b has."""
+    """Return the graph x -> a -> b, in which c reads a and b. ``storage``: the value whose memory b shares."""
     spec = TensorSpec(("s0", 4), "float32", requires_grad=True)
 
     def node(name: str, *inputs: str, storage: str = "") -> Node:
@@ -20,6 +20,6 @@ def test_two_tensors_may_cross_together():
     assert Cuts(graph_of("")).legal == (1, 2, 3)
 
 
-def test_one_tensor_under_two_names_does_not_cross():
-    # plain autograd adds the gradients of its readers in one order, two chains would in another
+def test_one_tensor_with_two_names_does_not_cross():
+    # plain autograd sums the gradients of its readers in one order, two chains in another
     assert Cuts(graph_of("a")).legal == (1, 3)

@@ -1,4 +1,4 @@
-"""Stages and cuts are named by the model's modules."""
+"""Stages and cuts are named after the modules of the model."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from autopipe.ir.module_names import cut_place, stage_modules
 from autopipe.ir.tensor import TensorSpec
 
 VECTOR = TensorSpec((4,), "float32")
-# of each call: its module, and "+" behind it where the call has a parameter
+# the module of each call, with "+" if the call has a parameter
 BLOCK = ("ln_1+", "attn.qkv+", "attn", "attn.out+", "mlp.0+", "mlp.1", "mlp.2+")
 BLOCKS = [f"blocks.{k}.{name}" for k in range(6) for name in BLOCK]
 GPT = ["tok_emb+", "pos_emb+", "", "drop", *BLOCKS, "norm+", "head+", ""]
-FIRST = 4  # of the blocks
+FIRST = 4  # the layers of a block
 EACH = 7
 
 
@@ -53,37 +53,37 @@ def test_a_stage_of_a_transformer_is_named_by_its_blocks(start, stop, text):
     assert stage_modules(graph_of(GPT), start, stop) == text
 
 
-def test_modules_without_parameters_are_named_where_there_are_no_others():
+def test_modules_without_parameters_are_named_if_there_are_no_others():
     graph = graph_of(["stem+", "pool", "drop", "head+"])
     assert stage_modules(graph, 0, 2) == "stem"
     assert stage_modules(graph, 1, 3) == "pool, drop"
 
 
-def test_a_sequential_is_named_by_numbers_whatever_lies_between():
+def test_a_sequential_is_named_by_its_range_of_numbers():
     graph = graph_of(["0+", "1", "2+", "3", "4+", "5+"])
     assert stage_modules(graph, 0, 3) == "module 0 to module 2"
     assert stage_modules(graph, 3, 5) == "module 3 to module 4"
     assert stage_modules(graph, 5, 6) == "module 5"
 
 
-def test_blocks_in_blocks_are_named_in_full():
+def test_nested_blocks_are_named_in_full():
     graph = graph_of([f"layers.{i}.blocks.{k}.{name}+" for i in range(2) for k in range(2) for name in ("a", "b")])
     assert stage_modules(graph, 0, 4) == "layers.0"
     assert stage_modules(graph, 2, 6) == "layers.0.blocks.1, layers.1.blocks.0"
 
 
-def test_a_container_whose_own_additions_are_in_the_stage_is_not_named_beside_modules():
+def test_a_container_is_not_named_next_to_its_modules():
     graph = graph_of(["body.emb+", "body", "body.h.0.a+", "body.h.0", "body", "body.h.1.a+", "body.out+"])
     assert stage_modules(graph, 0, 5) == "body.emb, body.h.0"
     assert stage_modules(graph, 4, 5) == "part of body"
 
 
-def test_a_module_that_is_called_in_two_stages_is_part_of_both():
+def test_a_module_called_in_two_stages_belongs_to_both():
     graph = graph_of(["shared+", "a+", "shared+", "b+"])
     assert [stage_modules(graph, 0, 2), stage_modules(graph, 2, 4)] == ["part of shared, a", "part of shared, b"]
 
 
-def test_calls_that_every_stage_can_make_do_not_count():
+def test_calls_that_every_stage_can_compute_do_not_count():
     graph = graph_of(["mask", "a+", "mask", "b+"], inputs_only={0, 2})
     assert [stage_modules(graph, 0, 2), stage_modules(graph, 2, 4)] == ["a", "b"]
     assert "mask" not in graph.module_spans
@@ -106,7 +106,7 @@ def test_many_names_are_shortened_to_the_first_and_the_last():
         (FIRST + 6 * EACH, "before norm"),
     ],
 )
-def test_a_cut_is_placed_in_the_model(position, text):
+def test_a_cut_is_described_by_its_position_in_the_model(position, text):
     assert cut_place(graph_of(GPT), position) == text
 
 

@@ -1,4 +1,4 @@
-"""Shapes as expressions of the batch."""
+"""Shapes as expressions of the batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host lists: what can be a host is read, nothing that a shell or ssh would read differently passes."""
+"""Host lists: valid hosts are parsed, and text that a shell or ssh would interpret is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopipe.launch.request import Host, LaunchSettings
 HARMLESS = set(string.ascii_letters + string.digits + "._-@:")
 
 
-def test_names_users_addresses_and_slots_are_read():
+def test_names_users_addresses_and_slots_are_parsed():
     assert parse_hosts("h1:2, me@h2.example.org:8,10.0.0.7,[fe80::1]:4,me@[::2]") == (
         Host("h1", 2),
         Host("me@h2.example.org", 8),
@@ -27,7 +27,7 @@ def test_names_users_addresses_and_slots_are_read():
     )
 
 
-def test_a_host_file_is_read():
+def test_a_host_file_is_parsed():
     text = "# two machines\nh1 slots=8\n\nme@h2 slots=4   # the small one\nh3\n"
     assert parse_hostfile(text) == (Host("h1", 8), Host("me@h2", 4), Host("h3"))
 
@@ -40,7 +40,7 @@ def test_a_host_file_is_read():
         *("h-", ".h", "x" * 300),
     ),
 )
-def test_what_is_no_host_list_is_refused(text: str):
+def test_an_invalid_host_list_is_refused(text: str):
     with pytest.raises(ValueError, match=r"."):
         parse_hosts(text)
 
@@ -48,7 +48,7 @@ def test_what_is_no_host_list_is_refused(text: str):
 @pytest.mark.parametrize(
     "text", ["", "# none", "h1 slots=", "h1 slots=0", "h1 slots=2 x", "h1 2", "-x slots=2", "h1\nh1"]
 )
-def test_what_is_no_host_file_is_refused(text: str):
+def test_an_invalid_host_file_is_refused(text: str):
     with pytest.raises(ValueError, match=r"."):
         parse_hostfile(text)
 
@@ -56,7 +56,7 @@ def test_what_is_no_host_file_is_refused(text: str):
 @given(
     st.text(alphabet=st.sampled_from("h1.-_@:[], \n\t;|&$`'\"\\<>(){}*?!#~=%é\0"), max_size=20) | st.text(max_size=20)
 )
-def test_no_metacharacter_passes(text: str):
+def test_a_shell_metacharacter_is_refused(text: str):
     try:
         hosts = parse_hosts(text)
     except ValueError:
@@ -68,7 +68,7 @@ def test_no_metacharacter_passes(text: str):
 
 
 @given(st.text(min_size=1, max_size=30).filter(lambda text: "\0" not in text))
-def test_the_remote_command_is_the_same_words_after_a_shell_has_read_it(python: str):
+def test_the_remote_command_has_the_same_words_after_a_shell_parsed_it(python: str):
     words = command_of("h1", LaunchSettings(hosts=(Host("h1"),), remote_python=python))
     assert words[0] == "ssh" and words[-3:-1] == ("--", "h1")
     assert shlex.split(words[-1]) == [python, "-P", "-m", "autopipe.launch.remote.agent"]
@@ -105,7 +105,7 @@ def test_every_rank_has_one_host(slots: list[int], num_ranks: int):
     assert all(not host.slots or len(ranks) <= host.slots for host, ranks in zip(hosts, places, strict=True))
 
 
-def test_the_slots_say_how_many_ranks_where_all_are_known():
+def test_the_slots_decide_the_number_of_ranks_if_all_are_given():
     assert total_slots(parse_hosts("a:2,b:3")) == 5
     assert total_slots(parse_hosts("a:2,b")) is None
     assert total_slots(()) is None

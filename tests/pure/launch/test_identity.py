@@ -1,4 +1,4 @@
-"""Whatever a launcher says is read as one membership, or refused by naming the variable."""
+"""The variables of a launcher are read as the identity of a rank, or refused with the variable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MPIRUN = {
 MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
-def test_torchrun_says_everything() -> None:
+def test_torchrun_sets_every_variable() -> None:
     assert read_identity(TORCHRUN) == RankIdentity(
         launcher="torchrun",
         rank=3,
@@ -52,7 +52,7 @@ def test_torchrun_says_everything() -> None:
     )
 
 
-def test_srun_says_everything_and_every_rank_derives_the_same_place() -> None:
+def test_srun_sets_every_variable_and_all_ranks_derive_the_same_address() -> None:
     results = read_identity(SRUN)
     assert (results.launcher, results.rank, results.world_size) == ("srun", 2, 3)
     assert (results.local_rank, results.local_world_size, results.address) == (0, 1, "n1")
@@ -68,22 +68,22 @@ def test_mpirun_on_one_host_needs_no_address() -> None:
     assert (results.address, results.port) == ("127.0.0.1", 29500)
 
 
-def test_mpirun_on_several_hosts_is_asked_for_an_address() -> None:
+def test_mpirun_on_several_hosts_needs_an_address() -> None:
     with pytest.raises(RunError, match="MASTER_ADDR is not set"):
         read_identity({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
     assert read_identity(MPIEXEC).address == "10.0.0.1"
 
 
-def test_torchrun_under_srun_is_torchrun() -> None:
+def test_torchrun_takes_precedence_over_srun() -> None:
     assert read_identity({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
-def test_what_is_said_of_the_master_wins() -> None:
+def test_variables_of_the_master_take_precedence() -> None:
     results = read_identity({**SRUN, "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "999"})
     assert (results.address, results.port) == ("10.1.2.3", 999)
 
 
-def test_a_batch_script_is_an_allocation_and_not_a_rank() -> None:
+def test_a_batch_script_is_not_a_rank() -> None:
     batch = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP")}
     assert not is_a_rank(batch)
     with pytest.raises(RunError, match="no launcher has set"):
@@ -91,7 +91,7 @@ def test_a_batch_script_is_an_allocation_and_not_a_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_missing_variable_is_named(name: str) -> None:
+def test_a_missing_variable_is_refused_with_its_name(name: str) -> None:
     with pytest.raises(RunError, match=rf"\b{name} is not set"):
         read_identity({key: value for key, value in TORCHRUN.items() if key != name})
 
@@ -106,17 +106,17 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ({"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
         ({"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE=5", "WORLD_SIZE=4"]),
         ({"MASTER_PORT": "65536"}, ["MASTER_PORT=65536"]),
-        ({"RANK": "٣"}, ["RANK="]),  # a digit, and none that a launcher writes
+        ({"RANK": "٣"}, ["RANK="]),  # a digit that no launcher writes
     ],
 )
-def test_a_value_that_cannot_be_is_named(changed: dict[str, str], named: list[str]) -> None:
+def test_an_impossible_value_is_refused_with_its_variable(changed: dict[str, str], named: list[str]) -> None:
     with pytest.raises(RunError) as caught:
         read_identity({**TORCHRUN, **changed})
     assert all(name in caught.value.what for name in named)
 
 
 @pytest.mark.parametrize("text", ["2(x", "x", "2,,1", "2", "0(x2)"])
-def test_a_count_per_node_that_says_nothing_of_this_node_is_refused(text: str) -> None:
+def test_a_count_per_node_that_does_not_cover_this_node_is_refused(text: str) -> None:
     with pytest.raises(RunError, match="SLURM_STEP_TASKS_PER_NODE"):
         read_identity({**SRUN, "SLURM_STEP_TASKS_PER_NODE": text})
 
@@ -141,7 +141,7 @@ VALUES = st.one_of(st.integers(-2, 70000).map(str), st.text(max_size=8), st.samp
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
-def test_any_environment_is_a_membership_that_holds_together_or_a_clear_error(environment: dict[str, str]) -> None:
+def test_any_environment_is_a_consistent_identity_or_a_clear_error(environment: dict[str, str]) -> None:
     try:
         results = read_identity(environment)
     except RunError as error:
@@ -154,7 +154,7 @@ def test_any_environment_is_a_membership_that_holds_together_or_a_clear_error(en
 
 
 @given(st.integers(1, 64).flatmap(lambda world: st.tuples(st.just(world), st.integers(0, world - 1))))
-def test_every_rank_that_torchrun_starts_is_read_as_it_is(pair: tuple[int, int]) -> None:
+def test_every_rank_of_torchrun_has_its_identity(pair: tuple[int, int]) -> None:
     world, rank = pair
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     results = read_identity(environment)

@@ -1,4 +1,4 @@
-"""The batch script: whatever a path, a name or an option holds, the shell reads it as one word, and as it was."""
+"""The batch script: the shell reads every path, name and option as one unchanged word."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NASTY = [
     "$HOME",
     "a\nb",
 ]
-# srun, sbatch's environment and the autopipe that a script calls, as programs that write down what they were given
+# srun, the environment of sbatch, and autopipe, as programs that record their arguments
 SRUN = """#!/bin/bash
 printf '%s\\0' "$@" > "$SEEN"
 exit "${CODE:-0}"
@@ -53,7 +53,7 @@ def job(tmp_path: Path, **changes: object) -> SlurmJob:
 
 
 def played(text: str, folder: Path, **environment: str) -> tuple[int, list[str]]:
-    """Run a script with an srun that writes down its words."""
+    """Run a script with an srun that records its arguments."""
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
     for name, body in {"srun": SRUN, "scontrol": SCONTROL}.items():
@@ -96,16 +96,14 @@ def test_shell_metacharacters_survive_unharmed(word: str, tmp_path: Path) -> Non
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12), max_size=4))
 @settings(deadline=None, max_examples=60)
-def test_any_words_are_read_back_as_they_were(words: list[str]) -> None:
+def test_arguments_reach_srun_unchanged(words: list[str]) -> None:
     text = script(job(Path("/somewhere"), rest=tuple(words)))
     start = text.index('"${resume[@]}" \\\n') + len('"${resume[@]}" \\\n')
     assert shlex.split(text[start : text.index(" &\nstep=")]) == words
 
 
 @pytest.mark.parametrize(("restarts", "there", "resumes"), [("1", True, True), ("0", True, False), ("1", False, False)])
-def test_a_job_that_was_put_back_goes_on_from_its_checkpoint(
-    tmp_path: Path, restarts: str, there: bool, resumes: bool
-) -> None:
+def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path, restarts: str, there: bool, resumes: bool) -> None:
     if there:
         (tmp_path / "runs/slurm-7/checkpoints").mkdir(parents=True)
         (tmp_path / "runs/slurm-7/checkpoints/latest").write_text("step-3")
@@ -114,7 +112,7 @@ def test_a_job_that_was_put_back_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.parametrize(("code", "requeued"), [("75", True), ("3", False), ("0", False)])
-def test_only_a_clean_stop_goes_back_into_the_queue(tmp_path: Path, code: str, requeued: bool) -> None:
+def test_only_a_clean_stop_requeues_the_job(tmp_path: Path, code: str, requeued: bool) -> None:
     exit_code, _ = played(script(job(tmp_path)), tmp_path, CODE=code)
     assert exit_code == int(code)
     assert (tmp_path / "seen.requeued").exists() == requeued
@@ -140,13 +138,13 @@ def test_an_option_wins_over_the_default(tmp_path: Path) -> None:
     assert "gpus-per-node" not in directives(script(job(tmp_path, gpus=True, options={"gres": "gpu:4"})))
 
 
-def test_ranks_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_ranks_that_do_not_fit_are_refused_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="4 ranks do not fit: nodes=1 times ntasks-per-node=2 is 2") as caught:
         script(job(tmp_path, options={"ntasks-per-node": "2"}))
     assert "nodes=2" in caught.value.remedy
 
 
-def test_the_output_of_a_folder_with_a_percent_sign_is_said_right(tmp_path: Path) -> None:
+def test_the_output_path_in_a_folder_with_a_percent_sign_is_right(tmp_path: Path) -> None:
     submission = job(tmp_path, output=tmp_path / "50%j")
     assert directives(script(submission))["output"] == f"{tmp_path}/50%%j/%j.out"
     assert submission.output_of("12") == f"{tmp_path}/50%j/12.out"
@@ -167,7 +165,7 @@ def test_a_name_that_sbatch_would_misread_is_refused(tmp_path: Path, name: str) 
         ("comment=two words", ("comment", "two words")),
     ],
 )
-def test_an_option_is_taken_apart(text: str, parts: tuple[str, str]) -> None:
+def test_an_option_is_split_into_name_and_value(text: str, parts: tuple[str, str]) -> None:
     assert parse_option(text) == parts
 
 
@@ -175,13 +173,13 @@ def test_an_option_is_taken_apart(text: str, parts: tuple[str, str]) -> None:
     "text",
     ["", "=x", "p=gpu", "Nodes=2", "a b=c", "x;y=1", "time=1\n#SBATCH --wrap=x", "ntasks=3", "wrap=x", "array=1-9"],
 )
-def test_what_is_no_option_of_sbatch_is_refused(text: str) -> None:
+def test_an_invalid_option_of_sbatch_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not KEY=VALUE|contains a quote|--slurm-option cannot set"):
         parse_option(text)
 
 
 @given(st.text(max_size=20))
-def test_no_option_makes_a_second_line(text: str) -> None:
+def test_no_option_adds_a_line_to_the_script(text: str) -> None:
     try:
         key, value = parse_option(text)
     except ValueError:
@@ -190,14 +188,14 @@ def test_no_option_makes_a_second_line(text: str) -> None:
     assert [line for line in lines.splitlines() if line.startswith("#SBATCH") and key in line]
 
 
-def test_the_number_of_a_job_is_read(tmp_path: Path) -> None:
+def test_the_number_of_a_job_is_parsed(tmp_path: Path) -> None:
     assert parse_job_number("123\n") == "123"
     assert parse_job_number("a warning\n123;cluster\n") == "123"
     with pytest.raises(RunError, match="in place of a job number"):
         parse_job_number("queued!")
 
 
-def test_options_of_the_start_are_left_out_of_what_is_started() -> None:
+def test_options_for_the_submission_are_not_in_the_command_of_a_rank() -> None:
     words = [
         "m.py",
         "--launcher",
@@ -214,5 +212,5 @@ def test_options_of_the_start_are_left_out_of_what_is_started() -> None:
     assert srun_words() == ("srun", "--kill-on-bad-exit=1")
 
 
-def test_bash_is_there() -> None:
+def test_bash_is_installed() -> None:
     assert shutil.which("bash")

@@ -1,4 +1,4 @@
-"""cluster.toml and its quantities: what is read, and what is refused."""
+"""cluster.toml and its quantities: parsed or refused."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clusters that no file describes, and what a request says against what a stored one said."""
+"""Clusters without a file, and a request compared with a stored one."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9)
 CPU_PROFILE = dataclasses.replace(chain(4), device=CPU)
 
 
-def test_figures_replace_what_this_machine_has():
+def test_given_figures_replace_those_of_this_machine():
     cluster = cluster_of_figures(4, CPU_PROFILE, 2**30, 3.125e9)
     assert cluster.num_ranks == 4
     assert cluster.levels[0].bandwidth == 3.125e9
@@ -24,17 +24,17 @@ def test_figures_replace_what_this_machine_has():
     assert cluster.source == "command line"
 
 
-def test_this_machine_shares_its_memory_among_cpu_ranks_and_says_that_it_assumes():
+def test_cpu_ranks_share_the_memory_of_this_machine():
     two, four = this_machine(2, CPU), this_machine(4, CPU)
     assert two.source == "assumed"
     assert 0 < four.device(0).memory_bytes < two.device(0).memory_bytes
 
 
-def test_a_gpu_has_the_memory_that_was_profiled():
+def test_a_gpu_has_the_profiled_memory():
     assert this_machine(2, Device("cuda", "H", 5 * 2**30)).device(1).memory_bytes == 5 * 2**30
 
 
-def test_a_device_by_name_is_scaled_from_the_datasheets_and_called_an_estimate():
+def test_a_named_device_is_scaled_by_datasheets_and_marked_as_an_estimate():
     cluster = cluster_of_figures(8, dataclasses.replace(chain(4), device=A100), None, 5e10, "H100-SXM")
     device = cluster.device(7)
     assert (device.name, device.memory_bytes) == ("H100-80GB", 80 * 10**9)
@@ -44,12 +44,12 @@ def test_a_device_by_name_is_scaled_from_the_datasheets_and_called_an_estimate()
     assert cluster.levels[0].bandwidth == 5e10
 
 
-def test_memory_that_was_said_goes_before_the_datasheets():
+def test_given_memory_takes_precedence_over_the_datasheet():
     cluster = cluster_of_figures(2, dataclasses.replace(chain(4), device=A100), 2**30, None, "h200")
     assert (cluster.device(0).name, cluster.device(0).memory_bytes) == ("H200-141GB", 2**30)
 
 
-def test_a_device_of_an_unknown_name_is_said_before_what_the_profile_was_taken_on():
+def test_an_unknown_device_is_refused_before_the_profiled_device():
     with pytest.raises(PlanError, match=r"unknown device 'H100-80G'; known: A100-40GB, .*Did you mean 'H100-80GB'"):
         cluster_of_figures(2, CPU_PROFILE, None, None, "H100-80G")
 
@@ -73,13 +73,13 @@ def plan_request(**given):
     return request_of(PlanSettings(ProfileSettings(ModelSettings()), cluster=cluster, **given))
 
 
-def test_what_is_not_said_stays():
+def test_omitted_values_keep_the_stored_ones():
     stored = plan_request(gpus=2, schedule="1f1b")
     assert stored.overlaid(plan_request()) == stored
     assert stored.changes_to(stored.overlaid(plan_request(schedule="1f1b"))) == ()
 
 
-def test_what_is_said_is_named_with_both_values():
+def test_changed_values_are_listed_with_both_values():
     stored = plan_request(gpus=2, batch_size=32)
     changed = stored.overlaid(plan_request(gpus=4, batch_size=64, link=1e9))
     assert stored.changes_to(changed) == (
@@ -89,6 +89,6 @@ def test_what_is_said_is_named_with_both_values():
     )
 
 
-def test_the_two_ways_to_cut_a_minibatch_replace_each_other():
+def test_microbatch_size_and_num_microbatches_replace_each_other():
     changed = plan_request(num_microbatches=4).overlaid(plan_request(microbatch_size=2))
     assert (changed.num_microbatches, changed.microbatch_size) == (None, 2)

@@ -1,4 +1,4 @@
-"""The table of four plans, the explanation, runners-up, and the choice by a simulator."""
+"""The table of four plans, the explanation, runners-up, and the choice by the simulator."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from autopipe.planning.api import make_problems, solve_problem
 from autopipe.planning.search.alternatives import RankedScore, data_parallel_plan, runners_up
 
 
-def test_the_four_contenders_are_what_they_are_called():
+def test_the_four_plans_are_as_named():
     result = comparison(
         chain(8, weight=2**20), machine(4, 100), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16)
     )
@@ -29,7 +29,7 @@ def test_the_four_contenders_are_what_they_are_called():
     assert steps["best plan"] <= min(steps.values()) * (1 + 1e-12)
 
 
-def test_a_pipeline_that_does_not_pay_is_called_so():
+def test_a_pipeline_that_is_not_faster_is_reported_as_such():
     profile, cluster, options = (
         chain(8, weight=2**10, output=2**26),
         machine(4, 100),
@@ -45,7 +45,7 @@ def test_a_pipeline_that_does_not_pay_is_called_so():
     assert [report.title(row) for row in report.contenders][2:] == ["best straight pipeline (this plan)", "best plan"]
 
 
-def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
+def test_if_only_a_pipeline_fits_the_table_gives_the_reasons():
     result = comparison(
         chain(8), machine(4, 9), PlanOptions(num_ranks=4, batch_size=16, num_microbatches=16, recompute="never")
     )
@@ -55,7 +55,7 @@ def test_where_only_a_pipeline_fits_the_table_says_why_the_others_do_not():
     assert result.verdict.startswith("Only a pipeline fits: best")
 
 
-def test_a_pipeline_that_pays_is_compared_with_the_best_single_stage():
+def test_a_faster_pipeline_is_compared_with_the_best_single_stage():
     slow = dataclasses.replace(machine(4, 100), levels=(dataclasses.replace(machine(4).levels[0], bandwidth=1e8),))
     result = comparison(chain(8, output=2**10), slow, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16))
     assert "times as fast as" in result.verdict
@@ -70,7 +70,7 @@ def test_a_schedule_without_replicas_is_compared_without_them():
     assert rows["best plan"].plan == rows["best straight pipeline"].plan
 
 
-def test_when_nothing_fits_the_verdict_says_so():
+def test_if_nothing_fits_the_verdict_says_so():
     assert comparison(
         chain(4), machine(2, 0.1), PlanOptions(num_ranks=2, batch_size=4, num_microbatches=4)
     ).verdict.startswith("Nothing fits: stage")
@@ -96,7 +96,7 @@ def test_the_runner_up_is_the_best_plan_with_other_cuts():
 
 
 class Only(Cuts):
-    """The cuts of a graph with one legal position."""
+    """The cuts of a graph with a single legal position."""
 
     def __init__(self, graph: Graph, position: int) -> None:
         super().__init__(graph)
@@ -132,7 +132,7 @@ def test_the_explanation_names_cuts_limit_bound_and_runner_up():
     assert "18x the ideal 1.92 s a step" in dataclasses.replace(explanation, gap=17.1).lines()
 
 
-def test_memory_and_links_are_named_where_they_limit():
+def test_memory_and_links_are_named_if_they_are_the_limit():
     tight = explain_of(chain(8), machine(4, 7), PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16))
     assert tight.limit.startswith("memory: without its limit a step would be")
     narrow = dataclasses.replace(machine(4, 100), levels=(dataclasses.replace(machine(4).levels[0], bandwidth=1e8),))
@@ -145,7 +145,7 @@ def explain_of(profile, cluster, options):
     return explain(make_plan(profile, cluster, options), profile, cluster, options)
 
 
-def test_a_simulator_chooses_among_the_runners_up_too():
+def test_the_simulator_may_choose_a_runner_up():
     profile, cluster = chain(8, output=2**20), machine(2, 100)
     seen = []
 
@@ -164,12 +164,12 @@ def test_a_simulator_chooses_among_the_runners_up_too():
 
 
 def dear_messages(plan):
-    """A judge that knows what the formula does not: every stage but the first costs a second more."""
+    """A score that differs from the formula: every stage but the first costs another second."""
     step = plan.predicted.step_seconds + len(plan.stages) - 1
     return dataclasses.replace(plan.predicted, step_seconds=step, samples_per_second=plan.batch_size / step)
 
 
-def test_the_whole_model_on_each_rank_competes_whatever_the_formula_says_of_it():
+def test_data_parallelism_is_scored_whatever_its_formula():
     profile, cluster = chain(8, weight=2**30), machine(4, 100)
     free = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, may_replicate=True)
     assert len(make_plan(profile, cluster, free).stages) > 1

@@ -1,4 +1,4 @@
-"""The same stages out of another recording: the same cuts, the nearest ones, or the reason why no plan exists."""
+"""A plan for another recording: the same cuts, the nearest ones, or the reason why there is no plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEC = TensorSpec(("s0", 4), "float32", requires_grad=True)
 
 
 def graph_of(calls: Sequence[str]) -> Graph:
-    """A chain of calls; ``a.w`` names a call and the parameter that it reads, ``a`` a call without one."""
+    """Return a chain of calls; ``a.w`` is a call and its parameter, ``a`` a call without one."""
     nodes, before = [], "x"
     for number, call in enumerate(calls):
         target, _, parameter = call.partition(".")
@@ -55,7 +55,7 @@ def starts(plan: Plan) -> list[int]:
     return [stage.start for stage in plan.stages]
 
 
-def test_the_same_calls_are_cut_at_the_same_places() -> None:
+def test_equal_calls_are_cut_at_equal_positions() -> None:
     graph = graph_of(["lin.w", "act", "lin.v", "loss"])
     other = replace(graph, name="other")
     results = map_cuts_to(plan_of(graph, 2), graph, other)
@@ -64,7 +64,7 @@ def test_the_same_calls_are_cut_at_the_same_places() -> None:
     assert results.stages[0].parameters == ("w",)
 
 
-def test_a_loop_that_turns_more_often_moves_the_cut_with_the_parameters() -> None:
+def test_more_iterations_of_a_loop_move_the_cut_with_the_parameters() -> None:
     graph = graph_of(["lin.w", "pool", "lin.v", "pool", "head.u", "loss"])
     other = graph_of(["lin.w", "pool", "pool", "pool", "lin.v", "pool", "pool", "head.u", "loss"])
     results = map_cuts_to(plan_of(graph, 2, 4), graph, other)
@@ -72,14 +72,14 @@ def test_a_loop_that_turns_more_often_moves_the_cut_with_the_parameters() -> Non
     assert [boundary.value for boundary in results.boundaries] == ["pool_3", "pool_6"]
 
 
-def test_a_stage_never_gets_state_that_it_does_not_hold() -> None:
+def test_a_stage_gets_only_its_own_parameters() -> None:
     graph = graph_of(["lin.w", "lin.v", "loss"])
     other = graph_of(["lin.w", "lin.v", "lin.w", "loss"])
     with pytest.raises(PlanError, match="cannot be cut so that every stage needs only what it holds"):
         map_cuts_to(plan_of(graph, 1), graph, other)
 
 
-def test_values_go_only_where_the_plan_has_values_going() -> None:
+def test_values_cross_only_boundaries_of_the_plan() -> None:
     graph = graph_of(["lin.w", "lin.v", "head.u", "loss"])
     skipping = replace(graph.nodes[3], inputs=("head_2", "lin_0"))
     other = replace(graph, nodes=(*graph.nodes[:3], skipping))
@@ -95,12 +95,12 @@ def test_values_go_only_where_the_plan_has_values_going() -> None:
         (["lin.w", "act", "lin.v", "loss", "new.u"], "loss_3", 1),
     ],
 )
-def test_state_that_only_another_recording_reads_goes_where_that_one_needs_it(
+def test_state_of_another_recording_is_assigned_to_the_stage_that_needs_it(
     calls: list[str], home: str, owner: int
 ) -> None:
     other = graph_of(calls)
     graph = replace(graph_of(["lin.w", "act", "lin.v", "loss"]), parameters=other.parameters)
-    assert unused_state(graph) == {"u": 3}  # by itself it goes with the last stage
+    assert unused_state(graph) == {"u": 3}  # by default it belongs to the last stage
     assert homes(graph, other) == {"u": home}
     kept = replace(graph, homes=homes(graph, other))
     assert kept.digest == graph.digest
@@ -113,7 +113,7 @@ def test_state_that_only_another_recording_reads_goes_where_that_one_needs_it(
     assert (first < starts(results)[1]) == (owner == 0)
 
 
-def test_a_home_that_is_not_there_is_refused() -> None:
+def test_an_unknown_home_is_refused() -> None:
     graph = graph_of(["lin.w", "loss"])
     for wrong in ({"w": "gone"}, {"gone": "lin_0"}):
         with pytest.raises(ValueError, match="is assigned to the stage of"):

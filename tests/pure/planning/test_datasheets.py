@@ -8,7 +8,7 @@ from autopipe.errors import PlanError
 from autopipe.planning.cost.datasheets import DATASHEETS, datasheet, device_like, relative_speed
 
 
-def test_every_device_has_a_source_and_its_own_name():
+def test_every_device_has_a_source_and_a_unique_name():
     assert len({sheet.name for sheet in DATASHEETS}) == len(DATASHEETS)
     for sheet in DATASHEETS:
         assert sheet.source
@@ -17,7 +17,7 @@ def test_every_device_has_a_source_and_its_own_name():
         assert relative_speed(sheet.name, sheet.name, "fp16").estimate == 1.0
 
 
-def test_a_speed_lies_between_the_ratio_of_bandwidths_and_the_ratio_of_peaks():
+def test_a_speed_is_between_the_ratios_of_bandwidths_and_peaks():
     speed = relative_speed("V100-16GB", "A100-80GB", "fp16")
     assert speed.low == pytest.approx(2039 / 900)
     assert speed.high == pytest.approx(312 / 125)
@@ -26,13 +26,13 @@ def test_a_speed_lies_between_the_ratio_of_bandwidths_and_the_ratio_of_peaks():
     assert relative_speed("H100-80GB", "H200-141GB", "bf16").low == 1.0
 
 
-def test_a_device_of_a_cluster_carries_memory_and_speed():
+def test_a_device_of_a_cluster_has_memory_and_speed():
     device = device_like("v100-16gb", "H200-141GB", "fp32")
     assert (device.name, device.memory_bytes) == ("H200-141GB", 141 * 10**9)
     assert device.speed == pytest.approx(math.sqrt(67 / 15.7 * 4800 / 900))
 
 
-def test_what_is_not_known_is_refused():
+def test_an_unknown_device_is_refused():
     with pytest.raises(PlanError, match="Did you mean 'A100-80GB'"):
         datasheet("A100-80G")
     with pytest.raises(PlanError, match="unknown precision 'fp8'"):

@@ -1,4 +1,4 @@
-"""A plan for a faster device: everything that a device does is scaled, the step of the optimizer too."""
+"""A plan for a faster device: all compute is scaled, including the optimizer step."""
 
 import dataclasses
 import itertools
@@ -13,12 +13,12 @@ from autopipe.planning.cluster_file import parse_cluster
 from autopipe.planning.cost import predict
 from autopipe.planning.cost.datasheets import device_like
 
-# links that take no time, so that a step is what the devices do
+# links without cost, so that a step is the time of the devices
 FREE = Level("free", 4, 1e30, 0.0)
 
 
 def profile():
-    """Eight layers whose optimizer takes about as long as their compute."""
+    """Return a profile of eight layers whose optimizer takes about as long as their compute."""
     return dataclasses.replace(chain(8, weight=2**20), optimizer_seconds_per_byte=1e-7)
 
 
@@ -28,7 +28,7 @@ def machine(*devices):
 
 @pytest.mark.parametrize("replicas", [True, False])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
-def test_a_device_so_many_times_as_fast_takes_so_much_less(replicas, schedule):
+def test_a_faster_device_takes_proportionally_less_time(replicas, schedule):
     options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16, schedule=schedule, may_replicate=replicas)
     plans = {}
     for speed in (1.0, 5000.0):
@@ -48,7 +48,7 @@ def test_every_row_of_the_comparison_is_scaled():
         assert fast.predicted.step_seconds == pytest.approx(slow.plan.predicted.step_seconds / 5000), name
 
 
-def test_the_optimizer_runs_at_the_speed_of_memory_where_it_is_known():
+def test_the_optimizer_runs_at_the_memory_speed_if_known():
     options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=16)
     steps = {}
     for compute, memory in itertools.product((1.0, 10.0), (1.0, 10.0)):
@@ -56,7 +56,7 @@ def test_the_optimizer_runs_at_the_speed_of_memory_where_it_is_known():
         plan = make_plan(profile(), cluster, options)
         steps[compute, memory] = plan.predicted.step_seconds, predict.predict(plan, profile(), cluster).step_seconds
     for formula in (0, 1):
-        optimizer = steps[1, 1][formula] - steps[1, 10][formula]  # nine tenths of it
+        optimizer = steps[1, 1][formula] - steps[1, 10][formula]  # nine tenths of the time
         compute = steps[1, 1][formula] - steps[10, 1][formula]
         assert optimizer > 0
         assert compute > 0
@@ -64,13 +64,13 @@ def test_the_optimizer_runs_at_the_speed_of_memory_where_it_is_known():
         assert steps[10, 10][formula] == pytest.approx(steps[1, 1][formula] / 10)
 
 
-def test_a_stage_on_unequal_devices_steps_as_the_slowest():
+def test_a_stage_on_unequal_devices_steps_at_the_slowest_speed():
     cluster = machine(*(ClusterDevice("device", 0, speed) for speed in (4.0, 1.0, 2.0, 8.0)))
     assert cluster.update_speed_of((0, 2)) == 2.0
     assert cluster.speed_of((0, 1, 3)) == 1.0
 
 
-def test_a_datasheet_and_a_cluster_file_say_how_fast_memory_is():
+def test_a_datasheet_and_a_cluster_file_give_the_memory_speed():
     device = device_like("V100-16GB", "H100-80GB", "fp16")
     assert device.update_speed == pytest.approx(3350 / 900)
     assert device.speed != device.update_speed

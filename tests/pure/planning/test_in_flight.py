@@ -1,4 +1,4 @@
-"""What the planner takes for in flight is what the schedule has, counted instruction by instruction."""
+"""The planner's microbatches in flight equal those of the schedule, counted by instruction."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from autopipe.schedules import make
 
 
 def most_in_flight(schedule):
-    """Count forwards whose backward is not done, of each stage, at most."""
+    """Return the most forwards of each stage whose backward is not done."""
     now, most = Counter(), Counter()
     for row in schedule.rows:
         for instruction in row:
@@ -25,13 +25,13 @@ def most_in_flight(schedule):
 
 @pytest.mark.parametrize("num_ranks", range(1, 6))
 @pytest.mark.parametrize("stages_per_rank", [2, 3, 4])
-def test_interleaved_stages_hold_what_the_formula_says(num_ranks, stages_per_rank):
+def test_interleaved_stages_hold_the_microbatches_of_the_formula(num_ranks, stages_per_rank):
     taken = 0
     for num_microbatches in range(1, 25):
         layout = tuple((stage % num_ranks,) for stage in range(num_ranks * stages_per_rank))
         try:
             in_flight = most_in_flight(make("interleaved", ScheduleSpec(layout, num_microbatches)))
-        except ScheduleError:  # rounds of unequal size
+        except ScheduleError:  # rounds of different sizes
             continue
         taken += 1
         for stage, most in in_flight.items():

@@ -1,4 +1,4 @@
-"""Nested placement under a memory limit: every nested plan of small chains by hand, and published cases by command."""
+"""Nested placement under a memory limit: small chains against brute force, and published cases by command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chain(rng: random.Random, count: int) -> LayerGraph:
 
 
 def best_nested(graph: LayerGraph, machine: Machine) -> float:
-    """Follow PipeDream's recursion level by level over all cuts and counts, and its memory rule at every level."""
+    """Evaluate PipeDream's recursion over all cuts and counts, with its memory rule at every level."""
     n, limit = len(graph.names), machine.memory_bytes or math.inf
 
     def sums(values, i, j):
@@ -63,7 +63,7 @@ def next_level(graph, value, count, bandwidth, below, limit):
         return 2 * graph.activation_bytes[k - 1] / (bandwidth * used)
 
     def best(start, j, m):
-        """The layers start..j on exactly m groups, of which ``count - m`` are behind."""
+        """Return the best plan of layers start..j on exactly m groups, with ``count - m`` groups behind."""
         shortest = shared(start, j, m, below) if room(start, j, count - m, m) else math.inf
         for k in range(start + 1, j):
             for used in range(1, m):
@@ -76,7 +76,7 @@ def next_level(graph, value, count, bandwidth, below, limit):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_nested_plan_under_a_memory_limit_is_the_best_of_all_that_keep_it(seed):
+def test_a_nested_plan_under_a_memory_limit_is_optimal(seed):
     rng = random.Random(seed)
     graph = chain(rng, rng.randrange(2, 6))
     total = math.fsum(graph.activation_bytes) + math.fsum(graph.parameter_bytes)
@@ -98,9 +98,9 @@ def test_a_nested_plan_under_a_memory_limit_is_the_best_of_all_that_keep_it(seed
 
 
 def by_command(row: dict[str, str], folder: Path) -> dict:
-    """Plan a published case as a user would: with a cluster file, whose devices have a memory.
+    """Plan a published case as a user would: with a cluster file whose devices have a memory size.
 
-    Where PipeDream's optimizer had no limit it is one that its plan keeps: some need more than 16 GiB.
+    If PipeDream's optimizer had no limit, the size is one that its plan keeps: some plans need more than 16 GiB.
     """
     memory = "16GB" if "-s 16e9" in row["optimizer_options"] else "1TiB"
     levels = zip(row["level_sizes"].split("x"), row["bandwidths_GBps"].split("/"), strict=True)
@@ -123,7 +123,7 @@ def several_levels(row: dict[str, str]) -> bool:
 
 
 def cases() -> list:
-    """The published cases; those with one level of links only in the long run of tests."""
+    """Return the published cases; those with one level of links are slow tests."""
     rows = [row for row in golden_rows() if row["pipedream_predicted_s"]]
     slow = pytest.mark.slow
     return [pytest.param(row, id=row["case"], marks=() if quick(row) else slow) for row in rows]
@@ -134,7 +134,7 @@ def quick(row: dict[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("row", cases() or [pytest.param({}, marks=pytest.mark.skip("no published profiles here"))])
-def test_a_published_case_planned_by_the_command_is_not_dearer_than_pipedreams_own(row, tmp_path):
+def test_a_published_case_is_planned_at_least_as_well_as_by_pipedream(row, tmp_path):
     document = by_command(row, tmp_path)
     theirs = float(row["pipedream_predicted_s"])
     assert document["predicted"]["step_seconds"] <= theirs * (1 + 1e-8) + 5e-10

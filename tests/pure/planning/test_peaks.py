@@ -1,4 +1,4 @@
-"""The peak bytes of stages, messages included: by hand, without a leak, and as what a plan has to fit."""
+"""The peak bytes of stages including messages: by hand, without a leak, and as the limit of a plan."""
 
 import dataclasses
 
@@ -22,30 +22,30 @@ def rows(name, request, messages):
     return lower(make(name, request), StageEdges(tuple(messages.forward), tuple(messages.backward)))
 
 
-def test_messages_are_held_from_when_they_are_posted():
+def test_messages_are_counted_from_when_they_are_posted():
     sizes = [StageBytes(0, 100, 50), StageBytes(0, 100, 60)]
-    # stage 0: two microbatches in flight, and the gradients of two are awaited; stage 1: one, the next one's input, and
-    # the gradient that it has just sent
+    # stage 0: two microbatches in flight, and two awaited gradients; stage 1: one microbatch, the next input, and the
+    # gradient that it has just sent
     assert stage_peaks(rows("1f1b", line(2, 3), MESSAGES), sizes, MESSAGES) == (100 + 2 * 50 + 2 * 4, 100 + 60 + 10 + 4)
-    # stage 0: before the first backward its gradient and those of the two behind it are awaited
+    # stage 0: before the first backward it awaits that gradient and the next two
     assert stage_peaks(rows("gpipe", line(2, 3), MESSAGES), sizes, MESSAGES) == (100 + 3 * 50 + 3 * 4, 100 + 3 * 60)
 
 
-def test_gradients_of_weights_are_there_from_the_first_backward_to_the_step():
+def test_weight_gradients_are_counted_from_the_first_backward_to_the_step():
     sizes = [StageBytes(0, 100, 50, gradients=30)] * 2
-    # the second forward of stage 1 comes behind its first backward; with gpipe one less is in flight by then
+    # the second forward of stage 1 follows its first backward; with gpipe one fewer is in flight by then
     assert stage_peaks(make("1f1b", line(2, 3)), sizes, MessageBytes()) == (100 + 2 * 50 + 30, 100 + 50 + 30)
     assert stage_peaks(make("gpipe", line(2, 3, 2)), sizes, MessageBytes()) == (100 + 3 * 50, 100 + 3 * 50)
-    # a forward of the next minibatch comes before the step, no backward
+    # a forward of the next minibatch precedes the step, but no backward
     two = stage_peaks(make("2bw", line(2, 2, 4)), sizes, MessageBytes())
     assert two == (2 * 100 + 2 * 50 + 30, 2 * 100 + 50 + 30)
 
 
-def test_what_stages_of_one_rank_hand_each_other_stays_the_makers():
+def test_values_between_stages_of_one_rank_belong_to_the_producer():
     request = ScheduleSpec(((0,), (1,), (0,)), 1)
     messages = MessageBytes({(0, 2): 10}, {(2, 0): 4})
     sizes = [StageBytes(0, 0, 50), StageBytes(0, 0, 1), StageBytes(0, 0, 60)]
-    # stage 2 reads what stage 0 holds; the gradient that it makes is there until stage 0's backward is over
+    # stage 2 reads a value that stage 0 holds; its gradient is held until stage 0's backward is done
     assert stage_peaks(rows("gpipe", request, messages), sizes, messages) == (50, 1, 50)
 
 
@@ -57,7 +57,7 @@ def test_what_stages_of_one_rank_hand_each_other_stays_the_makers():
     st.integers(0, 9),
 )
 @settings(deadline=None, max_examples=60)
-def test_nothing_is_left_behind(name, p, rounds, forward, backward):
+def test_all_memory_is_released_at_the_end(name, p, rounds, forward, backward):
     v = 2 if name == "interleaved" else 1
     edges = [(a, b) for a in range(p * v) for b in range(a + 1, p * v)]
     messages = MessageBytes(dict.fromkeys(edges, forward), {(b, a): backward for a, b in edges})
@@ -71,7 +71,7 @@ def test_nothing_is_left_behind(name, p, rounds, forward, backward):
     assert peaks(12) == peaks(6)
 
 
-def test_without_messages_it_is_what_a_rank_holds():
+def test_without_messages_the_peak_is_the_memory_of_a_rank():
     sizes = [StageBytes(5, 100, 10 + k) for k in range(3)]
     for name in ("gpipe", "1f1b", "2bw"):
         schedule = make(name, line(3, 6, 3))
@@ -98,11 +98,11 @@ def most(plan):
 def test_a_plan_fits_with_its_messages():
     free = search_within_memory(PROFILE, cluster_with(0), find)
     assert free == with_peaks(find(cluster_with(0)), PROFILE)
-    assert most(free) > most(find(cluster_with(0)))  # the formula knows no messages
+    assert most(free) > most(find(cluster_with(0)))  # the formula does not include messages
     assert search_within_memory(PROFILE, cluster_with(most(free)), find) == free
 
 
-def test_what_fits_fits_with_more_room_too():
+def test_a_plan_that_fits_also_fits_with_more_memory():
     free = most(search_within_memory(PROFILE, cluster_with(0), find))
     fits = []
     for memory in range(free + 2, free // 4, -free // 150):
@@ -118,7 +118,7 @@ def test_what_fits_fits_with_more_room_too():
     assert any(fits) and not all(fits)
 
 
-def test_only_ranks_that_are_over_get_less_room():
+def test_only_ranks_over_their_limit_get_a_smaller_one():
     rooms = []
 
     def noting(room):
@@ -144,7 +144,7 @@ def test_an_interrupted_search_is_not_repeated():
     assert len(searches) == 1
 
 
-def test_deep_pipelines_without_a_flush_are_followed_until_they_are_full():
+def test_deep_pipelines_without_a_flush_are_simulated_until_full():
     profile, options = (
         even_profile(num_layers=16),
         PlanOptions(num_ranks=12, batch_size=4, schedule="pipedream", num_microbatches=1),
@@ -153,11 +153,11 @@ def test_deep_pipelines_without_a_flush_are_followed_until_they_are_full():
     formula = make_plan(profile, wide, options)
     counted = with_peaks(formula, profile)
     weights = sum(profile.graph.parameters[name].num_bytes({}) for name in formula.stages[0].parameters)
-    # by the formula gradients are always there; where every minibatch is one microbatch, a step takes them at once
+    # the formula always counts gradients; with one microbatch per minibatch a step consumes them at once
     assert counted.stages[0].peak_bytes >= formula.stages[0].peak_bytes - weights
 
 
-def test_halves_of_a_backward_are_known_by_the_rows():
+def test_halves_of_a_backward_are_recognised_in_the_instructions():
     profile = even_profile(num_layers=8)
     wide = dataclasses.replace(cluster_with(0), levels=(Level("host", 4, 1e9, 1e-4),))
     planned = make_plan(
@@ -170,7 +170,7 @@ def test_halves_of_a_backward_are_known_by_the_rows():
     assert peaks[0] == peaks[1]
 
 
-def test_a_first_backward_makes_gradients_while_much_is_still_held():
+def test_the_first_backward_adds_gradients_while_activations_are_held():
     sizes = [StageBytes(0, 100, 50, gradients=30, first=20)]
     assert stage_peaks(make("1f1b", line(1, 1)), sizes, MessageBytes()) == (100 + 50 + 20,)
     assert stage_peaks(make("1f1b", line(1, 2)), sizes, MessageBytes()) == (100 + 50 + 30,)

@@ -1,4 +1,4 @@
-"""PipeDream's profile format, its formulas against brute force, the published profiles against its optimizer."""
+"""PipeDream's profile format, its formulas compared with brute force, and published profiles with its optimizer."""
 
 import itertools
 import math
@@ -55,7 +55,7 @@ def closed(graph, inside):
 
 
 def best_by_hand(graph, devices, bandwidth, limit, straight):
-    """Try every chain of ideals with every replica count, on devices behind one kind of link."""
+    """Try every chain of ideals with every replica count, on devices with one kind of link."""
     everything = frozenset(range(len(graph.names)))
     ideals = [
         frozenset(s)
@@ -66,7 +66,7 @@ def best_by_hand(graph, devices, bandwidth, limit, straight):
     best = math.inf
 
     def follow(inside, left, worst):
-        """Lay the rest over exactly ``left`` devices."""
+        """Place the remaining layers on exactly ``left`` devices."""
         nonlocal best
         if inside == everything:
             best = min(best, worst) if left == 0 else best
@@ -127,7 +127,7 @@ def golden_plan(row):
 
 @pytest.mark.skipif(not golden_rows(), reason="PipeDream's profiles are not beside the repository")
 def test_no_plan_is_worse_than_the_one_of_pipedreams_own_optimizer():
-    rounding = 5e-10  # the table has nine decimals
+    rounding = 5e-10  # the table has nine decimal places
     lower = 0
     for row in golden_rows():
         cost = golden_plan(row).cost_seconds

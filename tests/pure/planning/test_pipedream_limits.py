@@ -1,4 +1,4 @@
-"""PipeDream's formulas where they are hard to plan with: wide graphs, no time, no memory, odd links and options."""
+"""Limits of planning with PipeDream's formulas: wide graphs, zero times, little memory, unusual links and options."""
 
 import dataclasses
 import math
@@ -28,8 +28,8 @@ def chain(count):
     return layers(count, [(k, k + 1) for k in range(count - 1)])
 
 
-def beside_each_other(width):
-    """Return a source, ``width`` layers that need it alone, and a sink."""
+def parallel_layers(width):
+    """Return a source, ``width`` parallel layers, and a sink."""
     edges = [edge for k in range(1, width + 1) for edge in ((0, k), (k, width + 1))]
     return layers(width + 2, edges)
 
@@ -43,35 +43,35 @@ def branches(length):
 
 
 @pytest.mark.parametrize("width", [3, 14])
-def test_a_graph_has_an_ideal_for_every_subset_of_layers_beside_each_other(width):
-    dag = Dag(beside_each_other(width))
+def test_a_graph_has_an_ideal_for_every_subset_of_parallel_layers(width):
+    dag = Dag(parallel_layers(width))
     count = 2**width + 2
     assert dag.least_ideals() == count
     assert len(dag.ideals(dag.order(deep=True), count)) == len(set(dag.ideals(dag.order(deep=True), count))) == count
     assert dag.ideals(dag.order(deep=True), count - 1) is None
 
 
-def test_a_wide_graph_is_refused_before_an_ideal_of_it_is_made():
-    dag = Dag(beside_each_other(300))
+def test_a_wide_graph_is_refused_before_its_ideals_are_built():
+    dag = Dag(parallel_layers(300))
     assert dag.least_ideals() > 2**300
-    # nothing but its width is read: an invalid order would fail
+    # only the width is read: an invalid order would fail
     assert dag.ideals((), 20_000) is None
 
 
-def test_a_long_graph_is_refused_at_the_first_ideal_too_many():
+def test_a_long_graph_is_refused_at_the_limit_of_ideals():
     dag = Dag(branches(150))
     assert dag.least_ideals() < 1000
     assert dag.ideals(dag.order(deep=True), 1000) is None
     assert len(dag.ideals(dag.order(deep=True), 151 * 151 + 2)) == 151 * 151 + 2
 
 
-def test_two_thousand_layers_beside_each_other_are_planned_in_linear_orders():
-    plan = plan_layers(beside_each_other(1998), Machine((4,), (1e9,)))
+def test_two_thousand_parallel_layers_are_planned_in_linear_orders():
+    plan = plan_layers(parallel_layers(1998), Machine((4,), (1e9,)))
     assert "order" in plan.space
     assert sum(len(stage.layers) for stage in plan.stages) == 2000
 
 
-def test_ideals_with_too_many_nested_pairs_are_no_states():
+def test_ideals_with_too_many_nested_pairs_are_not_searched_as_a_lattice():
     dag = Dag(branches(3))
     order = dag.order(deep=True)
     ideals = dag.ideals(order, 100)
@@ -93,7 +93,7 @@ def test_a_profile_without_any_time_is_refused(counts, edges):
     assert "--cost-model autopipe" in caught.value.remedy
 
 
-def test_a_nested_search_counts_what_it_tries_and_gives_up(monkeypatch):
+def test_a_nested_search_stops_at_its_limit(monkeypatch):
     graph, machine = chain(60), Machine((4, 4), (1e10, 1e9))
     search = pipedream_model._Search(graph, machine, straight=False)
     (states,) = search.spaces()
@@ -114,7 +114,7 @@ def test_one_heavy_layer_in_a_long_chain_is_nested_in_few_steps(monkeypatch):
 
 
 def best_of_chain(graph, limit, straight):
-    """Try every contiguous placement of a chain on 2 x 2 ranks with equal links: the ranks used, from the first."""
+    """Return the best contiguous placement of a chain on 2 x 2 ranks with equal links, as the ranks used."""
     n, bandwidth, best = len(graph.names), 1.0, math.inf
 
     def members(a, r):
@@ -150,7 +150,7 @@ def best_of_chain(graph, limit, straight):
     return best
 
 
-def test_a_memory_limit_counts_the_devices_in_use_and_not_those_left_idle():
+def test_a_memory_limit_counts_used_devices_only():
     for seed in range(40):
         rng = random.Random(seed)
         graph = dataclasses.replace(random_layers(rng, rng.randrange(2, 6)))
@@ -161,7 +161,7 @@ def test_a_memory_limit_counts_the_devices_in_use_and_not_those_left_idle():
         assert plan.cost_seconds == pytest.approx(best_of_chain(graph, limit, True), rel=1e-8), seed
 
 
-def test_faster_links_outside_do_not_widen_the_way_out_of_a_node():
+def test_faster_outer_links_do_not_speed_up_the_links_of_a_node():
     graph = dataclasses.replace(chain(3), activation_bytes=(4.0,) * 3, parameter_bytes=(100.0,) * 3)
     one = plan_layers(graph, Machine((4,), (1.0,)), straight=True)
     two = plan_layers(graph, Machine((4, 2), (1.0, 4.0)), straight=True)
@@ -173,7 +173,7 @@ def test_faster_links_outside_do_not_widen_the_way_out_of_a_node():
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Return what runs `plan --from-pipedream` on two layers, and returns exit code and output."""
+    """Return a function that runs `plan --from-pipedream` on two layers and returns exit code and output."""
     monkeypatch.chdir(tmp_path)
 
     def plan(*args, milliseconds=10.0):
@@ -194,7 +194,7 @@ def plan(tmp_path, monkeypatch):
     return plan
 
 
-def test_a_profile_without_time_is_refused_on_the_command_line_too(plan, capsys):
+def test_a_profile_without_any_time_is_refused_on_the_command_line(plan, capsys):
     assert plan("--cost-model", "pipedream", milliseconds=0.0) == 1
     shown = capsys.readouterr().err
     assert "no layer of the profile takes any time" in shown

@@ -1,4 +1,4 @@
-"""A profile in PipeDream's format, planned on with our own cost model."""
+"""A profile in PipeDream's format, planned with autopipe's cost model."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_layers_become_nodes_with_their_seconds_and_bytes():
 @pytest.mark.skipif(not GOLDEN.exists(), reason="PipeDream's profiles are not beside the repository")
 @pytest.mark.parametrize("straight", [True, False])
 @pytest.mark.parametrize("name", ["vgg16", "gnmt", "resnet50"])
-def test_a_published_profile_is_planned_with_every_parameter_in_a_stage(name, straight):
+def test_a_plan_of_a_published_profile_has_every_parameter_in_a_stage(name, straight):
     profile = profile_from_pipedream(Path(GOLDEN) / f"{name}.txt", samples=64)
     options = PlanOptions(num_ranks=4, batch_size=1024, num_microbatches=16, straight=straight, schedule="1f1b")
     plan = make_plan(profile, uniform_cluster(4, memory="64GiB", link="10GB/s"), options)

@@ -1,4 +1,4 @@
-"""Every plan that cannot be right is refused, with the numbers and what would help."""
+"""Impossible plans are refused with the numbers and a remedy."""
 
 import dataclasses
 
@@ -61,7 +61,7 @@ def test_fewer_microbatches_than_the_schedule_needs_are_refused():
 
 
 @pytest.mark.parametrize("schedule", sorted(REGISTRY))
-def test_the_least_count_of_every_schedule_is_accepted_and_one_less_is_not(schedule):
+def test_the_smallest_count_of_every_schedule_is_accepted_and_one_less_refused(schedule):
     least = max(1, REGISTRY[schedule].least_microbatches(4))
     assert (
         make_plan(
@@ -86,7 +86,7 @@ def test_a_parameter_in_no_stage_is_refused():
         check_every_parameter(graph, [foreign])
 
 
-def test_an_unused_parameter_goes_with_its_module_and_the_plan_says_so(caplog):
+def test_an_unused_parameter_is_assigned_with_its_module_and_noted(caplog):
     profile = chain(4)
     spec = TensorSpec((8,), "float32", True)
     graph = dataclasses.replace(
@@ -109,7 +109,7 @@ def test_an_unused_parameter_goes_with_its_module_and_the_plan_says_so(caplog):
     )
 
 
-def test_memory_is_refused_with_the_stage_and_its_bytes():
+def test_too_little_memory_is_refused_with_the_stage_and_its_bytes():
     # layers 1 to 3: weight, gradient and Adam's two, 3 x 4 x 0.25 GiB; one in flight: 3 layers and 2 samples of 1 GiB,
     # and 2/16 GiB received. One layer more and one less is worse: 10 GiB on stage 0, for its two in flight.
     error = refusal(
@@ -137,20 +137,20 @@ def test_memory_is_refused_with_the_stage_and_its_bytes():
         (3.7, PlanOptions(num_ranks=2, batch_size=8, num_microbatches=8), "use 4 ranks", {"num_ranks": 4}),
     ],
 )
-def test_the_remedy_for_memory_is_one_that_works(memory, options, remedy, cure):
+def test_the_remedy_for_too_little_memory_works(memory, options, remedy, cure):
     error = refusal(chain(), machine(8, memory), options)
     assert error.remedy.startswith(remedy)
     make_plan(chain(), machine(8, memory), dataclasses.replace(options, **cure))
 
 
-def test_when_no_change_fits_the_device_that_would_is_named():
+def test_if_no_change_fits_a_device_that_would_is_named():
     error = refusal(chain(), machine(4, 0.5), PlanOptions(num_ranks=4, batch_size=4, num_microbatches=4))
     assert error.remedy.startswith("no smaller change was found that fits: use devices with 2.25 GiB")
     make_plan(chain(), machine(4, 2.25), PlanOptions(num_ranks=4, batch_size=4, num_microbatches=4))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
+def test_with_replicas_the_named_device_fits(ranks):
     free = PlanOptions(num_ranks=ranks, batch_size=16, num_microbatches=16, may_replicate=True, recompute="never")
     error = refusal(chain(), machine(ranks, 0.5), free)
     gibibytes = float(error.remedy.split("use devices with ")[1].split(" GiB")[0])
@@ -175,6 +175,6 @@ def test_with_replicas_the_device_that_would_fit_is_one_that_does(ranks):
         ({"kind": REGISTRY["gpipe"]}, "kind describes schedule 'gpipe', and schedule is '1f1b'"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused(arguments, message):
+def test_a_meaningless_option_is_refused(arguments, message):
     with pytest.raises(PlanError, match=message):
         PlanOptions(**{"num_ranks": 2, "batch_size": 8, **arguments})

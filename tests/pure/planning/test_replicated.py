@@ -1,4 +1,4 @@
-"""Replicated stages, both objectives, memory, recompute, unequal devices and links: against brute force."""
+"""Replicated stages, both objectives, memory, recompute, unequal devices and links, compared with brute force."""
 
 import dataclasses
 import itertools
@@ -57,7 +57,7 @@ def narrowest(cluster, a, b):
 
 
 class ByHand:
-    """The costs of a case, straight from the graph."""
+    """The costs of a case, computed directly from the graph."""
 
     def __init__(self, profile, cluster, options):
         self.profile, self.cluster, self.options = profile, cluster, options
@@ -211,7 +211,7 @@ def check(seed):
 
 
 @pytest.mark.parametrize("block", range(12))
-def test_no_replicated_plan_is_better_than_the_one_found(block):
+def test_no_replicated_plan_is_better_than_the_planners(block):
     for seed in range(block * 100, block * 100 + 100):
         actual, expected, plan = check(seed)
         assert actual == pytest.approx(expected, rel=1e-8), seed
@@ -222,7 +222,7 @@ def test_no_replicated_plan_is_better_than_the_one_found(block):
                 assert not any(limits) or stage.peak_bytes <= min(limits) + 1
 
 
-def test_the_cases_reach_replicas_branches_recompute_and_refusals():
+def test_the_random_cases_cover_replicas_branches_recompute_and_refusals():
     seen = dict.fromkeys(("replicated", "pipeline", "recompute", "skip", "refused", "data parallel"), 0)
     for seed in range(300):
         profile, cluster, options = random_case(seed)
@@ -239,7 +239,7 @@ def test_the_cases_reach_replicas_branches_recompute_and_refusals():
     assert min(seen.values()) >= 5, seen
 
 
-def test_without_numba_the_same_plans_come_out():
+def test_plans_without_numba_are_the_same():
     here = Path(__file__).resolve()
     program = (
         "from pure.planning import test_replicated as t\n"
@@ -260,7 +260,7 @@ def test_without_numba_the_same_plans_come_out():
     assert len(outputs[0]) > 10000
 
 
-def test_nested_placement_keeps_a_microbatch_in_its_group():
+def test_nested_placement_keeps_a_microbatch_in_one_group():
     seen = 0
     for seed in range(1000):
         profile, cluster, options = random_case(seed)

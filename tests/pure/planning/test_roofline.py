@@ -1,4 +1,4 @@
-"""A profile without a datasheet, priced for a device with one: formula, cluster files, and what is refused."""
+"""A profile of a device without a datasheet, converted to a device with one: formula, cluster files, refusals."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ H100 = datasheet("H100-SXM")
 
 
 def counted(work, device=CPU):
-    """Four equal layers of 256 MiB of weights; every one does this at each microbatch size."""
+    """Return a profile of four equal layers with 256 MiB of weights and the given work at each microbatch size."""
     profile = dataclasses.replace(chain(4), device=device)
     measurements = tuple(
         dataclasses.replace(m, work={name: work(m.microbatch_size) for name in m.costs}) for m in profile.measurements
@@ -35,21 +35,21 @@ def cost_of(profile, size):
     return next(m for m in profile.measurements if m.microbatch_size == size).costs["layer0"]
 
 
-def test_a_node_that_computes_takes_its_flops_at_a_part_of_the_peak():
+def test_a_compute_bound_node_runs_at_a_part_of_the_peak():
     cost = cost_of(on_datasheet(counted(only_compute), H100, "bf16"), 2)
     assert cost.forward_seconds == pytest.approx(2e12 / (COMPUTE_EFFICIENCY * 989.5e12))
-    # the backward adds the gradient of 256 MiB of weights to the sum: two are read, one is written
+    # the backward adds the gradient of 256 MiB of weights: two reads, one write
     assert cost.backward_seconds == pytest.approx(4e12 / (COMPUTE_EFFICIENCY * 989.5e12) + 3 * 2**28 / 3350e9)
     slower = cost_of(on_datasheet(counted(only_compute), H100, "fp32"), 2)
     assert slower.forward_seconds == pytest.approx(cost.forward_seconds * 989.5 / 67)
 
 
-def test_a_node_that_moves_memory_takes_its_bytes_at_the_bandwidth():
+def test_a_memory_bound_node_runs_at_the_bandwidth():
     cost = cost_of(on_datasheet(counted(lambda size: NodeWork(PassWork(1, 10**9, 10**9 * size))), H100, "bf16"), 4)
     assert cost.forward_seconds == pytest.approx(5e9 / 3350e9)
 
 
-def test_bytes_stay_and_the_optimizer_moves_its_state():
+def test_bytes_are_unchanged_and_the_optimizer_is_memory_bound():
     profile = counted(only_compute)
     estimated = on_datasheet(profile, H100, "bf16")
     before, after = cost_of(profile, 1), cost_of(estimated, 1)
@@ -60,14 +60,14 @@ def test_bytes_stay_and_the_optimizer_moves_its_state():
     assert estimated.device.memory_bytes == 80 * 10**9
 
 
-def test_a_profile_of_a_cpu_is_priced_for_the_device_that_is_named():
+def test_a_profile_of_a_cpu_is_converted_to_the_named_device():
     profile = counted(only_compute)
     cluster = cluster_of_figures(4, profile, None, 5e10, "H100-SXM")
     device = cluster.device(3)
     assert (device.name, device.memory_bytes, device.speed) == ("H100-80GB", 80 * 10**9, 1.0)
     assert cluster.source == describe(H100, "fp32", "some cpu")
     assert "estimate, nothing was measured on such a device: operations and bytes counted on some cpu" in cluster.source
-    # the costs of this machine's own runtime are not the target's
+    # the runtime overhead of this machine is not that of the device
     assert cluster.host.step_seconds == cluster.host.compute_seconds == 0
     once = priced(profile, cluster)
     assert once == on_datasheet(profile, H100, "fp32")
@@ -81,7 +81,7 @@ def test_a_profile_of_a_device_with_a_datasheet_keeps_its_measured_times():
     assert cluster.source.startswith("estimate from datasheets: 2.38 times the speed of A100-80GB")
 
 
-def test_a_profile_without_counts_is_to_be_taken_again():
+def test_a_profile_without_counts_is_refused():
     profile = dataclasses.replace(chain(4), device=CPU)
     with pytest.raises(PlanError, match="does not say what its nodes compute and move") as caught:
         priced(profile, cluster_of_figures(2, profile, None, None, "H100-SXM"))
@@ -101,7 +101,7 @@ def test_a_cluster_file_names_a_datasheet():
     assert less.device(0).memory_bytes == 40 * 2**30
 
 
-def test_unequal_devices_are_relative_to_the_first():
+def test_speeds_of_unequal_devices_are_relative_to_the_first():
     profile = counted(only_compute)
     devices = [{"datasheet": "H100-80GB", "count": 8}, {"datasheet": "A100-80GB", "count": 8}]
     cluster = by_datasheet(parse_cluster({"level": LEVELS, "device": devices}, "here"), profile)
@@ -110,7 +110,7 @@ def test_unequal_devices_are_relative_to_the_first():
     assert cluster.device(8).update_speed == pytest.approx(2039 / 3350)
 
 
-def test_what_a_datasheet_excludes_is_refused():
+def test_keys_that_contradict_a_datasheet_are_refused():
     with pytest.raises(PlanError, match="datasheet and speed exclude each other"):
         parse_cluster({"level": LEVELS, "device": {"datasheet": "H100-SXM", "speed": 2}}, "here")
     with pytest.raises(PlanError, match="unknown device 'H100-SX'"):

@@ -1,4 +1,4 @@
-"""Which plans a request spans, what its search says and keeps, and the plans that no schedule can run."""
+"""The search space of a request, the progress of its search, and plans that no schedule can run."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def silent(what, fraction):
     pass
 
 
-def test_auto_gives_plain_trainings_result_and_prefers_1f1b():
+def test_auto_trains_exactly_and_prefers_1f1b():
     names = schedules("auto")
     assert names[0] == "1f1b"
     assert all(REGISTRY[name].synchronous and not REGISTRY[name].splits_backward for name in names)
@@ -38,7 +38,7 @@ def test_auto_gives_plain_trainings_result_and_prefers_1f1b():
     assert "interleaved" in schedules("auto", links_known=True)
 
 
-def test_what_auto_leaves_out_is_said():
+def test_auto_lists_the_schedules_that_it_leaves_out():
     assumed, known = (Space.of(PlanRequest(), 2, 32, links_known=known).left_out for known in (False, True))
     assert [line.split()[0] for line in assumed] == ["zero-bubble", "interleaved"]
     assert [line.split()[0] for line in known] == ["zero-bubble"]
@@ -46,7 +46,7 @@ def test_what_auto_leaves_out_is_said():
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name != "custom"])
-def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
+def test_every_schedule_of_the_planner_can_run_its_plan(name):
     space = Space.of(PlanRequest(schedule=name), 2, 32)
     planned, _ = search(FOUND, machine(2, 100), space.unreplicated, silent)
     assert math.isfinite(planned.predicted.step_seconds)
@@ -55,7 +55,7 @@ def test_every_schedule_that_the_planner_knows_has_a_plan_that_it_can_run(name):
 
 
 @pytest.mark.parametrize("name", list(REGISTRY))
-def test_replicas_are_in_the_space_exactly_where_schedule_and_planner_have_them(name):
+def test_replicas_are_in_the_space_if_schedule_and_planner_support_them(name):
     if name == "custom":
         assert Space.of(PlanRequest(schedule=name, grid=GRID), 2, 32).replicated == ()
         return
@@ -64,7 +64,7 @@ def test_replicas_are_in_the_space_exactly_where_schedule_and_planner_have_them(
     assert all(options.may_replicate and takes_replicas(options) for options in space.rivals())
 
 
-def test_never_is_straight_and_auto_has_both():
+def test_replicas_never_excludes_replicas_and_auto_has_both():
     space = Space.of(PlanRequest(), 4, 32)
     assert all(not options.may_replicate for options in space.choices("never"))
     assert {not options.may_replicate for options in space.choices("auto")} == {True, False}
@@ -75,12 +75,12 @@ def test_replicas_for_a_schedule_without_them_are_refused():
         Space.of(PlanRequest(schedule="zero-bubble"), 4, 32).choices("auto")
 
 
-def test_interleaving_is_tried_at_several_depths():
+def test_interleaving_is_tried_with_several_depths():
     space = Space.of(PlanRequest(schedule="interleaved"), 2, 32)
     assert [options.stages_per_rank for options in space.unreplicated] == [2, 3, 4]
 
 
-def test_what_a_schedule_is_told_is_in_the_plan_and_its_memory():
+def test_options_of_a_schedule_are_in_the_plan_and_its_memory():
     request_ = PlanRequest(schedule="pipedream", vertical_sync=True, warmup_depth=2, num_microbatches=2)
     (options,) = Space.of(request_, 4, 32).unreplicated
     planned, _ = search(FOUND, FAST, (options,), silent)
@@ -106,7 +106,7 @@ def test_what_a_schedule_is_told_is_in_the_plan_and_its_memory():
         (PlanRequest(schedule="custom", grid="0F0,0B0\n0F1,0B1\n"), "runs stage 0 on ranks [0, 1]", "one row"),
     ],
 )
-def test_what_a_schedule_does_not_take_is_refused_with_those_that_do(request_, what, who):
+def test_an_unsupported_option_is_refused_with_the_schedules_that_support_it(request_, what, who):
     with pytest.raises(PlanError) as caught:
         Space.of(request_, 2, 32)
     assert what in caught.value.what and who in caught.value.remedy
@@ -131,7 +131,7 @@ def test_a_grid_is_planned_for_its_own_ranks_stages_and_microbatches(tmp_path):
     assert ">1B0@0<" in str(caught.value)
 
 
-def test_another_schedule_forgets_what_the_one_before_was_told():
+def test_another_schedule_drops_the_options_of_the_previous_one():
     stored = PlanRequest(gpus=4, schedule="pipedream", vertical_sync=True, num_microbatches=8)
     assert stored.overlaid(PlanRequest(schedule="2bw")).vertical_sync is None
     assert stored.overlaid(PlanRequest(batch_size=8)).vertical_sync is True
@@ -165,7 +165,7 @@ def test_a_plan_is_simulated_under_another_schedule(request_, ranks, note):
         (PlanRequest(schedule="custom"), "none was given"),
     ],
 )
-def test_a_plan_that_cannot_be_dealt_out_so_is_refused(request_, what):
+def test_a_plan_that_the_requested_schedule_cannot_run_is_refused(request_, what):
     with pytest.raises(PlanError, match=what):
         with_schedule(make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=1)), request_)
 
@@ -176,7 +176,7 @@ def test_many_ranks_are_searched_in_powers_of_two():
     assert (many.replica_choices, many.tolerance) == ("powers", 0.01)
 
 
-def test_a_plan_that_no_schedule_can_run_takes_for_ever(monkeypatch):
+def test_a_plan_that_no_schedule_can_run_has_infinite_time(monkeypatch):
     def refused(plan, profile, cluster):
         raise ScheduleError("rule 3 is broken")
 
@@ -197,7 +197,7 @@ def test_a_huge_plan_keeps_the_planners_figures():
     assert predict.scored(FOUND, FAST)(huge) is huge.predicted
 
 
-def test_of_large_plans_fewer_are_simulated_and_of_huge_ones_none(monkeypatch):
+def test_fewer_large_plans_and_no_huge_plans_are_simulated(monkeypatch):
     options = PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8)
     assert predict.simulator_score(FOUND, FAST, [options]).most == 20
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
@@ -210,7 +210,7 @@ def test_of_large_plans_fewer_are_simulated_and_of_huge_ones_none(monkeypatch):
     assert score(planned) is planned.predicted
 
 
-def test_the_table_of_large_plans_has_the_simulators_figures(tmp_path, monkeypatch):
+def test_the_table_of_large_plans_has_simulated_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
     cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
     planned, _ = chosen(tmp_path, PlanRequest(**cluster))
@@ -229,7 +229,7 @@ def test_progress_is_silent_for_a_second():
 
 
 def interrupted_at(count):
-    """A watcher who presses Ctrl-C when the search of this number begins."""
+    """Return a progress callback that raises KeyboardInterrupt at the start of a search."""
     watch = SearchProgress()
 
     def report(what, fraction):
@@ -244,17 +244,17 @@ def interrupted_at(count):
 def test_ctrl_c_keeps_the_best_plan_so_far():
     options = PlanOptions(num_ranks=4, batch_size=64)
     watch = interrupted_at(2)
-    plan = make_plan(FOUND, FAST, options, progress=watch)  # 8, 16, 32, 64 microbatches: more are better here
+    plan = make_plan(FOUND, FAST, options, progress=watch)  # 8, 16, 32, 64: more are better for this model
     assert watch.stopped
     assert (plan.num_microbatches, watch.tried, watch.total) == (16, 2, 4)
 
 
-def test_ctrl_c_before_anything_was_found_is_passed_on():
+def test_ctrl_c_before_the_first_plan_is_raised():
     with pytest.raises(KeyboardInterrupt):
         make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=64), progress=interrupted_at(0))
 
 
-def test_ctrl_c_between_two_schedules_keeps_the_first_ones_plan():
+def test_ctrl_c_between_two_schedules_keeps_the_plan_of_the_first():
     choices = [
         PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8, schedule=name)
         for name in ("1f1b", "gpipe", "eager-1f1b")
@@ -269,18 +269,18 @@ def chosen(tmp_path, request, batch_size=32):
     return choose_plan(FOUND, request, work, batch_size), work.notes
 
 
-def test_more_ranks_than_stages_are_refused_where_replicas_are_not_wanted(tmp_path):
+def test_more_ranks_than_stages_are_refused_without_replicas(tmp_path):
     with pytest.raises(PlanError, match="64 stages asked for"):
         chosen(tmp_path, PlanRequest(gpus=64, replicas="never"))
 
 
-def test_more_described_devices_than_stages_are_planned_with_replicas_and_it_is_said(tmp_path):
+def test_more_devices_than_stages_are_planned_with_replicas_and_noted(tmp_path):
     planned, notes = chosen(tmp_path, PlanRequest(gpus=64, gpu_memory_bytes=80 * 2**30, link=5e10), 256)
     assert any(stage.replicas > 1 for stage in planned.plan.stages)
     assert notes == ["64 ranks, and the model has 8 stages at most: planned with replicas"]
 
 
-def test_the_table_has_the_straight_pipeline_that_was_made_and_a_best_plan_no_slower(tmp_path):
+def test_the_table_has_the_unreplicated_pipeline_and_a_best_plan_no_slower(tmp_path):
     planned, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, replicas="never"))
     comparison = {
         c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
@@ -291,7 +291,7 @@ def test_the_table_has_the_straight_pipeline_that_was_made_and_a_best_plan_no_sl
     assert comparison["best plan"].predicted.step_seconds == min(steps)
 
 
-def test_a_schedule_without_replicas_is_compared_with_replicated_plans_of_1f1b(tmp_path):
+def test_a_schedule_without_replicas_is_compared_with_replicated_1f1b_plans(tmp_path):
     planned, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble"))
     comparison = {
         c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
@@ -303,7 +303,7 @@ def test_a_schedule_without_replicas_is_compared_with_replicated_plans_of_1f1b(t
 @pytest.mark.parametrize(
     "request_", [PlanRequest(gpus=2, replicas="never"), PlanRequest(gpus=4, replicas="auto", schedule="gpipe")]
 )
-def test_the_explanation_fits_the_plan(tmp_path, request_):
+def test_the_explanation_belongs_to_the_plan(tmp_path, request_):
     planned, _ = chosen(tmp_path, request_)
     explanation = explained(planned.plan, FOUND, planned.record.cluster, planned.space)
     assert [cut.node for cut in explanation.cuts] == [stage.first for stage in planned.plan.stages[1:]]
@@ -311,7 +311,7 @@ def test_the_explanation_fits_the_plan(tmp_path, request_):
     assert explanation.limit.startswith(("compute", "links", "memory"))
 
 
-def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused():
+def test_with_replicas_fewer_ranks_are_tried_and_unused_ranks_noted():
     space = Space.of(PlanRequest(schedule="1f1b"), 6, 32)
     assert [(options.num_ranks, options.offered) for options in space.replicated] == [(6, 6), (3, 6), (1, 6)]
     # between two hosts a message takes longer than the whole model, and a search where links differ uses every rank
@@ -324,7 +324,7 @@ def test_with_replicas_fewer_ranks_are_tried_and_the_others_said_to_stay_unused(
     assert planned.notes[0] == "3 of 6 ranks stay unused: they would not make a step faster"
 
 
-def test_what_was_searched_with_replicas_is_not_searched_again(tmp_path, monkeypatch):
+def test_a_search_with_replicas_is_not_repeated(tmp_path, monkeypatch):
     cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
     planned, _ = chosen(tmp_path, PlanRequest(**cluster, replicas="auto"))
     assert planned.every
@@ -336,7 +336,7 @@ def test_what_was_searched_with_replicas_is_not_searched_again(tmp_path, monkeyp
     assert result.contenders[-1].plan.predicted == again.contenders[-1].plan.predicted
 
 
-def test_a_count_that_was_interrupted_is_not_put_beside_the_others(tmp_path, monkeypatch):
+def test_an_interrupted_count_is_not_compared_with_the_others(tmp_path, monkeypatch):
     settings = PlanSettings(ProfileSettings(ModelSettings(), tmp_path), batch_size=32)
     artifact.save(FOUND, Work.begin(tmp_path, None).store.profile)
     searched = scaling.search

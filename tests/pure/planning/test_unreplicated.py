@@ -1,4 +1,4 @@
-"""The straight planner against brute force over every choice of cuts, and its plans' own invariants."""
+"""The planner without replicas, compared with brute force over all cuts, and the invariants of its plans."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def random_case(seed):
 
 
 def solve_both_ways(seed):
-    """Return (bottleneck found, bottleneck of brute force, plan); infinite where nothing fits."""
+    """Return (bottleneck of the planner, bottleneck of brute force, plan); infinite if nothing fits."""
     profile, cluster, options = random_case(seed)
     m, gpipe = options.num_microbatches, options.schedule == "gpipe"
     expected = brute_force_straight(profile, cluster, options.num_ranks, m, 4, gpipe, options.recompute)
@@ -55,7 +55,7 @@ def agrees(seed):
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_no_plan_is_better_than_the_one_found(block):
+def test_no_plan_is_better_than_the_planners(block):
     for seed in range(block * 60, block * 60 + 60):
         actual, expected, plan = solve_both_ways(seed)
         assert actual == pytest.approx(expected, rel=1e-9), seed
@@ -86,7 +86,7 @@ def test_the_random_cases_are_not_trivial():
     assert min(skips, recomputed, ties, notes) >= 5
 
 
-def test_equal_plans_are_decided_by_the_earliest_cuts():
+def test_of_equal_plans_the_one_with_the_earliest_cuts_is_chosen():
     profile, cluster, options = random_case(3)
     graph = profile.graph
     even = {
@@ -102,7 +102,7 @@ def test_equal_plans_are_decided_by_the_earliest_cuts():
     assert [stage.start for stage in plan.stages[1:]] == list(Cuts(graph).legal[: len(plan.stages) - 1])
 
 
-def test_a_free_choice_of_microbatches_takes_the_best_of_the_fixed_ones():
+def test_a_free_choice_of_microbatches_is_the_best_of_the_fixed_ones():
     rng = random.Random(5)
     graph = random_graph(rng, 12)
     profile, cluster = profile_of(graph, rng, (1, 2, 4, 8)), cluster_of(rng, 2)
@@ -113,7 +113,7 @@ def test_a_free_choice_of_microbatches_takes_the_best_of_the_fixed_ones():
     assert free.predicted.step_seconds == min(plan.predicted.step_seconds for plan in fixed)
 
 
-def test_the_best_of_several_options_leaves_out_what_cannot_be_planned():
+def test_the_best_of_several_options_ignores_those_without_a_plan():
     rng = random.Random(5)
     graph = random_graph(rng, 12)
     profile, cluster = profile_of(graph, rng), cluster_of(rng, 2)
@@ -132,7 +132,7 @@ def test_the_best_of_several_options_leaves_out_what_cannot_be_planned():
         make_best_plan(profile, cluster, [])
 
 
-def test_a_score_replaces_the_formula():
+def test_a_given_score_replaces_the_formula():
     rng = random.Random(5)
     graph = random_graph(rng, 12)
     profile, cluster = profile_of(graph, rng, (1, 2, 4, 8)), cluster_of(rng, 2)
@@ -164,7 +164,7 @@ def test_the_flush_prediction_is_the_published_formula():
 
 
 def print_plans():
-    """Print a few plans; what the determinism test compares between processes."""
+    """Print a few plans, which the determinism test compares between processes."""
     for seed in range(12):
         profile, cluster, options = random_case(seed)
         try:
@@ -173,7 +173,7 @@ def print_plans():
             print(error)
 
 
-def test_the_plan_is_the_same_bytes_under_every_hash_seed():
+def test_a_plan_has_the_same_bytes_under_every_hash_seed():
     here = Path(__file__).resolve()
     outputs = set()
     for seed in range(10):

@@ -1,4 +1,4 @@
-"""The Chrome trace of a timeline holds what Perfetto needs, and every number in it can be found in the timeline."""
+"""The Chrome trace of a timeline has the records that Perfetto needs, with the numbers of the timeline."""
 
 import json
 
@@ -10,7 +10,7 @@ from autopipe.schedules.kind import line
 
 
 def measured() -> Timeline:
-    """One microbatch over two ranks, with times that start at 100 s."""
+    """Return a timeline of one microbatch on two ranks, with times that start at 100 s."""
     rows = lower(make("gpipe", line(2, 1)), StageEdges.chain(2)).rows
     spans = []
     for rank, (row, start) in enumerate(zip(rows, (100.0, 100.5), strict=True)):
@@ -56,7 +56,7 @@ def arrows(entries: list[dict]) -> list[tuple[dict, dict]]:
 
 
 def inside(end: dict, entries: list[dict]) -> str:
-    """The one slice in which an arrow's end lies."""
+    """Return the slice that contains the end of an arrow."""
     (name,) = [
         e["args"]["instruction"]
         for e in entries
@@ -74,7 +74,7 @@ def test_an_arrow_goes_from_each_send_to_its_receive():
     ]
 
 
-def test_where_sends_take_no_time_arrows_start_at_what_made_the_message():
+def test_without_send_times_arrows_start_at_the_computation_of_the_message():
     costs = Costs((StageCosts(1, 1),) * 2, {(0, 1): EdgeCosts(0.25), (1, 0): EdgeCosts(0.25)})
     entries = events(simulate(make("gpipe", line(2, 1)), costs))
     assert [(inside(a, entries), inside(b, entries)) for a, b in arrows(entries)] == [

@@ -9,7 +9,7 @@ from autopipe.schedules.kind import line
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_the_drawing_in_the_docstring_is_what_the_schedule_gives(name):
+def test_the_drawing_in_the_docstring_equals_the_schedule(name):
     kind = REGISTRY[name]
     docstring = inspect.getdoc(sys.modules[kind.make.__module__]) or ""
     drawn = [text.strip() for text in docstring.splitlines() if text.strip().startswith("rank ")]

@@ -1,4 +1,4 @@
-"""Properties of every registered schedule, and what tells each apart."""
+"""Properties of every registered schedule, and those of each."""
 
 from collections import defaultdict, deque
 from dataclasses import replace
@@ -26,7 +26,7 @@ def replicated(*counts: int) -> tuple[tuple[int, ...], ...]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ScheduleKind, ScheduleSpec, StageEdges]:
-    """A schedule, a request that suits it, and traffic with skips."""
+    """Return a schedule, a request that it accepts, and channels with skips."""
     kind = REGISTRY[draw(st.sampled_from(sorted(REGISTRY)))]
     m, window, first = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
     if kind.several_stages and draw(st.booleans()):
@@ -68,8 +68,8 @@ def test_every_schedule_keeps_the_rules_and_finishes(case):
 
 @given(cases())
 @settings(max_examples=100, deadline=None)
-def test_windows_in_a_row_name_the_versions_and_replicas_of_one_long_run(case):
-    """Where a run is cut into windows changes neither the version nor the place of any F, B, I or W."""
+def test_consecutive_windows_equal_one_long_run(case):
+    """The positions of windows change neither the version nor the rank of any F, B, I or W."""
     kind, request, _ = case
 
     def work(schedule: Schedule) -> set[tuple[int, str]]:
@@ -83,7 +83,7 @@ def test_windows_in_a_row_name_the_versions_and_replicas_of_one_long_run(case):
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_the_registered_name_is_the_schedules_own_and_it_says_where_it_comes_from(name):
+def test_every_schedule_has_its_registered_name_and_a_source(name):
     kind = REGISTRY[name]
     assert kind.name == name == make(name, kind.example).name
     assert kind.description and kind.source
@@ -102,7 +102,7 @@ def test_every_schedule_runs_for_p_and_m_up_to_8(name, p):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "pipedream", "2bw"])
 @pytest.mark.parametrize("counts", [(3,), (2, 1), (1, 2), (2, 2), (3, 1), (2, 1, 1), (1, 3, 2), (2, 3, 4), (4, 3, 1)])
-def test_replicas_of_any_counts_run_through(name, counts):
+def test_every_schedule_finishes_with_any_numbers_of_replicas(name, counts):
     for m in (1, 3, 4, 9):
         if name == "2bw" and m < sum(counts):
             continue
@@ -119,10 +119,10 @@ def test_one_stage_with_replicas_is_data_parallelism():
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("v", [1, 2, 3])
-def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(n, v):
+def test_interleaving_divides_the_bubble_by_the_stages_per_rank(n, v):
     for m in (n, 2 * n, 4 * n):
         timeline = simulate(make("interleaved", dealt(n, v, m)), Costs.uniform(n * v))
-        ideal = 2 * m * v  # a rank's work: m microbatches through v stages
+        ideal = 2 * m * v  # the work of a rank: m microbatches through v stages
         assert (timeline.seconds - ideal) / ideal == pytest.approx((n - 1) / m / v, abs=1e-12)
 
 
@@ -137,7 +137,7 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b(p):
 
 
 def held_at_most(schedule: Schedule) -> list[int]:
-    """The most microbatches that each rank holds, over all its stages."""
+    """Return the most microbatches that each rank holds, over all its stages."""
     peaks = []
     for row in schedule.rows:
         in_flight = [0]
@@ -155,13 +155,13 @@ def test_zb_h1_holds_as_much_on_every_rank_as_1f1b_on_the_first(p):
 
 
 @pytest.mark.parametrize(("n", "v"), [(2, 2), (3, 2), (4, 3)])
-def test_interleaving_holds_more_by_the_factor_of_the_paper(n, v):
+def test_interleaving_needs_more_memory_by_the_factor_of_the_paper(n, v):
     """Megatron-LM: 1 + (p - 1) / (p v) of the p microbatches, each of which is a v-th of a rank's layers."""
     in_flight = held_at_most(make("interleaved", dealt(n, v, 4 * n)))
     assert in_flight[0] == n * v * (1 + (n - 1) / (n * v))
 
 
-def test_a_schedule_without_flush_has_no_bubble_in_the_middle():
+def test_a_schedule_without_flush_has_no_bubble_between_minibatches():
     for name, m in (("2bw", 4), ("pipedream", 4), ("pipedream", 1)):
         short, long = (simulate(make(name, line(4, m, t)), Costs.uniform(4)).seconds for t in (8, 16))
         assert long - short == 8 * 2 * m
@@ -189,7 +189,7 @@ def test_2bw_uses_the_version_of_the_paper():
 
 
 def finishes_when_every_step_is_a_meeting_of_all_ranks(schedule: Schedule) -> bool:
-    """Walk the rows with queues for channels; S waits for R of its replicas, and until every rank is at that step."""
+    """Run the rows with queues as channels; S waits for R of its replicas, and until all ranks are at that step."""
     replicas = [len(ranks) for ranks in schedule.request.stage_ranks]
     queues: defaultdict[tuple[int, ...], deque[tuple[int, int]]] = defaultdict(deque)
     meetings: defaultdict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
@@ -222,16 +222,16 @@ def finishes_when_every_step_is_a_meeting_of_all_ranks(schedule: Schedule) -> bo
 
 @given(cases())
 @settings(max_examples=200, deadline=None)
-def test_stages_may_meet_at_every_step_to_agree_on_something(case):
-    """A clipping factor needs the gradients of all stages: a rank that steps waits for the slowest."""
+def test_every_schedule_finishes_if_stages_synchronize_at_every_step(case):
+    """Clipping needs the gradients of all stages: a rank waits in a step for the slowest."""
     kind, request, traffic = case
     if len(set(request.stage_ranks)) == request.num_stages:
         assert finishes_when_every_step_is_a_meeting_of_all_ranks(lower(make(kind.name, request), traffic))
 
 
 @pytest.mark.parametrize(("name", "counts", "m"), [("2bw", (4, 3, 1, 3, 1), 9), ("pipedream", (2, 3, 1, 4, 1), 9)])
-def test_a_step_that_comes_late_holds_no_one_up(name, counts, m):
-    """Stage 1 holds its step back behind a forward here, unless it looks at what stage 0 has sent ahead."""
+def test_a_late_step_delays_no_other_stage(name, counts, m):
+    """Stage 1 would delay its step behind a forward, unless it considers what stage 0 has sent ahead."""
     schedule = lower(
         make(name, ScheduleSpec(replicated(*counts), max(m, sum(counts)), 5)), StageEdges.chain(len(counts))
     )
@@ -242,21 +242,21 @@ def texts(schedule: Schedule, rank: int) -> list[str]:
     return [str(i) for i in schedule.rows[rank]]
 
 
-def test_2bw_steps_as_late_as_it_may_where_a_reduction_can_overlap_with_the_next_minibatch():
-    """W(1) is first needed by minibatch 2, and the gradients of minibatch 1 are added up only behind that step."""
+def test_2bw_steps_as_late_as_possible_with_replicas():
+    """W(1) is first needed by minibatch 2, and the gradients of minibatch 1 are summed only after that step."""
     schedule = make("2bw", ScheduleSpec(replicated(2, 1), 4, 3))
     row = texts(schedule, 0)
     assert row[row.index("0R") : row.index("0S@0") + 2] == ["0R", "0F1:2@0", "0B1:0@0", "0S@0", "0F2:0@1"]
-    row = texts(schedule, 2)  # the last stage has a backward of minibatch 1 left there: its gradients start in it
+    row = texts(schedule, 2)  # the last stage still has a backward of minibatch 1, in which its gradients start
     assert row[row.index("1S@0") - 1 :][:4] == ["1F1:3@0", "1S@0", "1B1:3@0", "1R1"]
     assert row.index("1S@0") - row.index("1R") == 8
 
 
-def test_without_replicas_2bw_steps_at_once():
+def test_without_replicas_2bw_steps_immediately():
     assert " ".join(texts(make("2bw", line(2, 4, 2)), 0)).count("0B3@0 0S@0") == 1
 
 
-def test_where_stages_are_stale_by_different_steps_only_replicas_wait_and_a_forward_long():
+def test_with_different_staleness_only_replicas_wait_for_one_forward():
     schedule = make("pipedream", ScheduleSpec(replicated(2, 1), 4, 3))
     assert schedule.staleness == (1, 0)
     row = texts(schedule, 0)
@@ -264,7 +264,7 @@ def test_where_stages_are_stale_by_different_steps_only_replicas_wait_and_a_forw
     assert not any("R" in text for text in texts(schedule, 2))
 
 
-def test_2bw_says_how_many_microbatches_it_needs():
+def test_2bw_names_the_number_of_microbatches_that_it_needs():
     with pytest.raises(ScheduleError) as caught:
         make("2bw", line(4, 2))
     assert "stage 0 sends 3 microbatches ahead, and a minibatch has 2" in caught.value.what
@@ -272,14 +272,14 @@ def test_2bw_says_how_many_microbatches_it_needs():
     make("2bw", line(4, 3))
 
 
-def test_1f1b_holds_p_minus_s_microbatches_and_eager_twice_the_way_to_the_end():
+def test_1f1b_holds_p_minus_s_microbatches_and_eager_1f1b_nearly_twice():
     assert make("1f1b", line(4, 8)).in_flight == (4, 3, 2, 1)
     assert make("eager-1f1b", line(4, 8)).in_flight == (7, 5, 3, 1)
     assert make("eager-1f1b", line(4, 8, depth=1)).rows == make("1f1b", line(4, 8)).rows
     assert make("gpipe", line(4, 8)).in_flight == (8, 8, 8, 8)
 
 
-def test_an_unknown_schedule_is_answered_with_the_known_ones_and_the_nearest():
+def test_an_unknown_schedule_is_refused_with_the_known_ones_and_the_nearest():
     with pytest.raises(ScheduleError, match=r"unknown schedule '1fb1'; known: 1f1b, 2bw, .* Did you mean '1f1b'\?"):
         make("1fb1", line(2, 2))
 
@@ -303,20 +303,20 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones_and_the_nearest():
         ("gpipe", ScheduleSpec(((0, 0),), 2), "a stage needs at least one rank, and each of its ranks once"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused_with_the_numbers(name, request_, what):
+def test_an_impossible_request_is_refused_with_the_numbers(name, request_, what):
     with pytest.raises(ScheduleError) as caught:
         make(name, request_)
     assert what in caught.value.what
 
 
-def test_a_custom_schedule_is_run_as_it_is_written():
+def test_a_custom_schedule_is_run_as_written():
     text = "# two ranks\n0F0, 0F1,, 0B0, 0B1\n1F0,1B0,1F1,1B1 # the last one\n\n"
     schedule = make("custom", ScheduleSpec(((0,), (1,)), 2, 2, text=text))
     assert [str(i) for i in schedule.rows[1]][:5] == ["1F0@0", "1B0@0", "1F1@0", "1B1@0", "1S@0"]
     assert to_csv(schedule) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
-def test_the_replicas_of_a_custom_schedule_take_turns_when_they_do_not_divide_the_microbatches():
+def test_replicas_of_a_custom_schedule_take_turns():
     base = make("1f1b", ScheduleSpec(replicated(2, 1), 3, 3))
     assert make("custom", ScheduleSpec(replicated(2, 1), 3, 3, text=to_csv(base))).rows == base.rows
 
@@ -332,12 +332,12 @@ def test_the_replicas_of_a_custom_schedule_take_turns_when_they_do_not_divide_th
         (((0, 1), (0, 1)), "0F0,1F0,1B0,0B0\n,\n", "the grid would change from minibatch to minibatch"),
     ],
 )
-def test_a_custom_schedule_that_is_wrong_is_refused_before_anything_runs(stage_ranks, text, what):
+def test_a_wrong_custom_schedule_is_refused(stage_ranks, text, what):
     with pytest.raises(ScheduleError) as caught:
         make("custom", ScheduleSpec(stage_ranks, 1, 2, text=text))
     assert what in str(caught.value)
 
 
-def test_a_schedule_that_overlaps_minibatches_is_no_grid_of_one_minibatch():
+def test_a_schedule_that_overlaps_minibatches_has_no_grid():
     with pytest.raises(ScheduleError, match="2bw overlaps minibatches"):
         to_csv(make("2bw", line(2, 2)))

@@ -1,4 +1,4 @@
-"""A schedule with one mistake planted breaks the rule that is meant to find it, and no correct one breaks any."""
+"""A schedule with one injected mistake breaks the rule for it, and correct schedules break no rule."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,7 +71,7 @@ def sends_out_of_order() -> Schedule:
 
 
 def stuck() -> Schedule:
-    """Each rank is right by itself; together they wait for each other: rank 0 wants B0 before it lets F1 go."""
+    """Return rows in which each rank is right, but which deadlock: rank 0 waits for B0 before it sends F1."""
     schedule = make("gpipe", line(2, 2))
     return moved(schedule, 0, "0B0@0", "0F1@0")
 
@@ -119,7 +119,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("rule", "schedule", "text"), BROKEN)
-def test_a_planted_mistake_breaks_its_rule(rule, schedule, text):
+def test_an_injected_mistake_breaks_its_rule(rule, schedule, text):
     with pytest.raises(ScheduleError) as caught:
         validate(schedule)
     assert caught.value.rule == rule
@@ -131,7 +131,7 @@ def test_every_rule_has_a_mistake_that_breaks_it():
 
 
 @pytest.mark.parametrize("schedule", [FLUSH, TWICE, LOWERED, REPLICAS, HALVES, LOOPED, STALE, LONG, OVERLAPPED])
-def test_what_the_mistakes_are_planted_in_breaks_no_rule(schedule):
+def test_the_schedules_without_mistakes_break_no_rule(schedule):
     validate(schedule)
 
 
@@ -147,7 +147,7 @@ def test_the_error_shows_the_grid_with_the_cell_marked():
     )
 
 
-def test_a_long_grid_is_cut_around_the_mark():
+def test_a_long_grid_is_shortened_around_the_mark():
     schedule = make("gpipe", line(30, 40))
     with pytest.raises(ScheduleError) as caught:
         validate(changed(schedule, 20, "20F30@0", weight_version=1))

@@ -1,1 +1,1 @@
-"""Single faults at random to whole runs, and the judgement of what followed: ``make chaos``."""
+"""Random single faults in complete runs, and a verdict on each run: ``make chaos``."""

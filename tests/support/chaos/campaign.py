@@ -1,4 +1,4 @@
-"""``make chaos``: many cases, and what held of each, in benchmarks/results/chaos.md."""
+"""``make chaos``: many cases, and the properties that held in each, in benchmarks/results/chaos.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULT = Path("benchmarks/results/chaos.md")
 
 
 class Grounds:
-    """The runs that nothing happens to, each made when it is first needed: one for every plan."""
+    """The undisturbed runs, one for every plan, each trained when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,10 +94,10 @@ def main() -> int:
     notes: list[str] = []
     here: list[Outcome] = []
     there: list[Outcome] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts and mounts are taken down
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts and mounts are removed
 
     def report() -> None:
-        if given.faults + given.host_faults > 1:  # one case is a repetition, and no result
+        if given.faults + given.host_faults > 1:  # a single case is a repetition, not a result
             given.output.write_text(written(here, there, notes, time.monotonic() - begin))
 
     def try_one(case: Case, hosts: Any = None) -> None:

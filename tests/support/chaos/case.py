@@ -1,4 +1,4 @@
-"""``Case``: one fault, drawn from a seed: what is done to whom and when, and to which run.
+"""``Case``: one fault, drawn from a seed: its kind, target and moment, and the run.
 
 ::
 
@@ -14,14 +14,14 @@ import signal
 from dataclasses import dataclass
 
 STEPS, WATCHDOG = 30, 5.0
-# beyond the watchdog, from the fault to the end of the last process
+# in addition to the watchdog, from the fault to the end of the last process
 MOST_SECONDS = 10.0
 SCHEDULES = ("1f1b", "gpipe", "2bw", "pipedream")
 TO_RANKS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGABRT": signal.SIGABRT, "SIGSTOP": signal.SIGSTOP}
 STOPS = {"stop SIGTERM": signal.SIGTERM, "stop SIGINT": signal.SIGINT, "stop SIGUSR1": signal.SIGUSR1}
 STOPS |= {"stop SIGHUP": signal.SIGHUP}
 _RUNNING = ("step", "save", "start", "restart", "resume")
-# kind -> (how often, when)
+# kind -> (frequency, moments)
 _HERE = {
     **dict.fromkeys(TO_RANKS, (3, _RUNNING)),
     "exception": (3, ("step",)),
@@ -36,7 +36,7 @@ _HERE = {
 }
 _HOSTS = {
     **dict.fromkeys(TO_RANKS, (1, ("step", "save", "start", "restart"))),
-    "SIGABRT": (1, ("step", "save")),  # another SIGSEGV; with it, thirty cases are every one there is
+    "SIGABRT": (1, ("step", "save")),  # another SIGSEGV, with which thirty cases cover everything
     "agent": (2, ("step", "save", "start", "restart")),
     "fork server": (1, ("step", "save", "start")),
     "ssh client": (2, ("step", "save", "start")),
@@ -46,7 +46,7 @@ _HOSTS = {
 
 
 def walk(hosts: bool) -> list[tuple[str, str]]:
-    """Return every kind at every moment it can come: each kind once, then each at its second moment, and so on."""
+    """Return every kind at all of its moments: each kind at its first moment, then each at its second, and so on."""
     kinds = _HOSTS if hosts else _HERE
     places = [(place, kind, moment) for kind, (_, moments) in kinds.items() for place, moment in enumerate(moments)]
     return [(kind, moment) for _, kind, moment in sorted(places, key=lambda place: place[0])]
@@ -80,7 +80,7 @@ def data(batch_size=8):
     g = torch.Generator().manual_seed(0)
     bad_step, bad_table = map(int, os.environ.get("AUTOPIPE_CHAOS_BAD", "-1:0").split(":"))
     for step in range(30):
-        select.select([], [], [], float(os.environ.get("AUTOPIPE_CHAOS_PAUSE", "0.05")))  # a run of some seconds
+        select.select([], [], [], float(os.environ.get("AUTOPIPE_CHAOS_PAUSE", "0.05")))  # a run of a few seconds
         index = torch.randint(0, 10, (batch_size, 6), generator=g)
         if step == bad_step:
             index[5, bad_table] = 99
@@ -90,10 +90,10 @@ def data(batch_size=8):
 
 @dataclass(frozen=True)
 class Case:
-    """``whom``: the rank, or the host, that something is done to. ``late``: seconds after the moment.
+    """``whom``: the rank or host of the fault. ``late``: seconds after the moment.
 
     ``first``: for the moment "restart", the rank that is killed before. ``restarts``: --max-restarts; ``elastic``: on
-    the host that is left.
+    the remaining host.
     """
 
     number: int
@@ -115,7 +115,7 @@ class Case:
     def at_random(seed: int, *, hosts: bool = False, number: int = 0) -> Case:
         """Return the case of a seed: the same seed, the same case.
 
-        The first seeds walk through every kind and moment, so that none is left to luck; the later ones draw them.
+        The first seeds cover every kind and moment; later ones draw them.
         """
         chance = random.Random(f"{seed} {hosts}")
         kinds = _HOSTS if hosts else _HERE
@@ -145,17 +145,17 @@ class Case:
 
     @property
     def attempts_left(self) -> bool:
-        """Whether the run may begin again by itself after the fault."""
+        """Whether the run may restart by itself after the fault."""
         return self.restarts > (self.moment == "restart")
 
     @property
     def to_rank(self) -> bool:
-        """Whether it is a fault of one rank, that is to blame."""
+        """Whether a single rank is to be blamed for the fault."""
         return self.kind in TO_RANKS or self.kind == "exception"
 
     @property
     def host(self) -> int:
-        """The host that it is done to, of two: the cable is that of a run without an observer."""
+        """The host of the fault, of two; a network failure affects the host without the supervisor."""
         return 1 if self.kind == "link" else self.whom
 
     def __str__(self) -> str:

@@ -1,18 +1,18 @@
-"""Runs a case and judges it: which of the properties held that every single fault must leave true.
+"""Runs a case and checks the properties that must hold after every single fault.
 
 ===========  ==========================================================================================
-time         from the fault to the end of the run, or to its restart, within the watchdog and ten seconds. Ranks that
-             are to stop cleanly, or to meet a full disk, have first to be there: from then on. Not of a run that goes
-             on as if nothing had happened, as it should when the clock jumps
-code         the exit code is that of what happened
-message      an error says what happened; no traceback, no bug of ours
-blame        the rank, or the host, that it was done to is the one that is named
-processes    none is left
-lock         run and work directory can be taken by the next
-checkpoints  what ``latest`` names, and every other finished one, is whole
-goes on      the same command, with --resume where there is a checkpoint, trains to the end
-tidy         nothing half written or half removed is left then
-weights      what is exported is equal to the last bit to that of a run that nothing happened to
+time         from the fault to the end of the run, or to its restart, at most the watchdog and ten seconds. For a clean
+             stop or a full disk, from when the ranks exist. Not for a run that continues undisturbed, as it should
+             when the clock jumps
+code         the exit code is the one for the fault
+message      an error describes the fault; no traceback, no internal error
+blame        the rank or host of the fault is named
+processes    no process remains
+lock         run and work directory are not locked
+checkpoints  the one that ``latest`` names, and every other finished one, is intact
+goes on      the same command, with --resume if there is a checkpoint, trains to the end
+tidy         no partly written or partly removed files remain
+weights      the exported weights equal those of an undisturbed run, bit for bit
 ===========  ==========================================================================================
 """
 
@@ -35,8 +35,9 @@ from autopipe.errors import AutopipeError
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import intact
 from support.chaos.case import MOST_SECONDS, STEPS, STOPS, TO_RANKS, WATCHDOG, Case
-from support.chaos.scene import LONGEST_SECONDS, Scene, moment
+from support.chaos.scene import LONGEST_SECONDS, Scene
 from support.chaos.strike import TooLate, await_moment, prepare, repair, strike
+from support.waiting import short_pause
 
 PROPERTIES = ("time", "code", "message", "blame", "processes", "lock", "checkpoints", "goes on", "tidy", "weights")
 STOPPED = 75
@@ -49,13 +50,13 @@ _SAYS = {
     "disk full": "No space left on device",
     "read-only": "Read-only file system",
 }
-# agents end their ranks after fifteen seconds of silence, and take three for it
+# agents end their ranks after fifteen seconds of silence, which takes three seconds
 _CUT_OFF_SECONDS = 20.0
 
 
 @dataclass
 class Outcome:
-    """``held``: property -> whether it did; what does not apply is left out. ``why``: of those that did not."""
+    """``held``: property -> whether it held, without those that do not apply. ``why``: reasons why others did not."""
 
     case: Case
     judged: dict[str, bool] = field(default_factory=dict)
@@ -82,7 +83,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def happens(scene: Scene, undisturbed: dict[str, torch.Tensor]) -> Outcome:
-    """Let a case happen, and go on with what it leaves."""
+    """Run a case, and then resume its run."""
     outcome, case = Outcome(scene.case), scene.case
     try:
         struck = _disturbed(scene, outcome)
@@ -104,7 +105,7 @@ def happens(scene: Scene, undisturbed: dict[str, torch.Tensor]) -> Outcome:
 
 
 def _disturbed(scene: Scene, outcome: Outcome) -> bool:
-    """Run the command that something happens to. Returns whether it came in time."""
+    """Run the command and inject the fault. Returns whether the fault came in time."""
     case, number = scene.case, 0
     environment = prepare(scene)
     if case.moment == "resume":
@@ -135,9 +136,9 @@ def _disturbed(scene: Scene, outcome: Outcome) -> bool:
             begin, absent = time.monotonic(), False
         if case.attempts_left and scene.lines('"restart"') > before and not outcome.seconds:
             outcome.seconds = time.monotonic() - begin
-            if case.kind in ("disk full", "link"):  # which is there for the next attempt, too
+            if case.kind in ("disk full", "link"):  # it affects the next attempt, too
                 break
-        moment()
+        short_pause(0.01)
     outcome.seconds = outcome.seconds or time.monotonic() - begin
     process.wait(max(limit - time.monotonic(), 1.0))
     _judge_end(scene, outcome, number, process.returncode)
@@ -148,7 +149,7 @@ def _stopped_before(scene: Scene) -> None:
     """Run up to a clean stop, so that there is something to resume."""
     process = scene.start()
     while process.poll() is None and scene.lines('"loss"') < 3:
-        moment()
+        short_pause(0.01)
     process.send_signal(signal.SIGTERM)
     process.wait(LONGEST_SECONDS)
     assert process.returncode == STOPPED, scene.printed(0)
@@ -184,28 +185,28 @@ def _judge_end(scene: Scene, outcome: Outcome, number: int, code: int) -> None:
 
 
 def _codes(case: Case) -> tuple[int, ...]:
-    """Return the exit codes that are right."""
+    """Return the accepted exit codes."""
     if case.kind == "supervisor":
         return (-signal.SIGKILL,)
     if case.kind in STOPS:
-        # nothing to save before the ranks are there: ended like any command, or as by Ctrl-C
+        # before the ranks exist there is nothing to save: the command ends as by the signal or by Ctrl-C
         early = (130, -STOPS[case.kind]) if case.moment == "check" else ()
         return (STOPPED, *early)
     if case.kind in ("clock", "two runs", "rank SIGTERM"):
         return (0,)
     if case.kind in ("disk full", "read-only"):
         return (1, 3)
-    if case.kind == "exception":  # the next attempt meets the same data
+    if case.kind == "exception":  # the next attempt reads the same data
         return (3,)
     if case.attempts_left and case.moment == "start" and case.kind in ("agent", "ssh client"):
-        return (0, 1)  # no rank has failed where none was there yet: that no host can be reached is said at once
+        return (0, 1)  # no rank can fail before ranks exist: an unreachable host is reported immediately
     if case.attempts_left and (case.kind != "link" or case.elastic):
         return (0,)
     return (3,) if case.kind in TO_RANKS else (1, 3)
 
 
 def _at_rest(scene: Scene, outcome: Outcome) -> None:
-    """Judge what is left on the machine and on the disk."""
+    """Check processes, locks and files."""
     left = scene.left_after(_CUT_OFF_SECONDS if scene.case.kind in ("link", "ssh client") else 3.0)
     outcome.judge("processes", not left, left)
     outcome.judge("lock", not scene.locked(), scene.locked())
@@ -234,7 +235,7 @@ def _equal(scene: Scene, outcome: Outcome, undisturbed: dict[str, torch.Tensor])
 
 
 def prepared(folder: Path, ranks: int, schedule: str, base: Any = None) -> Path:
-    """Leave in a folder a plan, and the run that nothing happens to."""
+    """Write a plan and an undisturbed run into a folder."""
     folder.mkdir(parents=True)
     case = Case(0, 0, "none", "step", 0, 0, 0.0, ranks, schedule, 2, 0, 0)
     empty = base or folder.with_name("nothing")

@@ -1,4 +1,4 @@
-"""``Scene``: a folder with a run in it, its processes, and what is seen of them from outside."""
+"""``Scene``: a folder with a run, and its processes as seen from outside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import shutil
 import subprocess
 import time
@@ -16,11 +15,12 @@ from typing import Any
 import psutil
 
 from support.chaos.case import MODEL, STEPS, WATCHDOG, Case
+from support.waiting import short_pause
 from support.warm import AUTOPIPE
 
 MARKER = "AUTOPIPE_CHAOS"
 LONGEST_SECONDS = 300.0
-# Python's clock alone: what autopipe asks the time is Python
+# only Python's clock, the one that autopipe reads
 CLOCK = f"""
 import os, time
 def _jumping(real, unit):
@@ -36,12 +36,8 @@ time.time_ns = _jumping(time.time_ns, lambda text: int(float(text) * 1e9))
 """
 
 
-def moment(seconds: float = 0.01) -> None:
-    select.select([], [], [], seconds)
-
-
 class Scene:
-    """``hosts``: the two hosts on which the ranks run, None for this machine (``two_hosts.Hosts``)."""
+    """``hosts``: the two hosts of the ranks (``two_hosts.Hosts``), or None for this machine."""
 
     def __init__(self, folder: Path, case: Case, prepared: Path, hosts: Any = None) -> None:
         self.folder, self.case, self.hosts = folder, case, hosts
@@ -75,7 +71,7 @@ class Scene:
         return self.hosts.inside(0, *words, "--hosts", slots, "--ssh-config", str(self.hosts.config))
 
     def start(self, *more: str, faulty: bool = True, **environment: str) -> subprocess.Popen[str]:
-        """Start a training; what it prints goes into files. ``faulty``: it is the run that something happens to."""
+        """Start a training with its output in files. ``faulty``: the run in which the fault is injected."""
         number = len(self.started)
         variables = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: self.marker, **environment}
         if faulty and self.case.kind == "clock":
@@ -88,14 +84,14 @@ class Scene:
         return process
 
     def printed(self, number: int) -> tuple[dict[str, Any], str]:
-        """Return the document and the text that a command has printed, {} before it has printed one."""
+        """Return the JSON document of a command, {} if it has not printed one, and its stderr."""
         out = (self.folder / f"out{number}").read_text()
         return json.loads(out) if out.rstrip().endswith("}") else {}, (self.folder / f"err{number}").read_text()
 
-    # -- what is there ---------------------------------------------------------------------------------------------
+    # -- processes -------------------------------------------------------------------------------------------------
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of the run, known by a variable of their environment, or by their host."""
+        """Return all processes of the run, identified by an environment variable or by their host."""
         if self.hosts is not None:
             return [*self.hosts.processes(0), *self.hosts.processes(1)]
         alive = []
@@ -106,7 +102,7 @@ class Scene:
         return alive
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Return the ranks, known by their logs."""
+        """Return the ranks, identified by their logs."""
         by_rank = {}
         for process in self.processes():
             with contextlib.suppress(psutil.Error, OSError):
@@ -116,7 +112,7 @@ class Scene:
         return by_rank
 
     def fork_servers(self, index: int = 0) -> list[psutil.Process]:
-        """Return the processes that ranks are forked from."""
+        """Return the fork servers of the ranks."""
         servers = []
         for process in self.processes() if self.hosts is None else self.hosts.processes(index):
             with contextlib.suppress(psutil.Error, AttributeError):
@@ -127,7 +123,7 @@ class Scene:
         return servers
 
     def lines(self, what: str) -> int:
-        """Return how many lines of the metrics have something in them."""
+        """Return the number of metrics lines that contain a text."""
         path = self.run / "metrics.jsonl"
         return path.read_text().count(what) if path.is_file() else 0
 
@@ -147,10 +143,10 @@ class Scene:
         return locks
 
     def left_after(self, seconds: float) -> list[psutil.Process]:
-        """Return the processes that are still there after so long."""
+        """Return the processes that remain after a timeout."""
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
-            moment(0.1)
+            short_pause(0.1)
         return left
 
     # -- disks -----------------------------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ class Scene:
         self.mounted.remove(path)
 
     def end(self) -> None:
-        """Leave nothing."""
+        """End all processes and remove all mounts."""
         for process in [*self.started, *self.processes()]:
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -1,4 +1,4 @@
-"""Does what a case says: waits for the moment, strikes, and afterwards puts disk, clock and network right."""
+"""Injects the fault of a case: waits for the moment, injects, and afterwards repairs disk, clock and network."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from pathlib import Path
 import psutil
 
 from support.chaos.case import STOPS, TO_RANKS
-from support.chaos.scene import Scene, moment
+from support.chaos.scene import Scene
+from support.waiting import short_pause
 
 JUMPS = (-7200.0, 7200.0)
 _FULL_BYTES = "3m"
 
 
 class TooLate(Exception):
-    """The run had ended before."""
+    """The run ended before the fault."""
 
 
 def prepare(scene: Scene) -> dict[str, str]:
-    """Set the disk up, and return what the run's environment is to say."""
+    """Prepare the disk, and return the environment variables of the run."""
     case = scene.case
     if case.kind == "read-only" and case.moment == "check":
         scene.mount(scene.run, "-t", "tmpfs", "-o", "ro", "none")
     elif case.kind in ("disk full", "read-only"):
         scene.mount(scene.run, "-t", "tmpfs", "-o", f"size={_FULL_BYTES}", "none")
     if case.kind == "exception":
-        # every stage has tables, the first two of six in the first stage and the last two in the last one
+        # every stage has tables: the first two of six in the first stage, the last two in the last stage
         table = {0: 0, case.ranks - 1: 5}.get(case.whom, 3)
         return {"AUTOPIPE_CHAOS_BAD": f"{case.step}:{table}"}
     if case.kind == "two runs":
-        return {"AUTOPIPE_CHAOS_PAUSE": "0.5"}  # the second needs a while until it is there
+        return {"AUTOPIPE_CHAOS_PAUSE": "0.5"}  # the second run needs time to start
     return {}
 
 
@@ -47,7 +48,7 @@ def await_moment(scene: Scene, process: subprocess.Popen[str], number: int) -> N
         while not what():
             if process.poll() is not None:
                 raise TooLate
-            moment(0.002)
+            short_pause(0.002)
 
     if case.kind == "exception":
         return
@@ -63,28 +64,28 @@ def await_moment(scene: Scene, process: subprocess.Popen[str], number: int) -> N
         until(lambda: scene.lines('"loss"') >= case.step)
         if case.moment == "save":
             until(scene.saving)
-    moment(case.late)
+    short_pause(case.late)
 
 
 def _rank(scene: Scene, process: subprocess.Popen[str], rank: int) -> psutil.Process:
     while rank not in (by_rank := scene.ranks()):
         if process.poll() is not None:
             raise TooLate
-        moment()
+        short_pause(0.01)
     return by_rank[rank]
 
 
 def strike(scene: Scene, process: subprocess.Popen[str]) -> float:
-    """Do it, and return when, in monotonic seconds. Raises: TooLate."""
+    """Inject the fault, and return the time in monotonic seconds. Raises: TooLate."""
     case = scene.case
     if case.kind in TO_RANKS or case.kind == "rank SIGTERM":
         victim = _rank(scene, process, case.whom)
         begin = time.monotonic()
         victim.send_signal(TO_RANKS.get(case.kind, signal.SIGTERM))
         return begin
-    if case.kind == "exception":  # the data brings it
+    if case.kind == "exception":  # the data causes it
         while process.poll() is None and not scene.lines('"restart"'):
-            moment()
+            short_pause(0.01)
         metrics = scene.run / "metrics.jsonl"
         return time.monotonic() - (time.time() - metrics.stat().st_mtime if metrics.is_file() else 0.0)
     begin = time.monotonic()
@@ -98,7 +99,7 @@ def strike(scene: Scene, process: subprocess.Popen[str]) -> float:
         while not (servers := scene.fork_servers(case.whom)):
             if process.poll() is not None:
                 raise TooLate
-            moment()
+            short_pause(0.01)
         begin = time.monotonic()
         servers[0].kill()
     elif case.kind == "disk full":
@@ -115,10 +116,10 @@ def strike(scene: Scene, process: subprocess.Popen[str]) -> float:
                 begin = time.monotonic()
                 _strike_host(scene)
                 break
-            except (StopIteration, psutil.NoSuchProcess):  # not there yet: of the next attempt
+            except (StopIteration, psutil.NoSuchProcess):  # the rank of the next attempt does not exist yet
                 if process.poll() is not None:
                     raise TooLate from None
-                moment()
+                short_pause(0.01)
     return begin
 
 
@@ -133,7 +134,7 @@ def _strike_host(scene: Scene) -> None:
 
 
 def _fill(path: Path) -> None:
-    """Take all space that is left, down to the last byte."""
+    """Fill the disk to the last byte."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     size = 65536
     while size:
@@ -146,7 +147,7 @@ def _fill(path: Path) -> None:
 
 
 def repair(scene: Scene) -> None:
-    """Bring disk, clock and network back."""
+    """Repair disk, clock and network."""
     if scene.case.kind == "disk full":
         (scene.run / "ballast").unlink(missing_ok=True)
     if scene.case.kind == "read-only":

@@ -1,1 +1,1 @@
-"""Hosts with a network of their own, and the launchers of clusters, for the tests on several hosts."""
+"""Hosts with separate networks, and the launchers of clusters, for the tests on several hosts."""

@@ -1,15 +1,13 @@
-"""What the tests of launchers share: a model, its plan for two ranks, and the same run made on this machine alone."""
+"""Shared by the tests of launchers: a model, its plan for two ranks, and a local run to compare with."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -33,7 +31,7 @@ def data(batch_size=8):
     for step in range(100_000):
         yield torch.randn(batch_size, 24, generator=g), torch.randn(batch_size, 1, generator=g)
 """
-# a step takes a tenth of a second: there is time to do something between the first and the last
+# a step takes a tenth of a second, which leaves time to act between the first and the last
 SLOW = """
 import select
 import model
@@ -57,7 +55,7 @@ def environment() -> dict[str, str]:
 
 
 def prepared(path: Path) -> Path:
-    """Make a folder in which the model is planned and checked, and trained for STEPS steps in ``local``."""
+    """Plan, check and train the model in a folder, for STEPS steps in the run ``local``."""
     (path / "model.py").write_text(MODEL)
     done = subprocess.run(
         [*AUTOPIPE, "train", "model.py", *OPTIONS, "--microbatch-sizes", "2", "--steps", STEPS, "--run-dir", "local"],
@@ -73,18 +71,10 @@ def prepared(path: Path) -> Path:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """Return what was saved at the end, byte by byte and whatever the stages: weights and the optimizer's state."""
+    """Return the bytes of the final weights and optimizer state, of all stages together."""
     files = sorted((run / "checkpoints" / f"step-{int(STEPS):08d}").glob("*.safetensors"))
     assert files, sorted(run.rglob("*"))
     return {name: tensor.tobytes() for file in files for name, tensor in load_file(file).items()}
-
-
-def await_(holds: Callable[[], object], seconds: float, why: Callable[[], object] = str) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, why()
-        select.select([], [], [], 0.05)
 
 
 def steps_made(run: Path) -> int:
@@ -93,7 +83,7 @@ def steps_made(run: Path) -> int:
 
 
 def ranks(run: Path) -> dict[int, psutil.Process]:
-    """Return the processes of a run's ranks, known by their logs."""
+    """Return the processes of the ranks of a run, identified by their logs."""
     by_rank = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -1,10 +1,9 @@
-"""A SLURM of two nodes on one machine: a controller and two slurmd, with a munge of its own. Root only."""
+"""A SLURM cluster of two nodes on one machine: a controller, two slurmd and a munge daemon. Needs root."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -15,9 +14,12 @@ from pathlib import Path
 
 import psutil
 
+from support.waiting import short_pause, wait_until
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
 _SECONDS = 30
+_START_SECONDS = 20
 _CONF = """
 ClusterName=aptest
 SlurmctldHost={host}(127.0.0.1)
@@ -55,7 +57,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 
 def why_not() -> str:
-    """Return why there can be no such cluster here, "" where there can."""
+    """Return why the cluster cannot run on this machine, or ""."""
     if os.geteuid() != 0:
         return "starting SLURM's daemons needs root"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -64,13 +66,13 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Slurm:
-    """The cluster; ``environment``: with which its programs find it."""
+    """A running cluster. ``environment``: the variables with which its programs find it."""
 
     folder: Path
     environment: dict[str, str]
 
     def run(self, *words: str, seconds: float = _SECONDS, **options: object) -> subprocess.CompletedProcess[str]:
-        """Run one of SLURM's programs, or what finds them."""
+        """Run a program of SLURM, or a program that calls them."""
         return subprocess.run(  # type: ignore[call-overload,no-any-return]
             words,
             check=False,
@@ -81,24 +83,28 @@ class Slurm:
             **options,
         )
 
+    def states(self) -> list[str]:
+        """Return the states of the nodes, such as idle."""
+        return self.run("sinfo", "-h", "-N", "-o", "%t").stdout.split()
+
     def state(self, job: str) -> str:
-        """Return a job's state, such as RUNNING; its exit code stands behind it, as in COMPLETED 0:0."""
+        """Return the state of a job with its exit code, as in "COMPLETED 0:0"."""
         shown = self.run("scontrol", "show", "job", job, "--oneliner").stdout
         fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
         return f"{fields.get('JobState', 'UNKNOWN')} {fields.get('ExitCode', '')}"
 
     def wait(self, job: str, states: Sequence[str], seconds: float) -> str:
-        """Wait for one of some states and return it with the exit code."""
+        """Wait for one of several states, and return it with the exit code."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             state = self.state(job)
             if state.split()[0] in states:
                 return state
-            select.select([], [], [], 0.2)
+            short_pause(0.2)
         raise AssertionError(f"job {job} is {self.state(job)} after {seconds} s\n{self.logs()}")
 
     def logs(self) -> str:
-        """Return the ends of the daemons' logs."""
+        """Return the last lines of the daemons' logs."""
         return "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in sorted(self.folder.glob("*.log")))
 
 
@@ -112,7 +118,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Start the daemons, yield the cluster once both nodes are idle, and leave nothing behind."""
+    """Start the daemons, yield the cluster once both nodes are idle, and end all of its processes."""
     for name in ("munge", "state", "spool/n1", "spool/n2"):
         (folder / name).mkdir(parents=True, mode=0o755)
     conf = folder / "slurm.conf"
@@ -133,11 +139,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
                     subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 )
                 if command is munged:
-                    _await(lambda: (folder / "munge" / "socket").exists(), cluster)
-            idle = "%t"
-            _await(
-                lambda: cluster.run("sinfo", "-h", "-N", "-o", idle).stdout.split() == ["idle"] * len(NODES), cluster
-            )
+                    wait_until((folder / "munge" / "socket").exists, _START_SECONDS, cluster.logs)
+            wait_until(lambda: cluster.states() == ["idle"] * len(NODES), _START_SECONDS, cluster.logs)
             yield cluster
         finally:
             cluster.run("scancel", "--user=root", "--signal=KILL", "--full")
@@ -153,18 +156,10 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 
 def left(folder: Path) -> list[psutil.Process]:
-    """Return the processes that belong to a cluster and are still there, slurmstepd of cancelled steps above all."""
+    """Return the remaining processes of a cluster, mostly slurmstepd of cancelled steps."""
     alive = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("SLURM_CONF") == str(folder / "slurm.conf") and process.pid != os.getpid():
                 alive.append(process)
     return alive
-
-
-def _await(holds: object, cluster: Slurm, seconds: float = 20.0) -> None:
-    assert callable(holds)
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"SLURM does not start\n{cluster.logs()}"
-        select.select([], [], [], 0.1)

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces behind a bridge, an sshd in each. They share the disk, as with NFS.
+"""Hosts on one machine: network namespaces behind a bridge, each with an sshd. They share the disk, as with NFS.
 
 ::
 
@@ -28,7 +28,7 @@ def run(*words: str) -> str:
 
 
 def why_not() -> str:
-    """Return why there can be no hosts here, "" where there can."""
+    """Return why the hosts cannot run on this machine, or ""."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in ("ip", "ssh", "ssh-keygen", "unshare") if shutil.which(name) is None]
@@ -48,7 +48,7 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts h0, h1, ...; ``config``: what ``ssh -F`` takes."""
+    """The hosts h0, h1, ... ``config``: the file for ``ssh -F``."""
 
     prefix: str
     names: tuple[str, ...]
@@ -58,18 +58,18 @@ class Hosts:
         return f"{self.prefix}{index}"
 
     def inside(self, index: int, *words: str) -> list[str]:
-        """Return the command that runs another one on a host."""
+        """Return the command that runs another command on a host."""
         return ["ip", "netns", "exec", self.namespace(index), *words]
 
     def address(self, index: int) -> str:
         return f"10.77.0.{index + 1}"
 
     def link(self, index: int, state: str) -> None:
-        """Pull or plug a host's cable: "down", "up"."""
+        """Set the network link of a host "down" or "up"."""
         run("ip", "-n", self.namespace(index), "link", "set", "eth0", state)
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """Return what runs on a host, sshd's own processes left out, and what has ended and waits for its parent."""
+        """Return the processes on a host, without sshd and zombies."""
         alive = []
         for pid in run("ip", "netns", "pids", self.namespace(index)).split():
             with contextlib.suppress(psutil.Error):
@@ -79,7 +79,7 @@ class Hosts:
         return alive
 
     def ranks(self, index: int) -> dict[int, psutil.Process]:
-        """Return the ranks of a host, known by their logs."""
+        """Return the ranks of a host, identified by their logs."""
         by_rank = {}
         for process in self.processes(index):
             with contextlib.suppress(psutil.Error):
@@ -89,18 +89,18 @@ class Hosts:
         return by_rank
 
     def listening(self, index: int) -> set[str]:
-        """Return the addresses at which something listens on a host, sshd left out."""
+        """Return the addresses with listening sockets on a host, without sshd."""
         words = (line.split() for line in run(*self.inside(index, "ss", "-Hltn")).splitlines())
         return {word[3].rpartition(":")[0] for word in words if not word[3].endswith(":22")}
 
     def agent(self, index: int) -> psutil.Process:
-        """Return a host's agent."""
+        """Return the agent of a host."""
         agents = [p for p in self.processes(index) if "autopipe.launch.remote.agent" in words(p)]
         return next(p for p in agents if Path(p.exe()).name.startswith("python"))
 
 
 def words(process: psutil.Process) -> list[str]:
-    """Return the words a process was started with, none once it has ended."""
+    """Return the command line of a process, or [] once it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -141,7 +141,7 @@ def _ssh_config(folder: Path, names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
-    """Set the hosts up, and take everything down again, whatever runs on them."""
+    """Create the hosts, and remove them with all their processes."""
     prefix = f"ap{os.getpid() % 100000}x"
     names = tuple(f"h{index}" for index in range(count))
     hosts = Hosts(prefix, names, folder / "ssh_config")
@@ -166,7 +166,7 @@ def two_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
             namespace = hosts.namespace(index)
             undo.callback(_take_down, namespace)
             run("ip", "netns", "add", namespace)
-            # the name of the machine stands for an address that no other host can reach, as Debian has it
+            # the hostname resolves to an address that no other host can reach, as on Debian
             files = Path("/etc/netns") / namespace
             files.mkdir(parents=True)
             (files / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename} {name}\n")

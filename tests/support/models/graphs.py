@@ -1,4 +1,4 @@
-"""A model of graphs, whose batches are no rows of samples, and a ``split`` hook that cuts them."""
+"""A model of graphs, whose batches are not rows of samples, and a ``split`` hook that cuts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Net(nn.Module):
 
 build_model = Net
 """
-# microbatches of whole graphs
+# microbatches of complete graphs
 SPLIT = """
 def split(batch, parts):
     (x, edges), target = batch

@@ -1,4 +1,4 @@
-"""Losses in the styles of users: what microbatches of each must weigh, written out by hand."""
+"""Losses in the styles of users, with the weights that their microbatches must have."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def by_class(batch: Batch) -> float:
 
 @dataclass(frozen=True)
 class LossCase:
-    """``body``: of the loss. ``divisor``: by hand, None where no weight makes microbatches the batch. ``ignored``."""
+    """``body``: of the loss. ``divisor``: by hand, or None if no weights make microbatches equal the batch."""
 
     name: str
     body: str

@@ -1,4 +1,4 @@
-"""Model files with modules that cannot be one graph: what they call differs from batch to batch."""
+"""Model files with modules that are not one graph, because their calls differ between batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Optimizers and schedulers, of torch and in the style of third parties, that a run must be able to go on with.
+"""Optimizers and schedulers, of torch and in the style of third parties, with which a run must resume.
 
-Each case is the text of a model file's hooks. ``REFUSED`` are those that no checkpoint can hold, with what the refusal
-says; ``SAME_STAGES`` go on with the same stages, and are refused, by name, under another cut.
+Each case is the text of a model file's hooks. ``REFUSED``: those that no checkpoint can hold, with the message.
+``SAME_STAGES``: those that resume with the same stages, and are refused by name with other cuts.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ADAM_BY = """if not state:
 WARM_UP = "S.SequentialLR(o, [S.LinearLR(o, 0.1, total_iters=3), S.CosineAnnealingLR(o, 20)], [3])"
 
 CASES: dict[str, str] = {
-    # torch's optimizers
+    # optimizers of torch
     "AdamW": torch_optimizer("AdamW(parameters(named), lr=0.01)"),
     "AdamW fused": torch_optimizer("AdamW(parameters(named), lr=0.01, fused=True)"),
     "AdamW foreach": torch_optimizer("AdamW(parameters(named), lr=0.01, foreach=True)"),
@@ -121,7 +121,7 @@ CASES: dict[str, str] = {
     "Adadelta": torch_optimizer("Adadelta(parameters(named), lr=1.0)"),
     "tensor rate": scheduler("S.ExponentialLR(o, 0.8)", "AdamW(parameters(named), lr=torch.tensor(0.01))"),
     "tensor rate, two groups": scheduler("S.ExponentialLR(o, 0.8)", "AdamW(two_groups(named), lr=torch.tensor(0.01))"),
-    # torch's schedulers
+    # schedulers of torch
     "OneCycleLR on AdamW": scheduler("S.OneCycleLR(o, 0.05, total_steps=40)", "AdamW(parameters(named))"),
     "OneCycleLR on two groups": scheduler("S.OneCycleLR(o, 0.05, total_steps=40)", "AdamW(two_groups(named))"),
     "OneCycleLR on SGD": scheduler("S.OneCycleLR(o, 0.05, total_steps=40)"),

@@ -1,4 +1,4 @@
-"""A model file with sparse buffers, for the tests of files and of the command."""
+"""A model file with sparse buffers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Model files whose Python state changes: ``GUILTY`` train something else than one graph does, ``INNOCENT`` do not."""
+"""Model files whose Python state changes. ``REFUSED``: the change affects training; ``ACCEPTED``: it does not."""
 
 BASE = """
 import collections
@@ -62,7 +62,7 @@ def build_model():
 
 
 def net(prepare: str, forward: str, after: str = "") -> str:
-    """Return a subclass of Net. ``forward``: statements before the blocks run; ``after``: behind the head."""
+    """Return a subclass of Net. ``forward``: statements before the blocks; ``after``: statements after the head."""
     return f"""
 class Net(Net):
     def prepare(self):
@@ -97,7 +97,7 @@ def loss(before: str, change: str, smoothing: str, argument: str = "") -> str:
     return LOSS.format(before=before, change=change, smoothing=smoothing, argument=argument)
 
 
-# name -> (text behind BASE, what the message says, the line it names)
+# name -> (text after BASE, part of the message, the named line)
 REGISTRY = """
 class Registry:
     def __init__(self, old=None):
@@ -108,7 +108,7 @@ class Registry:
     "self.registry = Registry()",
     "self.registry = Registry(self.registry)CHANGE\n        x = x * self.registry.scales['half'][0]",
 )
-GUILTY = {
+REFUSED = {
     "a registry that grows with each copy": (
         REGISTRY.replace("CHANGE", "; self.registry.scales['half'][0] *= 0.9"), "model.registry", "self.registry",
     ),
@@ -304,7 +304,7 @@ SCHEDULE = Schedule()
     ),
 }  # fmt: skip
 
-INNOCENT = {
+ACCEPTED = {
     "a registry that copies itself": REGISTRY.replace("CHANGE", ""),
     "a counter that nothing reads": net("self.k = 0", "self.k += 1"),
     "a counter noted at a layer": net("self.k = 0", "self.k += 1\n        self.o.last_step = self.k"),

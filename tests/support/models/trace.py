@@ -1,4 +1,4 @@
-"""A stand-in for the user's file, and the models that the tests of the tracer share."""
+"""A replacement of the user's model file, and models for the tests of the capture."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,7 +14,7 @@ from autopipe.ir.profile import WorkloadSpec
 
 
 class Toy:
-    """A workload of a builder and a function that makes a dict batch of n samples."""
+    """A workload of a model builder and a function that returns a dict batch of n samples."""
 
     name = "toy.py:Model"
     hooks: ClassVar[dict] = {}
@@ -132,7 +132,7 @@ class SharedLayer(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Tables from a buffer that is not saved, under no_grad, and an autocast region."""
+    """Computes tables from a buffer that is not persistent, under no_grad, and has an autocast region."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A frozen linear with a trained low-rank part, and a parameter that gets no gradient."""
+    """Has a frozen linear layer with a trained low-rank part, and a parameter without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -266,7 +266,7 @@ class Experts(nn.Module):
 
 
 class Running(nn.Module):
-    """A buffer that the forward binds to a new tensor."""
+    """Binds a buffer to a new tensor in the forward."""
 
     def __init__(self):
         super().__init__()
@@ -280,7 +280,7 @@ class Running(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Views, changes of a base and of a view, and item assignment."""
+    """Changes a base and its views in place, also by item assignment."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ class Hooked(nn.Module):
 
 
 class PlainTensors(nn.Module):
-    """A mask that is a plain attribute, a scale in a list, and integer and boolean values on the way."""
+    """Has a mask as a plain attribute, a scale in a list, and integer and boolean values."""
 
     def __init__(self):
         super().__init__()
@@ -326,7 +326,7 @@ class PlainTensors(nn.Module):
 
 
 class Selecting(nn.Module):
-    """As many rows as a mask selects, and a number that is read from a tensor."""
+    """Selects rows by a mask, and reads a number from a tensor."""
 
     def __init__(self):
         super().__init__()

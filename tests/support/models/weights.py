@@ -1,4 +1,4 @@
-"""A model, a run of it, and what its ranks hold before their first step: for the tests of weights and their files."""
+"""A model and its runs, for the tests of weights and their files."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def pipeline(folder: Path, stages: int = 3, **job: Any) -> Pipeline:
 
 
 def begun(built: Pipeline, init_from: Path) -> dict[str, torch.Tensor]:
-    """What the ranks hold before their first step."""
+    """Return the weights of the ranks before their first step."""
     job = replace(built.job, init_from=str(init_from), save=False)
     return built.weights(run_in_threads(built.run, job, built.context, lambda session: None))

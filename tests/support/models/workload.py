@@ -1,4 +1,4 @@
-"""A model file as a text, with data that count up."""
+"""A model file as a text, with consecutive numbers as data."""
 
 import pytest
 

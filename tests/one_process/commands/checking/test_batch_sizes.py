@@ -1,4 +1,4 @@
-"""No sample of one where training has none: what the check and the profile feed, and what they say of it."""
+"""Check and profile use no microbatch of one sample if the model does not accept it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write(folder: Path, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("kind", KINDS)
-def test_microbatches_of_two_are_compared_where_one_is_not_taken(run: Any, tmp_path: Path, kind: str) -> None:
+def test_microbatches_of_two_are_compared_if_one_sample_is_not_accepted(run: Any, tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     done = run("check", "net.py", *SIZES, "--batch-size", "6", "--num-microbatches", "3", "--json")
     assert done.exit_code == 0, done.stderr
@@ -69,7 +69,7 @@ def test_microbatches_of_two_are_compared_where_one_is_not_taken(run: Any, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "a loss that raises"])
-def test_a_microbatch_that_the_model_does_not_take_is_said_in_those_words(run: Any, tmp_path: Path, kind: str) -> None:
+def test_a_microbatch_that_the_model_does_not_accept_is_reported(run: Any, tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     words = ["check", "net.py", *SIZES, "--batch-size", "4"]
     done = run(*words, "--num-microbatches", "4", "--json")
@@ -84,7 +84,7 @@ def test_a_microbatch_that_the_model_does_not_take_is_said_in_those_words(run: A
 
 @pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("kind", ["batch norm", "a forward that raises", "a standard deviation"])
-def test_the_planner_chooses_no_microbatch_that_the_model_does_not_take(run: Any, tmp_path: Path, kind: str) -> None:
+def test_the_planner_chooses_no_microbatch_that_the_model_does_not_accept(run: Any, tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     done = run("check", "net.py", *SIZES, "--batch-size", "6", "--json")
     assert done.exit_code == 0, done.stderr

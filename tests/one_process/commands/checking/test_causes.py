@@ -1,4 +1,4 @@
-"""What is refused names its cause, its place and a way out that trains the same."""
+"""Refusals name the cause, the line and a remedy that trains the same."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str = "pass", f
     return report
 
 
-def test_a_parameter_over_another_ones_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_in_the_memory_of_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = checked(tmp_path, monkeypatch, init="self.d.weight = nn.Parameter(self.a.weight.data.view(6, 6))")
     assert "parameters a.weight (stages [0]) and d.weight (stages [1]) are two parameters over" in report["cause"]
     assert "one nn.Parameter in both places" in report["cause"]
 
 
-def test_parameters_that_share_a_block_of_memory_without_overlap_pass(
+def test_parameters_in_one_block_of_memory_without_overlap_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flat = "flat = torch.randn(72); self.a.weight = nn.Parameter(flat[:36].view(6, 6)); "
@@ -69,13 +69,13 @@ def test_parameters_that_share_a_block_of_memory_without_overlap_pass(
     assert report["bitwise"] and not report["cause"]
 
 
-def test_a_batch_that_is_changed_in_place_is_whole_again_for_the_other_run(
+def test_a_batch_changed_in_place_is_restored_for_the_compared_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert checked(tmp_path, monkeypatch, forward="x.mul_(0.5)")["bitwise"]
 
 
-def test_a_wrong_forward_is_told_from_a_wrong_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_forward_is_distinguished_from_a_wrong_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         scaled = StageRunner._scaled
         patch.setattr(StageRunner, "_scaled", lambda self, outputs, factor: scaled(self, outputs, factor) * 0.5)

@@ -1,4 +1,4 @@
-"""``autopipe plain``: the script is run where autopipe cannot be imported, and gives the weights of the stages."""
+"""``autopipe plain``: the script runs without autopipe and trains the weights of the stages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_script_gives_the_weights_of_the_stages(name: str, schedule: str, tmp_path: Path) -> None:
+def test_the_script_trains_the_weights_of_the_stages(name: str, schedule: str, tmp_path: Path) -> None:
     if schedule != "1f1b" and name not in ("token mean", "weighted"):
         pytest.skip("a loss and a schedule meet only in the share of a microbatch")
     path = tmp_path / "model.py"
@@ -94,7 +94,7 @@ def test_a_sample_model_equals_its_script(sample: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["experts", "layer_drop"])
-def test_modules_that_run_as_they_are_draw_the_same_in_the_script(name: str, tmp_path: Path) -> None:
+def test_opaque_modules_draw_the_same_numbers_in_the_script(name: str, tmp_path: Path) -> None:
     subject = captured_file(write(name, tmp_path))
     assert subject.workload.spec.opaque_modules
     assert is_equal(compared(subject, plan_for(subject, 3, "1f1b", 4, 8), 4, tmp_path))
@@ -114,7 +114,7 @@ def test_without_an_argument_the_script_writes_its_weights(tmp_path: Path) -> No
     assert saved.keys() == subject.workload.build_model().state_dict().keys()
 
 
-def test_no_text_of_a_plan_is_code_in_the_script(tmp_path: Path) -> None:
+def test_no_text_of_a_plan_becomes_code_of_the_script(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL % {"loss": LOSSES["samples"]})
     subject = captured_file(path)
@@ -132,7 +132,7 @@ def test_no_text_of_a_plan_is_code_in_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "reason"), [({"deferred_batch_norm": True}, "deferred"), ({"init_from": "w.pt"}, "--init-from")]
 )
-def test_what_a_script_cannot_express_is_refused(job: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_a_plan_that_a_script_cannot_express_is_refused(job: dict[str, Any], reason: str, tmp_path: Path) -> None:
     subject = captured("gpt")
     plan = plan_for(subject, 2, "1f1b", 2, 6)
     pipeline = build(subject, plan, tmp_path / "run", **job)

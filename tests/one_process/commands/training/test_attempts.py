@@ -1,4 +1,4 @@
-"""What an elastic run goes on with: the hosts that are left, with the ranks that fit there; else the other devices."""
+"""What an elastic run continues with: the remaining hosts and the ranks that fit there, or the other devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ignore(kind: str, fields: Mapping[str, Any]) -> None:
 
 
 def attempts(tmp_path: Path, hosts: str, ranks: int) -> Attempts:
-    """A run of so many ranks that is under way."""
+    """Return the attempts of a run with so many ranks."""
     launch = LaunchSettings(hosts=parse_hosts(hosts) if hosts else ())
     plan = PlanSettings(ProfileSettings(ModelSettings("net.py"), work_dir=tmp_path))
     settings = TrainSettings(plan, elastic=True, launch=launch)
@@ -46,16 +46,16 @@ def left(run: Attempts, rank: int, host: str) -> int:
     ("hosts", "ranks", "lost", "expected"),
     [
         ("a:2,b:2", 4, "b", 2),
-        ("a:2,b:2", 3, "b", 2),  # b had one rank, and a has room for no more than two
+        ("a:2,b:2", 3, "b", 2),  # b had one rank, and a has at most two slots
         ("a:2,b:2", 3, "a", 2),
-        ("a:4,b:4", 4, "a", 4),  # b was a spare
+        ("a:4,b:4", 4, "a", 4),  # b was unused
         ("a,b", 4, "b", 2),
         ("a,b,c", 4, "a", 3),  # 1, 1 and 2 ranks
         ("a,b,c", 4, "c", 2),
         ("a:4,b", 4, "a", 1),
     ],
 )
-def test_the_hosts_that_are_left_get_as_many_ranks_as_fit(
+def test_the_remaining_hosts_get_as_many_ranks_as_fit(
     hosts: str, ranks: int, lost: str, expected: int, tmp_path: Path
 ) -> None:
     run = attempts(tmp_path, hosts, ranks)
@@ -64,7 +64,7 @@ def test_the_hosts_that_are_left_get_as_many_ranks_as_fit(
 
 
 @pytest.mark.parametrize(("hosts", "host"), [("", ""), ("far", "far")])
-def test_a_gpu_is_left_out_by_the_number_that_its_rank_said(hosts: str, host: str, tmp_path: Path) -> None:
+def test_a_failed_gpu_is_left_out_by_its_number(hosts: str, host: str, tmp_path: Path) -> None:
     run = attempts(tmp_path, hosts, 3)
     for rank, index in enumerate((0, 2, 3)):
         run.listener({"kind": "device", "rank": rank, "index": index, "others": 2})
@@ -76,7 +76,7 @@ def test_a_gpu_is_left_out_by_the_number_that_its_rank_said(hosts: str, host: st
     assert run.settings.excluded_devices == (2, 3)
 
 
-def test_the_only_gpu_of_a_host_is_used_again_and_on_a_cpu_there_is_none_to_leave_out(tmp_path: Path) -> None:
+def test_the_only_gpu_of_a_host_is_used_again_and_a_cpu_is_never_left_out(tmp_path: Path) -> None:
     run = attempts(tmp_path, "", 2)
     run.listener({"kind": "device", "rank": 0, "index": 0, "others": 0})
     assert left(run, 0, "") == left(run, 1, "") == 1

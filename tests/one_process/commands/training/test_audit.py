@@ -1,4 +1,4 @@
-"""One step of a run, computed again by the plain loop from what the run wrote: equal, or the tensor that differs."""
+"""One step of a run, recomputed by the plain loop from the files of the run: equal, or the tensor that differs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_an_audit_changes_nothing(subject: Captured, tmp_path: Path) -> None:
     ],
     ids=["replicas", "stale replicas", "deferred batch norm", "a large tie"],
 )
-def test_what_adds_up_in_another_order_is_compared_in_that_order(
+def test_sums_in_another_order_are_compared_in_that_order(
     model: str, schedule: str, ranks: tuple[tuple[int, ...], ...], job: dict[str, Any], tmp_path: Path
 ) -> None:
     subject = captured(model)
@@ -135,16 +135,16 @@ def test_a_tensor_that_differs_is_named_with_its_stage(subject: Captured, tmp_pa
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("weight") and name.startswith("layers"))
     flat = tensors[name].view(-1)
-    flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))  # the last bit of one number
+    flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))  # flip the last bit of one number
     save_file(tensors, path)
     first, second = results(pipeline, losses)
     assert (first.status, first.name, first.stage, first.differing) == (DIFFERENT, name, 1, 1)
     assert 0 < first.error < 1e-6
     assert second.status == EQUAL
-    assert audit(tmp_path, 6, losses[6] + 1e-3).status == DIFFERENT  # the loss is compared too
+    assert audit(tmp_path, 6, losses[6] + 1e-3).status == DIFFERENT  # the loss is compared, too
 
 
-def test_a_parameter_that_the_run_did_not_write_differs(subject: Captured, tmp_path: Path) -> None:
+def test_a_missing_parameter_differs(subject: Captured, tmp_path: Path) -> None:
     pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
     path = AuditFiles(tmp_path, 3).after_stage(0)
     tensors = load_file(path)
@@ -154,7 +154,7 @@ def test_a_parameter_that_the_run_did_not_write_differs(subject: Captured, tmp_p
     assert (result.status, result.name, result.differing) == (DIFFERENT, "layers.0.bias", 1)
 
 
-def test_what_does_not_fit_into_memory_is_left_out(
+def test_an_audit_that_does_not_fit_into_memory_is_skipped(
     subject: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, losses = audited(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path)
@@ -173,7 +173,7 @@ def test_a_step_that_is_not_finite_proves_nothing(subject: Captured, tmp_path: P
     assert (result.status, result.reason) == (LEFT_OUT, "the step is not finite, and proves nothing")
 
 
-def test_a_minibatch_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_minibatch_is_stored_and_loaded_unchanged(tmp_path: Path) -> None:
     wide = torch.arange(24.0).view(4, 6)
     item = {
         "a": wide.t(),
@@ -197,7 +197,7 @@ def test_a_minibatch_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [OrderedDict(a=1), {1.5: 2}, object(), itertools.count()], ids=lambda v: type(v))
-def test_a_minibatch_that_files_cannot_hold_is_refused(value: Any, tmp_path: Path) -> None:
+def test_a_minibatch_that_cannot_be_stored_is_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(batch.UnstorableBatchError, match="it holds a "):
         batch.store((torch.zeros(2), value), [1.0], tmp_path / "batch")
     assert not (tmp_path / "batch").exists()
@@ -215,7 +215,7 @@ class Kept(Silent):
 
 
 @pytest.mark.parametrize("storable", [True, False])
-def test_rank_0_reports_what_is_written_and_what_is_left_out(
+def test_rank_0_reports_written_and_skipped_audits(
     storable: bool, subject: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(item: Any, factors: list[float], folder: Path) -> None:
@@ -237,7 +237,7 @@ def test_rank_0_reports_what_is_written_and_what_is_left_out(
     assert not any(kind.startswith("audit") for kind, _ in reporters[1].events)
 
 
-def test_rank_0_does_not_wait_for_a_rank_that_could_not_write(
+def test_rank_0_does_not_wait_for_a_rank_that_failed_to_write(
     subject: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path, audit_every=EVERY)
@@ -263,7 +263,7 @@ def hang(path: str, step: int, loss: float, elsewhere: str) -> None:
     time.sleep(3600)
 
 
-def test_a_comparison_that_hangs_is_ended_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_comparison_is_ended_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditing, "_audit_entry", hang)
     monkeypatch.setattr(auditing.Auditor, "_edited", lambda self: "")
     notes: list[str] = []

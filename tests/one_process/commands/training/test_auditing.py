@@ -1,4 +1,4 @@
-"""How often a run is audited by itself, and when audits are left out."""
+"""How often a run is audited by default, and when audits are skipped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopipe.runtime.job import Job, RunDirectory
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the steps before a run leave, as far as audits ask for it."""
+    """The result of the steps before a run, as far as audits use it."""
 
     plan: Plan
     graph: Graph
@@ -42,7 +42,7 @@ def settings(**more: Any) -> TrainSettings:
     return TrainSettings(PlanSettings(ProfileSettings(ModelSettings("model.py"))), **more)
 
 
-def test_audits_by_themselves_take_a_bounded_share_of_the_time() -> None:
+def test_default_audits_take_a_bounded_share_of_the_time() -> None:
     for seconds in (0.01, 0.1, 1.0, 60.0):
         run = prepared(seconds)
         every = auditing.interval(settings(), run)
@@ -53,7 +53,7 @@ def test_audits_by_themselves_take_a_bounded_share_of_the_time() -> None:
     assert auditing.interval(settings(), prepared(60.0)) < auditing.interval(settings(), prepared(0.01))
 
 
-def test_a_short_run_has_none_and_checkpoints_are_audited() -> None:
+def test_a_short_run_has_no_audit_and_checkpoints_are_audited() -> None:
     run = prepared(0.1)
     every = auditing.interval(settings(), run)
     assert every > 1000
@@ -65,7 +65,7 @@ def test_a_short_run_has_none_and_checkpoints_are_audited() -> None:
     assert [auditing.interval(settings(audit_every=k, steps=5), run) for k in (0, 7)] == [0, 7]
 
 
-def test_audits_are_left_out_where_the_plain_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audits_are_skipped_if_the_plain_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auditing.memory_shortfall(prepared(0.1)) == ""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**16}))
     assert "audits are left out: beside the ranks" in auditing.memory_shortfall(prepared(0.1))
@@ -112,7 +112,7 @@ def ended(auditor: RecordingAuditor, result: AuditResult | None) -> AuditFiles:
     return files
 
 
-def test_an_equal_step_leaves_its_result_alone(auditor: RecordingAuditor) -> None:
+def test_an_equal_step_keeps_its_result_only(auditor: RecordingAuditor) -> None:
     result = AuditResult(5, EQUAL, True, tensors=9)
     files = ended(auditor, result)
     auditor.poll()
@@ -120,7 +120,7 @@ def test_an_equal_step_leaves_its_result_alone(auditor: RecordingAuditor) -> Non
     assert [path.name for path in files.folder.iterdir()] == ["step-00000005.json"]
 
 
-def test_a_different_step_raises_and_keeps_what_it_was_made_of(auditor: RecordingAuditor) -> None:
+def test_a_different_step_raises_and_keeps_its_files(auditor: RecordingAuditor) -> None:
     files = ended(auditor, AuditResult(5, DIFFERENT, False, "a.weight", 1, 3e-3, 4, 9))
     with pytest.raises(
         AuditError, match=r"step 6 of the run .* a\.weight differs by 3\.0e-03, and so do 3 more"
@@ -135,7 +135,7 @@ def test_a_different_step_raises_and_keeps_what_it_was_made_of(auditor: Recordin
 
 
 @pytest.mark.parametrize("name", ["model.py", "layers.py"])
-def test_an_edited_file_of_the_model_is_no_difference(
+def test_an_edited_model_file_skips_the_audit(
     auditor: RecordingAuditor, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "layers.py").write_text("1")
@@ -151,7 +151,7 @@ def test_an_edited_file_of_the_model_is_no_difference(
     assert auditor.notes == [("note", {"text": text})]
 
 
-def test_what_is_left_out_is_said_once(auditor: RecordingAuditor) -> None:
+def test_a_skipped_audit_is_reported_once(auditor: RecordingAuditor) -> None:
     for _ in range(2):
         files = ended(auditor, AuditResult(5, LEFT_OUT, reason="it does not fit"))
         auditor.poll()

@@ -1,4 +1,4 @@
-"""Out of memory: which errors mean it, what is reported, and what the planner finds that would fit."""
+"""Out of memory: the errors that mean it, the report, and the plan that would fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stage:
 PLAN: Any = SimpleNamespace(stages=(Stage(3 * GIB, (0, 1)), Stage(GIB, (1,))))
 
 
-def test_errors_that_mean_it_are_known() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError(CUDA))
     assert is_out_of_memory(RuntimeError(CPU))
     assert is_out_of_memory(MemoryError())
@@ -41,7 +41,7 @@ def test_errors_that_mean_it_are_known() -> None:
 
 
 @pytest.mark.parametrize(("text", "asked"), [(CUDA, int(2.5 * GIB)), (CPU, 4096), ("out of memory", 0)])
-def test_what_was_asked_for_is_read_from_the_error(text: str, asked: int) -> None:
+def test_the_requested_bytes_are_read_from_the_error(text: str, asked: int) -> None:
     error = describe_oom(RuntimeError(text), PLAN, 1, torch.device("cpu"), resident_bytes())
     assert error["out_of_memory"]["requested"] == asked
     assert error["out_of_memory"]["predicted"] == 4 * GIB
@@ -49,7 +49,7 @@ def test_what_was_asked_for_is_read_from_the_error(text: str, asked: int) -> Non
     assert ("tried to allocate" in error["message"]) == bool(asked)
 
 
-def test_a_plan_may_predict_as_much_less_than_there_is_as_the_last_one_was_too_low() -> None:
+def test_the_next_plan_leaves_the_margin_by_which_the_last_was_too_low() -> None:
     figures = {"predicted": 10 * GIB, "used": 16 * GIB, "requested": 4 * GIB, "available": 18 * GIB}
     assert limit_of(figures) == pytest.approx(0.95 * 9 * GIB)
     assert limit_of({**figures, "used": 0, "requested": 0}) == pytest.approx(0.95 * 18 * GIB)
@@ -61,7 +61,7 @@ def test_other_errors_keep_their_remedy() -> None:
     assert error.remedy == "look at it"
 
 
-def test_the_difference_to_the_plan_that_fits_is_named() -> None:
+def test_the_report_names_the_difference_to_a_plan_that_fits() -> None:
     plan = Case("1f1b", "gpt", (1, 1), "2p").plan(captured("gpt"))
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     assert "2 stages of 2 run their forward twice" in out_of_memory._difference(plan, again)

@@ -1,4 +1,4 @@
-"""A forward that changes its batch is refused where data gives the same memory again."""
+"""A forward that changes its batch is refused if the data yields the same memory again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def checked(folder: Path, change: str, data: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("data", ["BATCHES", "((x[:], y) for x, y in BATCHES)"])
-def test_data_that_the_forward_changes_for_good_is_refused_with_the_line(folder: Path, data: str) -> None:
+def test_data_that_the_forward_changes_is_refused_with_the_line(folder: Path, data: str) -> None:
     code, output = checked(folder, "x.mul_(0.5)", data)
     assert code == 1
     assert "the forward changes x in place, and data gives the same memory in every epoch" in output
@@ -64,6 +64,6 @@ def test_data_that_the_forward_changes_for_good_is_refused_with_the_line(folder:
         ("x.mul_(0.5)", "torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, X[:, :1]), 4)"),
     ],
 )
-def test_data_that_stays_as_it_is_is_not(folder: Path, change: str, data: str) -> None:
+def test_data_that_the_forward_does_not_change_is_accepted(folder: Path, change: str, data: str) -> None:
     code, output = checked(folder, change, data)
     assert (code, "equal" in output) == (0, True), output

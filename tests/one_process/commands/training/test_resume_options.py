@@ -1,4 +1,4 @@
-"""Options and hooks beside ``--resume``: applied, or refused with the value then and now; never ignored."""
+"""Options and hooks with ``--resume``: applied, or refused with the old and new value; never ignored."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def prepared(network: Captured, text: str, folder: Path, stages: int = 3, microb
     return Prepared(captured.workload, captured.capture.graph, captured.profile, record, plan, folder)
 
 
-def test_what_is_left_out_is_as_the_run_had_it(saved: Callable[[str], Checkpoint]) -> None:
+def test_omitted_options_keep_the_values_of_the_run(saved: Callable[[str], Checkpoint]) -> None:
     settings = as_recorded(settings_of(), saved(ADAMW))
     model, plan = settings.plan.profile.model, settings.plan
     assert (model.seed, model.learning_rate, model.precision) == (0, None, "fp32")
@@ -78,7 +78,7 @@ def test_what_is_left_out_is_as_the_run_had_it(saved: Callable[[str], Checkpoint
     assert (settings.clip_grad_norm, settings.deferred_batch_norm, settings.new_rate) == (1.0, False, None)
 
 
-def test_the_plan_of_the_work_directory_is_taken_where_it_cuts_minibatches_as_the_run_did(
+def test_the_plan_of_the_work_directory_is_used_if_it_cuts_minibatches_equally(
     network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path
 ) -> None:
     def settings(microbatches: int) -> TrainSettings:
@@ -101,13 +101,13 @@ def test_the_plan_of_the_work_directory_is_taken_where_it_cuts_minibatches_as_th
         (lambda s: settings_of(seed=7), "--seed 7: the run has seed 0"),
     ],
 )
-def test_what_the_data_goes_by_cannot_change(saved: Callable[[str], Checkpoint], change, words: str) -> None:
+def test_options_that_decide_the_data_cannot_change(saved: Callable[[str], Checkpoint], change, words: str) -> None:
     with pytest.raises(RunError, match=words) as caught:
         as_recorded(change(settings_of()), saved(ADAMW))
     assert "leave --" in caught.value.remedy
 
 
-def test_what_is_applied_is_said(network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+def test_applied_options_are_reported(network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path) -> None:
     source = saved(ADAMW)
     settings = replace(as_recorded(settings_of(), source), clip_grad_norm=0.5)
     notes = refuse_other_training(settings, prepared(network, ADAMW, tmp_path, microbatches=4), source)
@@ -144,7 +144,7 @@ def test_an_edited_hook_is_refused_with_both_values(
     assert refuse_other_training(settings, prepared(network, before, same, stages), source) == ()
 
 
-def test_a_value_that_differs_from_build_to_build_is_no_edit(
+def test_a_value_that_differs_between_builds_is_not_an_edit(
     network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path
 ) -> None:
     text = "\nimport time\ndef optimizer(named):\n    o = torch.optim.AdamW(parameters(named))\n"
@@ -154,7 +154,7 @@ def test_a_value_that_differs_from_build_to_build_is_no_edit(
     assert refuse_other_training(settings, prepared(network, text, tmp_path), source) == ()
 
 
-def test_a_new_rate_is_refused_under_a_scheduler(
+def test_a_new_learning_rate_is_refused_with_a_scheduler(
     network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path
 ) -> None:
     source = saved(WARM)
@@ -173,7 +173,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("stages", [3, 2])
-def test_a_new_rate_is_applied_from_there_on(stages: int, network: Captured, tmp_path: Path) -> None:
+def test_a_new_learning_rate_is_applied_from_the_checkpoint_on(stages: int, network: Captured, tmp_path: Path) -> None:
     captured = with_hooks(network, ADAMW, tmp_path)
     items = minibatches(captured.workload, 8, 8)
     train(build(captured, plan_for(captured, 3, "1f1b", 2, 8), tmp_path / "run", save=True), items, STEP)
@@ -205,7 +205,7 @@ def rewritten(source: Checkpoint, folder: Path, change: Callable[[dict[str, Any]
     return Checkpoint(folder / "step-00000004")
 
 
-def test_a_checkpoint_of_the_earlier_format_gives_its_weights_and_is_not_resumed(
+def test_a_checkpoint_of_an_earlier_format_is_loaded_but_not_resumed(
     saved: Callable[[str], Checkpoint], tmp_path: Path
 ) -> None:
     def earlier(document: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_state_of_another_form_is_an_error_of_the_file(
+def test_a_state_of_another_form_is_refused_with_the_file(
     name: str, network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path
 ) -> None:
     source = rewritten(saved(ADAMW), tmp_path, DAMAGES[name])

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on: damage is named, with the steps that are left; another model is refused."""
+"""The checkpoint that a run resumes from: damage is named, with the intact steps; another model is refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lose(folder: Path) -> str:
 def point_elsewhere(folder: Path) -> str:
     path = folder / "manifest.json"
     document = json.loads(path.read_text().replace("stage-0-of-2.safetensors", "../../../model.py"))
-    document.pop("digest")  # as an attacker would
+    document.pop("digest")  # as an attacker would do
     path.write_text(json.dumps(document))
     return "'../../../model.py' is not the name of a stage's file"
 
@@ -73,7 +73,7 @@ DAMAGES = (damage_manifest, lose_manifest, truncate, flip, lose, point_elsewhere
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_with_the_step_to_go_on_from(run: RunDirectory, damage) -> None:
+def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_step(run: RunDirectory, damage) -> None:
     message = damage(directory_of(run.checkpoints, 4))
     with pytest.raises(ArtifactError) as caught:
         chosen(run, None)
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_named_with_the_step_to_go_on_from(run: RunDirec
     assert newest_intact(run) == 3
 
 
-def test_nothing_intact_is_said_too(run: RunDirectory) -> None:
+def test_a_run_without_an_intact_checkpoint_is_refused(run: RunDirectory) -> None:
     for step in (1, 2, 3, 4):
         truncate(directory_of(run.checkpoints, step))
     with pytest.raises(ArtifactError) as caught:
@@ -95,13 +95,13 @@ def test_nothing_intact_is_said_too(run: RunDirectory) -> None:
     assert newest_intact(run) == -1
 
 
-def test_a_step_that_was_not_saved_is_answered_with_those_that_were(run: RunDirectory) -> None:
+def test_a_step_that_was_not_saved_is_refused_with_the_saved_steps(run: RunDirectory) -> None:
     with pytest.raises(RunError, match="there is no checkpoint of step 9; there are 1, 2, 3, 4") as caught:
         chosen(run, 9)
     assert caught.value.remedy == "--resume 4"
 
 
-def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="--resume: there is no checkpoint"):
         chosen(RunDirectory(tmp_path / "run"), None)
 
@@ -112,7 +112,7 @@ def graph_of(model: nn.Module) -> Graph:
     return Graph("net", inputs, (), (), ("x",), specs, {}, {})
 
 
-def test_another_model_is_refused_by_its_first_parameter(run: RunDirectory) -> None:
+def test_another_model_is_refused_with_its_first_parameter(run: RunDirectory) -> None:
     class Net(nn.Module):
         def __init__(self, *shapes: int, first: int = 0) -> None:
             super().__init__()
@@ -136,14 +136,14 @@ def test_another_model_is_refused_by_its_first_parameter(run: RunDirectory) -> N
         refuse_other_parameters(graph, Net(3), run.path)
 
 
-def test_a_stage_without_parameters_holds_the_older_versions_too(run: RunDirectory) -> None:
+def test_a_stage_without_parameters_counts_for_older_versions(run: RunDirectory) -> None:
     versions = WeightVersions(nn.ReLU(), 2)
     restore_versions(Checkpoint(directory_of(run.checkpoints, 4)), versions, 4)
     assert versions.versions == (2, 3, 4)
     versions.use(2)
 
 
-def test_a_cluster_that_decides_on_the_ranks_leaves_nothing_to_be_elastic_with(tmp_path: Path) -> None:
+def test_elastic_is_refused_if_a_cluster_decides_the_number_of_ranks(tmp_path: Path) -> None:
     plan = PlanSettings(ProfileSettings(ModelSettings("net.py"), work_dir=tmp_path))
     settings = TrainSettings(plan, elastic=True, launch=LaunchSettings(launcher="env"))
     with pytest.raises(RunError, match="the number of ranks is the cluster's to decide"):

@@ -1,4 +1,4 @@
-"""``after_step``: in stages it changes what it changes in a plain loop, bit for bit, or it is refused."""
+"""``after_step``: in stages it has the effect that it has in a plain loop, bit for bit, or it is refused."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "stages", "schedule", "recompute"), CASES)
-def test_the_weights_are_those_of_a_plain_loop(
-    name: str, stages: int, schedule: str, recompute: bool, tmp_path: Path
-) -> None:
+def test_weights_equal_a_plain_loop(name: str, stages: int, schedule: str, recompute: bool, tmp_path: Path) -> None:
     subject = subject_of(tmp_path, name)
     plan = plan_for(subject, stages, schedule, 4, 8)
     plan = laid_out(plan, schedule, tuple((stage,) for stage in range(stages)), (recompute,))
@@ -77,7 +75,7 @@ def test_stages_of_one_rank_lend_to_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a momentum teacher", "a trained tie"])
-def test_replicas_are_equal_to_the_plain_loop_in_their_order_of_sums(name: str, tmp_path: Path) -> None:
+def test_replicas_equal_the_plain_loop_in_their_order_of_sums(name: str, tmp_path: Path) -> None:
     subject = subject_of(tmp_path, name)
     plan = laid_out(plan_for(subject, 2, "1f1b", 4, 8), "1f1b", ((0, 1), (2, 3)))
     comparison = compared(subject, plan, tmp_path / "run", steps=4)
@@ -85,7 +83,7 @@ def test_replicas_are_equal_to_the_plain_loop_in_their_order_of_sums(name: str, 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_resumed_run_goes_on_with_the_same_teacher(schedule: str, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_same_teacher(schedule: str, tmp_path: Path) -> None:
     subject = subject_of(tmp_path, "a momentum teacher")
     items = minibatches(subject.workload, STEPS, 8)
     first = build(subject, plan_for(subject, 3, schedule, 4, 8), tmp_path / "run", save=True)
@@ -95,13 +93,13 @@ def test_a_resumed_run_goes_on_with_the_same_teacher(schedule: str, tmp_path: Pa
     assert_equals_oracle(second.plan, items, second.weights(sessions))
 
 
-def test_a_parameter_that_was_not_seen_to_change_ends_the_run(tmp_path: Path) -> None:
+def test_a_change_that_the_capture_did_not_see_ends_the_run(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     hook = MODELS["a parameter by its name"][2].replace("prototypes.copy_", "step == 34 and prototypes.data.copy_")
     path.write_text(text(*PLAIN, hook))
     subject = captured_file(path)
     assert subject.capture.graph.after_step == {}
-    # where nothing was seen to change, every stage calls it with what it has
+    # if the capture saw no change, every stage calls the hook with its own parameters
     path.write_text(path.read_text().replace('["head.weight"]', '.get("head.weight", torch.zeros(1, 1))'))
     subject = captured_file(tmp_path / "net.py", (), 6)
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 8), tmp_path / "run")
@@ -143,9 +141,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_hook_that_no_stage_or_checkpoint_can_follow_is_refused_when_it_is_captured(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_hook_that_stages_or_checkpoints_cannot_support_is_refused(name: str, tmp_path: Path) -> None:
     hook, message = REFUSED[name]
     path = tmp_path / "net.py"
     path.write_text(text(*PLAIN, hook))
@@ -185,7 +181,7 @@ def after_step(named, step):
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_a_stage_can_follow_is_not_refused(name: str, tmp_path: Path) -> None:
+def test_a_hook_that_stages_support_is_accepted(name: str, tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(text(*PLAIN, FOLLOWED[name]).replace("lr=0.02", "lr=0.2"))
     subject = captured_file(path)
@@ -237,14 +233,14 @@ def test_a_hook_that_looks_beyond_its_stage_is_refused_before_training(
     refusal = refusal_of_after_step(subject.workload, plan_for(subject, 3, "1f1b", 4, 8), subject.capture.graph)
     with pytest.raises(RunError, match=message):
         raise refusal or AssertionError("not refused")
-    # the way out that every refusal names
+    # the remedy that every refusal names
     plan = plan_for(subject, 1, "1f1b", 4, 8)
     items = minibatches(subject.workload, 3, 8)
     pipeline = build(subject, plan, tmp_path / "run")
     assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
-def test_a_norm_over_a_few_parameters_is_lent_and_exact(tmp_path: Path) -> None:
+def test_a_norm_over_a_few_parameters_is_exact(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(text(*PLAIN, BEYOND["a norm over everything"][0]))
     subject = captured_file(path)
@@ -255,7 +251,7 @@ def test_a_norm_over_a_few_parameters_is_lent_and_exact(tmp_path: Path) -> None:
     assert_equals_oracle(plan, items, pipeline.weights(pipeline.train(items)))
 
 
-def test_a_counter_is_mentioned_and_trained_with(tmp_path: Path) -> None:
+def test_a_counter_is_noted_and_accepted(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(text(*TEACHER, "calls = []\ndef after_step(named, step):\n    calls.append(step)\n"))
     captured = capture(load_workload(LoadOptions(str(path))))
@@ -263,7 +259,9 @@ def test_a_counter_is_mentioned_and_trained_with(tmp_path: Path) -> None:
     assert any("after_step changes calls" in note for note in captured.notes)
 
 
-def test_large_models_are_tried_on_parts_of_their_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_of_a_large_model_is_tried_on_parts_of_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = subject_of(tmp_path, "a momentum teacher")
     monkeypatch.setattr("autopipe.trace.after_step.effects.WHOLE_BYTES", 0)
     monkeypatch.setattr("autopipe.trace.after_step.effects.CUT", 3)

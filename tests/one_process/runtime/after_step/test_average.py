@@ -1,4 +1,4 @@
-"""``--ema``: averaged weights are, bit for bit, those of torch's own ``AveragedModel`` beside a plain loop."""
+"""``--ema``: averaged weights equal torch's ``AveragedModel`` in a plain loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def assert_averaged(pipeline: Pipeline, items, ours: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [(1, "1f1b"), (3, "1f1b"), (2, "2bw")])
-def test_it_is_torchs_average_beside_a_plain_loop(stages: int, schedule: str, tmp_path: Path) -> None:
+def test_averages_equal_torchs_averaged_model_in_a_plain_loop(stages: int, schedule: str, tmp_path: Path) -> None:
     subject = subject_of(tmp_path)
     plan = with_exact_ties(plan_for(subject, stages, schedule, 4, 8))
     pipeline = build(subject, plan, tmp_path / "run", ema=DECAY)
@@ -91,7 +91,7 @@ def test_it_is_torchs_average_beside_a_plain_loop(stages: int, schedule: str, tm
     assert_averaged(pipeline, items, pipeline.weights(pipeline.train(items)))
 
 
-def test_parameters_that_after_step_changes_are_averaged_behind_it(tmp_path: Path) -> None:
+def test_parameters_are_averaged_after_the_after_step_hook(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(text(*MODELS["a momentum teacher"]))
     subject = captured_file(path)
@@ -103,7 +103,7 @@ def test_parameters_that_after_step_changes_are_averaged_behind_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("began_with", [DECAY, 0.0])
-def test_a_resumed_run_goes_on_with_its_averages_or_begins_them(began_with: float, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_averages_or_starts_them(began_with: float, tmp_path: Path) -> None:
     subject = subject_of(tmp_path)
     items = minibatches(subject.workload, STEPS, 8)
     plans = [with_exact_ties(plan_for(subject, count, "1f1b", 4, 8)) for count in (3, 2)]
@@ -125,7 +125,7 @@ def test_a_resumed_run_goes_on_with_its_averages_or_begins_them(began_with: floa
     assert all(torch.equal(ours[f"ema.{name}"], expected[name]) for name in expected)
 
 
-def test_averages_of_coarse_weights_are_float32(tmp_path: Path) -> None:
+def test_averages_of_bfloat16_weights_are_float32(tmp_path: Path) -> None:
     subject = subject_of(tmp_path, "bfloat16")
     plan = with_exact_ties(plan_for(subject, 2, "1f1b", 4, 8))
     items = minibatches(subject.workload, 3, 8)
@@ -162,7 +162,7 @@ def test_a_check_compares_averages_and_finds_a_wrong_one(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("dtype", "per_byte"), [("float32", 1.0), ("bfloat16", 2.0), ("float64", 1.0)])
-def test_their_memory_is_part_of_a_plan(dtype: str, per_byte: float, tmp_path: Path) -> None:
+def test_the_memory_of_averages_is_part_of_a_plan(dtype: str, per_byte: float, tmp_path: Path) -> None:
     subject = subject_of(tmp_path, dtype)
     profile = subject.profile
     counted = with_averages(profile, PlanRequest(averages=True))
@@ -186,6 +186,6 @@ def test_a_checkpoint_that_lacks_one_of_its_averages_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_a_decay_outside_of_its_range_is_refused(decay: float) -> None:
+def test_a_decay_out_of_range_is_refused(decay: float) -> None:
     with pytest.raises(ValueError, match="decay"):
         Job(steps=1, epochs=0, batch_size=1, ema=decay)

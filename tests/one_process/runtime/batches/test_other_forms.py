@@ -1,4 +1,4 @@
-"""Batches whose other values, keys or memory formats change later: trained as in a plain loop, or refused."""
+"""Batches whose values, keys or memory formats change during training: trained as in a plain loop, or refused."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def pipeline_of(path: Path, folder: Path, **job: int) -> Pipeline:
 
 
 def plain(path: Path, num_microbatches: int) -> torch.nn.Module:
-    """Train as a script would, keys and all values that are not tensors being given to every microbatch as they are."""
+    """Train as a script would: every microbatch gets all keys and all values that are not tensors."""
     torch.manual_seed(0)
     module = load(path)
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def test_a_batch_of_another_form_is_trained_as_a_plain_loop_does_or_refused(name
         assert torch.equal(ours.get(key, value), value), key
 
 
-def test_a_value_that_never_stays_the_same_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_a_value_that_differs_in_every_batch_is_refused_with_its_name(tmp_path: Path) -> None:
     pipeline = pipeline_of(written("a float", tmp_path), tmp_path / "run", max_shapes=2)
     with pytest.raises(
         RunError, match=r"another form: \['alpha'\] is 0\.3\d*, where 0\.1 was captured, .*2 shapes"
@@ -261,7 +261,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
-def test_a_copy_lies_as_the_tensor_does(name: str) -> None:
+def test_a_copy_has_the_strides_of_the_tensor(name: str) -> None:
     tensor = LAYOUTS[name]
     copied = laid_out(tensor, tensor)
     assert torch.equal(copied, tensor)

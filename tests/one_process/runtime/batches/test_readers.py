@@ -1,4 +1,4 @@
-"""One batch for every rank: each reads and compares, or rank 0 reads and sends. Ranks are threads here."""
+"""The same batch for every rank: each rank reads and compares, or rank 0 reads and sends. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def assert_one_reader_is_as_good(pipeline: Pipeline, items: Sequence[Any], file:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_one_reader_sends_every_kind_of_leaf_where_it_is_read(mixed: Captured, tmp_path: Path, stages: int) -> None:
+def test_one_reader_sends_every_kind_of_leaf_to_its_stages(mixed: Captured, tmp_path: Path, stages: int) -> None:
     pipeline = build(mixed, plan_for(mixed, stages, "1f1b", 4, 6), tmp_path / "run")
     items = minibatches(mixed.workload, 5, 6, last=3)
     weights, losses = trained(pipeline, items)
@@ -103,7 +103,7 @@ def planned(schedule: str, replicas: tuple[int, ...]) -> tuple[Captured, Plan]:
 
 
 @pytest.mark.parametrize(("schedule", "replicas"), [("2bw", (1, 1)), ("1f1b", (2, 1)), ("gpipe", (3,))])
-def test_one_reader_gives_the_bits_of_each_reader(tmp_path: Path, schedule: str, replicas: tuple[int, ...]) -> None:
+def test_one_reader_and_each_reader_train_equally(tmp_path: Path, schedule: str, replicas: tuple[int, ...]) -> None:
     subject, plan = planned(schedule, replicas)
     items = minibatches(subject.workload, 7, 6, last=5)
     each = trained(build(subject, plan, tmp_path / "each"), items)
@@ -123,7 +123,7 @@ class Evaluations(Silent):
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (3,), (2, 1)])
-def test_evaluation_gives_the_same_with_either_reader(tmp_path: Path, replicas: tuple[int, ...]) -> None:
+def test_evaluation_is_equal_with_either_reader(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     subject, plan = planned("1f1b", replicas)
     results = []
     for reader in ("each", "one"):
@@ -135,11 +135,11 @@ def test_evaluation_gives_the_same_with_either_reader(tmp_path: Path, replicas: 
     assert len(results[0]) == 1
 
 
-# -- ranks that read something else ------------------------------------------------------------------------------------
+# -- ranks that read different data ------------------------------------------------------------------------------------
 
 
 def run_with(pipeline: Pipeline, epochs: Sequence[Epochs], **job: Any) -> tuple[AutopipeError, list[RankSession]]:
-    """Train with data of its own for each rank, and return the failure and what the ranks came to."""
+    """Train with separate data for each rank; return the failure and the results of the ranks."""
     sessions: list[RankSession] = []
 
     def body(session: RankSession) -> None:
@@ -153,7 +153,7 @@ def run_with(pipeline: Pipeline, epochs: Sequence[Epochs], **job: Any) -> tuple[
 
 
 def spoilt(items: Sequence[Any], index: int) -> list[Any]:
-    """Return the same minibatches but for one number of one of them, which one stage alone reads."""
+    """Return the minibatches with one number changed, which a single stage reads."""
     (x, mask, places, scale), target = items[index]
     places = places.clone()
     places[-1] = (places[-1] + 1) % 9
@@ -162,7 +162,7 @@ def spoilt(items: Sequence[Any], index: int) -> list[Any]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_another_minibatch_on_one_rank_ends_the_run_before_its_step(
+def test_a_different_minibatch_on_one_rank_ends_the_run_before_its_step(
     mixed: Captured, tmp_path: Path, schedule: str, rank: int
 ) -> None:
     plan = plan_for(mixed, 3, schedule, 4, 6)
@@ -176,7 +176,7 @@ def test_another_minibatch_on_one_rank_ends_the_run_before_its_step(
     assert f"rank {rank} read another minibatch for step 4 than rank" in failure.what
     assert "minibatch 3 of epoch 0" in failure.what
     assert "--data-reader one" in failure.remedy
-    # a window of an asynchronous schedule holds all five minibatches: none of its steps is made
+    # one window of the asynchronous schedule holds all five minibatches, so no step is done
     steps = 3 if schedule in ("gpipe", "1f1b") else 0
     expected: dict[str, Any] = dict(mixed.workload.build_model().named_parameters())
     if steps:
@@ -185,7 +185,7 @@ def test_another_minibatch_on_one_rank_ends_the_run_before_its_step(
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_the_odd_one_of_three_is_named_even_if_it_is_rank_0(mixed: Captured, tmp_path: Path) -> None:
+def test_the_rank_that_differs_from_two_others_is_named_even_if_it_is_rank_0(mixed: Captured, tmp_path: Path) -> None:
     pipeline = build(mixed, plan_for(mixed, 3, "1f1b", 4, 6), tmp_path, epochs=0)
     items = minibatches(mixed.workload, 2, 6)
     epochs: list[Epochs] = [lambda epoch: iter(spoilt(items, 0)), lambda epoch: iter(items), lambda epoch: iter(items)]
@@ -193,7 +193,7 @@ def test_the_odd_one_of_three_is_named_even_if_it_is_rank_0(mixed: Captured, tmp
     assert failure.what.startswith("rank 0 read another minibatch for step 1 than rank 1 did")
 
 
-def test_data_that_ends_earlier_on_one_rank_is_no_end_but_an_error(tmp_path: Path) -> None:
+def test_data_that_ends_earlier_on_one_rank_is_an_error(tmp_path: Path) -> None:
     subject = captured("gpt")
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 4, 6), tmp_path, epochs=1)
     items = minibatches(subject.workload, 4, 6)
@@ -201,7 +201,7 @@ def test_data_that_ends_earlier_on_one_rank_is_no_end_but_an_error(tmp_path: Pat
     assert "rank 1 reached the end of the data for step 4, and rank 0 reached minibatch 3 of epoch 0" in failure.what
 
 
-def test_a_new_shape_on_one_rank_alone_ends_the_run_instead_of_waiting(tmp_path: Path) -> None:
+def test_a_new_shape_on_a_single_rank_ends_the_run(tmp_path: Path) -> None:
     subject = captured_file(SHAPES / "conv.py")
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 3, 6), tmp_path, epochs=0)
     items = list(subject.workload.items(6))
@@ -212,7 +212,7 @@ def test_a_new_shape_on_one_rank_alone_ends_the_run_instead_of_waiting(tmp_path:
     assert "rank 1 read another minibatch for step 2" in failure.what
 
 
-# -- the place where data goes on --------------------------------------------------------------------------------------
+# -- the position of the data ------------------------------------------------------------------------------------------
 
 
 def numbers(*lengths: int) -> Epochs:
@@ -223,7 +223,7 @@ def values(source: Source, most: int) -> list[float]:
     return [float(taken.item[0]) for taken in source.read(0, most)]
 
 
-def test_a_source_goes_on_behind_its_place_and_over_the_end_of_an_epoch() -> None:
+def test_a_source_continues_at_its_position_and_into_the_next_epoch() -> None:
     whole = Source(numbers(3, 2, 3), "net", Silent(), epochs=3)
     places = [taken.place for taken in whole.read(0, 99)]
     expected = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3)]
@@ -237,9 +237,7 @@ def test_a_source_goes_on_behind_its_place_and_over_the_end_of_an_epoch() -> Non
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
-def test_a_count_that_matters_only_after_the_place_is_counted_again_or_a_note_says_so(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_counter_that_matters_later_is_restored_or_noted(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopipe.runtime.batches.source.REPLAY_SECONDS", seconds)
 
     def counting() -> Callable[[int], Iterator[Any]]:
@@ -261,7 +259,7 @@ def test_a_count_that_matters_only_after_the_place_is_counted_again_or_a_note_sa
     assert (equal, len(notes.texts)) == ((True, 0) if seconds else (False, 1))
 
 
-def test_a_source_that_gives_something_else_than_before_the_place_is_refused() -> None:
+def test_a_source_that_differs_before_its_position_is_refused() -> None:
     first = Source(numbers(3), "net", Silent())
     (*_, taken) = first.read(0, 2)
     other = Source(lambda epoch: iter([(torch.tensor([[9.0]]), None)] * 3), "net", Silent())
@@ -275,9 +273,7 @@ def test_a_source_that_gives_something_else_than_before_the_place_is_refused() -
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_data_that_fills_the_same_memory_again_trains_as_data_that_does_not(
-    mixed: Captured, tmp_path: Path, schedule: str
-) -> None:
+def test_data_that_reuses_its_memory_trains_equally(mixed: Captured, tmp_path: Path, schedule: str) -> None:
     items = minibatches(mixed.workload, 5, 6)
     pipeline = build(mixed, plan_for(mixed, 2, schedule, 2, 6), tmp_path)
     expected = pipeline.weights(pipeline.train(items))
@@ -310,7 +306,7 @@ def test_data_that_fills_the_same_memory_again_trains_as_data_that_does_not(
         lambda x: x.to_sparse(),
     ],
 )
-def test_what_is_kept_of_a_minibatch_lies_in_memory_as_it_did(lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_stored_minibatches_keep_their_strides(lay: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = lay(torch.arange(1200.0).view(12, 100)[:, :10])
     copy = kept({"x": [x]})["x"][0]
     dense = copy.to_dense() if copy.is_sparse else copy

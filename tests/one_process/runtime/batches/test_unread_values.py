@@ -1,4 +1,4 @@
-"""Values of a batch that nothing reads, such as file names, may differ in every batch; those that are read may not."""
+"""Values that nothing reads, such as file names, may differ in every batch; values that are read may not."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ def written(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_value_counts_as_unread_only_where_neither_forward_nor_loss_asks_for_it(name: str, tmp_path: Path) -> None:
+def test_a_value_is_unread_only_if_neither_forward_nor_loss_reads_it(name: str, tmp_path: Path) -> None:
     captured = capture(load_workload(LoadOptions(str(written(name, tmp_path)))))
     assert {path.split("'")[1] for path in captured.graph.batch.unread} == CASES[name][3]
 
 
-def test_a_capture_that_is_not_compared_again_knows_the_unread_values_too(tmp_path: Path) -> None:
+def test_a_capture_without_verification_finds_the_unread_values(tmp_path: Path) -> None:
     name = next(name for name, case in CASES.items() if case[3])
     workload = captured_file(written(name, tmp_path)).workload
     assert capture(workload, verify=False).graph.batch.unread == capture(workload).graph.batch.unread != ()
 
 
 @pytest.mark.parametrize("name", ["nothing is read", "keyword arguments", "tensors are picked out"])
-def test_what_nothing_reads_needs_no_stage_code_of_its_own(name: str, tmp_path: Path) -> None:
+def test_a_change_of_an_unread_value_needs_no_new_stage_files(name: str, tmp_path: Path) -> None:
     path = written(name, tmp_path)
     subject = captured_file(path)
     pipeline = build(subject, plan_for(subject, 2, "1f1b", 3, 6), tmp_path / "run", max_shapes=1)
@@ -119,7 +119,7 @@ def test_what_nothing_reads_needs_no_stage_code_of_its_own(name: str, tmp_path: 
         assert torch.equal(ours[key], value), key
 
 
-def test_of_an_unread_value_the_type_still_counts() -> None:
+def test_a_change_of_the_type_of_an_unread_value_counts() -> None:
     def form(value: object) -> BatchForm:
         return form_of({"x": torch.ones(2, 3), "value": value})
 

@@ -1,4 +1,4 @@
-"""Batches whose sequences are of different lengths, and images of different sizes, train as a plain loop does."""
+"""Batches with sequences of different lengths or images of different sizes train as in a plain loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autopipe.verify.check import staleness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = Path(__file__).resolve().parents[3] / "shape_models"
-# how many further shapes need stage code of their own: a length needs none, where the model leaves it free
+# the number of further shapes that need their own stage files; a symbolic length needs none
 FURTHER = {"gpt": 0, "lstm": 0, "hf_gpt2": 0, "conv": 2}
 
 
 def tokens(batch: dict[str, torch.Tensor]) -> int:
-    """Count the targets of a language model: the labels moved by one, without the padding."""
+    """Count the targets of a language model: the labels shifted by one, without padding."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
@@ -42,7 +42,7 @@ def pipeline_of(name: str, num_stages: int, folder: Path, schedule: str = "1f1b"
 
 
 def trained_like_a_plain_loop(name: str, pipeline: Pipeline) -> list[str]:
-    """Train over the model's own data both ways, compare every bit, and return the messages of rank 0."""
+    """Train in stages and in a plain loop, compare every bit, and return the messages of rank 0."""
     items = list(pipeline.captured.workload.items(6))
     reporters = [Notes() for _ in pipeline.plan.stages]
     sessions = pipeline.train(items, reporters=reporters)
@@ -56,14 +56,14 @@ def trained_like_a_plain_loop(name: str, pipeline: Pipeline) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(FURTHER))
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_training_over_mixed_shapes_is_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
+def test_training_over_mixed_shapes_equals_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
     notes = trained_like_a_plain_loop(name, pipeline_of(name, num_stages, tmp_path))
     assert len(notes) == FURTHER[name]
     assert all("generated stage code for a batch of another shape" in note for note in notes)
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_stale_schedules_go_on_over_a_change_of_shape(schedule: str, tmp_path: Path) -> None:
+def test_stale_schedules_continue_across_a_change_of_shape(schedule: str, tmp_path: Path) -> None:
     pipeline = pipeline_of("conv", 2, tmp_path, schedule)
     items = list(pipeline.captured.workload.items(6))
     sessions = pipeline.train(items)
@@ -82,7 +82,7 @@ def test_recompute_follows_the_shape_of_the_forward(tmp_path: Path) -> None:
     assert len(trained_like_a_plain_loop("conv", build(subject, plan, tmp_path))) == 2
 
 
-def test_more_shapes_than_are_allowed_end_the_run_with_the_way_out(tmp_path: Path) -> None:
+def test_too_many_shapes_end_the_run_with_a_remedy(tmp_path: Path) -> None:
     pipeline = pipeline_of("conv", 2, tmp_path, max_shapes=1)
     with pytest.raises(
         RunError, match=r"another shape \(inputs: float32\[2, 3, 24, 24\].* 1 shapes? already"
@@ -91,15 +91,15 @@ def test_more_shapes_than_are_allowed_end_the_run_with_the_way_out(tmp_path: Pat
     assert "--max-shapes" in caught.value.remedy
 
 
-def test_a_shape_that_the_model_cannot_take_is_refused_with_the_models_own_line(tmp_path: Path) -> None:
+def test_a_shape_that_the_model_does_not_accept_is_refused_with_its_line(tmp_path: Path) -> None:
     pipeline = pipeline_of("gpt", 2, tmp_path)
-    ids = torch.zeros(6, 65, dtype=torch.int64)  # there are places for 64
+    ids = torch.zeros(6, 65, dtype=torch.int64)  # the table has 64 positions
     with pytest.raises(RunError, match=r"another shape .*int64\[2, 65\].* cannot run in these stages") as caught:
         pipeline.train([(ids, ids)])
     assert "self.places.weight" in caught.value.where
 
 
-def test_the_code_of_another_shape_is_written_beside_the_stage_files(tmp_path: Path) -> None:
+def test_the_code_of_another_shape_is_written_next_to_the_stage_files(tmp_path: Path) -> None:
     pipeline = pipeline_of("conv", 2, tmp_path)
     pipeline.train(list(pipeline.captured.workload.items(6)))
     folders = sorted(path.name for path in pipeline.run.stages.iterdir() if path.is_dir())
@@ -108,7 +108,7 @@ def test_the_code_of_another_shape_is_written_beside_the_stage_files(tmp_path: P
     assert [text.count("max_pool2d") for text in texts] == [1, 2]
 
 
-def test_evaluation_meets_other_shapes_too(tmp_path: Path) -> None:
+def test_evaluation_accepts_other_shapes(tmp_path: Path) -> None:
     pipeline = pipeline_of("gpt", 2, tmp_path, evaluate_every=1)
     events: list[float] = []
 
@@ -125,7 +125,7 @@ def test_evaluation_meets_other_shapes_too(tmp_path: Path) -> None:
     with torch.no_grad():
         parts = [[(ids[i : i + 2], ids[i : i + 2]) for i in (0, 2, 4)] for ids, _ in items]
         losses = [sum(float(module.loss(model(x), y)) for x, y in item) / 3 for item in parts]
-    lengths = [ids.shape[1] - 1 for ids, _ in items]  # the mean over all targets: a longer batch has more of them
+    lengths = [ids.shape[1] - 1 for ids, _ in items]  # the mean over all targets, of which a longer batch has more
     mean = sum(loss * length for loss, length in zip(losses, lengths, strict=True)) / sum(lengths)
     assert events == [pytest.approx(mean, rel=1e-6)]
     assert all(runner.stage.training for session in sessions for runner in session.executor.runners.values())

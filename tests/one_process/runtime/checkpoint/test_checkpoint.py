@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, checked when read, and never anything that can run."""
+"""Checkpoints: complete or absent, verified when read, and never executable."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from autopipe.runtime.checkpoint.snapshot import Snapshot
 
 
 def edit_manifest(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Write the manifest as an attacker would, digest and all."""
+    """Write the manifest as an attacker would, with a matching digest."""
     document = json.loads((folder / "manifest.json").read_text())
     document.pop("digest", None)
     change(document["files"])
     (folder / "manifest.json").write_text(json.dumps(document))
 
 
-def test_what_was_saved_by_two_stages_is_read_by_name(tmp_path: Path) -> None:
+def test_tensors_saved_by_two_stages_are_read_by_name(tmp_path: Path) -> None:
     save(tmp_path, 4)
     checkpoint = Checkpoint.latest(tmp_path)
     assert checkpoint is not None
@@ -43,13 +43,13 @@ def test_what_was_saved_by_two_stages_is_read_by_name(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000004\n"
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=2)
     assert steps(tmp_path) == [3, 4]
 
 
-def test_a_save_that_was_cut_off_is_not_seen(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_ignored(tmp_path: Path) -> None:
     save(tmp_path, 1)
     write_stage(unfinished(tmp_path, 2, "p"), 0, 2, Snapshot.of({"model.w0": torch.zeros(1)}), StageState())
     assert steps(tmp_path) == [1]
@@ -57,7 +57,7 @@ def test_a_save_that_was_cut_off_is_not_seen(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_name_that_is_not_held_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"does not hold 'model.w9' \(1 missing\)"):
         Checkpoint(save(tmp_path, 1)).read(["model.w9"])
 
@@ -83,21 +83,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd", "/etc/passwd", "stage-0-of-2.safetensors/../x", "stage-0-of-2.pt"]
 )
-def test_a_manifest_cannot_point_elsewhere(tmp_path: Path, name: str) -> None:
+def test_a_manifest_cannot_refer_to_other_folders(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 1)
     edit_manifest(folder, lambda files: files[0].update(file=name))
     with pytest.raises(ArtifactError, match="is not the name of a stage's file"):
         Checkpoint(folder)
 
 
-def test_a_disk_that_does_not_take_it_is_reported(tmp_path: Path) -> None:
+def test_a_failure_to_write_is_reported(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ArtifactError, match="the checkpoint of stage 0 cannot be written"):
         write_stage(blocked / "step", 0, 1, Snapshot.of({"model.w": torch.zeros(1)}), StageState())
 
 
-def test_the_steps_that_are_whole_are_known(tmp_path: Path) -> None:
+def test_the_steps_of_intact_checkpoints_are_listed(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     (directory_of(tmp_path, 4) / "manifest.json").unlink()
@@ -106,7 +106,7 @@ def test_the_steps_that_are_whole_are_known(tmp_path: Path) -> None:
     assert intact(tmp_path) == [1, 3]
 
 
-def test_a_manifest_that_names_what_no_file_holds_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_names_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     edit_manifest(folder, lambda files: files[1]["tensors"].append("model.w7"))
     with pytest.raises(ArtifactError, match=r"stage-1-of-2\.safetensors lacks 'model\.w7'"):
@@ -114,7 +114,7 @@ def test_a_manifest_that_names_what_no_file_holds_is_refused(tmp_path: Path) -> 
 
 
 class Bomb:
-    """What runs when a file is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -123,7 +123,7 @@ class Bomb:
         return Path.touch, (Path(self.path),)
 
 
-def test_a_pickle_in_a_stages_file_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> None:
+def test_a_pickle_in_a_stage_file_is_refused_and_does_not_run(tmp_path: Path) -> None:
     import hashlib
 
     folder, trace = save(tmp_path, 1), tmp_path / "it-ran"
@@ -138,7 +138,7 @@ def test_a_pickle_in_a_stages_file_is_refused_and_nothing_of_it_runs(tmp_path: P
     assert not trace.exists()
 
 
-def test_going_on_from_an_earlier_step_sets_the_later_ones_aside(tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "step-00000004.tmp").mkdir()
@@ -149,7 +149,7 @@ def test_going_on_from_an_earlier_step_sets_the_later_ones_aside(tmp_path: Path)
     assert steps(tmp_path) == [1]
 
 
-def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     unfinished(tmp_path, 2, "p").mkdir()
     (tmp_path / ".latest.123.tmp").write_text("step-0")

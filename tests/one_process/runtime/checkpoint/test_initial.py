@@ -30,7 +30,7 @@ class Recurrent(Stage):
 
 
 class Tagged(nn.Module):
-    """A module of the user, which may reach its parameter by an attribute as well."""
+    """A module of the user that may also reach its parameter by another attribute."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 class Builds:
-    """Counts the builds of a model; each starts from the same seed."""
+    """Counts the builds of a model; every build starts from the same seed."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -76,7 +76,7 @@ def test_two_stages_come_from_one_build_and_a_tied_tensor_is_cloned() -> None:
     assert isinstance(other, nn.Parameter) and other.requires_grad and other.decay is False
 
 
-def test_the_clone_of_an_lstms_weight_is_the_one_that_it_computes_with() -> None:
+def test_an_lstm_computes_with_the_clone_of_its_weight() -> None:
     build = Builds()
     first, memory = adopt_all([First, Recurrent], build, {})
     assert build.count == 1 and memory.memory.bias_hh_l0 is not first.norm.weight

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside training: what was copied is written, one at a time, and failures come back."""
+"""Checkpoints are written during training: copies are written one at a time, and failures are raised."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_snapshot_is_a_safetensors_file_of_every_dtype_and_layout(tmp_path: Pa
     assert (digest, size) == (hashlib.sha256(data).hexdigest(), len(data))
 
 
-def test_a_snapshot_keeps_its_buffer_and_holds_what_was_taken_last(tmp_path: Path) -> None:
+def test_a_snapshot_reuses_its_buffer_and_holds_the_last_copy(tmp_path: Path) -> None:
     snapshot = Snapshot()
     large = {"a": torch.randn(1000), "b": torch.randn(10)}
     snapshot.take(large)
@@ -72,7 +72,7 @@ def test_a_snapshot_keeps_its_buffer_and_holds_what_was_taken_last(tmp_path: Pat
     assert_holds(tmp_path / "file", small)
 
 
-def test_what_changes_after_the_copy_does_not_change_the_file(tmp_path: Path) -> None:
+def test_changes_after_the_copy_do_not_change_the_file(tmp_path: Path) -> None:
     weight = torch.ones(4)
     snapshot = Snapshot.of({"w": weight})
     weight.zero_()
@@ -85,7 +85,7 @@ def test_a_dtype_that_the_format_lacks_is_named() -> None:
         Snapshot.of({"w": torch.zeros(1, dtype=torch.complex128)})
 
 
-def test_rank_0_finishes_once_the_others_have_written(tmp_path: Path) -> None:
+def test_rank_0_finishes_a_checkpoint_once_the_others_have_written(tmp_path: Path) -> None:
     first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
     first.write(manifest(3), [part(0, a=torch.ones(2))])
     assert first.finished() == []
@@ -113,7 +113,7 @@ def test_at_most_one_checkpoint_is_in_flight(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(checkpoints, "write_stage", slow)
     saver = Saver(tmp_path, 1, keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
-    assert saver.finished() == []  # training goes on while it is written
+    assert saver.finished() == []  # training continues while it is written
     go_on.set()
     saver.write(manifest(2), [part(0, a=torch.ones(2))])
     saver.wait()
@@ -121,7 +121,7 @@ def test_at_most_one_checkpoint_is_in_flight(tmp_path: Path, monkeypatch: pytest
     assert [step for step, _ in saver.finished()] == [1, 2]
 
 
-def test_a_failure_while_writing_is_raised_where_training_looks(tmp_path: Path) -> None:
+def test_a_failure_while_writing_is_raised_in_training(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     saver = Saver(blocked, 1, keep=0, leads=True)
@@ -132,7 +132,7 @@ def test_a_failure_while_writing_is_raised_where_training_looks(tmp_path: Path) 
         saver.raise_if_failed()
 
 
-def test_a_stage_that_never_comes_is_named(tmp_path: Path) -> None:
+def test_a_missing_stage_is_named(tmp_path: Path) -> None:
     saver = Saver(tmp_path, 2, keep=0, leads=True, timeout_seconds=0.05)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     with pytest.raises(ArtifactError, match="stage 1 has not written its part") as caught:
@@ -140,7 +140,7 @@ def test_a_stage_that_never_comes_is_named(tmp_path: Path) -> None:
     assert "same run directory" in caught.value.remedy
 
 
-def test_a_part_of_an_attempt_under_another_plan_is_not_taken(tmp_path: Path) -> None:
+def test_files_of_an_attempt_with_another_plan_are_not_used(tmp_path: Path) -> None:
     cut_off = Saver(tmp_path, 4, keep=0, leads=False)
     cut_off.write(replace(manifest(3), plan_digest="q"), [part(1, b=torch.ones(2))])
     cut_off.wait()
@@ -153,7 +153,7 @@ def test_a_part_of_an_attempt_under_another_plan_is_not_taken(tmp_path: Path) ->
     assert checkpoint.read(["b"])["b"].tolist() == [0.0, 0.0]
 
 
-def test_a_session_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_failed_session_does_not_wait_for_others(tmp_path: Path) -> None:
     saver = Saver(tmp_path, 2, keep=0, leads=True)
     saver.write(manifest(1), [part(0, a=torch.ones(2))])
     saver.cancel()
@@ -181,13 +181,13 @@ def test_copies_of_a_tied_parameter_are_compared_at_every_checkpoint(tmp_path: P
     assert checkpoints.steps(tmp_path) == [1]
 
 
-def test_a_rank_that_fails_lets_the_checkpoint_in_flight_be_finished_first(tmp_path: Path) -> None:
+def test_a_failed_rank_first_finishes_the_checkpoint_in_flight(tmp_path: Path) -> None:
     first, second = Saver(tmp_path, 2, keep=0, leads=True), Saver(tmp_path, 2, keep=0, leads=False)
-    second.wait_up_to()  # nothing is in flight
+    second.wait_up_to()  # no checkpoint is in flight
     second.write(manifest(3), [part(1, b=torch.zeros(2))])
     first.write(manifest(3), [part(0, a=torch.ones(2))])
     second.wait_up_to(30)
     assert checkpoints.steps(tmp_path) == [3]
     second.write(manifest(4), [part(1, b=torch.zeros(2))])
-    second.wait_up_to(0.05)  # rank 0 is gone: not for long
+    second.wait_up_to(0.05)  # rank 0 has ended: the wait is short
     assert checkpoints.steps(tmp_path) == [3]

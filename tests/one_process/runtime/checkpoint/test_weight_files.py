@@ -1,4 +1,4 @@
-"""Training starts from weights that others wrote, each rank reading only its own."""
+"""Training starts from weights in other formats, and each rank reads only its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained(tmp_path: Path) -> Pipeline:
 
 @pytest.fixture
 def other(trained: Pipeline) -> nn.Module:
-    """The model with weights that no seed makes."""
+    """Return the model with weights that differ from every seed's."""
     model = trained.captured.workload.build_model()
     generator = torch.Generator().manual_seed(77)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_training_starts_from_weights_of_every_format(
     items = minibatches(trained.captured.workload, 2, 8)
     sessions = started.train(items)
     weights, losses = trained.weights(sessions), sessions[0].executor.stepper.losses
-    # the plain loop, from the same weights
+    # the plain loop starts from the same weights
     workload = trained.captured.workload
     optimizer = workload.optimizer(list(other.named_parameters()))
     for step, item in enumerate(items):
@@ -115,7 +115,7 @@ def test_training_starts_from_weights_of_every_format(
 
 
 class Counting:
-    """Notes which tensors are read."""
+    """Records which tensors are read."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.shapes, self.seen = inner, inner.shapes, list[str]()
@@ -125,7 +125,7 @@ class Counting:
         return self.inner.read(names)
 
 
-def test_a_rank_reads_its_own_tensors_alone_and_no_other_takes_memory(
+def test_a_rank_reads_its_own_tensors_and_allocates_no_others(
     trained: Pipeline, other: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from autopipe.generate import load_constants, load_stage
@@ -157,7 +157,7 @@ def test_a_rank_reads_its_own_tensors_alone_and_no_other_takes_memory(
     assert all(len(names) < len(open_weights(path).shapes) / 1.5 for names in read)
 
 
-def test_what_is_not_in_the_file_and_not_a_parameter_is_as_the_model_builds_it(
+def test_buffers_that_are_not_in_the_file_keep_the_values_of_the_build(
     trained: Pipeline, other: nn.Module, tmp_path: Path
 ) -> None:
     state = {name: tensor.clone() for name, tensor in other.named_parameters(remove_duplicate=False)}
@@ -167,7 +167,7 @@ def test_what_is_not_in_the_file_and_not_a_parameter_is_as_the_model_builds_it(
     assert weights["blocks.2.1.running_mean"].eq(0).all()
 
 
-def test_a_model_that_cannot_be_built_without_memory_is_built_with_it(tmp_path: Path, other: nn.Module) -> None:
+def test_a_model_that_cannot_be_built_on_the_meta_device_is_built_with_memory(tmp_path: Path, other: nn.Module) -> None:
     (tmp_path / "odd").mkdir()
     reading = MODEL.replace("self.head = ", "assert self.words.weight.sum().item() != 1.5\n        self.head = ")
     path = tmp_path / "odd" / "net.py"
@@ -182,7 +182,9 @@ SEEDED = ("def build_model():", "def build_model():\n    torch.manual_seed(5)")
 
 
 @pytest.mark.parametrize("seeded", [("", ""), SEEDED])
-def test_a_random_table_is_that_of_a_real_build(seeded: tuple[str, str], tmp_path: Path, other: nn.Module) -> None:
+def test_a_random_buffer_equals_that_of_a_build_with_memory(
+    seeded: tuple[str, str], tmp_path: Path, other: nn.Module
+) -> None:
     (tmp_path / "odd").mkdir()
     path = tmp_path / "odd" / "net.py"
     path.write_text(MODEL.replace("torch.arange(6) != 2", RANDOM).replace(*seeded))
@@ -193,7 +195,7 @@ def test_a_random_table_is_that_of_a_real_build(seeded: tuple[str, str], tmp_pat
     assert torch.equal(weights["words.weight"], other.words.weight)
 
 
-def test_a_parameter_with_two_names_stays_one_without_memory() -> None:
+def test_a_parameter_with_two_names_stays_one_on_the_meta_device() -> None:
     with parameters_without_memory():
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         second.weight = first.weight
@@ -211,7 +213,7 @@ def refused(trained: Pipeline, path: Path, **options: Any) -> tuple[str, str]:
     return caught.value.what, caught.value.remedy
 
 
-def test_weights_that_do_not_fit_are_refused_by_the_first_parameter(
+def test_weights_of_another_shape_are_refused_with_the_first_parameter(
     trained: Pipeline, other: nn.Module, tmp_path: Path
 ) -> None:
     state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
@@ -235,7 +237,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_no_file_is_trusted_to_run_anything(trained: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+def test_no_file_can_run_code(trained: Pipeline, other: nn.Module, tmp_path: Path) -> None:
     trace = tmp_path / "it-ran"
     torch.save({**other.state_dict(), "words.weight": Bomb(trace)}, tmp_path / "x.pt")
     what, remedy = refused(trained, tmp_path / "x.pt", trust=True)
@@ -250,7 +252,7 @@ def test_no_file_is_trusted_to_run_anything(trained: Pipeline, other: nn.Module,
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "folder/x.safetensors", "x.pt"])
-def test_an_index_cannot_point_elsewhere(name: str, trained: Pipeline, other: nn.Module, tmp_path: Path) -> None:
+def test_an_index_cannot_refer_to_other_folders(name: str, trained: Pipeline, other: nn.Module, tmp_path: Path) -> None:
     safetensors(other, tmp_path)
     folder = tmp_path / "hf"
     folder.mkdir()

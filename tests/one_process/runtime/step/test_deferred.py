@@ -1,4 +1,4 @@
-"""Deferred BatchNorm: the running statistics are those of the whole minibatch, however it is cut."""
+"""Deferred BatchNorm: the running statistics are those of the complete minibatch for every number of microbatches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopipe.verify.check import compare
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d])
-def test_the_statistics_are_those_of_one_forward_over_all_of_it(kind: type[nn.Module], momentum: float | None) -> None:
+def test_statistics_equal_one_forward_over_the_minibatch(kind: type[nn.Module], momentum: float | None) -> None:
     shape = (12, 3) if kind is nn.BatchNorm1d else (12, 3, 4, 4)
     whole, cut = kind(3, momentum=momentum), kind(3, momentum=momentum)
     deferred = DeferredStatistics.of(cut)
@@ -46,7 +46,7 @@ def test_training_in_stages_defers_as_plain_training_does(num_stages: int, recom
     assert compare(subject.workload, pipeline.run, pipeline.job, pipeline.context, items, draws=False).bitwise
 
 
-def test_replicas_gather_the_statistics_of_the_whole_minibatch(tmp_path: Path) -> None:
+def test_replicas_gather_the_statistics_of_the_complete_minibatch(tmp_path: Path) -> None:
     subject = captured("resnet")
     plan = plan_for(subject, 2, "1f1b", 4, BATCH["resnet"])
     stages = (replace(plan.stages[0], ranks=(0, 1)), replace(plan.stages[1], ranks=(2,)))
@@ -58,7 +58,7 @@ def test_replicas_gather_the_statistics_of_the_whole_minibatch(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ranks", [((0, 1, 2),), ((0, 1), (2,))])
-def test_replicas_gather_what_the_loop_in_their_order_gathers(ranks: tuple[tuple[int, ...], ...], tmp_path: Path):
+def test_replicas_gather_statistics_in_the_order_of_the_plain_loop(ranks: tuple[tuple[int, ...], ...], tmp_path: Path):
     subject = captured("resnet")
     plan = laid_out(plan_for(subject, len(ranks), "1f1b", 4, 12), "1f1b", ranks)
     comparison = compared(subject, plan, tmp_path, steps=3, last=9, deferred_batch_norm=True)

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite ends the run, or is said, or is left out by every rank; never passed over."""
+"""A loss or gradient that is not finite ends the run, is reported, or is skipped by every rank; never ignored."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pipeline(folder: Path, schedule: str = "1f1b", **job: Any) -> Pipeline:
 
 
 def items(built: Pipeline, *bad: int) -> list[Any]:
-    """Minibatches, the ones named holding one NaN."""
+    """Return minibatches of which the given ones hold one NaN."""
     batches = minibatches(built.captured.workload, 6, 8)
     for index in bad:
         batches[index][0][5, 0] = float("nan")
@@ -72,7 +72,7 @@ def trained(built: Pipeline, batches: list[Any]) -> tuple[list[RankSession], lis
     return sessions, [event for one in reporters for event in one.events if event["kind"] == "nonfinite"]
 
 
-def test_stop_names_the_step_and_no_weight_is_stepped_with_it(tmp_path: Path) -> None:
+def test_stop_names_the_step_and_leaves_the_weights_unchanged(tmp_path: Path) -> None:
     built = pipeline(tmp_path, on_nonfinite="stop")
     reporters = [Told(), Told()]
     with pytest.raises(RunError, match=r"step 4 is not finite: (its loss|the gradient of)") as caught:
@@ -85,16 +85,16 @@ def test_stop_names_the_step_and_no_weight_is_stepped_with_it(tmp_path: Path) ->
     assert {(event["step"], event["policy"]) for event in seen} == {(3, "stop")}
 
 
-def test_warn_says_it_and_goes_on(tmp_path: Path) -> None:
+def test_warn_reports_the_step_and_continues(tmp_path: Path) -> None:
     built = pipeline(tmp_path, on_nonfinite="warn")
     sessions, reporters = trained(built, items(built, 4))
     losses = sessions[0].executor.stepper.losses
-    assert math.isnan(losses[4]) and math.isnan(losses[5])  # the weights are spoilt, as a plain loop's would be
+    assert math.isnan(losses[4]) and math.isnan(losses[5])  # the weights are NaN, as in a plain loop
     assert [(event["step"], event["policy"]) for event in reporters] == [(4, "warn"), (5, "warn")]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "pipedream"])
-def test_skip_leaves_the_step_out_on_every_rank(tmp_path: Path, schedule: str) -> None:
+def test_skip_skips_the_step_on_every_rank(tmp_path: Path, schedule: str) -> None:
     built = pipeline(tmp_path, schedule, on_nonfinite="skip")
     sessions, reporters = trained(built, items(built, 2))
     losses = sessions[0].executor.stepper.losses
@@ -103,7 +103,7 @@ def test_skip_leaves_the_step_out_on_every_rank(tmp_path: Path, schedule: str) -
     assert all(tensor.isfinite().all() for tensor in built.weights(sessions).values())
 
 
-def test_a_run_that_skips_is_the_run_without_these_minibatches(tmp_path: Path) -> None:
+def test_a_run_with_skipped_steps_equals_a_run_without_their_minibatches(tmp_path: Path) -> None:
     built = pipeline(tmp_path, on_nonfinite="skip")
     skipped, _ = trained(built, items(built, 1, 4))
     (tmp_path / "plain").mkdir()
@@ -117,7 +117,7 @@ def test_a_run_that_skips_is_the_run_without_these_minibatches(tmp_path: Path) -
             assert torch.equal(ours[name], tensor), name
 
 
-def test_a_finite_run_is_bit_equal_under_every_policy(tmp_path: Path) -> None:
+def test_a_finite_run_is_equal_bit_for_bit_under_every_policy(tmp_path: Path) -> None:
     runs = []
     for policy in ("stop", "warn", "skip"):
         (tmp_path / policy).mkdir()
@@ -132,7 +132,7 @@ def compared(built: Pipeline, batches: list[Any]) -> Comparison:
     return compare(built.captured.workload, built.run, job, built.context, batches, draws=False)
 
 
-def test_check_calls_nothing_equal_that_is_not_finite_on_both_sides(tmp_path: Path) -> None:
+def test_check_accepts_no_value_that_is_not_finite(tmp_path: Path) -> None:
     built = pipeline(tmp_path)
     comparison = compared(built, items(built, 2)[:3])
     assert comparison.nonfinite.startswith(
@@ -145,7 +145,7 @@ def test_check_calls_nothing_equal_that_is_not_finite_on_both_sides(tmp_path: Pa
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_found(value: float) -> None:
+def test_values_that_are_not_finite_are_detected(value: float) -> None:
     assert all_finite([]) and all_finite([torch.zeros(0)]) and all_finite([torch.ones(3), torch.full((2,), 1e38)])
     assert not all_finite([torch.ones(3), torch.tensor([1.0, value])])
     layer = nn.Linear(2, 2)
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_found(value: float) -> None:
     assert first_nonfinite(dict(layer.named_parameters())) == "bias"
 
 
-def test_spoilt_statistics_go_back_to_what_they_were() -> None:
+def test_running_statistics_of_a_skipped_step_are_restored() -> None:
     layer = nn.Sequential(nn.BatchNorm1d(2))
     kept = FiniteBuffers(layer, ["0.running_mean", "0.running_var", "0.num_batches_tracked"])
     layer(torch.randn(4, 2))
@@ -173,7 +173,7 @@ def listening(folder: Path) -> tuple[Listener, list[tuple[str, Mapping[str, Any]
     return Listener(RunDirectory(folder), take, 1), heard
 
 
-def test_the_supervisor_ends_a_run_that_is_to_stop_and_names_the_checkpoint_before(tmp_path: Path) -> None:
+def test_the_supervisor_names_the_step_and_the_checkpoint_before(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     listener, _ = listening(tmp_path)
     assert listener.nonfinite() is None

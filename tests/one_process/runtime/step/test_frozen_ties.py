@@ -1,4 +1,4 @@
-"""A frozen parameter that several stages read: nothing is exchanged for it, and every schedule may have it."""
+"""A frozen parameter that several stages read: nothing is exchanged, and every schedule supports it."""
 
 from __future__ import annotations
 
@@ -120,22 +120,22 @@ def trained(pipeline: Pipeline, items: Sequence[Any], **job: Any) -> dict[str, t
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "2bw", "pipedream"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_weights_are_those_of_the_plain_loop(name: str, schedule: str, num_stages: int, tmp_path: Path) -> None:
+def test_weights_equal_the_plain_loop(name: str, schedule: str, num_stages: int, tmp_path: Path) -> None:
     if name == "a trained tie beside it" and schedule == "pipedream":
         pytest.skip("refused for the trained tie; see test_context")
     subject = written(name, tmp_path)
     plan = plan_for(subject, num_stages, schedule, 4, 8)
-    # the trained one is larger than what these stages exchange: added up once a step, it would only be close
+    # the trained tie is large; summed once per step it would be equal up to rounding only
     plan = with_exact_ties(plan)
     items = minibatches(subject.workload, STEPS, 8, last=5)
     pipeline = build(subject, plan, tmp_path / "run")
-    # the stage files name the plan that was written, not one without its frozen ties
+    # the stage files name the written plan, which includes the frozen ties
     assert pipeline.context.plan.digest == plan.digest
     assert_equals_oracle(plan, items, trained(pipeline, items))
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (2,)), ((0,), (1, 2))])
-def test_replicas_of_either_stage_hold_equal_copies(ranks: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
+def test_replicas_of_each_stage_hold_equal_copies(ranks: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
     subject = written("shared embedding", tmp_path)
     plan = laid_out(plan_for(subject, 2, "1f1b", 4, 8), "1f1b", ranks)
     items = minibatches(subject.workload, STEPS, 8)
@@ -146,7 +146,7 @@ def test_replicas_of_either_stage_hold_equal_copies(ranks: tuple[tuple[int, ...]
     assert torch.equal(ours["words.weight"], model.words.weight)
 
 
-def test_a_batch_of_another_shape_follows_a_recording_of_its_own(tmp_path: Path) -> None:
+def test_a_batch_of_another_shape_has_its_own_recording(tmp_path: Path) -> None:
     subject = written("shared embedding", tmp_path)
     plan = plan_for(subject, 2, "2bw", 2, 8)
     items = minibatches(subject.workload, 2, 8)
@@ -154,7 +154,7 @@ def test_a_batch_of_another_shape_follows_a_recording_of_its_own(tmp_path: Path)
     assert_equals_oracle(plan, items, trained(build(subject, plan, tmp_path / "run"), items))
 
 
-def test_a_checkpoint_is_read_at_another_number_of_stages_and_evaluates_the_same(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_with_another_number_of_stages(tmp_path: Path) -> None:
     subject = written("low rank on tied weights", tmp_path)
     items = minibatches(subject.workload, STEPS, 8)
     first = build(subject, plan_for(subject, 3, "1f1b", 4, 8), tmp_path / "run", save=True)

@@ -37,7 +37,7 @@ def data(batch_size=6):
 
 
 @pytest.mark.parametrize("count", ["(labels[:, 1:] != -100).sum()", "(labels[:, 1:] != -100).sum().item()", "None"])
-def test_microbatches_together_take_the_step_of_the_whole_batch(count: str, tmp_path: Path) -> None:
+def test_microbatches_take_the_step_of_the_complete_batch(count: str, tmp_path: Path) -> None:
     path = tmp_path / "llama.py"
     path.write_text(MODEL % count)
     subject = captured_file(path)

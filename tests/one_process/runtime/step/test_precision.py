@@ -1,4 +1,4 @@
-"""Autocast and loss scaling: the same as in a plain script, whichever stage finds what."""
+"""Autocast and loss scaling equal a plain script's, whichever stage overflows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_bf16_is_within_the_noise_of_plain_autocast(sample: str, num_stages: int
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_fp16_leaves_a_step_out_on_every_stage_when_one_overflows(num_stages: int, clip: float, tmp_path: Path) -> None:
+def test_fp16_skips_a_step_on_every_stage_if_one_overflows(num_stages: int, clip: float, tmp_path: Path) -> None:
     path = tmp_path / "overflow.py"
     path.write_text(OVERFLOW)
     built, made_pipeline = pipeline(path, "fp16", num_stages, 8, tmp_path / "run", steps=6, clip_grad_norm=clip)
@@ -69,7 +69,7 @@ def test_fp16_leaves_a_step_out_on_every_stage_when_one_overflows(num_stages: in
     assert comparison.equal, (comparison.max_relative_error, comparison.noise)
     sessions = made_pipeline.train(items)
     scales = {session.executor.stepper.scaler.scale for session in sessions}
-    assert scales == {32768.0}  # halved once, by the third minibatch
+    assert scales == {32768.0}  # halved once, at the third minibatch
 
 
 def test_an_asynchronous_schedule_refuses_float16(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_asynchronous_schedule_refuses_float16(tmp_path: Path) -> None:
         made_pipeline.train(minibatches(built.workload, 2, 8))
 
 
-def test_the_scale_follows_torchs_own_rule() -> None:
+def test_the_scale_follows_the_rule_of_torch() -> None:
     ours, theirs = LossScaler(interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)

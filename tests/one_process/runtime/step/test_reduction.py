@@ -1,4 +1,4 @@
-"""Replicas add up in buckets that start within the last backward, in one order everywhere, and come out the same."""
+"""Replicas sum gradients in buckets that start during the last backward, in one order, with equal results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopipe.runtime.transport.base import ThreadHub, TransportClosed
 
 
 class Recorder:
-    """A transport of one: it keeps what was started, and adds nothing."""
+    """A transport of one rank, which records the reductions and sums nothing."""
 
     rank, world_size = 0, 1
 
@@ -72,7 +72,7 @@ def test_a_parameter_larger_than_a_bucket_has_one_of_its_own_and_dtypes_do_not_m
     assert [bucket.names for bucket in gradient_sum.buckets] == [["c"], ["b"], ["a"]]
 
 
-def test_buckets_start_while_backward_runs_the_last_layers_first() -> None:
+def test_buckets_start_during_the_backward_from_the_last_layers_on() -> None:
     model, parameters = chain([4, 4, 4, 4])
     transport = Recorder()
     gradient_sum = GradientSum(parameters, list(parameters), (0, 1), transport, bucket_bytes=64)
@@ -82,21 +82,21 @@ def test_buckets_start_while_backward_runs_the_last_layers_first() -> None:
     with gradient_sum.watching(parameters):
         model(x).sum().backward()
         assert len(transport.started) == 3
-    assert seen == [2]  # before the first layer's gradient there was, those of the other two were on their way
+    assert seen == [2]  # the gradients of the other two layers were sent before the first layer's existed
     assert all(parameter.grad is None for parameter in parameters.values())
     gradient_sum.start(parameters)
     gradient_sum.finish()
     expected = torch.autograd.grad(model(x).sum(), list(parameters.values()))
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters.values(), expected, strict=True))
-    model(x).sum().backward()  # nothing watches any more
+    model(x).sum().backward()  # no hook remains
     assert len(transport.started) == 3
 
 
-def test_a_parameter_that_backward_leaves_out_holds_its_bucket_back_and_those_behind_it() -> None:
+def test_an_unused_parameter_delays_its_bucket_and_the_next_ones() -> None:
     model, parameters = chain([4, 4, 4, 4])
     transport = Recorder()
     gradient_sum = GradientSum(parameters, list(parameters), (0, 1), transport, bucket_bytes=64)
-    model[1].weight.grad = torch.full((4, 4), 7.0)  # of an earlier microbatch
+    model[1].weight.grad = torch.full((4, 4), 7.0)  # from an earlier microbatch
     with gradient_sum.watching(parameters):
         model[2](model[0](torch.ones(2, 4))).sum().backward()
     assert len(transport.started) == 1 and gradient_sum.busy
@@ -106,7 +106,7 @@ def test_a_parameter_that_backward_leaves_out_holds_its_bucket_back_and_those_be
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_replicas_with_other_gradients_missing_agree_to_the_last_bit(count: int) -> None:
+def test_replicas_with_different_missing_gradients_agree_bit_for_bit(count: int) -> None:
     hub = ThreadHub(count)
     gradients = [
         [torch.randn(5, generator=torch.Generator().manual_seed(10 * r + k)) for k in range(3)] for r in range(count)
@@ -129,7 +129,7 @@ def test_replicas_with_other_gradients_missing_agree_to_the_last_bit(count: int)
         assert torch.equal(first, gradients[0][1]) and nobody is None
 
 
-def test_sums_that_overlap_come_out_in_their_order() -> None:
+def test_overlapping_sums_finish_in_order() -> None:
     hub = ThreadHub(2)
 
     def rank(index: int) -> list[float]:
@@ -143,7 +143,7 @@ def test_sums_that_overlap_come_out_in_their_order() -> None:
     assert together(2, rank) == [[1.0, 21.0, 41.0, 61.0]] * 2
 
 
-def test_a_rank_that_fails_wakes_who_waits_for_a_sum() -> None:
+def test_a_failed_rank_wakes_ranks_that_wait_for_a_sum() -> None:
     hub = ThreadHub(2)
     pending = hub.transport(0).start_all_reduce((0, 1), torch.zeros(1))
 
@@ -165,7 +165,7 @@ class Normal(nn.Module):
         self.register_buffer("table", torch.arange(3.0))
 
 
-def test_only_buffers_that_the_stage_writes_are_averaged_in_memory_of_their_own() -> None:
+def test_only_written_buffers_are_averaged_in_separate_memory() -> None:
     hub = ThreadHub(2)
 
     def rank(index: int) -> tuple[Normal, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Microbatches add up to the batch, whatever the loss divides by."""
+"""Microbatches sum to the batch, whatever the divisor of the loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_minibatch(subject: Captured, item: Batch, parts: list[Batch], plan: Any, 
 
 
 def gradients(subject: Captured, model: torch.nn.Module, parts: list[Batch], factors: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients of the weighted sum; a part that counts nothing is left out."""
+    """Return the gradients of the weighted sum; a part with divisor 0 is left out."""
     model.zero_grad(set_to_none=True)
     for part, factor in zip(parts, factors, strict=True):
         if factor:
@@ -46,11 +46,11 @@ def gradients(subject: Captured, model: torch.nn.Module, parts: list[Batch], fac
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_weighted_microbatches_are_the_whole_batch(case: LossCase, folder: Path) -> None:
+def test_weighted_microbatches_equal_the_complete_batch(case: LossCase, folder: Path) -> None:
     subject = captured(case, folder)
     item = next(subject.workload.items(7))
     model = subject.workload.build_model()
-    for count in (1, 2, 3, 7):  # with 7, two microbatches have nothing that counts
+    for count in (1, 2, 3, 7):  # with 7, two microbatches have divisor 0
         plan = plan_for(subject, 2, "gpipe", count, 7)
         run = build(subject, plan).run
         parts = subject.workload.split(item, count)
@@ -62,7 +62,7 @@ def test_weighted_microbatches_are_the_whole_batch(case: LossCase, folder: Path)
             continue
         assert shares.factors == pytest.approx([case.divisor(part) / case.divisor(item) for part in parts], rel=1e-12)
         if case.divisor is samples:
-            assert shares.factors == by_samples  # to the last bit
+            assert shares.factors == by_samples  # bit for bit
         wanted = gradients(subject, model, [item], [1.0])
         actual = gradients(subject, model, parts, shares.factors)
         assert wanted.keys() == actual.keys()
@@ -93,7 +93,7 @@ def test_stages_train_as_the_weighted_plain_loop_does(name: str, schedule: str, 
 
 
 def plain(path: Path, items: list[Batch], count: int, divisor: Callable[[Batch], float] | None) -> torch.nn.Module:
-    """Train by hand: microbatches weigh ``divisor(part) / divisor(batch)``."""
+    """Train by hand: a microbatch has the weight ``divisor(part) / divisor(batch)``."""
     assert divisor is not None
     torch.manual_seed(0)
     model = oracle.load(path).build_model().train()
@@ -107,7 +107,7 @@ def plain(path: Path, items: list[Batch], count: int, divisor: Callable[[Batch],
     return model
 
 
-def test_the_full_batch_differs_by_rounding_where_microbatches_are_weighted_right(folder: Path) -> None:
+def test_correctly_weighted_microbatches_differ_from_the_full_batch_by_rounding(folder: Path) -> None:
     cpu = torch.device("cpu")
     errors = {}
     for name in ("ignore_index", "sum", "contrastive"):

@@ -1,4 +1,4 @@
-"""What a model file may hold beside plain layers survives being cut: frozen parts, adapters, integers, groups."""
+"""Frozen parts, adapters, integers and parameter groups train in stages as in a plain loop."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def assert_the_oracles(
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_weights_are_those_of_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
+def test_weights_equal_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
     subject = written(name, tmp_path)
     for schedule, delta in (("1f1b", 0), ("zero-bubble", 0), ("2bw", 1)):
         pipeline, sessions = trained(subject, num_stages, schedule, tmp_path / schedule)
@@ -167,14 +167,14 @@ def test_the_weights_are_those_of_the_plain_loop(name: str, num_stages: int, tmp
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_clipped_weights_are_those_of_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
+def test_weights_with_clipping_equal_the_plain_loop(name: str, num_stages: int, tmp_path: Path) -> None:
     subject = written(name, tmp_path)
     pipeline, sessions = trained(subject, num_stages, "1f1b", tmp_path / "run", clip_grad_norm=0.05)
     assert_the_oracles(pipeline, sessions, tmp_path, clip=0.05)
 
 
 @pytest.mark.parametrize("name", ["first layers frozen", "adapters on a frozen base", "parameters that nothing uses"])
-def test_recompute_changes_nothing_of_it(name: str, tmp_path: Path) -> None:
+def test_recompute_does_not_change_the_weights(name: str, tmp_path: Path) -> None:
     subject = written(name, tmp_path)
     plan = plan_for(subject, 3, "1f1b", 4, 8)
     plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
@@ -183,13 +183,13 @@ def test_recompute_changes_nothing_of_it(name: str, tmp_path: Path) -> None:
     assert_the_oracles(pipeline, sessions, tmp_path)
 
 
-def test_a_stage_with_nothing_to_train_has_no_optimizer_and_is_sent_no_gradient(tmp_path: Path) -> None:
+def test_a_frozen_stage_has_no_optimizer_and_receives_no_gradient(tmp_path: Path) -> None:
     pipeline, sessions = trained(written("first layers frozen", tmp_path), 3, "1f1b", tmp_path / "run")
     assert sessions[0].executor.stepper.optimizers == {0: None}
     assert all(to != 0 for _, to in pipeline.context.message_plan.backward)
 
 
-def test_integers_and_booleans_cross_and_no_gradient_comes_back_for_them(tmp_path: Path) -> None:
+def test_integers_and_booleans_cross_stages_without_a_gradient(tmp_path: Path) -> None:
     pipeline, _ = trained(written("integers and booleans between stages", tmp_path), 3, "1f1b", tmp_path / "run")
     kinds = {boundary.value: boundary.spec.dtype for boundary in pipeline.plan.boundaries}
     assert {"int64", "bool"} <= set(kinds.values())
@@ -198,7 +198,7 @@ def test_integers_and_booleans_cross_and_no_gradient_comes_back_for_them(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["parameter groups", "groups and a learning rate that moves"])
-def test_every_parameter_keeps_the_numbers_of_its_group(name: str, tmp_path: Path) -> None:
+def test_every_parameter_keeps_the_settings_of_its_group(name: str, tmp_path: Path) -> None:
     _, sessions = trained(written(name, tmp_path), 3, "1f1b", tmp_path / "run")
     module = load(tmp_path / "net.py")
     model = module.build_model()

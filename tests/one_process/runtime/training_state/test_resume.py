@@ -1,4 +1,4 @@
-"""Resume loses nothing: every setting of optimizer and scheduler, stopped at a step, under the same plan and others."""
+"""Resume loses nothing: optimizers and schedulers are stopped and resumed under the same plan and under others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Captured:
 def stopped_and_resumed(
     captured: Captured, folder: Path, step: int, stages: int, schedule: str = "1f1b"
 ) -> dict[str, torch.Tensor]:
-    """Train to ``step``, save, and go on in a new run with so many stages."""
+    """Train to ``step``, save, and resume in a new run with so many stages."""
     items = minibatches(captured.workload, STEPS, 8)
     if not (folder / "run").exists():
         train(build(captured, plan_for(captured, STAGES, schedule, 2, 8), folder / "run", save=True), items, step)
@@ -44,7 +44,7 @@ def uninterrupted(captured: Captured, folder: Path, schedule: str = "1f1b") -> d
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_that_was_stopped_ends_with_the_same_weights(name: str, network: Captured, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(name: str, network: Captured, tmp_path: Path) -> None:
     captured = with_hooks(network, CASES[name], tmp_path)
     draw = random.Random(name)
     step, others = draw.randint(1, STEPS - 1), draw.choice((1, 2, 4))
@@ -56,13 +56,13 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(name: str, network: C
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("number", range(100))
-def test_no_draw_of_hooks_schedule_step_and_stages_differs_in_silence(
+def test_random_hooks_schedules_steps_and_stages_resume_to_equal_weights(
     number: int, network: Captured, tmp_path: Path
 ) -> None:
     draw = random.Random(number)
     captured = with_hooks(network, draw.choice([*CASES.values(), *SAME_STAGES.values()]), tmp_path)
     schedule = draw.choice(("gpipe", "1f1b", "zero-bubble", "2bw", "pipedream"))
-    # under weight stashing the versions that a stage reads go by how many stages there are; 2bw needs 3 microbatches
+    # with weight stashing the versions that a stage reads depend on the number of stages; 2bw needs 3 microbatches
     # for 4 stages
     stages = draw.choice({"pipedream": (STAGES,), "2bw": (2, 3)}.get(schedule, (1, 2, 3, 4)))
     expected = uninterrupted(captured, tmp_path, schedule)
@@ -75,7 +75,9 @@ def test_no_draw_of_hooks_schedule_step_and_stages_differs_in_silence(
 
 
 @pytest.mark.parametrize("name", SAME_STAGES)
-def test_what_belongs_to_a_stage_goes_on_with_the_same_stages(name: str, network: Captured, tmp_path: Path) -> None:
+def test_state_that_belongs_to_a_stage_resumes_with_the_same_stages(
+    name: str, network: Captured, tmp_path: Path
+) -> None:
     captured = with_hooks(network, SAME_STAGES[name], tmp_path)
     assert_equal(stopped_and_resumed(captured, tmp_path, 5, STAGES), uninterrupted(captured, tmp_path))
     with pytest.raises(RunError, match="differs between the stages of the checkpoint"):
@@ -84,21 +86,25 @@ def test_what_belongs_to_a_stage_goes_on_with_the_same_stages(name: str, network
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("name", [*CASES, *SAME_STAGES])
-def test_the_trial_before_a_run_passes_what_can_be_restored(name: str, network: Captured, tmp_path: Path) -> None:
+def test_the_trial_before_a_run_accepts_state_that_can_be_restored(
+    name: str, network: Captured, tmp_path: Path
+) -> None:
     captured = with_hooks(network, {**CASES, **SAME_STAGES}[name], tmp_path)
     assert prove_restorable(captured.workload) == ""
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_checkpoint_can_hold_is_refused_before_training(name: str, network: Captured, tmp_path: Path) -> None:
+def test_state_that_no_checkpoint_can_hold_is_refused_before_training(
+    name: str, network: Captured, tmp_path: Path
+) -> None:
     text, words = REFUSED[name]
     with pytest.raises(RunError, match=words) as caught:
         prove_restorable(with_hooks(network, text, tmp_path).workload)
     assert caught.value.remedy
 
 
-def test_an_optimizer_that_needs_all_parameters_is_not_tried_and_said(network: Captured, tmp_path: Path) -> None:
+def test_an_optimizer_that_needs_all_parameters_is_reported_and_not_tried(network: Captured, tmp_path: Path) -> None:
     text = "def optimizer(named):\n    named = dict(named)\n    assert len(named) == 14\n"
     text += "    return torch.optim.SGD(named.values(), lr=0.1)\n"
     captured = with_hooks(network, text, tmp_path)

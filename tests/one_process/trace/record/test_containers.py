@@ -1,4 +1,4 @@
-"""Containers of the user's that forbid change, or compare in their own way, survive a capture as they were."""
+"""User-defined containers that forbid changes or compare in a special way are unchanged after a capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopipe.trace.record.model_snapshot import ModelSnapshot
 
 
 class FrozenDict(OrderedDict):
-    """As diffusers/configuration_utils.py has it: no way to change it once it is made."""
+    """Cannot be changed after it is built, as in diffusers/configuration_utils.py."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -56,7 +56,7 @@ class Truthless(list):
         ({}, lambda c: c.update(a=1)),
     ],
 )
-def test_a_changed_container_gets_its_content_back(container, change):
+def test_the_content_of_a_changed_container_is_restored(container, change):
     before = copied(container)
     assert same(container, before)
     change(container)
@@ -84,7 +84,7 @@ def test_a_model_whose_settings_forbid_change_is_captured():
     assert model.seen == []
 
 
-def test_what_did_not_change_is_not_touched():
+def test_an_unchanged_container_is_not_touched():
     model = Configured()
     snapshot = ModelSnapshot(model)
     model.seen.append(1)
@@ -104,7 +104,7 @@ def refusing(base, *methods):
 
 
 class Proxy:
-    """Raises another error than AttributeError for whatever it has not."""
+    """Raises an error other than AttributeError for unknown attributes."""
 
     def __getattribute__(self, name):
         if name == "__class__":
@@ -157,7 +157,7 @@ class Holding(nn.Module):
 
 
 @pytest.mark.parametrize("kind", GUARDED)
-def test_a_model_may_hold_what_refuses_to_be_read_or_changed(kind):
+def test_a_model_may_hold_objects_that_refuse_to_be_read_or_changed(kind):
     model = Holding(GUARDED[kind]())
     capture(Toy(lambda: model, vectors), batch_size=4)
     assert model.nested["x"] is model.thing and model.deep[0][0] is model.thing

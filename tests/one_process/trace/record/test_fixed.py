@@ -1,4 +1,4 @@
-"""Numbers that a forward reads from tensors of its own: those of no batch are known, all others are refused."""
+"""Numbers that a forward reads from its own tensors: constants are accepted, all others are refused."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from autopipe.trace import capture
 
 def no_zero(x):
     std = torch.as_tensor([0.5, 0.2, 0.1, 0.3], dtype=x.dtype)
-    if (std == 0).any():  # as in the normalize of torchvision
+    if (std == 0).any():  # as in normalize of torchvision
         raise ValueError("std is 0")
     return x / std.view(-1, 4)
 
@@ -67,7 +67,7 @@ class Reading(nn.Module):
 
 
 @pytest.mark.parametrize("read", [no_zero, rates, flags, numbers])
-def test_a_number_of_no_batch_is_known(read):
+def test_a_number_that_does_not_depend_on_a_batch_is_accepted(read):
     traced = capture(Toy(lambda: Reading(read), vectors), batch_size=4)
     assert traced.method == "calls of the model, at two batch sizes"
     targets = [str(node.target) for node in traced.graph.nodes]
@@ -75,7 +75,7 @@ def test_a_number_of_no_batch_is_known(read):
 
 
 @pytest.mark.parametrize("read", [size_decides, size_beyond_both, draw_decides, input_decides, changed_in_place])
-def test_a_number_that_a_batch_or_a_draw_decides_is_refused(read):
+def test_a_number_that_depends_on_a_batch_or_a_draw_is_refused(read):
     with pytest.raises(TraceError, match=r"depends on the numbers in the batch|random numbers"):
         capture(Toy(lambda: Reading(read), vectors), batch_size=4)
 
@@ -90,7 +90,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_torchvision_run_in_a_forward(name):
+def test_transforms_of_torchvision_are_recorded(name):
     transforms = pytest.importorskip("torchvision.transforms")
 
     class Seeing(nn.Module):

@@ -1,4 +1,4 @@
-"""Sequence lengths that stay free: how they are found, what is written for them, and when they are not believed."""
+"""Symbolic sequence lengths: how they are found, the expressions for them, and when they are rejected."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from autopipe.trace.sizes.lengths import found_lengths, other_lengths, shorter
         (lambda b, t: b * t * t, "s0*s1*s1"),
     ],
 )
-def test_a_number_is_found_again_from_two_shapes(number, text):
+def test_an_expression_is_found_from_two_shapes(number, text):
     narrow, wide = (5, 33), (132, 33 + 97)
     size = Size.through((narrow, number(*narrow)), (wide, number(*wide)))
     assert str(size) == text
@@ -42,7 +42,7 @@ def test_a_number_is_found_again_from_two_shapes(number, text):
 
 @pytest.mark.parametrize("size", range(5, 140, 3))
 @pytest.mark.parametrize("multiple", [2, 4, 8, 16, 64])
-def test_a_rounded_length_is_no_line(size, multiple):
+def test_a_rounded_length_is_not_linear(size, multiple):
     for other in other_lengths(size, {2 * size, 3 * size}):
         for rounded in (lambda n: -(-n // multiple) * multiple, lambda n: n // multiple, lambda n: n // multiple + 3):
             if rounded(size) != rounded(other):
@@ -50,7 +50,7 @@ def test_a_rounded_length_is_no_line(size, multiple):
                     Size.through(((5, size), rounded(size)), ((132, other), rounded(other)))
 
 
-def test_lengths_are_the_second_dimension_of_integers_and_what_has_that_size_too():
+def test_lengths_are_the_second_dimension_of_integers_and_equal_sizes():
     model = nn.Linear(16, 16)
     ids, mask = torch.zeros(5, 9, dtype=torch.int64), torch.ones(5, 1, 9, 9)
     (length,) = found_lengths(model, {"ids": ids, "mask": mask, "table": torch.zeros(9, 2)}, {"ids": 0, "mask": 0}, 5)
@@ -58,16 +58,16 @@ def test_lengths_are_the_second_dimension_of_integers_and_what_has_that_size_too
     assert length.places == (("ids", 1), ("mask", 2), ("mask", 3), ("table", 0))
 
 
-def test_a_row_of_features_is_no_length_and_a_row_of_vectors_is():
+def test_features_have_no_length_and_sequences_of_vectors_have_one():
     model = nn.Linear(16, 16)
     assert found_lengths(model, {"x": torch.zeros(5, 16)}, {"x": 0}, 5) == ()
     assert found_lengths(model, {"x": torch.zeros(5, 16, 3), "y": torch.zeros(5)}, {"x": 0, "y": 0}, 5) == ()
     (length,) = found_lengths(model, {"x": torch.zeros(5, 30, 16)}, {"x": 0}, 5)
     assert length.places == (("x", 1),)
-    assert found_lengths(model, {"x": torch.zeros(5, 3, 32, 32)}, {"x": 0}, 5) == ()  # images are captured size by size
+    assert found_lengths(model, {"x": torch.zeros(5, 3, 32, 32)}, {"x": 0}, 5) == ()  # images are captured per size
 
 
-def test_the_shortest_real_batch_comes_first():
+def test_the_shortest_batch_of_the_data_comes_first():
     assert shorter(64) == (2, 16, 48)
     assert shorter(4) == (2, 3)
 
@@ -86,7 +86,7 @@ class Sequence(nn.Module):
         return F.cross_entropy(self.out(h[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def test_a_length_is_read_from_the_batch_and_bounded_by_what_was_compared():
+def test_a_length_is_symbolic_up_to_the_compared_length():
     captured = capture(Toy(Sequence, tokens))
     assert captured.exact
     assert captured.method == "calls of the model, at two batch sizes and lengths"
@@ -99,7 +99,7 @@ def test_a_length_is_read_from_the_batch_and_bounded_by_what_was_compared():
 
 
 class Table(Sequence):
-    """Its places end with the table: no longer batch can be tried."""
+    """The positions end with the table, so no longer batch can be tried."""
 
     def __init__(self, length):
         super().__init__()
@@ -110,7 +110,7 @@ class Table(Sequence):
 
 
 @pytest.mark.parametrize(("length", "high"), [(9, 9), (26, 26), (27, 26), (100, 38)])
-def test_a_length_is_bounded_by_the_table_that_it_is_looked_up_in(length, high):
+def test_a_length_is_bounded_by_the_size_of_a_lookup_table(length, high):
     captured = capture(Toy(lambda: Table(length), tokens))
     assert captured.exact
     assert (captured.graph.symbols[1].low, captured.graph.symbols[1].high) == (2, high)
@@ -132,7 +132,7 @@ class Unrolled(Sequence):
 
 
 class Long(Sequence):
-    """Another way from some length on."""
+    """Uses another path from some length on."""
 
     def hidden(self, ids):
         h = self.embed(ids)
@@ -149,15 +149,15 @@ class Flat(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Padded, Unrolled, Long, Flat], ids=lambda model: model.__name__)
-def test_a_model_whose_calls_depend_on_the_length_keeps_the_one_it_was_captured_with(model):
+def test_a_model_whose_calls_depend_on_the_length_keeps_the_captured_length(model):
     captured = capture(Toy(model, tokens))
     assert captured.exact
     assert [symbol.name for symbol in captured.graph.symbols] == ["s0"]
     assert captured.graph.inputs[0].spec.shape == ("s0", 9)
 
 
-def test_a_length_that_no_shorter_real_batch_confirms_is_not_believed():
-    """Labels that lie behind the end of a shorter batch: the model itself fails on it."""
+def test_a_length_that_no_shorter_batch_confirms_is_rejected():
+    """Labels point beyond the end of a shorter batch, on which the model itself fails."""
 
     class Spans(Sequence):
         def forward(self, ids, end):
@@ -171,7 +171,7 @@ def test_a_length_that_no_shorter_real_batch_confirms_is_not_believed():
     assert [symbol.name for symbol in captured.graph.symbols] == ["s0"]
 
 
-def test_source_and_target_lengths_are_two():
+def test_source_and_target_have_separate_lengths():
     class Both(Sequence):
         def forward(self, source, ids):
             memory = self.hidden(source)
@@ -188,13 +188,13 @@ def test_source_and_target_lengths_are_two():
     assert ("s0", "s2", "s1") in {node.spec.shape for node in captured.graph.nodes if node.spec is not None}
 
 
-def test_lengths_can_be_left_out():
+def test_symbolic_lengths_can_be_disabled():
     captured = capture(Toy(Sequence, tokens), lengths=False)
     assert captured.method == "calls of the model, at two batch sizes"
     assert len(captured.graph.symbols) == 1
 
 
-def test_evaluation_mode_can_be_captured_by_itself():
+def test_evaluation_mode_can_be_captured_separately():
     class Dropping(Sequence):
         def hidden(self, ids):
             h = super().hidden(ids)
@@ -209,13 +209,13 @@ def test_evaluation_mode_can_be_captured_by_itself():
     assert model.training and all(part.training for part in model.modules())
 
 
-def test_what_cannot_be_told_from_vectors_stays_as_it_was():
+def test_inputs_that_may_be_vectors_keep_their_size():
     captured = capture(Toy(lambda: nn.Sequential(nn.Linear(4, 4)), lambda n, g: {"input": vectors(n, g)["x"]},
                            loss=lambda output, item: output.pow(2).mean()))  # fmt: skip
     assert len(captured.graph.symbols) == 1
 
 
-def test_a_loop_over_the_sequence_is_given_up_as_soon_as_it_turns_more_often(monkeypatch):
+def test_a_loop_over_the_sequence_is_abandoned_at_its_first_extra_iteration(monkeypatch):
     passes = []
     original = strategies.follow
 
