@@ -7,8 +7,8 @@
     run = pipe.train(steps=500, on_event=print)
     pipe.export("model.safetensors")
 
-The names in ``__all__`` are the public interface. Everything else, each module of the package included, may change in
-any release. Importing the package imports no torch: the names are loaded when they are used.
+The names in ``__all__`` are the public interface. Everything else, including all modules of the package, may change in
+any release. Importing the package does not import torch: the names are loaded when they are used.
 """
 
 import importlib

@@ -28,7 +28,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# ranks that are threads of one process share the global generator: setting a seed and drawing must be atomic
+# ranks may be threads of one process, which share the global generator: setting a seed and drawing must be atomic
 _GENERATOR = threading.RLock()
 _MASK = (1 << 64) - 1
 

@@ -3,20 +3,20 @@
 ::
 
     AutopipeError(what, *, where="", remedy="")   abstract; exit code 1; prints  Error: what / at: where / try: remedy
-    ├── ModelFileError    the model file cannot be imported, or lacks something
+    ├── ModelFileError    the model file cannot be imported, lacks a definition, or fails
     ├── TraceError        the model cannot be captured; where = file:line of the user's code
     ├── ProfileError      the model cannot be measured
     ├── PlanError         no plan fits, or the requested plan is invalid; carries the numbers
     ├── ScheduleError     a named rule of schedules is broken; carries the grid with the cell marked
     ├── ArtifactError     a file that a step wrote is damaged, or belongs to another model
-    │   └── VersionError  the file is intact, and has another format version
+    │   └── VersionError  the file is intact, but has another format version
     ├── RunError          a run cannot start or continue (directory, data, checkpoint)
     │   └── AuditError    a step of the run differs from plain training; carries the step
     ├── WorkerError       exit code 3; a rank failed: rank, stage, instruction and its traceback
-    └── InternalError     a bug in autopipe: an invariant of its own does not hold
+    └── InternalError     a bug in autopipe: an internal invariant does not hold
 
-``AutopipeError`` is for ``except`` clauses: code raises one of its subclasses. Building an error without a message
-raises ValueError.
+``AutopipeError`` is for ``except`` clauses: code raises one of its subclasses. An error without a message raises
+ValueError.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 
 
 class AutopipeError(Exception):
-    """The base of all errors: what happened, where, and what to try. Abstract: raise a subclass.
+    """The abstract base of all errors: what happened, where, and what to try.
 
-    Raises: TypeError if it is instantiated itself.
+    Raises: TypeError if this class itself is instantiated; ValueError without a message.
     """
 
     exit_code = 1
@@ -56,7 +56,7 @@ class AutopipeError(Exception):
 
 
 class ModelFileError(AutopipeError):
-    """The model file cannot be imported, or lacks a definition."""
+    """The model file cannot be imported, lacks a definition, or fails."""
 
 
 class TraceError(AutopipeError):
@@ -93,7 +93,7 @@ class ArtifactError(AutopipeError):
 
 
 class VersionError(ArtifactError):
-    """An intact file of another version of autopipe. It is rebuilt if possible."""
+    """An intact file that another version of autopipe wrote. It is rebuilt if possible."""
 
 
 class RunError(AutopipeError):
@@ -101,7 +101,7 @@ class RunError(AutopipeError):
 
 
 class AuditError(RunError):
-    """A step of a run differs from plain training from the same state. ``step``: number of the minibatch, from 0."""
+    """A step of a run differs from plain training in the same state. ``step``: number of the minibatch, from 0."""
 
     def __init__(self, what: str, *, step: int = 0, where: str = "", remedy: str = "") -> None:
         super().__init__(what, where=where, remedy=remedy)
@@ -109,9 +109,9 @@ class AuditError(RunError):
 
 
 class WorkerError(AutopipeError):
-    """A rank failed. The message is that of the earliest failure, without those that it caused on other ranks.
+    """A rank failed. The message is that of the first failure, without the failures that it caused on other ranks.
 
-    ``modules``: of the model that the stage runs. ``out_of_memory``: if memory ran out, the bytes that were
+    ``modules``: the names of the stage's modules. ``out_of_memory``: if memory ran out, the bytes that were
     ``predicted``, ``used``, ``requested`` and ``available``.
     """
 
@@ -148,7 +148,7 @@ class WorkerError(AutopipeError):
 
 
 class InternalError(AutopipeError):
-    """A bug in autopipe: an invariant of its own does not hold. The user can only report it."""
+    """A bug in autopipe: an internal invariant does not hold. The user can only report it."""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         remedy = remedy or "this is a bug in autopipe; please report it with the command and its output with --debug"
@@ -156,20 +156,20 @@ class InternalError(AutopipeError):
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:
-    """Return whether an error means a full disk or quota: by its number, else by the free space of ``folder``."""
+    """Return whether an error means a full disk or quota: by its errno, else by the free space of ``folder``."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     if "No space left on device" in str(error):
         return True
     try:
-        room = shutil.disk_usage(folder)
+        usage = shutil.disk_usage(folder)
     except OSError:
         return False
-    return room.total > 0 and room.free == 0
+    return usage.total > 0 and usage.free == 0
 
 
 def unknown_choice(kind: str, given: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown choice, with the known ones and the nearest."""
+    """Return the message for an unknown choice, with the known choices and the most similar one."""
     names = sorted(known)
     nearest = difflib.get_close_matches(given, names, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
@@ -185,5 +185,5 @@ def counted(number: int, noun: str) -> str:
 
 def with_article(name: str) -> str:
     """Return the name of a type with its article: ``an int``, ``a Tensor``, ``an LBFGS``."""
-    spelled = name[:2].isupper() and name[0] in "FHLMNRSX"  # read letter by letter
-    return f"{'an' if spelled or name[:1].lower() in tuple('aeio') else 'a'} {name}"
+    spelled_out = name[:2].isupper() and name[0] in "FHLMNRSX"  # pronounced letter by letter
+    return f"{'an' if spelled_out or name[:1].lower() in tuple('aeio') else 'a'} {name}"

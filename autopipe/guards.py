@@ -1,8 +1,8 @@
 """Check the assumptions of a capture at every step.
 
-With ``--allow-data-dependent``, an ``if`` on the data of the model is captured as the branch that one batch took. The
-graph has a call of ``expect`` there: a batch that would take the other branch stops the run instead of training on the
-wrong one.
+With ``--allow-data-dependent``, an ``if`` on the batch's data is captured as the branch that one batch took. The graph
+has a call of ``expect`` at that place. A batch that would take the other branch stops the run, instead of training on
+the wrong branch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def expect(value: Any, recorded: Any, where: str) -> None:
         current = bool(current)
     if current != recorded:
         raise RunError(
-            f"this batch takes another branch of the model: the value is {current!r}, and {recorded!r} was captured",
+            f"this batch takes another branch of the model: the value is {current!r}, and was {recorded!r} at capture",
             where=where,
-            remedy="make the line independent of the data (torch.where), or leave out such batches",
+            remedy="make the line independent of the data (torch.where), or remove such batches",
         )

@@ -1,9 +1,9 @@
-"""``Pipeline``: a model and its options; a method for each step from measuring the model to exporting its weights.
+"""``Pipeline``, the Python interface: a model with its options, and a method for each command.
 
-It does what the commands of the command line do, with the same work directory: a plan made by one is used by the other.
-Three things are left to the command line, because they are about processes or machines and not about one model:
-launchers that start the command once for each rank (``slurm``, ``env``, ``ray``), ``doctor``, and plans that are not
-trained (``plan --from-pipedream``, ``plan --sweep-gpus``).
+The methods and the command line share the work directory: a plan made by one is used by the other. Three things are
+available on the command line only, because they concern processes or machines and not one model: launchers that start
+the command once for each rank (``slurm``, ``env``, ``ray``), ``doctor``, and plans that are not trained
+(``plan --from-pipedream``, ``plan --sweep-gpus``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _IN_PROCESS = ("local", "ssh")
 
 
 class StopEvent(Protocol):
-    """What ``train`` polls to see whether it should stop: a ``threading.Event``, for one."""
+    """An object that ``train`` polls to learn whether to stop, such as a ``threading.Event``."""
 
     def is_set(self) -> bool:
         """Return whether a stop is requested."""
@@ -49,13 +49,13 @@ class Pipeline:
     ``target`` is a path such as ``"gpt.py"``, a TARGET text such as ``"gpt.py:build_model"``, or a module-level
     function or class; None is the model of the work directory. Options have the names and meanings of the command line
     (docs/cli.md): ``--batch-size 64`` is ``batch_size=64``, and None means that an option is not given. Options of a
-    method override those of the pipeline, and hold for that call only.
+    method override those of the pipeline, for that call only.
 
-    Ranks are processes that import the calling script, so a script calls ``train`` under
+    Ranks are processes that import the calling script, so a script must call ``train`` under
     ``if __name__ == "__main__":``.
 
-    Raises: TypeError for an unknown option, with the nearest name; ValueError for a value that an option does not
-    take, such as a lambda, which no rank can import. Methods raise subclasses of ``AutopipeError``.
+    Raises: TypeError for an unknown option, with the most similar name; ValueError for an invalid value, such as a
+    lambda, which ranks cannot import. Methods raise subclasses of ``AutopipeError``.
     """
 
     def __init__(self, target: table.Target | None = None, /, **options: Unpack[table.PipelineOptions]) -> None:
@@ -64,7 +64,7 @@ class Pipeline:
         self._last_run: Path | None = None
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal pipeline."""
+        """Return the expression that creates an equal pipeline."""
         target = () if self.target is None else (repr(self.target),)
         return f"Pipeline({', '.join((*target, *(f'{name}={value!r}' for name, value in self.options.items())))})"
 
@@ -77,7 +77,7 @@ class Pipeline:
     ) -> ProfileResult:
         """Capture the model, measure it, and write profile.json.
 
-        ``estimate``: count operations and bytes, time nothing and allocate no weights.
+        ``estimate``: count operations and bytes only, without timing and without memory for the weights.
         """
         from autopipe.commands import steps
 
@@ -91,7 +91,7 @@ class Pipeline:
         on_progress: Progress | None = None,
         **options: Unpack[table.PlanOptions],
     ) -> PlanResult:
-        """Cut the model into stages and write plan.json. ``explain``: also give the reasons for each cut."""
+        """Cut the model into stages and write plan.json. ``explain``: also return the reasons for each cut."""
         from autopipe.commands import steps
 
         settings = table.plan_settings(self.target, self._merged(options, table.PlanOptions))
@@ -134,12 +134,12 @@ class Pipeline:
         devices: Sequence[int] = (),
         **options: Unpack[table.TrainOptions],
     ) -> TrainResult:
-        """Train, after every step that is missing or stale.
+        """Train, after running every step that is missing or stale.
 
-        ``on_event`` is called with the kind and the fields of each event. ``stop``: when its ``is_set()`` turns true,
-        the run stops cleanly, with a checkpoint, after the current minibatch; signals are then left to the caller.
-        Without it, the first Ctrl-C stops the run so. ``devices``: indices of the GPUs that ranks on this machine
-        may use; () for all.
+        ``on_event`` is called with the kind and the fields of each event. ``stop``: once its ``is_set()`` returns true,
+        the run stops after the current minibatch, with a checkpoint; signals are then left to the caller. Without
+        ``stop``, the first Ctrl-C stops the run in this way. ``devices``: indices of the GPUs that ranks on this
+        machine may use; () for all.
 
         Raises: WorkerError for the first rank that failed.
         """
@@ -148,7 +148,7 @@ class Pipeline:
 
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # its main module is being imported
             raise RunError(
-                "a rank that imports the calling script reached train() in it",
+                "the calling script calls train() when a rank imports it",
                 remedy='call train() under `if __name__ == "__main__":`',
             )
         given = self._merged(options, table.TrainOptions)
@@ -173,7 +173,7 @@ class Pipeline:
     ) -> EvaluateResult:
         """Evaluate a run on held-out data, from its newest checkpoint.
 
-        ``run``: its directory; None for the run that ``train`` returned last, else the newest of the work directory.
+        ``run``: its directory; None for the run of the last ``train``, else the newest run of the work directory.
         """
         from autopipe.commands.training import runs
 
@@ -183,9 +183,9 @@ class Pipeline:
     def export(
         self, output: table.StrPath, run: table.StrPath | None = None, **options: Unpack[table.ExportOptions]
     ) -> ExportResult:
-        """Write a run's weights as one file, or as a folder, for the untouched model.
+        """Write a run's weights as one file, or as a folder, for the unmodified model.
 
-        ``output``: a name that ends in .safetensors or .pt, else a folder. ``run``: as in ``evaluate``.
+        ``output``: a file name with the suffix .safetensors or .pt, or a folder. ``run``: as in ``evaluate``.
         """
         from autopipe.commands.training import runs
 
@@ -200,9 +200,9 @@ class Pipeline:
         on_progress: Progress | None = None,
         **options: Unpack[table.PlainOptions],
     ) -> PlainResult:
-        """Write the plain loop as a script that imports no autopipe.
+        """Write the plain loop as a script that does not import autopipe.
 
-        ``run``: a run whose model, settings and steps the script takes; None for the model of the pipeline.
+        ``run``: a run whose model, settings and steps are used; None for the model of the pipeline.
         """
         from autopipe.commands.plain.plain import plain
 
@@ -212,11 +212,11 @@ class Pipeline:
         return plain(settings, on_progress)
 
     def _merged(self, options: Mapping[str, Any], kind: type) -> dict[str, Any]:
-        """Return the options of a call: the pipeline's, as far as the call takes them, and its own."""
+        """Return the options of a call: its own, and those of the pipeline that the method accepts."""
         known = _names(kind)
         shared = {name: value for name, value in self.options.items() if name in known}
         merged = shared | values.parsed(options, known)
-        while (pair := table.exclusive_pair(merged)) is not None:  # the option of the call replaces the pipeline's
+        while (pair := table.exclusive_pair(merged)) is not None:  # keep the option of the call, drop the pipeline's
             merged.pop(next(name for name in pair if options.get(name) is None))
         return merged
 
@@ -228,10 +228,10 @@ class Pipeline:
 
 
 def _names(kind: type) -> frozenset[str]:
-    """Return the names of the options of a typed dictionary, inherited ones included."""
+    """Return the names of the options in a typed dictionary, including inherited ones."""
     names: frozenset[str] = kind.__optional_keys__  # type: ignore[attr-defined]  # of every TypedDict class
     return names
 
 
 def _ignore_event(kind: str, fields: Mapping[str, Any]) -> None:
-    """Take an event that no caller watches."""
+    """Ignore an event."""

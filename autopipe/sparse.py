@@ -1,8 +1,8 @@
-"""Sparse tensors: their dense parts, in files and in comparisons.
+"""Sparse tensors: their dense parts, for files and comparisons.
 
-torch implements few operations for sparse layouts (COO, CSR, CSC, BSR, BSC): no ``equal``, no storage, no strides. A
-safetensors file can store only dense tensors. Each layout consists of a few dense tensors, its *parts*; these are
-compared, counted, and stored under ``NAME@LAYOUT.PART``.
+torch implements few operations for sparse layouts (COO, CSR, CSC, BSR, BSC): they have no ``equal``, storage or
+strides. A safetensors file can store only dense tensors. A sparse tensor consists of a few dense tensors, its *parts*.
+These are compared, counted, and stored under ``NAME@LAYOUT.PART``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the dense parts of a sparse tensor, by ``LAYOUT.PART``; they share its memory.
+    """Return the dense parts of a sparse tensor, by ``LAYOUT.PART``. They share its memory.
 
-    ``size`` is its shape, for a COO tensor followed by 1 if it is coalesced (its indices are sorted
-    and unique), else 0.
+    The part ``size`` is its shape. For a COO tensor, 1 is appended if it is coalesced (its indices are sorted and
+    unique), else 0.
     """
     layout = str(tensor.layout).removeprefix("torch.")
     tensor = tensor.detach()

@@ -24,7 +24,7 @@ from autopipe.errors import ArtifactError
 
 
 class Container(nn.Module):
-    """Takes the place of a block of the model: has children, computes nothing. ``h[1]`` is the child "1" of ``h``."""
+    """Replaces a container of the model: has children, but no forward. ``h[1]`` is the child "1" of ``h``."""
 
     def __getitem__(self, key: int | str) -> Any:
         """Return a child, parameter or buffer of any name, even one that is not a Python identifier."""
@@ -35,7 +35,7 @@ class Container(nn.Module):
 
 
 class Stage(Container):
-    """One stage. A call takes its ``INPUTS`` and ``RECEIVES`` and returns its ``SENDS`` and ``RETURNS``, in order."""
+    """One stage. ``forward`` takes ``INPUTS`` and ``RECEIVES``, and returns ``SENDS`` and ``RETURNS``, in order."""
 
     MODEL_DIGEST: ClassVar[str] = ""
     PLAN_DIGEST: ClassVar[str] = ""
@@ -60,10 +60,10 @@ class Stage(Container):
     def adopt(cls, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> Self:
         """Return a stage with its part of a model: the same modules and parameters, not copies.
 
-        ``train()`` will restore the present mode of each module, so that a module that the user keeps in evaluation
-        mode stays there.
+        ``train()`` restores the current mode of each module, so that a module that the user keeps in evaluation mode
+        remains in it.
 
-        Raises: ArtifactError naming a path of the file that the model lacks.
+        Raises: ArtifactError naming a path of the file that the model does not have.
         """
         stage = cls()
         modules, tensors = {*cls.MODULES, *cls.SPARE}, {*cls.PARAMETERS, *cls.BUFFERS}
@@ -86,7 +86,7 @@ class Stage(Container):
                     missing.discard(full)
         if missing:
             raise ArtifactError(
-                f"stage {cls.INDEX} was written for a model with {min(missing)}, which this model lacks",
+                f"stage {cls.INDEX} was written for a model with {min(missing)}, which this model does not have",
                 remedy="autopipe generate",
             )
         for name in cls.CONSTANTS:
@@ -147,7 +147,7 @@ class Stage(Container):
         return self
 
     def place(self, device: torch.device) -> Self:
-        """Move to a device. The forward creates new tensors there, too."""
+        """Move the stage to a device. Its forward also creates new tensors there."""
         self._autopipe_device = device
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
@@ -169,7 +169,7 @@ def _is_stateless(module: nn.Module) -> bool:
 
 
 def _place(stage: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the container of ``path`` in the stage, created if needed, and the last part of the path."""
+    """Return the parent container of ``path`` in the stage, created if needed, and the last name of the path."""
     *parents, name = path.split(".")
     owner = stage
     for parent in parents:

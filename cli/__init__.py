@@ -1,1 +1,4 @@
-"""The command line: parses, calls one function of the workflow, prints. Installed as ``autopipe.cli``."""
+"""The command line. Each command parses its options, calls one function of ``commands``, and prints the result.
+
+Installed as ``autopipe.cli``.
+"""

@@ -1,4 +1,4 @@
-"""``python -m autopipe.cli``: the same command, where only the interpreter's path is known."""
+"""``python -m autopipe.cli`` is the ``autopipe`` command, for callers that know only the path of the interpreter."""
 
 from .main import main
 

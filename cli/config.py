@@ -1,4 +1,4 @@
-"""The settings file: ``autopipe.toml``, or ``[tool.autopipe]`` in ``pyproject.toml``, gives defaults of the options.
+"""The settings file, ``autopipe.toml`` or ``[tool.autopipe]`` in ``pyproject.toml``: defaults of the options.
 
 Top-level keys apply to every command that has the option; a table such as ``[train]`` applies to that command.
 """
@@ -15,7 +15,7 @@ from autopipe.errors import unknown_choice
 
 
 def apply(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Read the settings file into the context's ``default_map``. An unknown key is a usage error."""
+    """Read the settings file into the context's ``default_map``. Raises: click.UsageError for an invalid file."""
     path, table = _find(value)
     if path is None:
         return
@@ -54,7 +54,7 @@ def _options(command: click.Command | None) -> dict[str, click.Option]:
 
 
 def _refuse_kind(ctx: click.Context, where: str, option: click.Option, entry: Any) -> None:
-    """Refuse a value that could not be typed: click would accept true as 1, and fail on a table."""
+    """Refuse a value of the wrong type: click would accept true as 1, and fail on a table. Raises: click.UsageError."""
     if option.multiple and isinstance(entry, list):
         right = all(isinstance(item, str) for item in entry)
         wanted = "a list of texts"

@@ -1,4 +1,4 @@
-"""Results -> the documents of ``--json``. The keys are a contract: add freely, rename nothing."""
+"""The documents of ``--json``. Their keys are stable: keys may be added, but never renamed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fields_of(result: Any) -> dict[str, Any]:
 
 
 def profile(result: ProfileResult) -> dict[str, Any]:
-    """Return a summary of the profile; the file holds all of it.
+    """Return a summary of the profile, which is in the file ``path``.
 
     Costs are sums over the nodes. ``workspace_bytes``, which a node frees again, is the maximum over the nodes.
     """
@@ -175,7 +175,7 @@ def scaling(result: Scaling) -> dict[str, Any]:
 
 
 def comparison(comparison: Comparison | None) -> dict[str, Any] | None:
-    """Return the contenders, best-known names first, and the verdict; None without a comparison."""
+    """Return the contenders and the verdict; None without a comparison."""
     if comparison is None:
         return None
     contenders = [_contender(contender) for contender in comparison.contenders]
@@ -249,17 +249,17 @@ def simulate(result: SimulateResult) -> dict[str, Any]:
 
 
 def check(report: CheckReport) -> dict[str, Any]:
-    """Return every parameter's error."""
+    """Return the report, with the error of every parameter."""
     return fields_of(report)
 
 
 def train(result: TrainResult) -> dict[str, Any]:
-    """Return the run."""
+    """Return the result of the run."""
     return fields_of(result)
 
 
 def doctor(result: Examination) -> dict[str, Any]:
-    """Return every finding."""
+    """Return all findings."""
     return {"healthy": result.healthy, "findings": [_finding(finding) for finding in result.findings]}
 
 

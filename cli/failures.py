@@ -1,4 +1,4 @@
-"""Failures -> a message on stderr, with ``--json`` also a document on stdout, and an exit code.
+"""Report failures: a message on stderr, with ``--json`` also a document on stdout, and an exit code.
 
 ====  =============================================
 0     done
@@ -84,7 +84,7 @@ def _show(error: AutopipeError, terminal: Terminal) -> None:
 
 
 def _environment(error: OSError) -> AutopipeError:
-    """Return the error for a refusal of the operating system: a path, disk space, or open files."""
+    """Return the error to show for an OSError: of a path, the disk space, or the number of open files."""
     reason = error.strerror or str(error) or type(error).__name__
     path = "" if error.filename is None else str(error.filename)
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
@@ -95,26 +95,28 @@ def _environment(error: OSError) -> AutopipeError:
     else:
         what = f"cannot use {path}: {reason}" if path else f"operating system error: {reason}"
     remedy = _REMEDIES[errno.ENOSPC] if full else _REMEDIES.get(error.errno or 0)
-    return RunError(what, where=path, remedy=remedy or "--debug shows where; check the path, its owner and its disk")
+    return RunError(
+        what, where=path, remedy=remedy or "check the path, its owner and its disk; --debug shows the traceback"
+    )
 
 
 _REMEDIES = {
-    errno.ENOSPC: "make room on that disk, or choose another one (--work-dir, --run-dir)",
-    errno.EDQUOT: "make room in your quota, or choose another disk (--work-dir, --run-dir)",
+    errno.ENOSPC: "free space on that disk, or choose another one (--work-dir, --run-dir)",
+    errno.EDQUOT: "free space within your quota, or choose another disk (--work-dir, --run-dir)",
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
     errno.ENOMEM: "use a smaller model or batch, or close other programs",
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG),
-        "choose a folder that is there and can be written to (--work-dir, --run-dir, TMPDIR)",
+        "choose an existing, writable folder (--work-dir, --run-dir, TMPDIR)",
     ),
 }
 
 
 def _of_the_users_code(error: Exception) -> AutopipeError | None:
-    """Return the error for an exception of the user's code; None if autopipe's own code raised it, or called a library.
+    """Return the error for an exception that the user's code raised; None if it comes from autopipe.
 
-    The code that loads or runs a model reports such errors itself. This is for code that is called later, such as a
-    hook on a parameter.
+    An exception in a library that autopipe called comes from autopipe. The functions that load or run a model report
+    errors of the user's code themselves. This one is for code that is called later, such as a hook on a parameter.
     """
     out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
     if out_of_memory or type(error).__name__ == "OutOfMemoryError":

@@ -27,17 +27,17 @@ host_options: tuple[Callable[[Any], Any], ...] = (
         "--hostfile",
         type=types.HOSTFILE,
         metavar="FILE",
-        help="A file with the same content, in lines such as `h1 slots=2`.",
+        help="A file that lists the hosts, in lines such as `h1 slots=2`.",
     ),
     option(
         "--ssh-config",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Configuration of ssh that replaces ~/.ssh/config.",
+        help="ssh configuration file to use instead of ~/.ssh/config.",
     ),
     option(
         "--remote-python",
         metavar="PATH",
-        help="Python with autopipe installed, on the hosts. [default: the path of this interpreter]",
+        help="Path on the hosts of a Python with autopipe installed. [default: the path of this interpreter]",
     ),
     option("--interface", metavar="NAME", help="Network interface between the ranks. [default: from the route]"),
     option(
@@ -52,14 +52,14 @@ launch_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--launcher",
         type=types.one_of("launcher", *table.CHOICES["launcher"]),
-        help="Method to start the ranks. [default: local]",
+        help="How the ranks are started. [default: local]",
     ),
     *host_options,
     option(
         "--watchdog",
         type=click.FloatRange(min=0, min_open=True),
         metavar="SECONDS",
-        help="Time without progress that counts as a hang. [default: 20 predicted steps, at least 60]",
+        help="Time without progress after which a run counts as hanging. [default: 20 predicted steps, at least 60]",
     ),
     option(
         "--slurm-option",
@@ -114,7 +114,7 @@ def settings(given: dict[str, Any]) -> LaunchSettings:
 
 
 def show(terminal: Terminal, commands: Sequence[HostCommand]) -> None:
-    """Print each command as it could be typed, followed by its standard input."""
+    """Print each command in a form that can be typed, followed by its standard input."""
     for entry in commands:
         ranks = ", ".join(map(str, entry.ranks))
         terminal.table(f"{entry.host or 'this machine'}{f', rank {ranks}' if ranks else ''}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 from .terminal import Subjects, Terminal
 
 LINE_EVERY_SECONDS = 1.0
-# later, one line each time the run has become longer by this fraction: some hundreds a day
+# in a long run, print a line when this fraction of its duration has passed since the last: some hundreds per day
 LINE_EVERY_PART = 0.02
 
 
@@ -77,7 +77,7 @@ def step_line(fields: Mapping[str, Any], start: Mapping[str, Any]) -> str:
 
 def stopping_line(fields: Mapping[str, Any]) -> str:
     """Return the line for a requested stop."""
-    return f"{fields['signal']}: stopping after the minibatch that is under way; Ctrl-C ends at once"
+    return f"{fields['signal']}: stopping after the current minibatch; press Ctrl-C to end at once"
 
 
 def restart_line(fields: Mapping[str, Any]) -> str:
@@ -91,14 +91,14 @@ def restart_line(fields: Mapping[str, Any]) -> str:
 
 def nonfinite_line(fields: Mapping[str, Any]) -> str:
     """Return the line for a step that is not finite."""
-    after = "the step was left out by every rank" if fields["skipped"] else "training goes on"
+    after = "all ranks skipped the step" if fields["skipped"] else "training continues"
     return f"warning: step {fields['step'] + 1} is not finite ({fields['what']}); {after}"
 
 
 def audit_line(fields: Mapping[str, Any]) -> str:
     """Return the line for the result of an audit."""
     if not fields["equal"]:
-        return f"audit of step {fields['step'] + 1}: not the step of plain training"
+        return f"audit of step {fields['step'] + 1}: different from plain training"
     how = "bit for bit" if fields["bitwise"] else f"within {fields['max_relative_error']:.1e}"
     return f"audit of step {fields['step'] + 1}: equal to plain training, {how}"
 

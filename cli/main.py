@@ -26,10 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("planning", "Write the stages as readable Python files."),
     "simulate": ("planning", "Simulate the plan without running it."),
     "check": ("running", "Compare the plan with plain training, parameter by parameter."),
-    "train": ("running", "Train, after every step that is missing or stale."),
+    "train": ("running", "Train, after running every step that is missing or stale."),
     "eval": ("running", "Evaluate a run on held-out data, in stages."),
     "export": ("running", "Write a run's weights as one file for the unmodified model."),
-    "plain": ("plain", "Write the plain loop as a script that imports no autopipe."),
+    "plain": ("plain", "Write the plain loop as a script that does not import autopipe."),
     "doctor": ("doctor", "Examine this machine: versions, devices, memory, disk, gloo."),
 }
 
@@ -37,17 +37,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
 HELP = """Train an existing PyTorch model, unchanged, in pipeline stages, and prove that it is the same training.
 
 \b
-  autopipe train model.py --gpus 2      every step at once
-  autopipe check model.py --gpus 2      is it the same as plain training?
-  autopipe export -o model.safetensors  one file for the unmodified model
+  autopipe train model.py --gpus 2      run all steps and train
+  autopipe check model.py --gpus 2      compare with plain training
+  autopipe export -o model.safetensors  write the weights for the unmodified model
 """
 
 
 class Commands(click.Group):
-    """A group that imports a command's module when the command is called, and turns failures into exit codes."""
+    """A group that imports a command's module when the command is called, and converts failures to exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of use."""
+        """Return the names in the order in which the commands are used."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -73,10 +73,10 @@ class Commands(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, with this project's exit codes and error texts."""
+        """Run the command line, with the exit codes and error messages of ``failures``."""
         typed = args[0] if args else kwargs.get("args")
         words = tuple(sys.argv[1:] if typed is None else typed)
-        # a usage error comes before --json is read
+        # a usage error is raised before click processes --json
         terminal = Terminal(json="--json" in words, typed=words)
         kwargs = {**kwargs, "standalone_mode": False, "obj": terminal}
         try:
@@ -125,7 +125,7 @@ def main() -> None:
 def open_streams() -> None:
     """Open /dev/null for each of standard input, output and error that the caller has closed.
 
-    Otherwise the next file or socket would get its descriptor, and the text that is printed.
+    Otherwise the next file or socket would get that descriptor, and printed text would be written into it.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -137,7 +137,7 @@ def open_streams() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once: torch needs a second or more to shut down, during which a finished run seems to hang."""
+    """End the process at once. torch needs a second or more to shut down, during which the command seems to hang."""
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""The options that several commands share, as decorators."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ work_dir = option(
 
 model_options: tuple[Callable[[Any], Any], ...] = (
     option("--arg", type=types.PAIR, multiple=True, help="Argument of the model, name=value. Repeatable."),
-    option("--input", "input", multiple=True, help='A synthetic input, e.g. "x:i64[8,128]<1000". Repeatable.'),
+    option("--input", "input", multiple=True, help='Synthetic input, e.g. "x:i64[8,128]<1000". Repeatable.'),
     option("--loss", metavar="TARGET", help="(output, target) -> scalar, e.g. torch.nn:CrossEntropyLoss."),
     option("--data", metavar="TARGET", help="Training data that replaces the file's `data`."),
     option("--eval-data", metavar="TARGET", help="Held-out data that replaces the file's `evaluate_data`."),
-    option("--optimizer", metavar="NAME|TARGET", help="A name, e.g. adamw, or a function of the named parameters."),
+    option("--optimizer", metavar="NAME|TARGET", help="Name, e.g. adamw, or a function of the named parameters."),
     option("--after-step", metavar="TARGET", help="(named_parameters, step), called after each optimizer step."),
     option(
         "--lr", type=types.NUMBER, metavar="RATE", help="Learning rate. [default: the optimizer's own; 1e-3 for AdamW]"
@@ -136,14 +136,15 @@ profile_options: tuple[Callable[[Any], Any], ...] = (
     option("--microbatch-sizes", type=types.SIZES, help="Microbatch sizes to measure. [default: 1,2,4,8]"),
     option("--threads-per-rank", type=types.COUNT, help="Threads of each rank on a CPU. [default: 1]"),
     option(
-        "--allow-data-dependent", is_flag=True, help="Accept branches that depend on the data, fixed as first taken."
+        "--allow-data-dependent",
+        is_flag=True,
+        help="Accept branches that depend on the data, and always use the one that the first batch took.",
     ),
     option(
         "--opaque",
         metavar="auto|never|MODULE",
-        help="Modules that run as the user's own code, uncut. auto: those that cannot be captured as one graph. "
-        "MODULE: "
-        "also these paths, separated by commas. [default: auto]",
+        help="Modules that run as the user's own code and are not cut. auto: those that cannot be captured as one "
+        "graph. MODULE: also these paths, separated by commas. [default: auto]",
     ),
     option("--no-verify", is_flag=True, help="Do not compare the captured model with the original."),
 )
@@ -170,8 +171,7 @@ order_options: tuple[Callable[[Any], Any], ...] = (
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
         help="Your own schedule: one line for each rank, with cells such as 1F0 (stage; F, B, I or W; microbatch) "
-        "separated "
-        "by commas.",
+        "separated by commas.",
     ),
 )
 plan_options: tuple[Callable[[Any], Any], ...] = (
@@ -189,17 +189,15 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
     option(
         "--device-name",
         metavar="NAME",
-        help="Plan for this device by its datasheet, e.g. H100-SXM: an estimate. A profile of a device with a "
-        "datasheet "
-        "is scaled; of any other device, such as a CPU, the times are computed from operations and bytes.",
+        help="Estimate the plan for this device, e.g. H100-SXM, from its datasheet. If the profile's device has a "
+        "datasheet too, its times are scaled; otherwise, as on a CPU, they are computed from operations and bytes.",
     ),
     option(
         "--replicas",
         type=types.one_of("replicas setting", *table.CHOICES["replicas"]),
         help="auto: the fastest plan; a stage may run on several ranks, each with a share of the microbatches. "
-        "Gradients "
-        "are then summed per replica first, an order that check proves bit for bit, and BatchNorm's running statistics "
-        "are averaged. never: one rank per stage, bit for bit the training of one process. "
+        "Gradients are then summed per replica first, an order that check proves bit for bit, and BatchNorm's running "
+        "statistics are averaged. never: one rank per stage, equal bit for bit to the training of one process. "
         "[default: auto; never if statistics would be averaged, and under --launcher env and slurm]",
     ),
     option(
@@ -207,14 +205,14 @@ plan_options: tuple[Callable[[Any], Any], ...] = (
         type=click.FloatRange(0, 1, max_open=True),
         metavar="DECAY",
         help="Keep averaged weights in float32: after each step average.lerp_(weight, 1 - DECAY), as torch's "
-        "AveragedModel does. Buffers are the model's. 0: no averages. [default: 0, or as in the resumed run]",
+        "AveragedModel does. Buffers are not averaged. 0: no averages. [default: 0, or as in the resumed run]",
     ),
     option("--num-microbatches", type=types.COUNT, metavar="M", help="Microbatches per minibatch."),
     option("--microbatch-size", type=types.COUNT, metavar="b", help="Samples per microbatch."),
     option(
         "--recompute",
         type=types.one_of("recompute setting", *table.CHOICES["recompute"]),
-        help="Recompute forwards to save memory. auto: only if the plan does not fit otherwise. [default: auto]",
+        help="Recompute forwards to save memory. auto: only if no plan fits otherwise. [default: auto]",
     ),
     option(
         "--exact-ties",
@@ -247,7 +245,7 @@ def planning(function: Function) -> Function:
 
 
 def shapes(function: Function) -> Function:
-    """Add the option of the commands whose ranks read the data."""
+    """Add ``--max-shapes``, for the commands whose ranks read the data."""
     most = option(
         "--max-shapes",
         type=click.IntRange(min=0),
@@ -277,7 +275,7 @@ def plan_settings(target: str | None, given: dict[str, Any]) -> PlanSettings:
 
 
 def of(kind: type, given: dict[str, Any]) -> Any:
-    """Return those options that a typed dictionary of ``autopipe.commands.options`` has."""
+    """Return the given options that are keys of ``kind``, a typed dictionary of ``autopipe.commands.options``."""
     return {name: value for name, value in given.items() if name in kind.__annotations__ and value is not None}
 
 

@@ -31,7 +31,7 @@ from .terminal import Terminal
 def plain_command(
     terminal: Terminal, target: str | None, output: Path, steps: int | None, clip_grad_norm: float | None, **given: Any
 ) -> None:
-    """Write the plain loop as a script that imports no autopipe: data order, seeds, masks, microbatches.
+    """Write the plain loop as a script that does not import autopipe: with data order, seeds, masks, microbatches.
 
     TARGET is a model, with the options of `train`, or the directory of a run, whose settings and steps are used.
     `python loop.py model.safetensors` trains and compares with exported weights. The model file is code, and it is run.

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 @options.option(
     "--estimate",
     is_flag=True,
-    help="Count operations and bytes for plan --device-name; time nothing and allocate no weights. Works for models "
-    "that "
-    "exceed this machine's memory.",
+    help="Count operations and bytes for plan --device-name, without timing and without memory for the weights. Works "
+    "for models that exceed this machine's memory.",
 )
 @options.profiling
 @options.output
@@ -44,7 +43,7 @@ def profile_command(terminal: Terminal, target: str, links: bool, estimate: bool
     if estimate:
         for name, value in (("--links", links or None), ("--device", given["device"])):
             if value is not None:
-                raise click.UsageError(f"{name} and --estimate exclude each other: nothing is timed; give one")
+                raise click.UsageError(f"{name} and --estimate exclude each other, because --estimate times nothing")
     with terminal.progress() as progress:
         result = pipe.profile(estimate=estimate, on_progress=progress)
         measured = measure_links(work_dir, result.profile.device.kind, progress) if links else None
@@ -159,7 +158,10 @@ _OF_OUR_COSTS = (
 
 
 def _refuse_without_effect(cost_model: str) -> None:
-    """Refuse options that were typed and have no effect; a settings file may hold them for other commands."""
+    """Refuse options that were typed and have no effect. A settings file may contain them for other commands.
+
+    Raises: click.UsageError.
+    """
     context = click.get_current_context()
     ours = cost_model == "autopipe"
     known = _OF_FOREIGN + _OF_OUTPUT + (_OF_OUR_COSTS if ours else ())
@@ -172,7 +174,7 @@ def _refuse_without_effect(cost_model: str) -> None:
     ]
     if typed:
         of = "--from-pipedream" if ours else "--cost-model pipedream"
-        raise click.UsageError(f"{', '.join(typed)} would change nothing with {of}; leave that out")
+        raise click.UsageError(f"{', '.join(typed)} would have no effect with {of}; omit it")
 
 
 def _plan_pipedream(terminal: Terminal, settings: PlanSettings, path: Path, cost_model: str, explain: bool) -> None:

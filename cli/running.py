@@ -20,11 +20,11 @@ from .terminal import Terminal
 LOADING = {
     "safetensors": 'model.load_state_dict(safetensors.torch.load_file("{path}"))',
     "pt": 'model.load_state_dict(torch.load("{path}", weights_only=True))',
-    "hf": 'from_pretrained("{path}") of transformers, once the config.json of the model is in the folder',
+    "hf": 'from_pretrained("{path}") of transformers, after you copy the config.json of the model into the folder',
     "dcp": 'torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id="{path}")',
 }
 named_again = (
-    options.option("--target", metavar="TARGET", help="The model, named again; needed if the run is not your own."),
+    options.option("--target", metavar="TARGET", help="The model; required if the run was not made by you."),
     options.option("--arg", type=types.PAIR, multiple=True, help="Argument of --target, name=value. Repeatable."),
 )
 run_argument = click.argument("run", required=False, type=click.Path(file_okay=False, path_type=Path))
@@ -103,8 +103,8 @@ class Resuming(click.Command):
     default="auto",
     show_default=True,
     metavar="K|auto|0",
-    help="Every K steps, compare one step with plain training from the run's own weights, in another process. auto: as "
-    "often as costs at most 0.5 % of the time; 0: never.",
+    help="Every K steps, compare one step with plain training from the run's own weights, in another process. auto: "
+    "so often that it takes at most 0.5 % of the time; 0: never.",
 )
 @options.option(
     "--check/--no-check",
@@ -120,13 +120,13 @@ class Resuming(click.Command):
     "--resume",
     type=types.RESUME,
     metavar="[STEP]",
-    help="Resume from a checkpoint; without STEP, the newest. Options that are not given are those of the run.",
+    help="Resume from a checkpoint; without STEP, the newest. Options that are not given keep the values of the run.",
 )
 @options.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     metavar="N",
-    help="After a rank failed, resume from the last checkpoint, up to N times. [default: 0; 3 with --elastic]",
+    help="If a rank fails, resume from the last checkpoint, up to N times. [default: 0; 3 with --elastic]",
 )
 @options.option("--elastic", is_flag=True, help="After a failure, continue on the remaining ranks with a new plan.")
 @options.option(
@@ -134,15 +134,14 @@ class Resuming(click.Command):
     type=types.one_of("policy", *table.CHOICES["on_nonfinite"]),
     default="stop",
     show_default=True,
-    help="Reaction to a NaN or infinite loss or gradient; skip: no rank takes the step.",
+    help="Reaction to a NaN or infinite loss or gradient; skip: all ranks skip the step.",
 )
 @options.option(
     "--init-from",
     type=click.Path(exists=True, path_type=Path),
     metavar="PATH",
     help="Initial weights: .safetensors, a state_dict (.pt), a Hugging Face folder, or a checkpoint. Each rank reads "
-    "its "
-    "own part. Ignored with --resume.",
+    "its own part. Ignored with --resume.",
 )
 @options.option("--trust", is_flag=True, help="Read --init-from even if its format can run code (torch DCP).")
 @options.option(
@@ -150,16 +149,16 @@ class Resuming(click.Command):
     type=types.one_of("reader", *DATA_READERS),
     default="auto",
     show_default=True,
-    help="The reader of the data: each rank, or one (rank 0) for all ranks; auto: each if the data repeats.",
+    help="Which ranks read the data: each rank, or one (rank 0) for all; auto: each, if the data repeats.",
 )
-@options.option("--allow-other-data", is_flag=True, help="Let --resume continue with other data than the run has read.")
+@options.option("--allow-other-data", is_flag=True, help="Let --resume continue although the data has changed.")
 @launching.launching
 @options.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Directory of the run.")
 @options.option("--timeline", is_flag=True, help="Record the timeline of every rank.")
 @options.option("--measure-memory", is_flag=True, help="Measure the peak memory of each stage; slows the ranks down.")
 @options.output
 def train_command(terminal: Terminal, target: str | None, **given: Any) -> int:
-    """Train in stages, after every step that is missing or stale.
+    """Train in stages, after running every step that is missing or stale.
 
     Without TARGET, the stored plan is used. The model file is code, and it is run.
     """
@@ -262,8 +261,8 @@ def export_command(
 ) -> None:
     """Write the weights of RUN (default: the newest) as one file, or as a folder.
 
-    The unmodified model loads it with strict=True. The reported count is of the names of the state_dict: two for a tied
-    weight, and not one for a buffer that is not saved; `check` counts each tensor once.
+    The unmodified model loads it with strict=True. The reported number counts the names in the state_dict: a tied
+    weight has two, a non-persistent buffer none. `check` counts each tensor once.
 
     The model file of the run is code, and it is run if you have named it on this machine, unchanged, or name it now.
     """

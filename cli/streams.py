@@ -1,4 +1,4 @@
-"""Standard output reserved for one JSON document: all other output to it goes to standard error."""
+"""Reserves standard output for one JSON document. All other output to it goes to standard error."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ class ReservedOutput:
             self._before.flush()
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).fflush(None)  # flush the buffer of C code
-            with contextlib.suppress(
-                OSError
-            ):  # its reader may be gone, which was reported when the document was written
+            # the reader may have gone, which was reported when the document was written
+            with contextlib.suppress(OSError):
                 self.stream.close()
             os.dup2(self._descriptor, _STDOUT)
             os.close(self._descriptor)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def start(terminal: Terminal, settings: TrainSettings, options: Mapping[str, str]) -> int:
-    """Start the run and return the exit code; in an allocation, exec the command that starts the ranks."""
+    """Start the run and return the exit code. In an allocation, exec the command that starts the ranks."""
     from autopipe.commands.training import submission
 
     words = submission.Words.of(terminal.typed)

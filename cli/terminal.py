@@ -1,4 +1,4 @@
-"""``Terminal``: the output of a command. Tables, or the one JSON document, go to stdout; all else goes to stderr."""
+"""``Terminal``: the output of a command. Tables or the JSON document go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NARROWEST = 40  # columns; a narrower terminal breaks lines itself
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr. If it cannot be written, as on a full disk, it is dropped.
+    """Write a line to stderr. A line that cannot be written, as on a full disk, is dropped.
 
     Raises: BrokenPipeError if the reader has gone.
     """
@@ -73,14 +73,14 @@ def _standard_output(stream: TextIO) -> Iterator[None]:
         raise
     except OSError as error:
         raise RunError(
-            f"standard output cannot be written: {error.strerror}; the work itself is done",
-            remedy="send it to a file on a disk with space; run directory and artifacts are where they should be",
+            f"standard output cannot be written: {error.strerror}; the command itself is complete",
+            remedy="redirect it to a disk with free space; run directory and artifacts are complete",
         ) from None
 
 
 @dataclass(slots=True)
 class Subjects:
-    """Prints a line for each new activity, without the details behind its colon."""
+    """Prints a line for each new activity, without the details after its colon."""
 
     say: Callable[[str], None]
     last: str = ""

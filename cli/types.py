@@ -42,14 +42,12 @@ class Count(click.IntRange):
         """Return the number."""
         number = int(super().convert(value, param, ctx))
         if number > self.most:
-            self.fail(f"{number} is more than {self.most}", param, ctx)
+            self.fail(f"{number} is above the maximum of {self.most}", param, ctx)
         return number
 
 
 class Names(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click
-    """One of several names, which are looked up when they are needed. The error for another name suggests the
-    nearest.
-    """
+    """One of several names, which are looked up when needed. The error for another name suggests a similar one."""
 
     name = "name"
 
@@ -88,7 +86,7 @@ def _schedules() -> list[str]:
 def _number(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{text} is not a finite number of at least 0")
+        raise ValueError(f"{text} is not a finite number that is at least 0")
     return value
 
 

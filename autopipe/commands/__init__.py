@@ -1,5 +1,5 @@
-"""The chain of steps behind the commands: load, capture, measure, plan, generate, simulate, and the runs.
+"""One function per command, and the steps that they share: load, capture, measure, plan, generate, simulate, run.
 
-One function a command. Each reads and writes artifacts in the work directory and does again only what is missing or
-stale. Nothing here prints.
+Each function reads and writes artifacts in the work directory, and repeats only the steps that are missing or stale.
+Nothing in this package prints.
 """

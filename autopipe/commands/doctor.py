@@ -96,9 +96,9 @@ def _torch() -> Iterator[Finding]:
             yield Finding(f"cuda:{index}", "ok", f"{device.name}, {in_bytes(device.total_memory)}")
     elif torch.version.cuda:
         fix = "check the driver with nvidia-smi, or use --device cpu"
-        yield Finding("cuda", "note", f"this torch is built for CUDA {torch.version.cuda}; no device answers", fix)
+        yield Finding("cuda", "note", f"this torch is built for CUDA {torch.version.cuda}; no device was found", fix)
     else:
-        yield Finding("cuda", "note", "this torch is built for the CPU; ranks are CPU processes")
+        yield Finding("cuda", "note", "this torch is built without CUDA; ranks are CPU processes")
     yield from _transports()
 
 
@@ -119,7 +119,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("cores", "ok", f"{cores} for this process")
     memory = psutil.virtual_memory()
     short = memory.available < LEAST_MEMORY_BYTES
-    fix = "end other programs, or use fewer ranks" if short else ""
+    fix = "close other programs, or use fewer ranks" if short else ""
     amount = f"{in_bytes(memory.available)} of {in_bytes(memory.total)} available"
     yield Finding("memory", "problem" if short else "ok", amount, fix)
 
@@ -129,7 +129,7 @@ def _optional() -> Iterator[Finding]:
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "note", f"not installed; it is for {purpose}", f"pip install {name}")
+            yield Finding(name, "note", f"not installed; needed for {purpose}", f"pip install {name}")
 
 
 def _disk(work_dir: Path) -> Iterator[Finding]:
@@ -140,12 +140,12 @@ def _disk(work_dir: Path) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        fix = "give a --work-dir that you may write to"
+        fix = "choose a writable --work-dir"
         yield Finding("work directory", "problem", f"{place} cannot be written: {error.strerror}", fix)
         return
     yield Finding("work directory", "ok", f"{work_dir} can be written")
     free = shutil.disk_usage(place).free
     short = free < LEAST_DISK_BYTES
     yield Finding(
-        "disk", "problem" if short else "ok", f"{in_bytes(free)} free", "make room for checkpoints" if short else ""
+        "disk", "problem" if short else "ok", f"{in_bytes(free)} free", "free space for checkpoints" if short else ""
     )

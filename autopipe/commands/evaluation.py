@@ -36,7 +36,7 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
     except AutopipeError as why:
         shutil.rmtree(folder, ignore_errors=True)
         return f"{note}; captured in evaluation mode: {why.what}"
-    work.notes.append(f"{note}: stage code of its own in {folder}")
+    work.notes.append(f"{note}: separate stage code for evaluation in {folder}")
     return ""
 
 

@@ -5,11 +5,11 @@ format           content
 ===============  ========================================================================================
 ``safetensors``  one file; ``model.load_state_dict(load_file(...), strict=True)``
 ``pt``           one file by ``torch.save``; ``torch.load(..., weights_only=True)``
-``hf``           a folder as Hugging Face has it: ``model-00001-of-0000N.safetensors`` and an index
-``dcp``          a folder as ``torch.distributed.checkpoint`` has it; ``dcp.load(model.state_dict(), ...)``
+``hf``           a folder in Hugging Face's format: ``model-00001-of-0000N.safetensors`` and an index
+``dcp``          a folder in the format of ``torch.distributed.checkpoint``; ``dcp.load(model.state_dict(), ...)``
 ===============  ========================================================================================
 
-An export is written completely or not at all, and replaces nothing but an earlier export.
+An export is written atomically, and replaces only an earlier export.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EXPORTED = re.compile(rf"{re.escape(INDEX)}|model-\d+-of-\d+\.safetensors|\.met
 
 
 def export(settings: ExportSettings) -> ExportResult:
-    """Write the weights of a checkpoint, under every name of the untouched model's ``state_dict``.
+    """Write the weights of a checkpoint, under every name of the unmodified model's ``state_dict``.
 
     Raises: RunError for an unknown suffix, or an output that exists; ArtifactError for a damaged checkpoint.
     """
@@ -66,7 +66,7 @@ def export(settings: ExportSettings) -> ExportResult:
         _share(temporary)
         _remove(settings.output)
         temporary.replace(settings.output)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save has RuntimeErrors of its own
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
         with contextlib.suppress(OSError):
             _remove(temporary)
         raise _unwritten(settings.output, error) from None
@@ -81,7 +81,7 @@ def export(settings: ExportSettings) -> ExportResult:
 
 
 def _format(settings: ExportSettings) -> str:
-    """Return the format that is meant. Raises: RunError where the name of the output says none."""
+    """Return the format, given or from the suffix of the output. Raises: RunError if neither determines one."""
     suffix, requested = settings.output.suffix, settings.format
     by_name = {".safetensors": "safetensors", ".pt": "pt", "": "dcp"}
     if requested is not None:
@@ -90,8 +90,8 @@ def _format(settings: ExportSettings) -> str:
         return requested
     if suffix not in by_name:
         raise RunError(
-            f"{settings.output} ends in {suffix}",
-            remedy="end it in .safetensors or .pt, name a folder, or say the --format",
+            f"the suffix of {settings.output}, {suffix}, is not that of a format",
+            remedy="use the suffix .safetensors or .pt, name a folder, or give --format",
         )
     return by_name[suffix]
 
@@ -100,13 +100,19 @@ def _refuse_taken(output: Path, kind: str) -> None:
     """Refuse to replace anything but an earlier export. Raises: RunError."""
     if kind not in _FOLDERS:
         if output.is_dir():
-            raise RunError(f"{output} is a folder", remedy="name a file, or --format hf or dcp")
+            raise RunError(
+                f"{output} is a folder, and the format {kind} is a file",
+                remedy="name a file, or use --format hf or dcp",
+            )
         return
     if output.is_dir():
         if any(not _EXPORTED.fullmatch(path.name) for path in output.iterdir()):
-            raise RunError(f"{output} is a folder with something else in it", remedy="name a folder that is not there")
+            raise RunError(f"{output} is a folder that contains files other than an export", remedy="name a new folder")
     elif output.exists():
-        raise RunError(f"{output} is a file", remedy="name a folder, or --format safetensors or pt")
+        raise RunError(
+            f"{output} is a file, and the format {kind} is a folder",
+            remedy="name a folder, or use --format safetensors or pt",
+        )
 
 
 def _refuse_sparse(tensors: _Tensors, kind: str) -> None:
@@ -114,17 +120,18 @@ def _refuse_sparse(tensors: _Tensors, kind: str) -> None:
     stored_sparse = [] if kind == "pt" else tensors.sparse
     if stored_sparse:
         raise RunError(
-            f"{stored_sparse[0]} is stored sparse, which the format {kind} cannot hold: a model that loads it dense "
-            "refuses it",
-            remedy="-o NAME.pt, by torch.save, holds sparse tensors; register_buffer(..., persistent=False) keeps a "
-            "buffer out of the state_dict",
+            f"{stored_sparse[0]} is a sparse tensor, and the format {kind} stores dense tensors only, which the model "
+            "would refuse to load",
+            remedy="use -o NAME.pt (torch.save), which stores sparse tensors; or register_buffer(..., "
+            "persistent=False), which keeps a buffer out of the state_dict",
         )
 
 
 def _checkpoint(run: RunDirectory, step: int | None) -> Checkpoint:
     steps = checkpoints.steps(run.checkpoints)
     if not steps or (step is not None and step not in steps):
-        raise RunError(f"no checkpoint of step {step}; there are {steps}", where=str(run.checkpoints))
+        what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
+        raise RunError(f"{what}; the run has {steps or 'none'}", where=str(run.checkpoints))
     source = Checkpoint(checkpoints.directory_of(run.checkpoints, steps[-1] if step is None else step))
     source.verify()
     return source
@@ -139,7 +146,7 @@ def _model(run: RunDirectory, source: Checkpoint, named: ModelSettings) -> nn.Mo
     model, saved = skeleton(workload), set(source.names)
     own = run.plan().workload.hooks
     if "loss" in own and not named.is_given and graph.parameters.keys() - dict(model.named_parameters()):
-        # an option named a loss with parameters of its own
+        # an option named a loss that has parameters
         workload = model_of(run, named, "export", hooks=("loss",))
         model = skeleton(workload)
     wanted = [graph.aliases.get(key, key) for key in model.state_dict()]
@@ -243,7 +250,7 @@ def _share(path: Path) -> None:
 
 def _unwritten(output: Path, error: OSError | SafetensorError | RuntimeError) -> RunError:
     if disk_is_full(error, output.parent):
-        return RunError(f"the disk of {output} is full", remedy="make room on it, or choose another -o")
+        return RunError(f"the disk of {output} is full", remedy="free space on it, or choose another -o")
     reason = error.strerror or str(error) if isinstance(error, OSError) else str(error).splitlines()[0]
     return RunError(f"{output} cannot be written: {reason}", remedy="choose another -o")
 

@@ -37,21 +37,23 @@ def find_run(given: Path | None, work_dir: Path) -> Path:
     if given is not None:
         if not (given / "job.json").is_file():
             raise RunError(
-                f"{given} is not a run: it has no job.json", remedy="name a directory that autopipe train made"
+                f"{given} is not a run: it has no job.json", remedy="name a run directory that autopipe train wrote"
             )
         return given
     runs = work_dir / "runs"
     candidates = sorted(path for path in runs.iterdir() if (path / "job.json").is_file()) if runs.is_dir() else []
     with_checkpoint = [path for path in candidates if checkpoints.steps(RunDirectory(path).checkpoints)]
     if not with_checkpoint:
-        raise RunError(f"there is no finished run in {runs}", remedy="autopipe train TARGET --gpus N")
+        raise RunError(f"there is no run with a checkpoint in {runs}", remedy="autopipe train TARGET --gpus N")
     return with_checkpoint[-1]
 
 
 def model_of(
     run: RunDirectory, named: ModelSettings, command: str, *, hooks: Collection[str] | None = None
 ) -> Workload:
-    """Load the model of a run, as named again or as the run has it. ``hooks``: the hooks to load; None for all.
+    """Load the model of a run: the one that the options name again, else the one of the run's plan.
+
+    ``hooks``: the hooks to load; None for all.
 
     Raises: RunError if the run names code that the user has not named; ModelFileError as ``Workload``.
     """
@@ -99,9 +101,9 @@ def evaluate(settings: EvaluateSettings, events: Events | None = None) -> Evalua
             as_trained = _with_own_stages(run, workload, Path(scratch))
         elif not wrote_stages(run.stages):
             raise RunError(
-                "the stage files of this run are not as you have written them on this machine",
+                "the stage files of this run were not written by you on this machine, or have changed since",
                 where=str(run.stages),
-                remedy="name the model, and they are written again: "
+                remedy="name the model, so that they are written again: "
                 f"autopipe eval {shlex.quote(str(run.path))} --target {shlex.quote(plan.workload.target)}",
             )
         listener = Listener(as_trained, events or (lambda kind, fields: None), plan.num_ranks)
@@ -139,11 +141,12 @@ def _with_own_stages(run: RunDirectory, workload: Workload, scratch: Path) -> Ru
     captured = capture(
         workload, model=built, allow_data_dependent=job.allow_data_dependent, verify=False, lengths=lengths
     )
-    # nothing is stepped: the after_step hook need not be named again
+    # an evaluation takes no optimizer steps: the after_step hook need not be named again
     now, before = (dataclasses.replace(one, after_step={}) for one in (captured.graph, graph))
     if now.digest != before.digest:
         raise RunError(
-            f"{workload.name} is not the model of this run: {captured.graph.digest}, and it was {graph.digest}",
+            f"{workload.name} is not the model of this run: its digest is {captured.graph.digest}, and that of the "
+            f"run's model is {graph.digest}",
             where=str(run.path),
             remedy="name the model file as it was when the run was made, with its --arg",
         )

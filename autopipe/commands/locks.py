@@ -1,4 +1,4 @@
-"""One command at a time in a directory, by a lock that the kernel releases when its holder ends for any reason.
+"""A lock that admits one command at a time to a directory. The kernel releases it when the process ends.
 
 Two runs in one directory would overwrite each other's checkpoints. Two commands that profile, plan or generate in one
 work directory would mix their files: each file is written atomically, but a plan has a record and stage files too. So
@@ -24,7 +24,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 @contextlib.contextmanager
 def only_one(directory: Path, activity: str) -> Iterator[None]:
-    """Hold ``directory/lock``. ``activity``: of this command, for the error message of a command that is refused.
+    """Hold ``directory/lock``. ``activity``: of this command, for the errors of commands that are refused meanwhile.
 
     The file remains when the lock is released: removing it could remove the lock of another process.
 
@@ -37,7 +37,7 @@ def only_one(directory: Path, activity: str) -> Iterator[None]:
     except OSError as error:
         if directory.is_symlink() and not directory.exists():
             raise RunError(
-                f"{directory} is a link to {directory.readlink()}, which is not there",
+                f"{directory} is a link to {directory.readlink()}, which does not exist",
                 where=str(directory),
                 remedy="make that folder, remove the link, or choose another directory (--run-dir, --work-dir)",
             ) from None
@@ -48,7 +48,7 @@ def only_one(directory: Path, activity: str) -> Iterator[None]:
         ) from None
     try:
         _take(descriptor, directory, path)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds nevertheless
+        with contextlib.suppress(OSError):  # a full disk: the lock is valid nevertheless
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_this_process(activity)).encode() + b"\n", 0)
         yield
@@ -78,6 +78,6 @@ def _holder(descriptor: int) -> str:
     """Return a description of the process that holds a lock, from its file."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {holder['pid']} on {holder['host']} {holder['doing']} there"
+        return f"process {holder['pid']} on {holder['host']} {holder['doing']} in it"
     except (OSError, ValueError, TypeError, KeyError):
-        return "another process works there"
+        return "another process holds its lock"

@@ -1,4 +1,4 @@
-"""Settings -> the captured model, and its profile, which is measured only if the stored one is out of date."""
+"""Load, capture and measure the model of a command. The stored profile is reused while it is up to date."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopipe.workload.model.size_limits import build_within_memory, loading_wit
 from autopipe.workload.target.targets import user_line
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
-_ENOUGH = 5  # samples, of which each half has several
+_ENOUGH = 5  # samples, so that each half has at least two
 _TOO_LARGE = (
     "to plan for other devices, count it without memory: autopipe profile TARGET --estimate, then "
     "autopipe plan --gpus N --device-name NAME; to train it here, use a machine with more memory, or a smaller model"
@@ -52,11 +52,12 @@ def load_model(
     stored: Profile | None = None,
     minibatch: Minibatch | None = None,
 ) -> Model:
-    """Load and capture the model. ``stored``: its earlier profile, whose findings are reused if the graph is the same.
+    """Load and capture the model.
 
-    ``minibatch``: the batch size and the number of microbatches, if known.
+    ``stored``: an earlier profile, whose tested ranges of sizes are reused if the graph is equal. ``minibatch``: the
+    batch size and the number of microbatches, if known.
 
-    Raises: RunError if no model was ever named.
+    Raises: RunError if no model was named; the errors of ``capture``.
     """
     work.progress(f"importing the model: {settings.model.target}".removesuffix(": "), 0.0)
     with loading_within_memory(settings.model.target, _TOO_LARGE):
@@ -85,22 +86,22 @@ def load_model(
         if settings.estimate:
             if depends_on_data(error.__cause__):
                 error.remedy = (
-                    "profile the model without --estimate, in a size that fits this machine: what depends on the "
-                    "numbers in the batch can be measured only where it runs"
+                    "profile the model without --estimate, in a size that fits this machine: costs that depend on the "
+                    "values in the batch can only be measured, not counted"
                 )
             raise
         _refuse_misfit(workload)
         uncut = _not_cut(workload)
         if uncut is None or type(uncut.__cause__).__name__ not in error.what:
-            raise  # for another reason
+            raise  # not caused by the split
         if minibatch is None or minibatch.parts > 1:
             raise uncut from None
         workload.batches.train_whole()
         captured = captured_now()
-        work.notes.append("each batch is trained whole: the model fails on a part of one")
+        work.notes.append("each batch is one microbatch, because the model fails on a part of a batch")
     work.notes.extend(note for note in workload.build_notes if note not in work.notes)
     if stored is not None and stored.graph.digest == captured.graph.digest:
-        # the range of lengths and the exactness of the graph were tested on real batches
+        # the stored ranges of sizes and exactness were tested on real batches
         known = dataclasses.replace(
             captured.graph, symbols=stored.graph.symbols, exact=stored.graph.exact, homes=stored.graph.homes
         )
@@ -109,7 +110,7 @@ def load_model(
 
 
 def _refuse_misfit(workload: Workload) -> None:
-    """Run the unmodified model on one batch of its data: if that fails too, its error is the better message.
+    """Run the unmodified model on one batch of its data. If that fails too, its error is the better message.
 
     Raises: ModelFileError with the shapes of the batch and the user's line.
     """
@@ -120,7 +121,7 @@ def _refuse_misfit(workload: Workload) -> None:
 
 
 def _not_cut(workload: Workload) -> ModelFileError | None:
-    """Return the error for a model that takes a whole batch of its data and fails on a part of it; None otherwise."""
+    """Return the error for a model that accepts a whole batch of its data but fails on a part of it; else None."""
     item = workload.example_item(None)
     if workload.is_fixed(item):
         return None
@@ -133,10 +134,10 @@ def _not_cut(workload: Workload) -> ModelFileError | None:
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0]
             uncut = ModelFileError(
-                f"the model takes a batch of its data ({shapes(item)}), and fails on {workload.num_samples(part)} "
+                f"the model accepts a batch of its data ({shapes(item)}), but fails on {workload.num_samples(part)} "
                 f"samples of it ({shapes(part)}): {type(error).__name__}: {text}",
                 where=user_line(error, workload.files[0] if workload.files else ""),
-                remedy=f"its samples depend on one another, or are counted elsewhere: {REMEDY}",
+                remedy=f"its samples depend on one another, or another dimension counts them: {REMEDY}",
             )
             uncut.__cause__ = error
             return uncut
@@ -152,7 +153,7 @@ def keeps_decisions(work: Work) -> bool:
 def _workload(model: ModelSettings, work: Work) -> Workload:
     """Load the model that the settings name, else the one of the stored profile.
 
-    Raises: RunError if no model was ever named, or the profile names code that the user has not named.
+    Raises: RunError if there is neither, or the profile names code that the user has not named.
     """
     hooks = {name: text for name, text in model.hooks.items() if name != "optimizer"}
     if model.is_given:
@@ -197,7 +198,7 @@ def _workload(model: ModelSettings, work: Work) -> Workload:
 
 def measure_model(model: Model, settings: ProfileSettings, work: Work, sizes: tuple[int, ...] = ()) -> Profile:
     """Measure a captured model and write profile.json."""
-    if not model.capture.graph.symbols:  # one microbatch is all that there is to measure
+    if not model.capture.graph.symbols:  # no size may vary: there is one microbatch size to measure
         wanted = sizes or (model.workload.num_samples(model.workload.example_item(1)),)
     else:
         wanted = settings.microbatch_sizes or _usable(model, sizes, work)
@@ -226,7 +227,7 @@ def _usable(model: Model, sizes: tuple[int, ...], work: Work) -> tuple[int, ...]
         return tuple(wanted)
     usable, why = taken(model.workload, model.built, wanted)
     if why:
-        work.notes.append(f"microbatches of {counted(usable[0], 'sample')} and more are measured: {why}")
+        work.notes.append(f"only microbatches of at least {counted(usable[0], 'sample')} are measured: {why}")
     return usable
 
 
@@ -239,11 +240,11 @@ def ensure_profile(
 ) -> tuple[Model, Profile]:
     """Return the model and its profile: the stored one if model, device and sizes are unchanged.
 
-    ``accept``: raises to refuse the captured model; called before it is measured. ``minibatch``: see
+    ``accept``: called with the captured graph before it is measured; raises to refuse it. ``minibatch``: see
     ``load_model``.
     """
     stored = work.load(Profile, work.store.profile)
-    # a graph that was verified once, and is the same again, needs no second proof
+    # a graph that equals the stored one was verified when that was captured
     model = load_model(settings, work, verify=settings.verify and stored is None, stored=stored, minibatch=minibatch)
     reason = "no profile found" if stored is None else _stale(stored, model, settings)
     reused = stored is not None and not reason
@@ -265,7 +266,7 @@ def ensure_profile(
 def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
     """Return why a stored profile is out of date, or ""."""
     if stored.device.kind == COUNTED and not settings.estimate:
-        return "the stored one was counted and not timed"
+        return "the stored profile was counted and not timed"
     if stored.graph.digest != model.capture.graph.digest:
         return f"the model changed ({stored.graph.digest} -> {model.capture.graph.digest})"
     if _costs_of(stored.workload) != _costs_of(model.workload.spec):
@@ -285,8 +286,8 @@ def _stale(stored: Profile, model: Model, settings: ProfileSettings) -> str:
 
 
 def _costs_of(spec: WorkloadSpec) -> WorkloadSpec:
-    """Return the part of a spec that determines the cost of the model, without seed and learning rate.
+    """Return the part of a spec that determines the cost of the model.
 
-    Dimensions of the batch are left out too: they change the graph.
+    Without seed and learning rate, which do not affect it, and ``batch_dims``, which changes the graph.
     """
     return dataclasses.replace(spec, seed=0, lr=None, batch_dims=None)

@@ -1,6 +1,6 @@
 """The code that the user has named: the only code that an artifact may cause to run.
 
-An artifact (profile.json, a run's plan.json) names a TARGET, its arguments and hooks as text, and a run holds stage
+An artifact (profile.json, a run's plan.json) names a TARGET, its arguments and hooks as text, and a run has stage
 files. The author of an artifact can name any callable with any argument, with a matching digest. So the names that the
 user gave are recorded outside of all artifacts, in the user's own folder::
 
@@ -109,9 +109,9 @@ def _refuse(reference: Reference, artifact: Path, remedy: str) -> None:
     versions = {path.name for folder in _folders() for path in _entries(folder / reference.key)}
     if not versions:
         raise RunError(
-            f"{what}, and you have not named that on this machine: an artifact alone runs no code",
+            f"{what}, which you have never named on this machine: code is not run because an artifact names it",
             where=str(artifact),
-            remedy=f"only if it is code that you trust, name it: {remedy}",
+            remedy=f"if you trust that code, name it: {remedy}",
         )
     try:
         content = reference.content()
@@ -119,7 +119,7 @@ def _refuse(reference: Reference, artifact: Path, remedy: str) -> None:
         raise RunError(
             f"{what}, and its file cannot be read: {error.strerror}",
             where=reference.location,
-            remedy=f"name it where it is now: {remedy}",
+            remedy=f"name its present location: {remedy}",
         ) from None
     if content not in versions:
         raise RunError(
@@ -180,7 +180,7 @@ def _note(key: str, content: str) -> None:
             return
         except OSError:
             continue
-    raise OSError("no folder of the user's own can be written")
+    raise OSError("neither the user's home nor the folder for temporary files can be written")
 
 
 def _folders() -> tuple[Path, ...]:

@@ -1,8 +1,8 @@
 """The options of the commands, by name: one table for the command line and for ``autopipe.Pipeline``.
 
-An option has the same name in both: ``--batch-size 64`` is ``batch_size=64``. The names and types stand in the typed
-dictionaries below; ``...settings`` turns options into the settings of a command. An option that is missing or None is
-not given. A test compares the table with the options of the command line.
+An option has the same name in both: ``--batch-size 64`` is ``batch_size=64``. The typed dictionaries below declare the
+names and types; the functions ``*_settings`` turn options into the settings of a command. An option that is missing or
+None is not given. A test compares the table with the options of the command line.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "format": EXPORT_FORMATS,
     "launcher": tuple(LAUNCHERS),
 }
-# option -> its least whole number
+# option -> its smallest value, for options that are whole numbers
 LEAST: dict[str, int] = {
     **dict.fromkeys(("gpus", "batch_size", "num_microbatches", "microbatch_size", "threads_per_rank"), 1),
     **dict.fromkeys(("steps", "epochs", "stages_per_rank", "warmup_depth"), 1),

@@ -1,7 +1,7 @@
-"""The steps before a run: profile, plan, generate, simulate, and ``prepare``, which runs the missing and stale ones.
+"""The steps before a run: profile, plan, generate, simulate; ``prepare`` runs those that are missing or stale.
 
-To find stale artifacts, the model is captured again and its digest compared with the artifact's. A command that names a
-step runs that step; earlier steps are reused from the work directory if they are still valid.
+To find stale artifacts, the model is captured again, and its digest is compared with the artifact's. A command that
+names a step runs that step; the results of earlier steps are reused if they are still valid.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Prepared:
     notes: tuple[str, ...] = ()  # work that was done or reused
     warnings: tuple[str, ...] = ()  # about the model
     evaluation_note: str = ""  # the reason why the stages cannot evaluate, or ""
-    max_shapes: int = MAX_SHAPES  # further shapes of batches, which are captured while ranks run
-    allow_data_dependent: bool = False  # for those captures
+    max_shapes: int = MAX_SHAPES  # how many further shapes of batches may be captured while ranks run
+    allow_data_dependent: bool = False  # in those captures
 
     @property
     def cluster(self) -> Cluster:
@@ -85,11 +85,10 @@ def profile(settings: ProfileSettings, progress: Progress | None = None) -> Prof
 
 
 def plan(settings: PlanSettings, progress: Progress | None = None, *, explained: bool = False) -> PlanResult:
-    """Make a plan and write plan.json.
+    """Make a plan and write plan.json. ``explained``: also return the reasons for each cut.
 
-    If no option names a model or a measurement, the stored profile is used, wherever it was taken, and the model file
-    is
-    not read. Otherwise the profile is measured again if the stored one is out of date.
+    If no option names a model or a measurement, the stored profile is used and the model file is not read. The profile
+    may then come from another machine. Otherwise the profile is measured again if the stored one is out of date.
     """
     with only_one(settings.work_dir, "plans"):
         work = Work.begin(settings.work_dir, progress)
@@ -118,7 +117,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             against = compared(plan, counted_with, record.cluster, choice.space, every=choice.every)
             reasons = explain(plan, counted_with, record.cluster, choice.space) if explained else None
         except KeyboardInterrupt:
-            work.notes.append("interrupted: the plan is written, and was not compared with others")
+            work.notes.append("interrupted: the plan was written, but not compared with other plans")
         return PlanResult(
             plan,
             profile,
@@ -135,7 +134,7 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
 def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) -> GenerateResult:
     """Write the stage files of the stored plan.
 
-    Raises: ArtifactError if no plan is stored, or the model has changed since it was plan.
+    Raises: ArtifactError if no plan is stored, or the model has changed since it was planned.
     """
     with only_one(work_dir, "writes stage files"):
         work = Work.begin(work_dir, progress)
@@ -144,7 +143,7 @@ def generate(work_dir: Path = WORK_DIRECTORY, progress: Progress | None = None) 
         model = load_model(settings, work, verify=False, minibatch=Minibatch(plan.num_microbatches, plan.batch_size))
         if model.capture.graph.digest != plan.graph_digest:
             raise ArtifactError(
-                f"the plan is of model {plan.graph_digest}, and the model is now {model.capture.graph.digest}",
+                f"the plan was made for model {plan.graph_digest}, and the model is now {model.capture.graph.digest}",
                 where=str(work.store.plan),
                 remedy=f"autopipe plan {plan.workload.target} --gpus {plan.num_ranks}",
             )
@@ -174,7 +173,7 @@ def simulate(
         plan, notes = with_schedule(plan, request_of(requested))
         order_of_work = schedule_of(plan)
         timeline = timeline_of(plan, profile, record.cluster)
-        # counting the bytes takes less time than the timeline did
+        # this takes less time than the timeline, so the limit ``most`` is not needed
         plan = with_peaks(plan, with_averages(profile, record.request), most=math.inf)
         plan = dataclasses.replace(plan, predicted=predict(plan, profile, record.cluster))
         used = bytes_by_rank(plan.stages)
@@ -199,9 +198,9 @@ def simulate(
 def prepare(
     settings: PlanSettings, progress: Progress | None = None, accept: Callable[[Graph], None] | None = None
 ) -> Prepared:
-    """Run every step that is missing or stale, with a note of each. The caller holds the lock of the work directory.
+    """Run every step that is missing or stale, and note each. The caller holds the lock of the work directory.
 
-    ``accept``: called with the captured graph before anything is measured or written; raises to refuse the model.
+    ``accept``: called with the captured graph before anything is measured or written; raises to refuse it.
 
     Raises: RunError if the number of ranks is not known; the errors of ``accept`` and of the steps.
     """
@@ -211,12 +210,12 @@ def prepare(
     model, profile = ensure_profile(settings.profile, work, sizes, accept, minibatch)
     if not profile.graph.symbols and settings.num_microbatches is None is settings.microbatch_size:
         if minibatch is None:
-            work.notes.append("each batch is one microbatch: --num-microbatches cuts it into several")
+            work.notes.append("each batch is one microbatch; --num-microbatches M splits it into more")
         settings = dataclasses.replace(settings, num_microbatches=1 if minibatch is None else minibatch.parts)
     plan, record = ensure_plan(model.workload, profile, settings, work)
-    # a seed or a learning rate of this command alone changes what is trained, not how it is cut
+    # a seed or learning rate that only this command names changes the training and not the plan
     plan = dataclasses.replace(plan, workload=model.workload.spec)
-    if _stages_hold(work.store, plan, model.capture.graph.divisor):
+    if _stages_are_valid(work.store, plan, model.capture.graph.divisor):
         work.notes.append("stage files reused")
         note = evaluation.note_of(model, work)
     else:
@@ -255,7 +254,7 @@ def minibatch_of(settings: PlanSettings, stored: Plan | None) -> Minibatch | Non
 
 
 def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
-    """Return the microbatch sizes that the settings imply, which are measured rather than extrapolated."""
+    """Return the microbatch sizes that the settings imply. They are measured, not interpolated."""
     if settings.microbatch_size is not None:
         return (settings.microbatch_size,)
     if settings.batch_size is not None and settings.num_microbatches:
@@ -264,10 +263,11 @@ def microbatch_sizes(settings: PlanSettings) -> tuple[int, ...]:
     return ()
 
 
-def _stages_hold(store: Store, plan: Plan, divisor: str) -> bool:
-    """Return whether every stage file exists, is of this model and plan, and is as this account wrote it.
+def _stages_are_valid(store: Store, plan: Plan, divisor: str) -> bool:
+    """Return whether all stage files exist, belong to this model and plan, and were written by this account.
 
-    Loading a stage file runs it. ``divisor``: that of the model's loss.
+    Loading a stage file runs it, so a file that another account wrote or changed is not loaded. ``divisor``: the
+    divisor of the model's loss, as text.
     """
     if not wrote_stages(store.stages):
         return False
@@ -282,15 +282,15 @@ def _stages_hold(store: Store, plan: Plan, divisor: str) -> bool:
 
 
 def assumptions(record: PlanRecord) -> tuple[str, ...]:
-    """Return human-readable notes on the assumptions of a plan that were not measured."""
+    """Return notes on the figures of a plan that were assumed and not measured."""
     level, device = record.cluster.levels[0], record.cluster.devices[0]
     if device.datasheet:
         return (f"{device.name}: {record.cluster.source}", *_assumed_links(record))
     if record.cluster.source != "assumed":
         return ()
     return (
-        f"assumed: {in_bandwidth(level.bandwidth)} between ranks, {in_gib(device.memory_bytes)} a rank "
-        "(--cluster, --gpu-memory and --link say otherwise; autopipe doctor --links measures)",
+        f"assumed: {in_bandwidth(level.bandwidth)} between ranks, {in_gib(device.memory_bytes)} per rank "
+        "(--cluster, --gpu-memory and --link give other figures; autopipe doctor --links measures the links)",
     )
 
 
@@ -298,4 +298,4 @@ def _assumed_links(record: PlanRecord) -> tuple[str, ...]:
     level = record.cluster.levels[0]
     if level.name != "assumed":
         return ()
-    return (f"assumed: {in_bandwidth(level.bandwidth)} between devices (--link or --cluster say otherwise)",)
+    return (f"assumed: {in_bandwidth(level.bandwidth)} between devices (--link or --cluster give another figure)",)

@@ -1,4 +1,4 @@
-"""The work directory: the paths of the artifacts, and loading artifacts that may be missing or of another version."""
+"""The work directory: the paths of its artifacts, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Store:
         return plan, record
 
     def refuse_mismatch(self, plan: Plan, record: PlanRecord) -> None:
-        """Refuse a plan whose record belongs to another plan: one of the two was changed or copied.
+        """Refuse a plan whose record belongs to another plan, because one of the two was changed or copied.
 
         Raises: ArtifactError.
         """
@@ -121,9 +121,9 @@ class Work:
         return Work(Store(work_dir), progress or _silent)
 
     def load(self, kind: type[T], path: Path) -> T | None:
-        """Return an artifact, or None if it is missing or of another format version, which is noted.
+        """Return an artifact, or None if it is missing or has another format version. The latter adds a note.
 
-        Raises: ArtifactError for a damaged one, which is never replaced silently.
+        Raises: ArtifactError for a damaged artifact, which is never replaced silently.
         """
         if not path.exists():
             return None

@@ -1,4 +1,4 @@
-"""Python values of options -> the values that the command line would have parsed: paths, bytes, hosts, TARGET texts."""
+"""Converts Python values of options to what the command line parses: paths, bytes, hosts, TARGET texts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _TARGETS = ("target", "loss", "data", "eval_data", "optimizer", "after_step")
 
 
 class LiteralText(str):
-    """A Python literal in text form, as typed behind ``--arg``; other texts are values themselves."""
+    """The text of a Python literal, as typed after ``--arg``. Any other string is itself the value."""
 
     __slots__ = ()
 
 
 def parsed(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return the options that are given, each as the command line would have parsed it.
+    """Return the options that are given, as the command line parses them.
 
-    Raises: TypeError for a name that is not in ``known``; ValueError for a value that the option does not take.
+    Raises: TypeError for a name that is not in ``known``; ValueError for an invalid value.
     """
     for name in options:
         if name not in known:
@@ -55,11 +55,11 @@ def _parsed(name: str, value: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a number as it is. Raises: ValueError unless it is finite, and not below 0."""
+    """Return a number unchanged. Raises: ValueError unless it is finite and at least 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     if name == "watchdog" and value == 0:
-        raise ValueError("watchdog must be more than 0 seconds, got 0")
+        raise ValueError("watchdog must be above 0 seconds, got 0")
     return value
 
 
@@ -83,7 +83,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _arguments(value: Mapping[str, Any]) -> dict[str, str]:
-    """Return keyword arguments of the model as texts, which are parsed as Python literals."""
+    """Return keyword arguments of the model as texts, which ranks parse as Python literals."""
     return {name: _literal(name, item) for name, item in dict(value).items()}
 
 
@@ -93,8 +93,8 @@ def _literal(name: str, value: Any) -> str:
     text = value if isinstance(value, str) and not _is_literal(value) else repr(value)
     if not isinstance(value, str) and (not _is_literal(text) or ast.literal_eval(text) != value):
         raise ValueError(
-            f"arg: {name} is {with_article(type(value).__name__)}; ranks are passed numbers, texts, booleans, None, "
-            "and lists, tuples and dictionaries of them; build the rest in the model file"
+            f"arg: {name} is {with_article(type(value).__name__)}; only numbers, strings, booleans, None, and lists, "
+            "tuples and dictionaries of them can be passed to ranks; build other objects in the model file"
         )
     return text
 
@@ -164,7 +164,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def target_text(value: Any, option: str) -> str:
-    """Return the TARGET of a function or class, under which every rank imports it; a text or path as it is.
+    """Return the TARGET text by which every rank imports a function or class. A text or path is returned unchanged.
 
     Raises: ValueError for an object that cannot be imported by name, such as a lambda or a local function.
     """
@@ -198,6 +198,6 @@ def _location(module: Any, option: str) -> str:
 
 def _unimportable(option: str, problem: str) -> ValueError:
     return ValueError(
-        f"{option} is {problem}: every rank imports it by name; define it with `def` or `class` at the top level of a "
-        "module, or pass a text such as 'model.py:build_model'"
+        f"{option} is {problem}; every rank imports it by name, so define it with `def` or `class` at the top level of "
+        "a module, or pass a text such as 'model.py:build_model'"
     )

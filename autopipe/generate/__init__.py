@@ -1,4 +1,4 @@
-"""Write one readable Python file per stage from a captured model and a plan. The ranks run these files."""
+"""Generate one readable Python file per stage from a captured model and a plan. The ranks run these files."""
 
 from autopipe.generate.loader import load_constants, load_divisor, load_stage
 from autopipe.generate.parts import inputs_of_stages

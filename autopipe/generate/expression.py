@@ -116,7 +116,7 @@ class Writer:
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def _arguments(self, node: fx.Node) -> tuple[list[Expression], dict[str, Expression]]:
-        """Return the arguments, with those of evaluation mode where they differ, without the defaults."""
+        """Return the arguments without those that have default values. Both modes are written where they differ."""
         args, kwargs = self.evaluation.get(node.name, (node.args, node.kwargs))
         to = node.target == "to"
         positional = [
@@ -194,7 +194,7 @@ class Writer:
         if callable(value) and hasattr(value, "__qualname__"):
             return Expression((callable_text(value, self.imports),))
         raise TraceError(
-            f"an argument of type {type(value).__name__} has no form in Python source: {str(value)[:60]}",
+            f"an argument of type {type(value).__name__} cannot be written as Python source: {str(value)[:60]}",
             remedy="pass plain numbers, strings, dtypes or tensors to torch's functions",
         )
 

@@ -36,7 +36,7 @@ def flat(doc: Sequence[Piece]) -> str:
 def wrapped(doc: Doc, indent: int) -> list[str]:
     """Return the lines of a statement.
 
-    A chain of calls that fits on a line of its own is put in parentheses. Otherwise the widest bracket is broken, and
+    A chain of calls that fits on a separate line is put in parentheses. Otherwise the widest bracket is broken, and
     items in it that are still too long are wrapped in turn.
     """
     space = " " * indent

@@ -1,4 +1,4 @@
-"""Load stage files as classes. A file of another model or plan is rejected; no file comes from a bytecode cache."""
+"""Load stage files as classes. A file of another model or plan is refused. The bytecode cache is not used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _load(path: Path, what: str, graph_digest: str, plan_digest: str) -> type[St
                 where=str(path),
                 remedy=_RENEW,
             )
-    # compiled from this text: an import could load the bytecode of an earlier file of the same second
+    # an import could load cached bytecode of an earlier file with the same modification time, in seconds
     module = types.ModuleType(f"autopipe_{path.stem}")
     module.__file__ = str(path)
     linecache.checkcache(str(path))

@@ -1,6 +1,6 @@
-"""Names of variables: the user's own, reused as soon as the old value is not needed any more.
+"""Names of variables: the user's own names, which are reused as soon as the old value is no longer needed.
 
-``x = self.ln(x)`` stays as it is. A number is added only if two values of one name are needed at the same time.
+``x = self.ln(x)`` is written unchanged. A number is added only if two values with one name are needed at the same time.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Variables:
         return value in self._last_use
 
     def name(self, value: str, statement: int, base: str = "") -> str:
-        """Return the variable for the value of a statement; variables that the statement reads last are free again."""
+        """Return the variable for the value of a statement, which may be one that the statement reads last."""
         base = base or self._bases.get(value, value)
         while base in self._reserved:
             base += "_"

@@ -161,13 +161,13 @@ def _all_names(graph: Graph, own: Mapping[str, None], order: Mapping[str, object
 
 
 def _outside(modules: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
-    """Return the names that lie in none of the modules."""
+    """Return the names that are not inside any of the modules."""
     inside = tuple(f"{path}." for path in modules)
     return tuple(name for name in names if not name.startswith(inside))
 
 
 def _nearest(name: str, nodes: list[tuple[Node, ...]]) -> int:
-    """Return the stage for a buffer that no node reads: the one whose modules share the longest path with it."""
+    """Return the stage for a buffer that no node reads: the stage whose modules share the longest path with it."""
     path = name.split(".")
 
     def shared(other: str) -> int:

@@ -1,4 +1,4 @@
-"""Write the file of one stage: its docstring, the state it adopts, and its ``forward`` with shapes at the borders."""
+"""Write the file of one stage: its docstring, the state it adopts, and its ``forward``, with shapes in comments."""
 
 from __future__ import annotations
 

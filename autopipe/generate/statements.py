@@ -1,8 +1,8 @@
 """Group the calls of one stage into statements.
 
-Calls of one line of the user's code become one line again if that changes nothing: they follow one another, each result
-is read once, by the next call, and Python evaluates them in the recorded order (autograd accumulates gradients in that
-order). An unpacking ``a, b = ...`` becomes one assignment again.
+Calls from one line of the user's code are written as one line again if that changes nothing: they are consecutive, each
+result is read once, by the next call, and Python evaluates them in the recorded order (in which autograd accumulates
+gradients). An unpacking ``a, b = ...`` is written as one assignment again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def ir(node: fx.Node) -> Node:
 
 def statements(nodes: Sequence[fx.Node], kept: Iterable[str]) -> list[Statement]:
     """Group calls into statements. ``kept``: values that need a variable because other stages read them."""
-    # sizes of the batch come first: they depend on no call, and every later call can read them
+    # sizes of the batch come first, because they depend on no call and any call may read them
     ordered = [*filter(is_size, nodes), *(node for node in nodes if not is_size(node))]
     return _Grouping(ordered, kept).statements()
 
@@ -127,7 +127,7 @@ class _Grouping:
             holder = node.args[0]
             if not is_part(node) or not isinstance(holder, fx.Node) or holder not in paths:
                 break
-            if paths[holder] not in names:  # a value with a name of its own is not unpacked further here
+            if paths[holder] not in names:  # a value that has a name is not unpacked further here
                 paths[node] = (*paths[holder], node.args[1])
         parts = {path: node for node, path in paths.items() if path in names}
         for node, path in paths.items():

@@ -29,7 +29,7 @@ def generate(capture: Captured, plan: Plan, directory: Path) -> list[Path]:
     """
     if plan.graph_digest != capture.graph.digest:
         raise ArtifactError(
-            f"the plan is of model {plan.graph_digest}, and the model is now {capture.graph.digest}",
+            f"the plan was made for model {plan.graph_digest}, and the model is now {capture.graph.digest}",
             remedy=f"autopipe plan {plan.workload.target} --gpus {plan.num_ranks}",
         )
     refuse_disagreement(plan, capture.graph)

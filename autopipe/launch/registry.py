@@ -65,7 +65,7 @@ LAUNCHERS: Mapping[str, Entry] = {
 
 
 def _launcher(request: LaunchRequest) -> Launcher:
-    """Return the launcher that the settings name. Raises: RunError for a name without ranks of its own."""
+    """Return the launcher that the settings name. Raises: RunError for one that runs the command again elsewhere."""
     name = request.settings.name
     entry = LAUNCHERS.get(name)
     if entry is None or entry.load is None:

@@ -70,7 +70,7 @@ class Subject:
 
     @property
     def root(self) -> fx.GraphModule:
-        """The module that holds the parameters and runs the nodes."""
+        """The module that has the parameters and runs the nodes."""
         return self.capture.module
 
     @functools.cached_property

@@ -229,7 +229,7 @@ def timed_pass(clock: Clock, piece: Piece, values: Values, *, private: bool) -> 
 
 
 class SavedBytes:
-    """Counts the bytes that each node keeps for the backward: shared memory once, parameters not at all."""
+    """Counts the bytes that each node keeps for the backward: shared memory once, without parameters."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}

@@ -1,1 +1,1 @@
-"""Plan, Profile, Timeline and results -> what people read. Pure: nothing here prints or reads a file."""
+"""Human-readable output: plans, profiles, timelines and results as tables and text. Prints nothing, reads no files."""

@@ -30,7 +30,7 @@ Key = tuple[str, int, int, int]
 def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> str:
     """Return the JSON text. ``rank_names``: e.g. ``stage 1 (h0:cuda:1)``; by default the stages that the rank ran.
 
-    Units: ``ts`` and ``dur`` are microseconds from the first start; a counter holds each rank's peak bytes.
+    Units: ``ts`` and ``dur`` are microseconds from the first start; a counter shows each rank's peak bytes.
     """
     begin = min((span.start_seconds for span in timeline.spans), default=0.0)
     events = [

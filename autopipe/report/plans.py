@@ -27,7 +27,7 @@ def configuration(plan: Plan) -> str:
 
 
 def comparison(comparison: Comparison | None) -> tuple[Any, ...]:
-    """Return one row per contender, and a verdict on whether a pipeline pays off."""
+    """Return a table with one row per contender, and a verdict on whether a pipeline is worthwhile."""
     if comparison is None:
         return ()
     table = Table(title="compared, same minibatch", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
@@ -56,7 +56,7 @@ def comparison(comparison: Comparison | None) -> tuple[Any, ...]:
 
 
 def explanation(explanation: Explanation | None) -> tuple[str, ...]:
-    """Return the reasons for the cuts, one line each."""
+    """Return the reasons for the cuts, one per line; () without an explanation."""
     return () if explanation is None else ("why:", *(f"  {line}" for line in explanation.lines()))
 
 
@@ -98,7 +98,7 @@ def _speed(ratio: float) -> str:
 
 
 def scaling(scaling: Scaling) -> tuple[Any, ...]:
-    """Return one row per number of devices, and bars of the samples per second."""
+    """Return a table with one row per number of devices, and a bar chart of the samples per second."""
     table = Table(
         title=f"{scaling.name}, minibatch of {scaling.batch_size}",
         box=box.SIMPLE_HEAD,
@@ -136,7 +136,7 @@ def scaling(scaling: Scaling) -> tuple[Any, ...]:
 
 
 def bars(scaling: Scaling) -> str:
-    """Return one bar per number of devices."""
+    """Return the bar chart: samples per second by number of devices."""
     planned = [
         (point.gpus, point.plan.predicted.samples_per_second) for point in scaling.points if point.plan is not None
     ]
@@ -150,7 +150,7 @@ def bars(scaling: Scaling) -> str:
 
 
 def links(links: Links | None) -> tuple[str, ...]:
-    """Return the measurements between two ranks."""
+    """Return the measurements between two ranks as text; () without them."""
     if links is None:
         return ()
     host = links.host

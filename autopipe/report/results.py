@@ -1,4 +1,4 @@
-"""The results of the commands, from which ``--json`` and the tables are made. The field names are a contract."""
+"""The results of the commands. ``--json`` and the tables are made from them. The field names are stable."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class SimulateResult:
 
     plan: Plan  # with the prediction of a step; of the steady state if steps overlap
     cluster: Cluster
-    timeline: Timeline  # of one minibatch that finds the pipeline empty
+    timeline: Timeline  # of one minibatch, starting with an empty pipeline
     grid: str  # the schedule as text, one row per rank
     path: str
     notes: tuple[str, ...] = ()
     trace: str = ""  # the file for Perfetto; "" if none was requested
     overlaps: bool = False  # the schedule does not flush: the timeline is of the first minibatch alone
-    schedule_options: str = ""  # the options of the schedule, if it is not the plan's
+    schedule_options: str = ""  # the options that select the schedule, if it is not the plan's
     memory_shortfall: str = ""  # the memory shortfall on ``cluster``; "" if the plan fits
 
 
@@ -125,12 +125,12 @@ class FullBatchParameter:
 
 @dataclass(frozen=True, slots=True)
 class FullBatchReport:
-    """The plain loop over microbatches, compared with one step of the full batch."""
+    """A comparison of the plain loop over microbatches with one step of the full batch."""
 
     microbatches: int
     samples: tuple[int, ...]  # in each microbatch
     error: float | None  # of the gradient, relative to its size; None: not a number
-    divisor: str  # the weight of a microbatch
+    divisor: str  # the quantity by which microbatches are weighted
     statistics: tuple[str, ...] = ()  # layers that use statistics of each microbatch
     parameters: tuple[FullBatchParameter, ...] = ()  # only with --full-batch
     reason: str = ""  # the reason why nothing was compared
@@ -148,15 +148,15 @@ class CheckReport:
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
-    nonfinite: str = ""  # the value that is not finite, and so proves nothing; "" if all are finite
-    orders: tuple[str, ...] = ()  # the reasons why the plan's order of sums is not one process's
+    nonfinite: str = ""  # the value that is not finite, so that the comparison proves nothing; "" if all are finite
+    orders: tuple[str, ...] = ()  # the reasons why the plan's order of sums differs from that of one process
     order_error: float = 0.0  # the difference between the two orders
     cause: str = ""  # of an inequality, with its location and a remedy
     gradient_error: float = 0.0  # the largest error of a gradient
     tolerance: float = 0.0  # the largest error allowed (``ir.rounding``); 0 if every bit must agree
     gradient_tolerance: float = 0.0  # the same for gradients
     full_batch: FullBatchReport | None = None
-    modules: tuple[str, ...] = ()  # of each stage, in the words of the model
+    modules: tuple[str, ...] = ()  # by stage, the names of its modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class StagePeak:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """A minibatch that the plain loop computed again, from the run's own weights."""
+    """A comparison of one step of a run with a step of the plain loop from the same weights."""
 
     step: int  # of the minibatch, from 0
     equal: bool
@@ -210,15 +210,15 @@ class TrainResult:
     stages: int
     run_dir: str
     checkpoint: str
-    stopped: bool = False  # a clean stop was requested, and a checkpoint written (exit code 75)
+    stopped: bool = False  # a stop was requested, and a checkpoint was written (exit code 75)
     notes: tuple[str, ...] = ()
     restarts: tuple[Restart, ...] = ()
-    step: int = 0  # optimizer steps of the run, earlier invocations included
+    step: int = 0  # optimizer steps of the run, including earlier invocations
     skipped: tuple[int, ...] = ()  # steps that were skipped because they were not finite
     peaks: tuple[StagePeak, ...] = ()  # if memory was measured
     audits: tuple[AuditReport, ...] = ()  # in order of completion
     predicted_samples_per_second: float = 0.0  # by the plan of the last attempt
-    modules: tuple[str, ...] = ()  # of each stage, in the words of the model
+    modules: tuple[str, ...] = ()  # by stage, the names of its modules
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def compared_with(full: FullBatchReport) -> str:
         return text_of_all
     layers = counted(len(full.statistics), "layer")
     relation = "with" if full.parameters else "apart from"
-    return f"{text_of_all}, {relation} the batch statistics of {layers}, which every microbatch takes for itself"
+    return f"{text_of_all}, {relation} the batch statistics of {layers}, which are those of each microbatch"
 
 
 def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
@@ -234,7 +234,7 @@ def _full_batch(full: FullBatchReport) -> tuple[Any, ...]:
     return (table,)
 
 
-# if weights differ by more than this many times as much as gradients, the optimizer enlarged the difference
+# above this ratio of the difference in weights to that in gradients, the optimizer has enlarged the difference
 _ENLARGED = 4.0
 
 
@@ -242,7 +242,7 @@ def _verdict(report: CheckReport) -> tuple[Any, ...]:
     if report.bitwise:
         what = "equal to plain training, to the last bit"
         if report.orders:
-            what = "equal, to the last bit, to plain training that adds up in the plan's order"
+            what = "equal, to the last bit, to plain training that adds in the plan's order"
         verdict = f"{what}: {counted(len(report.parameters), 'tensor')}, {_losses(report)}"
         return (f"{verdict}\n{_order(report)}" if report.orders else verdict,)
     word = "equal to plain training within rounding" if report.equal else "NOT equal to plain training"
@@ -284,10 +284,10 @@ def _order(report: CheckReport) -> str:
 
 
 def _plain_order(report: CheckReport) -> str:
-    """Return the options with which a plan sums in one process's order."""
+    """Return the options with which a plan adds in one process's order."""
     options = (("is tied over", "--exact-ties always"), ("are replicated", "--replicas never"))
     given = [option for words, option in options if any(words in reason for reason in report.orders)]
-    return f"\n{' '.join(given)} adds up as one process does" if given else ""
+    return f"\n{' '.join(given)} adds in the order of one process" if given else ""
 
 
 def _enlarged(gradient: float, weight: float) -> str:
@@ -295,8 +295,8 @@ def _enlarged(gradient: float, weight: float) -> str:
     if not gradient or weight <= _ENLARGED * gradient:
         return ""
     return (
-        f", {weight / gradient:.0f} times as much: an optimizer that divides by a gradient's size, as Adam does, "
-        "enlarges the rounding of gradients near zero"
+        f", {weight / gradient:.0f} times as much: an optimizer that divides by the size of the gradient, such as "
+        "Adam, enlarges rounding differences of gradients near zero"
     )
 
 
@@ -307,7 +307,7 @@ def _losses(report: CheckReport) -> str:
 def training(result: TrainResult) -> str:
     """Return the summary of a run."""
     if not result.losses:
-        return f"no step was left to do; run directory {result.run_dir}"
+        return f"all steps were done already; run directory {result.run_dir}"
     return (
         f"{counted(result.steps, 'step')} in {in_seconds(result.seconds)} on {counted(result.ranks, 'rank')} "
         f"({counted(result.stages, 'stage')}, "

@@ -1,1 +1,1 @@
-"""Stage files and a schedule into trained weights: the loop over instructions, and what it stands on."""
+"""The runtime of a rank: executes the instructions of a schedule with the code of the stage files."""

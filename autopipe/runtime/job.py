@@ -61,7 +61,7 @@ class Job:
     excluded_devices: tuple[int, ...] = ()
     # one of ``NONFINITE``: the policy for a loss that is not finite
     on_nonfinite: str = "stop"
-    # weights to start from; "": those of the model as it is built
+    # initial weights; "": those of the model when it is built
     init_from: str = ""
     # ``init_from`` may be in a format that can run code
     trust: bool = False

@@ -220,7 +220,7 @@ class StageRunner:
         microbatch = self.in_flight.pop(key)
         roots, starts = self._starts(microbatch, gradients)
         if roots:
-            torch.autograd.backward(roots, starts)  # None stands for ones
+            torch.autograd.backward(roots, starts)  # None means ones
         return self._collect(microbatch)
 
     def backward_inputs(self, key: Key, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -240,7 +240,7 @@ class StageRunner:
     def _starts(
         self, microbatch: InFlightMicrobatch, gradients: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return the roots of a backward and their gradients ([4]); None stands for ones."""
+        """Return the roots of a backward and their gradients ([4]); None means ones."""
         outputs = microbatch.outputs
         ties = {tied(name): self.versions.in_use[name] for name in self.exact_ties}
         if self.recompute:

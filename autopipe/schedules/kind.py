@@ -115,7 +115,7 @@ class ScheduleKind:
                 raise ScheduleError(
                     unknown_choice("option", name, known) if known else f"{self.name} takes no option {name!r}",
                     where=f"options of schedule {self.name}",
-                    remedy=f"leave {name} out",
+                    remedy=f"omit {name}",
                 )
             if not option.minimum <= value <= option.maximum:
                 raise ScheduleError(

@@ -34,21 +34,21 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gua
 _CONCRETE = "SymIntArrayRef expected to contain only concrete integers"  # torch's C++ error for an unknown size
 
 _READS = {
-    "item": "keep the value a tensor instead of calling .item()",
-    "tolist": "keep the values a tensor instead of calling .tolist()",
+    "item": "keep the value as a tensor instead of calling .item()",
+    "tolist": "keep the values as a tensor instead of calling .tolist()",
     "numpy": "use torch operations instead of numpy",
     "__bool__": "replace the `if` by torch.where(condition, a, b), or decide by something known before the batch",
-    "__int__": "keep the value a tensor, or take it from a shape",
-    "__float__": "keep the value a tensor",
-    "__index__": "keep the value a tensor, or take it from a shape",
+    "__int__": "keep the value as a tensor, or take it from a shape",
+    "__float__": "keep the value as a tensor",
+    "__index__": "keep the value as a tensor, or take it from a shape",
     "__contains__": "use (x == value).any() as a tensor",
     "equal": "use (a == b).all() as a tensor with torch.where",
-    "allclose": "leave the check out of forward",
+    "allclose": "remove the check from forward",
     "nonzero": "multiply by a mask instead of selecting rows by it",
     "masked_select": "multiply by a mask instead of selecting by it",
     "unique": "compute it when the batch is made, and pass it as an input",
     "__getitem__": "use torch.where or a 0/1 factor instead of x[mask]",
-    "bincount": "give torch.nn.functional.one_hot(x, n).sum(0) a fixed n",
+    "bincount": "use torch.nn.functional.one_hot(x, n).sum(0) with a fixed n",
     "repeat_interleave": "pass output_size=",
     "one_hot": "pass num_classes=",
 }
@@ -218,24 +218,24 @@ def explained(error: Exception, construct: str, *, drawn: bool = False) -> Trace
             remedy=f"{remedy}; or --allow-data-dependent to keep the branch of this batch, checked at every step",
         )
     if isinstance(error, UnsupportedFakeTensorException):
-        return TraceError(f"{name or 'a call'} cannot be followed without data: {error}", where=where)
+        return TraceError(f"{name or 'a call'} cannot be recorded without data: {error}", where=where)
     text = str(error).strip().splitlines()
     head = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     if isinstance(error, AutopipeError):
         head = error.what
     return TraceError(
-        f"the model failed while it was followed{f' in {name}' if name else ''}: {head}",
+        f"the model failed while it was recorded{f' in {name}' if name else ''}: {head}",
         where=where,
-        remedy="run the model on one batch without autopipe; if that works, this line needs real numbers",
+        remedy="run the model on one batch without autopipe; if that works, this line needs real values",
     )
 
 
 COIN = "so other steps take other branches"
-FIXED_BATCH = "the model only takes batches of"
+FIXED_BATCH = "the model accepts only batches of"
 MORE_CALLS = "the model makes more calls than for a batch of another shape"
 OTHER_CALLS = "the model makes other calls than in training"
 TRANSFORMED = "inside the forward cannot be cut into stages"
-UNSEEN = "was made by a call that cannot be followed"
+UNSEEN = "was made by a call that cannot be recorded"
 
 
 def went_unseen(error: TraceError) -> bool:

@@ -1,7 +1,7 @@
 """Run the graph of ``torch.export`` under the recorder.
 
 Export captures a model below the public API, at the calls into ATen, and so captures scripted functions and C++ code.
-Its graph holds the user's own parameters. Running it call by call under the recorder gives the same kind of recording
+Its graph has the user's own parameters. Running it call by call under the recorder gives the same kind of recording
 as the model itself, which is then split, written and verified like any other.
 
 Export is not used for a custom ``autograd.Function``: it traces the forward and differentiates that, which gives the

@@ -120,7 +120,7 @@ class CaptureStrategies:
         except TraceError as error:
             if error.what == OTHER_CALLS:
                 return {}, f"eval mode traces differently{f' at {error.where}' if error.where else ''}"
-            return {}, f"in evaluation mode the model cannot be followed: {error.what}"
+            return {}, f"the model cannot be recorded in evaluation mode: {error.what}"
         finally:
             before.restore()
 

@@ -308,7 +308,7 @@ def _other_path(loop: _Plain, order: SumOrder, trained: _Trained) -> tuple[str, 
             return ()
         places = [place for place in asked[:_MOST_PLACES] if explains(place)] or asked
     except Exception as error:  # a path that is never taken may fail
-        logger.info("plain training as it is captured: %s", error)
+        logger.info("plain training of the captured graph: %s", error)
         return ()
     return (
         f"the model takes another path when it is not captured: it asks at {', '.join(places[:_SHOWN_PLACES])}, as "

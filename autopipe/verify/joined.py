@@ -29,7 +29,7 @@ from autopipe.workload.batches.forms import form_of
 
 
 class JoinedStages(Subject):
-    """``run`` holds the stage files, and those for batches of other shapes that ranks have generated."""
+    """``run``: the directory of the stage files, including those for other shapes that ranks have generated."""
 
     def __init__(
         self, run: RunDirectory, context: RunContext, workload: Workload, device: torch.device, *, shared: bool

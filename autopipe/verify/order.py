@@ -73,7 +73,7 @@ class SumOrder:
         return ranks.index(self.request.rank_of(stage, minibatch, microbatch))
 
     def saved(self, stage: int) -> int:
-        """Return the replica whose buffers a checkpoint holds."""
+        """Return the replica whose buffers a checkpoint stores."""
         ranks = self.request.stage_ranks[stage]
         return sorted(ranks).index(ranks[0])
 
@@ -107,7 +107,7 @@ class ReplicaBuffers:
     """The buffers that the replicas of one stage write: one value per replica, and their mean after the step.
 
     ``written`` names the buffers of ``module`` by first name; ``first``: other name -> first name. After the step, the
-    module holds the buffers of replica ``shown``.
+    module has the buffers of replica ``shown``.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ReplicaBuffers:
         return {name: buffer for name, buffer in current.items() if buffer is not None}
 
     def use(self, replica: int) -> None:
-        """Give the module the buffers of a replica, after storing those of the previous replica."""
+        """Load the buffers of a replica into the module, after storing those of the previous replica."""
         self.keep()
         self._used = replica
         for name, tensor in self._each[replica].items():

@@ -35,11 +35,11 @@ class Subject:
         self.parameters = dict(self.model.named_parameters())
 
     def modules(self, stage: int) -> nn.Module:
-        """Return the module that holds the buffers that a stage writes."""
+        """Return the module with the buffers that a stage writes."""
         return self.model
 
     def leaves(self, name: str) -> Mapping[int, nn.Parameter]:
-        """Return the tensors that forwards read for a parameter, by stage; -1 stands for every stage."""
+        """Return the tensors that forwards read for a parameter, by stage; -1 means every stage."""
         return {-1: self.parameters[name]}
 
     def buffers(self) -> dict[str, torch.Tensor]:

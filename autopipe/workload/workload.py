@@ -1,6 +1,6 @@
 """``Workload``: the user's model file, ready for use.
 
-It joins four parts, each of its own responsibility: ``ModelFactory`` builds the model, ``Batches`` reads and cuts the
+It joins four parts: ``ModelFactory`` builds the model, ``Batches`` reads and cuts the
 data, ``LossFunction`` runs a batch, ``Stepping`` makes the optimizer.
 
 ``loss`` lets the user's own exceptions propagate, because tracing runs it too. ``explained`` turns them into an error
@@ -180,7 +180,7 @@ class Workload:
 
     @property
     def cutting(self) -> BatchDimensions:
-        """How batches are cut, as far as it is known from the batches read so far."""
+        """How batches are split, as far as the batches read so far determine it."""
         return self.batches.cutting
 
     def num_samples(self, item: Item) -> int:

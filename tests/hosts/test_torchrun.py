@@ -147,4 +147,4 @@ def test_a_wrong_number_of_ranks_is_refused_by_every_process_with_both_numbers(
     for process in agents("--gpus", "3", "--steps", "1"):
         _, err = process.communicate(timeout=100)
         assert process.returncode != 0
-        assert "--gpus 3, but torchrun has started 2 ranks" in one_line(err)
+        assert "--gpus is 3, but torchrun has started 2 ranks" in one_line(err)

@@ -104,7 +104,7 @@ def test_a_wrong_option_is_refused_at_once(options, kind, message):
         ({"trust_network": "false"}, "trust_network must be True or False, got 'false'"),
         ({"elastic": 1}, "elastic must be True or False, got 1"),
         ({"watchdog": -1}, "watchdog must be a finite number of at least 0, got -1"),
-        ({"watchdog": 0}, "watchdog must be more than 0 seconds"),
+        ({"watchdog": 0}, "watchdog must be above 0 seconds"),
         ({"resume": "newest"}, "resume must be True, False or the step of a checkpoint, got 'newest'"),
         ({"resume": -7}, "resume must be True, False or the step of a checkpoint, got -7"),
     ],

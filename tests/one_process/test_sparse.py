@@ -98,7 +98,7 @@ def test_sparse_buffers_are_saved_and_exported(model_file: Path, tmp_path: Path,
     untouched.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True), strict=True)
     assert all(sparse.equal(tensor, expected[name]) for name, tensor in untouched.state_dict().items())
     for output in ("x.safetensors", "folder"):
-        with pytest.raises(RunError, match="mixing is stored sparse") as refused:
+        with pytest.raises(RunError, match="mixing is a sparse tensor") as refused:
             export(ExportSettings(tmp_path / output, run=pipeline.run.path))
         assert ".pt" in refused.value.remedy and not (tmp_path / output).exists()
     for weights_from in (tmp_path / "x.pt", checkpoint.directory):

@@ -1,1 +1,1 @@
-"""Measurements of this machine: links between ranks, and what the runtime costs."""
+"""Measurements of this machine: links between ranks, and the overhead of the runtime."""

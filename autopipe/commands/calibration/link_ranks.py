@@ -36,9 +36,11 @@ _PAIR = (0, 1)
 
 
 def measure_links(device: str = "cpu") -> Links:
-    """Start two ranks, measure, and end them. ``device``: cpu or cuda; two ranks may share one GPU, through the host.
+    """Start two ranks, measure between them, and end them.
 
-    Raises: RunError when a rank fails or does not answer in two minutes.
+    ``device``: cpu or cuda. If there is one GPU, both ranks share it and exchange messages through the host.
+
+    Raises: RunError if a rank fails, or does not answer within ``TIMEOUT_SECONDS``.
     """
     preload()
     context = multiprocessing.get_context("forkserver")
@@ -58,7 +60,7 @@ def measure_links(device: str = "cpu") -> Links:
             report = json.loads(receive.recv_bytes())
             patience = END_SECONDS
         except EOFError:
-            raise RunError("a rank that measured the links died", remedy="autopipe doctor") from None
+            raise RunError("a rank that measured the links ended unexpectedly", remedy="autopipe doctor") from None
         finally:
             for process in ranks:
                 if process.pid is None:

@@ -14,7 +14,7 @@ _BLOCKS, _WIDTH, _ROWS, _CHANNELS, _IMAGE = 6, 128, 256, 16, 16
 
 
 class TinyModel(nn.Module):
-    """A chain of multiplications: messages of ``width`` floats between two stages, and hardly any computation."""
+    """A chain of multiplications: messages of ``width`` floats between two stages, and little computation."""
 
     def __init__(self, width: int = SMALL) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class TinyModel(nn.Module):
 
 
 class ReferenceModel(nn.Module):
-    """Residual blocks, linear and convolutional in turn, of one or two milliseconds for each of two stages.
+    """Residual blocks, alternately linear and convolutional, which take 1 to 2 ms in each of two stages.
 
     At that size the overhead of a stage matters.
     """

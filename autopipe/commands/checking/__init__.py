@@ -1,1 +1,1 @@
-"""``autopipe check``: whether a plan is plain training, and the cause where it is not."""
+"""``autopipe check``: compare a plan with plain training, and find the cause of a difference."""

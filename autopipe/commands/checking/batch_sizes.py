@@ -38,7 +38,7 @@ class Refused:
 
 
 class PlainModel:
-    """The user's model in one process, run forward only. ``model``: left as it was; None builds one."""
+    """The user's model in one process, run forward only. ``model``: its state is left unchanged; None builds one."""
 
     def __init__(self, workload: Workload, device: str, model: nn.Module | None = None) -> None:
         self._workload, self._device, self._model = workload, torch.device(device), model
@@ -62,7 +62,7 @@ class PlainModel:
             try:
                 with (
                     exclusive(),
-                    warnings.catch_warnings(action="ignore"),  # such as of a variance of one sample
+                    warnings.catch_warnings(action="ignore"),  # such as for the variance of one sample
                     steady(self._workload, self._model, batch, as_it_is=True),
                     torch.no_grad(),
                     self._workload.explained(part),
@@ -86,14 +86,14 @@ def taken(workload: Workload, model: nn.Module, sizes: Sequence[int]) -> tuple[t
         refused = plain.refuses(workload.example_item(size), 1)
         if refused is None:
             return tuple(sizes[place:]), why
-        why = why or f"the model itself does not take {_microbatch(size)}: {refused.reason}"
+        why = why or f"the model does not accept {_microbatch(size)}: {refused.reason}"
     return tuple(sizes), ""
 
 
 def refusal(prepared: Prepared, item: Any) -> RunError | None:
-    """Return the error for a minibatch whose microbatches the model does not take; None where it takes them.
+    """Return the error for a minibatch with a microbatch that the model does not accept; None if it accepts all.
 
-    The remedy is a number of microbatches at which it does: it was tried.
+    The remedy names a number of microbatches that was tried and works.
     """
     plan, workload = prepared.plan, prepared.workload
     model = PlainModel(workload, prepared.profile.device.kind)
@@ -102,8 +102,8 @@ def refusal(prepared: Prepared, item: Any) -> RunError | None:
         return None
     samples = workload.num_samples(item)
     return RunError(
-        f"the model itself does not take {_microbatch(refused.samples)}, and {counted(samples, 'sample')} in "
-        f"{plan.num_microbatches} microbatches are cut into such: {refused.reason}",
+        f"the model does not accept {_microbatch(refused.samples)}, which splitting {counted(samples, 'sample')} into "
+        f"{counted(plan.num_microbatches, 'microbatch')} gives: {refused.reason}",
         where=refused.error.where if refused.error is not None else "",
         remedy=_remedy(model, item, samples, plan.num_microbatches),
     )
@@ -114,12 +114,15 @@ def _microbatch(samples: int) -> str:
 
 
 def _remedy(model: PlainModel, item: Any, samples: int, planned: int) -> str:
-    """Return a number of microbatches, fewer than planned, at which the model takes all of them."""
+    """Return a remedy: a number of microbatches, smaller than the plan's, with which the model accepts all of them."""
     fewer = {planned - 1, *(planned >> shift for shift in range(1, planned.bit_length()))}
     for count in sorted(fewer - {0}, reverse=True):
         if model.refuses(item, count) is None:
             size = samples // count
             return (
-                f"--num-microbatches {count}: the model takes microbatches of {size} samples; or a larger --batch-size"
+                f"--num-microbatches {count}: the model accepts microbatches of {size} samples; or a larger "
+                "--batch-size"
             )
-    return f"the model does not take all {counted(samples, 'sample')} at once either: compare the batch with the model"
+    return (
+        f"the model does not accept all {counted(samples, 'sample')} at once either: compare the batch with the model"
+    )

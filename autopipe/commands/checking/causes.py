@@ -18,16 +18,16 @@ from autopipe.workload import Workload
 from autopipe.workload.model.shared_memory import overlapping
 
 _ONE_STAGE = "or train in one stage (--gpus 1)"
-_MOST_BORROWED = 8  # parameters of other stages that one depends on: these are sent after every step
+_MOST_BORROWED = 8  # parameters of other stages that one parameter may depend on; they are sent after every step
 
 
 def seen_beforehand(prepared: Prepared) -> RunError | None:
-    """Return the error for what no few steps show for certain; None where there is nothing of the kind.
+    """Return the error for a cause of differences that a few steps may not show; None if there is no such cause.
 
-    It is an optimizer that does not step each parameter by itself, parameters of several stages in one memory, and an
-    ``after_step`` hook that looks beyond its stage.
+    Such causes are an optimizer whose result for one parameter depends on others, parameters of several stages that
+    share memory, and an ``after_step`` hook whose result depends on parameters of other stages.
 
-    Raises: ModelFileError as the optimizer hook does.
+    Raises: ModelFileError if the optimizer hook fails.
     """
     if len(prepared.plan.stages) == 1:
         return None
@@ -54,28 +54,28 @@ def _overlap(prepared: Prepared, model: nn.Module) -> RunError | None:
     if one == other and not staleness(RunContext.of(prepared.plan, prepared.graph)):
         return None
     return RunError(
-        f"parameters {pair[0]} (stages {sorted(one)}) and {pair[1]} (stages {sorted(other)}) are two parameters over "
-        "the same memory, so a step of one changes the other; stages, and weight versions, have no memory in common",
+        f"parameters {pair[0]} (stages {sorted(one)}) and {pair[1]} (stages {sorted(other)}) share memory, so a step "
+        "of one changes the other; stages and weight versions do not share memory",
         where=prepared.workload.name,
-        remedy=f"tie them by using one nn.Parameter in both places, which is found and kept equal; {_ONE_STAGE}",
+        remedy=f"use one nn.Parameter in both places, which autopipe treats as tied; {_ONE_STAGE}",
     )
 
 
 def refusal_of_after_step(
     workload: Workload, plan: Plan, graph: Graph, model: nn.Module | None = None
 ) -> RunError | None:
-    """Return the error for a hook ``after_step`` that looks beyond its stage; None for any other."""
+    """Return the error for an ``after_step`` hook that depends on too many parameters of other stages; else None."""
     if not graph.after_step or len(plan.stages) == 1:
         return None
     hook = workload.hooks["after_step"]
     far = {name: others for name, others in borrowed(plan, graph).items() if len(others) > _MOST_BORROWED}
     for name, others in far.items():
         return RunError(
-            f"after_step looks beyond its stage: the new value of {name} depends on {len(others)} parameters of other "
-            f"stages ({', '.join(others[:2])}, ...), as a norm over all parameters does",
+            f"after_step: the new value of {name} depends on {len(others)} parameters of other stages "
+            f"({', '.join(others[:2])}, ...); at most {_MOST_BORROWED} are supported",
             where=hook.place,
-            remedy="let each parameter depend on itself and on the few that belong to it, such as a teacher's on its "
-            f"student's, one by one; {_ONE_STAGE}",
+            remedy="let the new value of a parameter depend on few others, such as a teacher's on its student's, and "
+            f"not on a norm over all parameters; {_ONE_STAGE}",
         )
     finding = probe_after_step(workload, plan, graph, model or workload.build_model())
     if finding is None:
@@ -83,46 +83,46 @@ def refusal_of_after_step(
     count = counted(len(plan.stages[finding.stage].parameters), "parameter")
     if finding.failure:
         return RunError(
-            f"after_step fails on the {count} of stage {finding.stage}, and not on those of the whole model: "
-            f"{finding.failure}",
+            f"after_step fails when called with the {count} of stage {finding.stage}, but not with those of the whole "
+            f"model: {finding.failure}",
             where=hook.place,
-            remedy="go through the pairs of name and parameter that are given, and take none for granted that is not "
-            f"among them; {_ONE_STAGE}",
+            remedy="iterate over the (name, parameter) pairs that are passed, and do not assume that a certain "
+            f"parameter is among them; {_ONE_STAGE}",
         )
     return RunError(
-        f"after_step looks beyond its stage: given the {count} of stage {finding.stage}, it changes "
-        f"{finding.parameter} otherwise than given those of the whole model (at step {finding.step} of its trial)",
+        f"after_step depends on parameters of other stages: called with the {count} of stage {finding.stage}, it "
+        f"changes {finding.parameter} differently than when called with those of the whole model (at step "
+        f"{finding.step} of its trial)",
         where=hook.place,
-        remedy="take no number out of the tensors (item(), float()) that decides over another parameter, and go by "
-        f"names, not by places or by how many parameters there are; {_ONE_STAGE}",
+        remedy="do not use numbers from one parameter (item(), float()) to change another, and identify parameters by "
+        f"name, not by position or count; {_ONE_STAGE}",
     )
 
 
 def looks_beyond(finding: Finding, prepared: Prepared) -> RunError:
-    """Return the error for a finding of the probe."""
+    """Return the error for a finding of the optimizer's probe."""
     where = prepared.workload.stepping.optimizer_place
-    seen = (
-        f"with the same gradients it steps {finding.parameter} otherwise in {_label(prepared, finding.stage)} than "
-        f"over "
-        f"the whole model (by {finding.error:.1e} of its largest value, in step {finding.step} of the probe)"
+    difference = (
+        f"with the same gradients, its step of {finding.parameter} in {_label(prepared, finding.stage)} differs from "
+        f"that over the whole model (by {finding.error:.1e} of its largest value, in step {finding.step} of the probe)"
     )
     if finding.draws:
         return RunError(
-            f"the optimizer draws random numbers in its steps, and each stage would draw its own: {seen}",
+            f"the optimizer draws random numbers, which would differ in each stage: {difference}",
             where=where,
-            remedy=f"leave the draws out, or add the noise to the loss or in a layer; {_ONE_STAGE}",
+            remedy=f"remove the draws, or add the noise to the loss or in a layer; {_ONE_STAGE}",
         )
     return RunError(
-        f"the optimizer looks beyond its stage: {seen}. Each stage has an optimizer for its own parameters, so a norm, "
-        "a scale or a position taken over all of them is another one there",
+        f"the optimizer depends on parameters of other stages: {difference}. Each stage has an optimizer for its own "
+        "parameters, so a norm, a scale or a position among all parameters is different there",
         where=where,
-        remedy="for a norm over all gradients give --clip-grad-norm X and leave it out of the optimizer; decide "
-        f"learning rates and groups by a parameter's name, not by its place or by how many there are; {_ONE_STAGE}",
+        remedy="clip the norm over all gradients with --clip-grad-norm X instead of in the optimizer; choose learning "
+        f"rates and groups by a parameter's name, not by its position or the number of parameters; {_ONE_STAGE}",
     )
 
 
 def unequal(comparison: Comparison, prepared: Prepared) -> RunError:
-    """Return the error for a comparison that is not equal: what differs first, in which stage, and why."""
+    """Return the error for a comparison that is not equal: the first difference, its stage and the likely cause."""
     graph, plan = prepared.graph, prepared.plan
     worst = max(comparison.differences, key=lambda d: d.error)
     written = _changes_input(graph)
@@ -136,30 +136,32 @@ def unequal(comparison: Comparison, prepared: Prepared) -> RunError:
         )
     if comparison.first_gradients and not comparison.first_weights:
         return RunError(
-            "the optimizer steps otherwise in stages: the gradients of the first step are those of plain training to "
-            f"the last bit, and the weights after it are not ({worst.name} differs by {worst.error:.1e} in "
+            "the optimizer's step in stages differs from plain training: the gradients of the first step are equal bit "
+            f"for bit, but the weights after it are not ({worst.name} differs by {worst.error:.1e} in "
             f"{_label(prepared, worst.owner)})",
             where=prepared.workload.stepping.optimizer_place,
-            remedy="let the optimizer step each parameter by its own gradient and state alone: no norm or count over "
-            "all parameters (--clip-grad-norm X clips over all stages), no place in the list, no random numbers, no "
-            f"parameters that it was not given; {_ONE_STAGE}",
+            remedy="let the optimizer step each parameter from its own gradient and state: without a norm or count "
+            "over all parameters (--clip-grad-norm X clips over all stages), a position in the list, random numbers, "
+            f"or parameters that were not passed to it; {_ONE_STAGE}",
         )
     name, stage, node_ = _first_wrong(comparison, graph, RunContext.of(plan, graph))
     label = plan.stages[stage].label
     where = f"{node_.place}, node {node_.name} of {label}" if node_ is not None else label
     if comparison.first_gradients:
-        what = "the first step is plain training to the last bit, and a later one is not"
-        cause = "something outside of parameters, buffers and the batch changes from step to step"
+        what = "the first step is equal bit for bit, but a later one is not"
+        cause = "something other than parameters, buffers and the batch changes from step to step"
     elif comparison.losses[:1] != comparison.reference_losses[:1]:
-        what = f"the loss of the first step is {comparison.losses[0]!r} in stages and "
-        f"{comparison.reference_losses[0]!r} plainly"
-        cause = "the forward takes another way, or reads what is neither parameter, buffer nor batch"
+        what = (
+            f"the loss of the first step is {comparison.losses[0]!r} in stages, and "
+            f"{comparison.reference_losses[0]!r} in plain training"
+        )
+        cause = "the forward takes another branch, or reads a value that is not a parameter, buffer or batch"
     else:
-        what = "the loss of the first step is that of plain training, and its gradients are not"
-        cause = "a backward of the model's own (an autograd.Function, a hook) reads more than what it saved"
+        what = "the loss of the first step is equal, but its gradients are not"
+        cause = "a custom backward (an autograd.Function, a hook) reads more than it saved"
     return RunError(
-        f"one step in stages is not one step of plain training: {what}; nearest to the loss {name} is off, and most of "
-        f"all {worst.name}, by {worst.error:.1e}, in {_label(prepared, worst.owner)}",
+        f"training in stages differs from plain training: {what}; the parameter nearest to the loss that differs is "
+        f"{name}, and the largest difference is {worst.error:.1e}, of {worst.name} in {_label(prepared, worst.owner)}",
         where=where,
         remedy=f"look at that line: {cause}. autopipe check lists every parameter; {_ONE_STAGE}",
     )
@@ -187,7 +189,7 @@ def _changes_input(graph: Graph) -> tuple[Node, str] | None:
 def _first_wrong(comparison: Comparison, graph: Graph, context: RunContext) -> tuple[str, int, Node | None]:
     """Return the parameter nearest to the loss whose gradient is unequal, its stage, and the call that reads it.
 
-    Backward runs from the loss to the first stage: what is wrong began where the call is latest.
+    The backward runs from the loss to the first stage, so the difference begins at the latest call.
     """
     readers = {name: index for index, node in enumerate(graph.nodes) for name in node.parameters}
     names = comparison.unequal_gradients or tuple(d.name for d in comparison.differences if not d.bitwise)

@@ -33,16 +33,16 @@ from autopipe.verify.comparison import Comparison
 from autopipe.workload.batches.items import kept
 from autopipe.workload.target.targets import in_full
 
-# before a new plan's first step: one step more, so that what begins with the second one is seen
+# steps to compare before a new plan's first step: two, because some differences appear only in the second
 _FIRST_STEPS = 2
 
 
 def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
-    """Put everything that the ranks need into a directory of its own, which can be used from any folder."""
+    """Write everything that the ranks need to the run directory ``path``, which can be used from any folder."""
     run = RunDirectory(path)
     run.write(job, replace(prepared.plan, workload=in_full(prepared.plan.workload)), prepared.graph)
     shutil.rmtree(run.stages, ignore_errors=True)
-    # ranks write those for batches of other shapes; of any that are here already nothing says who wrote them
+    # code for batches of other shapes is not copied: ranks write it, and its author in this folder is not known
     others = shutil.ignore_patterns("__pycache__", "shape_*", f"{EVALUATION}_*")
     shutil.copytree(prepared.stages, run.stages, ignore=others)
     return run
@@ -51,8 +51,8 @@ def write_run(path: Path, job: Job, prepared: Prepared) -> RunDirectory:
 def check(settings: CheckSettings, progress: Progress | None = None) -> CheckReport:
     """Train a few steps plainly and through the plan, and compare every tensor.
 
-    The last minibatch is a sample short, so that an uneven cut is part of it. Ranks are threads: the stage files, the
-    schedule and the loop over instructions are those of ``train``.
+    The last minibatch is one sample smaller, so that microbatches of unequal size are compared as well. Ranks are
+    threads; the stage files, the schedule and the loop over instructions are those of ``train``.
     """
     with only_one(settings.plan.work_dir, "compares a plan with plain training"), Repeating() as repeating:
         if settings.plan.gpus != 1:
@@ -78,7 +78,7 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
 def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     plan, workload = prepared.plan, prepared.workload
     size = batch_size_of(workload, plan)
-    epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty one is an error of its own
+    epochs = (workload.items(size, epoch=epoch) for epoch in itertools.count())  # an empty epoch raises
     items = [kept(item) for item in itertools.islice(itertools.chain.from_iterable(epochs), steps)]
     full = items[-1]
     samples = workload.num_samples(full)
@@ -107,7 +107,7 @@ def _compare(prepared: Prepared, steps: int, **options: Any) -> Comparison:
     else:
         if not result.nonfinite or not _refuses(prepared, items[-1]):
             return result
-    # what training never asks of the model is not asked here either
+    # the model rejects the smaller minibatch, which training does not need: compare without it
     return _compared(prepared, job, [*items[:-1], full])
 
 
@@ -119,21 +119,24 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
 
 
 def _refuses(prepared: Prepared, item: Any) -> bool:
-    """Whether the model itself takes no microbatch as those of a shortened minibatch are: too few, or an odd number."""
+    """Return whether the unmodified model rejects a microbatch of the smaller minibatch."""
     model = PlainModel(prepared.workload, prepared.profile.device.kind)
     return model.refuses(item, prepared.plan.num_microbatches) is not None
 
 
 def _leaves_one(prepared: Prepared, samples: int) -> bool:
-    """Tell whether a sample less leaves a microbatch of one, which batch statistics may refuse, where none was."""
+    """Return whether the smaller minibatch would have a microbatch of one sample, which batch statistics may reject.
+
+    False if the full minibatch has such a microbatch, too.
+    """
     parts = prepared.plan.num_microbatches
     return samples // parts > 1 and (samples - 1) // parts == 1 and bool(normalised_layers(prepared.graph))
 
 
 def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> None:
-    """Compare the first steps of a new plan with plain training, once, and probe its optimizer.
+    """Compare the first steps of a new plan with plain training, once per plan, and probe its optimizer.
 
-    Raises: RunError where they are not equal, naming the cause.
+    Raises: RunError with the cause if they are not equal, or prove nothing.
     """
     marker = settings.plan.work_dir / "checked"
     options = {"clip_grad_norm": settings.clip_grad_norm or 0.0, "deferred_batch_norm": settings.deferred_batch_norm}
@@ -149,10 +152,10 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     if result.nonfinite:
         if settings.on_nonfinite == "stop":
             raise RunError(
-                f"the first steps prove nothing: {result.nonfinite}",
-                remedy="look at the data and the initial weights; --on-nonfinite warn or skip trains all the same",
+                f"the comparison of the first steps proves nothing: {result.nonfinite}",
+                remedy="inspect the data and the initial weights; to train anyway, use --on-nonfinite warn or skip",
             )
-        events("note", {"text": f"warning: the first steps prove nothing: {result.nonfinite}"})
+        events("note", {"text": f"warning: the comparison of the first steps proves nothing: {result.nonfinite}"})
         return
     if not result.equal:
         raise unequal(result, prepared)
@@ -165,7 +168,7 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
 
 
 def _mark(prepared: Prepared, options: tuple[object, ...]) -> str:
-    """Return what stands for a comparison in the file of those that were made: all that decides its result."""
+    """Return the key of a comparison in the file of earlier ones: everything that determines its result."""
     plan = prepared.plan
     stages = "".join(path.read_text(encoding="utf-8") for path in sorted(prepared.stages.glob("*.py")))
     files = [Path(path).read_bytes().hex() for path in prepared.workload.files if Path(path).is_file()]
@@ -200,5 +203,5 @@ def _report(comparison: Comparison, prepared: Prepared, cause: AutopipeError | N
 
 
 def _finite(error: float) -> float:
-    """Return an error that JSON can hold; what is missing or not a number is as wrong as can be."""
+    """Return an error that JSON can represent: infinity and NaN become the largest error."""
     return min(error, 1e30)

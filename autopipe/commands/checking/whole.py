@@ -16,9 +16,10 @@ _FEWEST_PARTS = 2
 
 
 def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchReport:
-    """Compare the first minibatch with its microbatches, without stages. ``step``: every parameter, after a step.
+    """Compare the gradient of the first minibatch with that of its microbatches, without stages.
 
-    Of a large minibatch only the first samples are compared, unless ``step``: it may not fit as a whole.
+    ``step``: also compare every parameter after one step. Otherwise only the first samples of a large minibatch are
+    compared, because it may not fit into memory.
     """
     plan, graph, workload = prepared.plan, prepared.graph, prepared.workload
     item = next(workload.items(plan.batch_size if workload.takes_batch_size else None))
@@ -29,7 +30,7 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
         while not step and count > _FEWEST_PARTS and sum(sizes[:count]) > _MOST_SAMPLES:
             count -= 1
     if count < len(sizes):
-        item = workload.resized(item, sum(sizes[:count]))  # parts as large as training's
+        item = workload.resized(item, sum(sizes[:count]))  # microbatches as large as those of training
     parts = workload.split(item, count)
     samples = [workload.num_samples(part) for part in parts]
     divisor = load_divisor(prepared.stages, graph.divisor, graph_digest=plan.graph_digest, plan_digest=plan.digest)
@@ -37,14 +38,14 @@ def compared_with_the_whole(prepared: Prepared, *, step: bool) -> FullBatchRepor
     if workload.cuts_by_dimension(item):
         shares = shares_of(divisor, workload.leaves(item), each, samples)
     else:
-        # parts of other structures than the first one have code of their own, which is not made for this
+        # microbatches of another structure need other code for the divisor, which does not exist
         same = all(part.keys() == each[0].keys() for part in each)
         shares = shares_of_parts([divisor if same else None] * len(each), each, samples)
     device = torch.device(prepared.profile.device.kind)
     reason = ""
     try:
         full = full_batch(workload, item, parts, shares.factors, device, step=step)
-    except Exception as error:  # as a rule it does not fit; the plan has been compared all the same
+    except Exception as error:  # usually out of memory; the comparison of the plan is complete
         full = FullBatch(None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return FullBatchReport(

@@ -1,9 +1,9 @@
-"""The end of the plain loop's script: the weights are written, or compared with exported ones."""
+"""The last part of the script of a plain loop: writes the weights, or compares them with exported weights."""
 
 from __future__ import annotations
 
 _AVERAGED = """
-if "--ema" in sys.argv:  # the averaged weights in place of the last
+if "--ema" in sys.argv:  # use the averaged weights instead of the last ones
     sys.argv.remove("--ema")
     for prefix, module in {modules}:
         for name, parameter in module.named_parameters(prefix, remove_duplicate=False):
@@ -23,15 +23,17 @@ else:
 mine = {name: tensor.cpu() for name, tensor in weights.items()}
 unequal = [name for name in mine if name not in other or not torch.equal(mine[name], other[name])]
 for name in unequal:
-    apart = (mine[name].double() - other[name].double()).abs().max() if name in other else "all: it is missing"
-    print(f"{name}: differs by {apart}")
+    if name in other:
+        print(f"{name}: differs by {(mine[name].double() - other[name].double()).abs().max()}")
+    else:
+        print(f"{name}: missing")
 print(f"{len(mine) - len(unequal)} of {len(mine)} tensors are equal, bit for bit")
 sys.exit(bool(unequal))
 """
 
 
 def comparison(own_loss: str, *, averages: bool) -> str:
-    """Return the statements. ``own_loss``: what the names of the loss's own parameters begin with, "" for none."""
+    """Return the statements. ``own_loss``: prefix of the names of the loss's own parameters, "" if it has none."""
     weights, modules = "dict(model.state_dict())", '(("", model),)'
     if own_loss:
         weights = f"{{**model.state_dict(), **criterion.state_dict(prefix={own_loss!r})}}"

@@ -1,7 +1,8 @@
-"""How the script of a plain loop counts the samples of a batch, and cuts it: its functions, as text."""
+"""Functions of the script of a plain loop, as text: count the samples of a batch, and split it into microbatches."""
 
 from __future__ import annotations
 
+# by ``PlainLoop.counted``
 SAMPLES = {
     "first": """
 def samples(batch):
@@ -18,10 +19,11 @@ def samples(batch):
     return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
 """,
 }
+# by ``PlainLoop.cut``
 SPLIT = {
     "first": '''
 def split(batch):
-    """Cut what is as long as the batch into microbatches; the rest goes to each of them."""
+    """Split the tensors whose length is the batch size; every microbatch gets all other entries."""
     leaves, structure = pytree.tree_flatten(batch)
     n = samples(batch)
     parts = min(MICROBATCHES, n)
@@ -31,7 +33,7 @@ def split(batch):
 ''',
     "along": '''
 def split(batch):
-    """Cut each tensor along the dimension that counts the samples; the rest goes to each microbatch."""
+    """Split each tensor along the dimension that counts the samples; every microbatch gets all other entries."""
     leaves, structure = pytree.tree_flatten(batch)
     parts = min(MICROBATCHES, samples(batch))
     cut = [leaf.tensor_split(parts, DIMENSIONS[place]) if place in DIMENSIONS else [leaf] * parts

@@ -1,4 +1,4 @@
-"""The random numbers of the plain loop's script, as text: those of ``autopipe.draws``, written out again."""
+"""The random numbers of the script of a plain loop, as text: the algorithm of ``autopipe.draws`` without autopipe."""
 
 DRAWS = '''
 class Draws(TorchDispatchMode):
@@ -23,14 +23,14 @@ def once(*args, **kwargs):
     yield
 
 
-# checkpoint() would draw other numbers when it runs its function again: run it once
+# checkpoint() runs its function twice, and would draw other numbers the second time: run it once
 torch.utils.checkpoint._checkpoint_without_reentrant_generator = once
 torch.utils.checkpoint.CheckpointFunction.apply = staticmethod(lambda run, preserve, *args: run(*args))
 '''
 
 OPAQUE = '''
 class Inside:
-    """A module that runs as it is takes one position, whatever it draws; its own draws are seeded by that position."""
+    """An opaque module takes one position, however often it draws; that position seeds the draws inside it."""
 
     depth = 0
 

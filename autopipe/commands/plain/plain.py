@@ -1,4 +1,4 @@
-"""``plain``: what a run or a plan must be equal to, written as a script that imports no autopipe."""
+"""``plain``: the plain training loop that a run or a plan is equal to, written as a script without autopipe."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from autopipe.workload.batches.forms import form_of
 from autopipe.workload.hooks.hook import Hook
 from autopipe.workload.target.targets import Target, absolute
 
-_MOST_NUMBERS = 1000  # of a tensor that is written into the script
-_SIMILAR = "within rounding, not bit for bit: "
+_MOST_NUMBERS = 1000  # elements of a tensor that is written into the script
+_SIMILAR = "equal within rounding, not bit for bit: "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """What is written down: of a run, or of the plan that a run would have. ``stages``: where the stage files lie."""
+    """The training that the script repeats: that of a run, or of the run that a plan would give."""
 
     workload: Workload
     plan: Plan
     context: RunContext
     job: Job
-    stages: Path
-    steps: int
+    stages: Path  # the folder of the stage files
+    steps: int  # to train
 
 
 def plain(settings: PlainScriptSettings, progress: Progress | None = None) -> PlainResult:
-    """Write the plain loop of a run, or of a model under the options of ``train``.
+    """Write the plain loop of a run, or of a model with the options of ``train``.
 
-    Raises: RunError for what a script cannot express, with the reason.
+    Raises: RunError for training that a script cannot express, with the reason.
     """
     if settings.run is not None:
         text, loop = written(_of_run(settings, settings.run))
@@ -73,11 +73,11 @@ def _of_run(settings: PlainScriptSettings, directory: Path) -> Subject:
     if not steps:
         raise RunError(f"{directory} has no checkpoint, so its number of steps is not known", remedy="give --steps")
     workload = model_of(run, ModelSettings(), "plain")
-    if not wrote_stages(run.stages):  # what they say of the loss becomes part of the script
+    if not wrote_stages(run.stages):  # divisor.py becomes part of the script
         raise RunError(
-            "the stage files of this run are not as you have written them on this machine",
+            "the stage files of this run were not written by you on this machine, or have changed since",
             where=str(run.stages),
-            remedy="name the model file in place of the run, with the options of the run",
+            remedy="name the model file instead of the run, with the options of the run",
         )
     return Subject(workload, plan, RunContext.of(plan, run.graph()), job, run.stages, steps)
 
@@ -85,7 +85,7 @@ def _of_run(settings: PlainScriptSettings, directory: Path) -> Subject:
 def _of_plan(settings: PlainScriptSettings, progress: Progress | None) -> Subject:
     plan = settings.plan
     if plan.gpus is None and not Store(plan.work_dir).plan.is_file():
-        plan = dataclasses.replace(plan, gpus=1)  # one process is what the script runs on
+        plan = dataclasses.replace(plan, gpus=1)  # the script runs in one process
     prepared = prepare(plan, progress)
     device = prepared.profile.device
     job = Job(
@@ -101,13 +101,13 @@ def _of_plan(settings: PlainScriptSettings, progress: Progress | None) -> Subjec
     return Subject(prepared.workload, prepared.plan, context, job, prepared.stages, job.steps)
 
 
-_STEPS = 10
+_STEPS = 10  # if neither a run nor an option gives the number
 
 
 def written(subject: Subject) -> tuple[str, PlainLoop]:
-    """Return the text of the script, and what it is made of.
+    """Return the text of the script, and its parts.
 
-    Raises: RunError for what a script cannot express, with the reason.
+    Raises: RunError for training that a script cannot express, with the reason.
     """
     _refuse(subject)
     modules: dict[str, str] = {"users": _place(subject.workload.spec.target)}
@@ -121,7 +121,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
     stale = staleness(subject.context)
     item = workload.example_item(2)
     loop = PlainLoop(
-        title=f"Plain training of {workload.name}: the loop that the same training in stages is equal to.",
+        title=f"Plain training of {workload.name}, which the same training in stages is equal to.",
         modules=modules,
         build=_build(workload),
         setup=(f"source = {source}()",) if made_once else (),
@@ -154,7 +154,10 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
 
 
 def _cut(workload: Workload, item: Any) -> dict[str, Any]:
-    """Return what the script says about how batches are cut. ``item``: a batch, or where fixed a microbatch."""
+    """Return the fields of ``PlainLoop`` that determine how batches are split.
+
+    ``item``: a batch; a microbatch if the data cannot be resized.
+    """
     cutting = workload.cutting
     dimensions = cutting.of(item) if cutting.known else {}
     counted = "target" if cutting.is_whole else "along" if dimensions else "first"
@@ -169,21 +172,21 @@ def _refuse(subject: Subject) -> None:
     parts = subject.workload.split(batch, subject.plan.num_microbatches)
     structures = {form_of(part).structure for part in parts}
     reasons = {
-        "the batches are synthetic, made from example_inputs or --input": spec.inputs or "data" not in hooks,
-        "it begins from other weights than the model's own (--init-from)": job.init_from,
+        "its batches are synthetic, from example_inputs or --input": spec.inputs or "data" not in hooks,
+        "it starts from weights that the model does not have when built (--init-from)": job.init_from,
         "it scales the loss for float16 (--precision fp16)": spec.precision == "fp16",
-        "it updates batch statistics once a minibatch (--deferred-batch-norm)": job.deferred_batch_norm,
-        "it leaves out steps that are not finite (--on-nonfinite skip)": job.on_nonfinite == "skip",
+        "it updates batch statistics once per minibatch (--deferred-batch-norm)": job.deferred_batch_norm,
+        "it skips steps that are not finite (--on-nonfinite skip)": job.on_nonfinite == "skip",
         "its microbatches have different structures, such as lists of images": len(structures) > 1
         or ("split" not in hooks and not subject.workload.cutting.is_whole and subject.workload.is_fixed(batch)),
-        "its learning rate was changed on going on from a checkpoint": job.learning_rate is not None,
+        "its learning rate was changed when it was resumed (--lr)": job.learning_rate is not None,
     }
     for reason, applies in reasons.items():
         if applies:
             raise RunError(
-                f"no plain loop is written for this training: {reason}",
+                f"a script of a plain loop cannot express this training: {reason}",
                 where=subject.workload.name,
-                remedy="autopipe check compares it with a loop of autopipe's own",
+                remedy="use autopipe check, which compares with a plain loop inside autopipe",
             )
 
 
@@ -198,7 +201,7 @@ def _place(text: str) -> str:
 
 
 def _name(option: str | None, hook: str, modules: dict[str, str]) -> str:
-    """Return the expression for a hook. A file or module that only the option names is added to ``modules``."""
+    """Return the expression for a hook; add its file or module to ``modules`` if only the option names it."""
     if option is None:
         return f"users.{hook}"
     if option.startswith(":"):
@@ -235,14 +238,14 @@ def _data(hook: Hook, name: str, size: int | None) -> str:
 
 
 def _called(hook: Hook | None, name: str) -> str:
-    """Return the loss function: an instance where the user's file has a class."""
+    """Return the expression of the loss function, which calls the hook if it is a class."""
     if hook is None:
         return ""
     return f"{name}()" if hook.from_class else name
 
 
 def _own_loss(workload: Workload) -> str:
-    workload.stepping.stepped_parameters()  # the model is built for them, and the loss with it
+    workload.stepping.stepped_parameters()  # builds the model, and so the loss
     return workload.own_loss.prefix
 
 
@@ -273,7 +276,7 @@ def _staleness(subject: Subject, stale: Mapping[str, int]) -> int | dict[str, in
 
 
 def _divisor(subject: Subject, item: Any) -> DivisorText | None:
-    """Take the arithmetic out of ``divisor.py``. Raises: RunError where a tensor that it reads is too large."""
+    """Return the arithmetic of ``divisor.py``. Raises: RunError if a tensor that it reads is too large."""
     if not subject.context.graph.divisor:
         return None
     text = (subject.stages / DIVISOR_FILE).read_text(encoding="utf-8")
@@ -306,7 +309,7 @@ def _places(item: Any) -> list[int]:
 
 
 def _free(line: str) -> str:
-    """Return a line of a generated method as one of a function: batches lie on the CPU, constants are variables."""
+    """Return a line of a generated method as a line of a function: batches are on the CPU, constants are variables."""
     line = line.replace("device_of(self).type", '"cpu"').replace("device_of(self)", '"cpu"')
     return re.sub(r"\bself\.(constant_\d+)", r"\1", line)
 
@@ -314,8 +317,8 @@ def _free(line: str) -> str:
 def _tensor(name: str, tensor: Tensor) -> str:
     if tensor.numel() > _MOST_NUMBERS:
         raise RunError(
-            f"no plain loop is written for this training: the loss divides by {counted(tensor.numel(), 'number')} of "
-            f"the model ({name})",
-            remedy="autopipe check compares it with a loop of autopipe's own",
+            f"a script of a plain loop cannot express this training: the loss divides by a tensor of the model with "
+            f"{counted(tensor.numel(), 'element')} ({name}), and at most {_MOST_NUMBERS} are written into a script",
+            remedy="use autopipe check, which compares with a plain loop inside autopipe",
         )
     return f"torch.tensor({tensor.tolist()!r}, dtype={tensor.dtype})"

@@ -1,4 +1,4 @@
-"""The plain loop as the text of a script: what a run must be equal to, for readers who trust nothing of autopipe."""
+"""The text of the script of a plain loop: an independent reference for a run, which does not import autopipe."""
 
 from __future__ import annotations
 
@@ -15,70 +15,57 @@ from autopipe.workload.target.scripts import imports_its_name, package_of
 
 @dataclass(frozen=True, slots=True)
 class DivisorText:
-    """What the loss divides by. ``names``: place among the leaves of a batch -> variable. ``body``: its lines.
+    """The divisor of the loss, as text."""
 
-    ``results``: one expression for each term of the loss. ``penalty``: a term does not depend on the batch.
-    """
-
-    imports: tuple[str, ...]
-    names: Mapping[int, str]
-    body: tuple[str, ...]
-    results: str
-    terms: int
-    penalty: bool
+    imports: tuple[str, ...]  # lines
+    names: Mapping[int, str]  # index among the leaves of a batch -> the variable of that leaf
+    body: tuple[str, ...]  # lines that compute the results
+    results: str  # a tuple with one expression per term of the loss
+    terms: int  # of the loss
+    penalty: bool  # a term does not depend on the batch
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLoop:
-    """Everything that the loop is made of. Texts are Python expressions unless said otherwise.
+    """The parts of the loop."""
 
-    ``title``: one sentence. ``modules``: name -> file or module of the user's. ``setup``: statements behind their
-    import. ``build``, ``data``, ``loss``, ``optimizer``, ``scheduler``: calls of theirs; ``loss`` "" where the output
-    carries it. ``opaque``: paths of the modules that run as they are.
-    ``batch``: how the model is called, "dict", "mapping", "tuple" or "tensor". ``staleness``: of each
-    parameter, or one number for all; None for 0. ``autocast``: a dtype, "" for none.
-    ``dimensions``: place among the leaves of a batch -> the dimension that counts the samples; empty for dimension 0.
-    ``cut``: what is cut into microbatches: dimension "first", "along" ``dimensions``, by the user's "hook", or nothing:
-    "whole". ``counted``: where samples are counted, "first", "along", or dimension 0 of the "target".
-    ``after_step``: what is called behind each step, "" for nothing. ``ema``: decay of averaged weights, 0 for none.
-    ``own_loss``: what the names of the loss's own parameters begin with, "" where it has none.
-    """
-
-    title: str
-    modules: Mapping[str, str]
-    setup: tuple[str, ...]
-    build: str
-    data: str
-    loss: str
-    optimizer: str
-    scheduler: str
-    batch: str
+    title: str  # one sentence
+    modules: Mapping[str, str]  # variable -> the user's file or module
+    setup: tuple[str, ...]  # statements after the imports
+    build: str  # the expression that builds the model
+    data: str  # the expression that returns an iterable of batches
+    loss: str  # the expression of the loss function; "" if the model's output contains the loss
+    optimizer: str  # the expression that builds the optimizer
+    scheduler: str  # the expression that builds the scheduler, or ""
+    batch: str  # how a batch is passed to the model: "dict", "mapping", "tuple" or "tensor"
     seed: int
     steps: int
-    batch_size: int | None
-    microbatches: int
+    batch_size: int | None  # None: the data chooses its own
+    microbatches: int  # per batch
     threads: int
     device: str
-    draws: bool
-    opaque: tuple[str, ...]
-    weighted: bool
-    learning_rate: float | None = None
-    clip: float = 0.0
-    staleness: int | Mapping[str, int] | None = None
-    autocast: str = ""
+    draws: bool  # the model draws random numbers
+    opaque: tuple[str, ...]  # paths of the opaque modules
+    weighted: bool  # the loss function returns (loss, weight)
+    learning_rate: float | None = None  # set after the optimizer is built
+    clip: float = 0.0  # largest gradient norm; 0: no clipping
+    staleness: int | Mapping[str, int] | None = None  # of all parameters, or by parameter; None for 0
+    autocast: str = ""  # a dtype, or ""
     divisor: DivisorText | None = None
+    # index among the leaves of a batch -> the dimension that counts the samples; {} for dimension 0
     dimensions: Mapping[int, int] = field(default_factory=dict)
+    # how a batch is split: along the "first" dimension, "along" ``dimensions``, by the user's "hook", or not ("whole")
     cut: str = "first"
-    counted: str = "first"
-    own_loss: str = ""
-    after_step: str = ""
-    ema: float = 0.0
-    notes: tuple[str, ...] = field(default=())
+    counted: str = "first"  # where samples are counted: as ``cut``, or in the first dimension of the "target"
+    own_loss: str = ""  # prefix of the names of the loss's own parameters, "" if it has none
+    after_step: str = ""  # the function to call after each step, or ""
+    ema: float = 0.0  # decay of averaged weights; 0: none
+    notes: tuple[str, ...] = field(default=())  # for the docstring of the script
 
 
 _HEAD = '''
 def seed_of(*parts):
-    """Mix numbers into a seed: SplitMix64's finalizer after each of them."""
+    """Return the seed of some numbers: SplitMix64's finalizer is applied after each is added."""
     state = 0
     for part in parts:
         state = (state + part + 0x9E3779B97F4A7C15) % 2**64
@@ -95,14 +82,14 @@ def seed_all(seed):
 
 
 def random_state(saved=None):
-    """Return the state of every generator; put a saved one back."""
+    """Return the state of every generator, after restoring a saved one if given."""
     if saved is not None:
         torch.set_rng_state(saved[0]), np.random.set_state(saved[1]), random.setstate(saved[2])
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def load(place, name="", root=""):
-    """Import the user's file, or a module. ``root``: the folder of the package that the file is a module of."""
+    """Import the user's file, or a module. ``root``: the folder of the package that contains the file."""
     if root or not place.endswith(".py"):
         sys.path[:0] = [root] if root else []
         return importlib.import_module(name or place)
@@ -116,7 +103,7 @@ def load(place, name="", root=""):
 
 _BATCHES = '''
 def batches():
-    """Give the minibatches. Each epoch asks for the data again and draws from a seed of its own."""
+    """Yield the minibatches. Each epoch calls the data hook again, with a different seed."""
     for epoch in itertools.count():
         outside = random_state()
         seed_all(seed_of(SEED, 0, epoch, 1 << 40))
@@ -132,7 +119,7 @@ def batches():
 
 
 def _place(place: str) -> str:
-    """Return the arguments of ``load``: the file, and the name that it needs where that is not its own."""
+    """Return the arguments of ``load``: the file, and the module name that it needs if that is not the file's."""
     path = Path(place)
     if path.suffix == ".py" and (package := package_of(path)) is not None:
         return f"{place!r}, {package.name!r}, {str(package.root)!r}"
@@ -152,7 +139,7 @@ def script(loop: PlainLoop) -> str:
 
 
 def _spaced(parts: list[str]) -> list[str]:
-    """Put two empty lines before what defines something, one before the rest."""
+    """Return the parts with an empty line more before each function and class."""
     spaced: list[str] = []
     for part in parts:
         text = part.strip("\n")
@@ -162,12 +149,12 @@ def _spaced(parts: list[str]) -> list[str]:
 
 
 def _docstring(loop: PlainLoop) -> str:
-    # a plan names parameters and devices as text: none of it may end the docstring
+    # names from a plan may contain any character, but must not end the docstring
     title, *texts = (text.replace("\\", "/").replace('"', "'") for text in (loop.title, *loop.notes))
     notes = "".join(f"\n{textwrap.fill(note, 116)}\n" for note in texts)
     return f'''"""{title}
 
-Written by `autopipe plain`; it imports nothing of autopipe.
+Written by `autopipe plain`. It does not import autopipe.
 {notes}
     python loop.py                      trains, and writes plain.pt
     python loop.py model.safetensors    trains, and compares with exported weights, tensor by tensor
@@ -187,7 +174,7 @@ def _imports(loop: PlainLoop) -> str:
 def _constants(loop: PlainLoop) -> str:
     lines = [
         f"SEED, STEPS, MICROBATCHES = {loop.seed}, {loop.steps}, {loop.microbatches}",
-        f"torch.set_num_threads({loop.threads})  # with other threads, sums are added up in another order",
+        f"torch.set_num_threads({loop.threads})  # another number of threads adds in another order",
     ]
     if loop.batch_size is not None:
         lines.insert(1, f"BATCH_SIZE = {loop.batch_size}")
@@ -196,7 +183,7 @@ def _constants(loop: PlainLoop) -> str:
     if loop.device != "cpu":
         lines.insert(1, f"DEVICE = {loop.device!r}")
     if loop.staleness is not None:
-        lines.insert(1, f"STALENESS = {_literal(loop.staleness)}  # steps that the weights of a gradient are old")
+        lines.insert(1, f"STALENESS = {_literal(loop.staleness)}  # age of the weights of a gradient, in steps")
     return "\n".join(lines)
 
 
@@ -208,13 +195,13 @@ def _literal(staleness: int | Mapping[str, int]) -> str:
 
 
 def _shares(loop: PlainLoop) -> str:
-    """Write what each part of a batch counts."""
+    """Return the functions that compute the weight of each microbatch."""
     if loop.weighted:
         return ""
     if loop.divisor is None:
         return '''
 def shares(parts, batch):
-    """The loss is a mean over samples."""
+    """Return the weight of each microbatch. The loss is a mean over samples."""
     return [samples(part) / sum(map(samples, parts)) for part in parts]
 '''
     divisor = loop.divisor
@@ -223,25 +210,26 @@ def shares(parts, batch):
     read = "    leaves = pytree.tree_leaves(batch)\n" if leaves else ""
     text = f'''
 def divisors(batch):
-    """What each term of the loss divides by."""
-{read}{leaves}{body}    found = [float(number) for number in {divisor.results}]
-    return [int(number) if number.is_integer() else number for number in found]
+    """Return the divisor of each term of the loss."""
+{read}{leaves}{body}    numbers = [float(number) for number in {divisor.results}]
+    return [int(number) if number.is_integer() else number for number in numbers]
 
 
 def shares(parts, batch):
-    """A microbatch counts what the loss divides by in it, of what it divides by in the whole batch."""
+    """Return the weight of each microbatch: the divisor of its loss, relative to that of the whole batch."""
     each = [divisors(part) for part in parts]
     whole = {"[sum(terms) for terms in zip(*each)]" if loop.cut in ("hook", "whole") else "divisors(batch)"}
-    found = [[numbers[term] / total for numbers in each] for term, total in enumerate(whole) if total]
+    by_term = [[numbers[term] / total for numbers in each] for term, total in enumerate(whole) if total]
     by_samples = [samples(part) / sum(map(samples, parts)) for part in parts]
 '''
     if divisor.terms == 1 and not divisor.penalty:
-        return text + "    return found[0] if found else by_samples\n"
-    penalty = "    apart = max([apart, *(abs(sum(one) - 1) for one in found)])\n" if divisor.penalty else ""
-    return f"""{text}    if not found:
+        return text + "    return by_term[0] if by_term else by_samples\n"
+    penalty = "    difference = max([difference, *(abs(sum(one) - 1) for one in by_term)])\n" if divisor.penalty else ""
+    return f"""{text}    if not by_term:
         return by_samples
-    apart = max(abs(a - b) for one in found for other in found for a, b in zip(one, other))
-{penalty}    return by_samples if apart > 1e-6 or by_samples in found else found[0]  # where terms do not agree
+    difference = max(abs(a - b) for one in by_term for other in by_term for a, b in zip(one, other))
+{penalty}    # if the terms disagree, weight by samples
+    return by_samples if difference > 1e-6 or by_samples in by_term else by_term[0]
 """
 
 
@@ -269,7 +257,7 @@ def _training(loop: PlainLoop) -> str:
         *loop.setup,
         "seed_all(SEED)",
         f"model = {loop.build}",
-        "if len({module.training for module in model.modules()}) == 1:  # else its parts stay in their modes",
+        "if len({module.training for module in model.modules()}) == 1:  # otherwise keep the mode of each module",
     ]
     lines += ["    model.train()"]
     lines += ["model.to(DEVICE)"] if loop.device != "cpu" else []
@@ -315,7 +303,7 @@ def _step(loop: PlainLoop, *, stale: bool) -> list[str]:
     if loop.weighted:
         lines += ["    weight = float(weight)", "    weights += weight", "    loss = loss * weight"]
     else:
-        lines += ["    loss = loss * share if share else torch.zeros(())  # nothing in it counts: its loss is 0 / 0"]
+        lines += ["    loss = loss * share if share else torch.zeros(())  # with a share of 0, the loss is 0 / 0"]
     lines += ["    if loss.requires_grad:", "        loss.backward()", "    total += float(loss.detach())"]
     if loop.weighted:
         lines += ["for parameter in parameters.values():", "    if parameter.grad is not None:"]

@@ -1,1 +1,1 @@
-"""``autopipe plan``: a request becomes a plan, with the tables that explain it."""
+"""``autopipe plan``: from a request to a plan."""

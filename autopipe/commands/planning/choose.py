@@ -1,4 +1,4 @@
-"""A request becomes a plan: which cluster, batch and schedules are meant; and whether the stored plan answers it."""
+"""Make the plan of a request, or reuse the stored one. Determines the cluster, the batch size and the schedules."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ from autopipe.planning.space import Space, most_stages
 from autopipe.schedules import lines_of
 from autopipe.workload import Workload
 
-# a plan that is faster by less is not better: the figures of a profile are not that exact
+# a relative gain below this is not an improvement, because the figures of a profile are less exact
 LEAST_GAIN = 5e-4
+# seconds before progress is shown
 QUIET_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A plan, what it was made from, the seconds of the search. ``every``: it is the best of the complete ``space``."""
+    """A plan and the search that found it."""
 
     plan: Plan
-    record: PlanRecord
-    space: Space
-    seconds: float
-    every: bool = False
+    record: PlanRecord  # what it was made from
+    space: Space  # the plans that were considered
+    seconds: float  # of the search
+    every: bool = False  # it is the best plan of the complete space
 
 
 def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, work: Work) -> tuple[Plan, PlanRecord]:
-    """Return the stored plan, or a new one where model, profile or options differ; a note says which."""
+    """Return the stored plan, or a new one if model, profile or options have changed. A note names the reason."""
     newer = request_of(settings)
-    request, reason = newer, "there was none"
+    request, reason = newer, "no plan was stored"
     stored = work.load(Plan, work.store.plan)
     record = work.load(PlanRecord, work.store.record)
     if stored is not None and record is None:
-        reason = f"there was no {work.store.record.name}"
+        reason = f"{work.store.record.name} is missing"
     if stored is not None and record is not None:
         work.store.refuse_mismatch(stored, record)
         same_model = stored.graph_digest == profile.graph.digest
@@ -62,7 +63,7 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
         elif changes:
             reason = ", ".join(changes)
         elif record.profile_digest != profile_digest(profile):
-            reason = "the profile is newer"
+            reason = "the profile has changed"
         elif cluster_of(request, ranks_of(request, profile), profile, work).levels != record.cluster.levels:
             reason = "the links were measured again"
         else:
@@ -75,9 +76,9 @@ def ensure_plan(workload: Workload, profile: Profile, settings: PlanSettings, wo
 
 
 def batch_of(workload: Workload, request: PlanRequest) -> int:
-    """Return the samples of a minibatch: what was asked for, or what the user's data gives.
+    """Return the samples of a minibatch: the requested number, or that of the user's data.
 
-    Raises: whatever the data hook says to a batch size that it does not take.
+    Raises: the error of the data hook if it does not accept the requested number.
     """
     if request.batch_size is None:
         return workload.num_samples(workload.example_item(None))
@@ -86,7 +87,7 @@ def batch_of(workload: Workload, request: PlanRequest) -> int:
 
 
 def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: int) -> Chosen:
-    """Make the plan of a request and write it and its record. Ctrl-C ends the search with the best so far."""
+    """Make the plan of a request, and write it with its record. Ctrl-C ends the search with the best plan so far."""
     num_ranks = ranks_of(request, profile)
     cluster = cluster_of(request, num_ranks, profile, work)
     space = Space.of(request, num_ranks, batch_size, links_known=cluster.source != "assumed")
@@ -105,12 +106,12 @@ def choose_plan(profile: Profile, request: PlanRequest, work: Work, batch_size: 
 
 
 def with_averages(profile: Profile, request: PlanRequest) -> Profile:
-    """Return the profile with the bytes of averaged weights beside the optimizer's, where they were asked for."""
+    """Return the profile with the bytes of averaged weights added to the optimizer state, if they are requested."""
     trained = [spec for spec in profile.graph.parameters.values() if spec.requires_grad]
     whole = sum(spec.num_bytes({}) for spec in trained)
     if not request.averages or not whole:
         return profile
-    # float32; of float64 float64
+    # averages are float32, of float64 parameters float64
     averages = sum(spec.num_bytes({}) * max(4 // DTYPE_BYTES[spec.dtype], 1) for spec in trained)
     return dataclasses.replace(profile, optimizer_bytes_per_byte=profile.optimizer_bytes_per_byte + averages / whole)
 
@@ -118,15 +119,14 @@ def with_averages(profile: Profile, request: PlanRequest) -> Profile:
 def search(
     profile: Profile, cluster: Cluster, choices: tuple[PlanOptions, ...], progress: Progress
 ) -> tuple[Plan, SearchProgress]:
-    """Return the best plan by the simulator, and how the search went.
+    """Return the plan with the shortest simulated step, and the progress of the search.
 
-    Raises: PlanError where none can be made, or nothing says how long the model takes; ScheduleError where no schedule
-    can run what was made.
+    Raises: PlanError if there is no plan, or the profile has no times; ScheduleError if no schedule can run the plan.
     """
     search_progress, profile = SearchProgress(later(progress)), priced(profile, cluster)
     if profile.device.kind == COUNTED:
         raise PlanError(
-            f"the profile of {profile.graph.name} holds no times: it was taken with --estimate",
+            f"the profile of {profile.graph.name} has no times, because it was taken with --estimate",
             remedy="name the device to plan for: --device-name H100-SXM, or datasheet in a cluster file",
         )
     score = simulator_score(profile, cluster, choices)
@@ -136,12 +136,12 @@ def search(
 
     plan = search_within_memory(profile, cluster, find, lambda: search_progress.stopped)
     if not math.isfinite(plan.predicted.step_seconds):
-        predict(plan, profile, cluster)  # says which rule no schedule can keep
+        predict(plan, profile, cluster)  # raises the ScheduleError that names the broken rule
     return plan, search_progress
 
 
 def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return progress that is silent for the first second: what takes less needs none."""
+    """Return progress that is silent for the first ``QUIET_SECONDS``."""
     start = clock()
 
     def report(what: str, fraction: float) -> None:
@@ -152,9 +152,9 @@ def later(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Pr
 
 
 def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -> tuple[PlanOptions, ...]:
-    """Return what is searched: plans with replicas too, where neither the request nor the model is against it.
+    """Return the options to search: also with replicas, unless the request or the model excludes them.
 
-    Raises: PlanError for more ranks than stages where no replicas may be taken.
+    Raises: PlanError if there are more ranks than stages and replicas are excluded.
     """
     ranks, most = space.unreplicated[0].num_ranks, most_stages(profile)
     if request.replicas is not None:
@@ -170,8 +170,8 @@ def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -
                 remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
             )
         work.notes.append(
-            f"planned without replicas, which would average what the forward writes ({averaged[0]}): --replicas auto "
-            "takes them"
+            f"planned without replicas, because they would average a buffer that the forward writes ({averaged[0]}); "
+            "--replicas auto allows them"
         )
         return space.unreplicated
     if ranks > most:
@@ -181,16 +181,16 @@ def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -
 
 
 def ranks_of(request: PlanRequest, profile: Profile) -> int:
-    """Return how many ranks are meant.
+    """Return the number of ranks: of the schedule file, --gpus, the cluster, or the GPUs of this machine.
 
-    Raises: RunError where the number is not known; PlanError where a schedule file says another number.
+    Raises: RunError if none of them gives it; PlanError if schedule file and --gpus differ.
     """
     if request.grid is not None:
         rows = len(lines_of(request.grid))
         if request.gpus not in (None, rows):
             raise PlanError(
-                f"the schedule file has {counted(rows, 'row')}, one a rank, and --gpus is {request.gpus}",
-                remedy=f"--gpus {rows}, or a file with {request.gpus} rows",
+                f"the schedule file has {counted(rows, 'row')}, one per rank, but --gpus is {request.gpus}",
+                remedy=f"use --gpus {rows}, or a file with {request.gpus} rows",
             )
         return rows
     if request.gpus is not None:
@@ -209,7 +209,7 @@ def ranks_of(request: PlanRequest, profile: Profile) -> int:
 
 
 def cluster_of(request: PlanRequest, num_ranks: int, profile: Profile, work: Work) -> Cluster:
-    """Return the cluster that is meant: a file, figures, or this machine with its links as they were measured."""
+    """Return the cluster: of a file, of figures, or this machine with its measured links."""
     if request.cluster is not None:
         return by_datasheet(request.cluster, profile)
     links = work.load(Links, work.store.links)

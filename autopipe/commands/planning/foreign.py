@@ -1,7 +1,7 @@
-"""Plans on a profile in PipeDream's (and DAPPLE's) format: with our own costs, or with PipeDream's formulas.
+"""Plans for a profile in PipeDream's (and DAPPLE's) format, with autopipe's costs or with PipeDream's formulas.
 
-Such a profile holds no model, so nothing is written that a run could start from. Its minibatch is the unit: one sample
-here, one microbatch at least.
+Such a profile contains no model, so nothing is written that a run could use. One minibatch of the file counts as one
+sample here, and so is the smallest microbatch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from autopipe.report.results import LayerPlanResult, PlanResult
 from autopipe.units import in_bandwidth, in_bytes
 
 COST_MODELS = ("autopipe", "pipedream")
-# GPipe calls the bubble negligible from four microbatches a stage on (arXiv:1811.06965, section 2.3)
+# GPipe calls the bubble negligible with at least four microbatches per stage (arXiv:1811.06965, section 2.3)
 MICROBATCHES_PER_RANK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
+    """The file and the options of one command."""
+
     layers: LayerGraph
     name: str
     request: PlanRequest
@@ -45,7 +47,7 @@ class _Case:
 
 
 def plan_layers_with_their_formulas(settings: PlanSettings, path: Path) -> LayerPlanResult:
-    """Return the cheapest plan under PipeDream's stage formulas: the bottleneck of a minibatch, no fill, no drain."""
+    """Return the plan with the fastest slowest stage by PipeDream's formulas, which ignore fill and drain."""
     case = _case(settings, path)
     levels, device = case.cluster.levels, case.cluster.devices[0]
     machine = Machine(
@@ -63,7 +65,7 @@ def plan_layers_with_their_formulas(settings: PlanSettings, path: Path) -> Layer
 def plan_layers_with_our_costs(
     settings: PlanSettings, path: Path, progress: Progress | None = None, *, explained: bool = False
 ) -> PlanResult:
-    """Return our own plan; layers stand branch by branch or level by level, whichever is faster."""
+    """Return the plan by autopipe's costs, with layers ordered by branch or by level, whichever is faster."""
     case = _case(settings, path)
     work = Work.begin(settings.work_dir, progress)
     batch_size = case.request.batch_size or MICROBATCHES_PER_RANK * case.num_ranks
@@ -78,7 +80,7 @@ def plan_layers_with_our_costs(
         if best is None or plan.predicted.step_seconds < best[0].plan.predicted.step_seconds * (1 - 1e-9):
             best = Chosen(plan, record, space, 0.0, space.covered_by(choices)), profile
         if search_progress.stopped:
-            work.notes.append("interrupted: the best plan so far")
+            work.notes.append("interrupted: this is the best plan so far")
             break
     assert best is not None  # the loop runs at least once, or raises
     chosen, profile = best
@@ -104,14 +106,17 @@ def _choices(case: _Case, space: Space, profile: Profile) -> tuple[PlanOptions, 
 
 
 def _case(settings: PlanSettings, path: Path) -> _Case:
-    """Read the file and the options. Raises: PlanError for a file of another format; RunError without ranks."""
+    """Read the file and the options.
+
+    Raises: PlanError for a file of another format; RunError if the number of ranks is not known or contradictory.
+    """
     request = request_of(settings)
     if request.device_name is not None:
         raise RunError(
             f"--device-name {request.device_name} cannot scale this profile: the file does not say on which device "
             "its times were taken",
             where=str(path),
-            remedy="leave it out, or give a cluster file with the device's speed and memory: --cluster",
+            remedy="omit it, or give a cluster file with the device's speed and memory: --cluster",
         )
     num_ranks = request.gpus or (request.cluster.num_ranks if request.cluster is not None else 0)
     if not num_ranks:
@@ -120,8 +125,8 @@ def _case(settings: PlanSettings, path: Path) -> _Case:
         cluster = request.cluster
         if num_ranks != cluster.num_ranks:
             raise RunError(
-                f"--gpus {num_ranks}, and the cluster file describes {cluster.num_ranks} devices",
-                remedy="leave --gpus out, or change the counts of the file",
+                f"--gpus is {num_ranks}, but the cluster file describes {cluster.num_ranks} devices",
+                remedy="omit --gpus, or change the counts in the file",
             )
     else:
         level = Level("assumed", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)
@@ -134,12 +139,14 @@ def _case(settings: PlanSettings, path: Path) -> _Case:
 def _notes(case: _Case) -> tuple[str, ...]:
     notes = [f"{len(case.layers.names)} layers of {case.name}; a sample is one minibatch of the file"]
     if case.request.cluster is None and case.request.link is None:
-        notes.append(f"assumed: {in_bandwidth(GPU_BANDWIDTH)} between devices (--link and --cluster say otherwise)")
+        notes.append(
+            f"assumed: {in_bandwidth(GPU_BANDWIDTH)} between devices (--link or --cluster give another figure)"
+        )
     return tuple(notes)
 
 
 def _uncounted(layers: LayerGraph, layer_plan: LayerPlan, limit: int) -> tuple[str, ...]:
-    """Return a warning where a stage is larger than the memory, which PipeDream's formula does not see."""
+    """Return a warning if a stage exceeds the memory of a device, which PipeDream's formula does not detect."""
     place = {name: index for index, name in enumerate(layers.names)}
     large = []
     for index, stage in enumerate(layer_plan.stages):
@@ -151,5 +158,5 @@ def _uncounted(layers: LayerGraph, layer_plan: LayerPlan, limit: int) -> tuple[s
         return ()
     return (
         f"warning: parameters and activations of {', '.join(large)} alone exceed the {in_bytes(limit)} of a "
-        "device; PipeDream's formula counts as many copies as devices behind a stage, and so none for the last stage",
+        "device; PipeDream's formula counts one copy per device after a stage, and so none for the last stage",
     )

@@ -1,4 +1,4 @@
-"""Command-line settings as a ``PlanRequest``: the files that they name are read here."""
+"""Convert the settings of a command to a ``PlanRequest``. Reads the cluster file and the schedule file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def request_of(settings: PlanSettings) -> PlanRequest:
     grid = None if order.file is None else _read(order.file)
     if grid is not None and settings.schedule not in (None, "custom"):
         raise PlanError(
-            f"--schedule {settings.schedule} has an order of its own, and {order.file} says another",
-            remedy="leave one of --schedule and --schedule-file out; the file alone is --schedule custom",
+            f"--schedule {settings.schedule} and --schedule-file {order.file} give two different orders",
+            remedy="omit one of them; --schedule-file alone implies --schedule custom",
         )
     return PlanRequest(
         gpus=settings.gpus,
@@ -46,5 +46,7 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
-            f"the schedule file cannot be read: {error}", where=str(path), remedy="give a text file, one line a rank"
+            f"the schedule file cannot be read: {error}",
+            where=str(path),
+            remedy="give a text file with one line per rank",
         ) from error

@@ -1,4 +1,4 @@
-"""How step time and cost go with the number of devices: one search for each, on a stored profile."""
+"""Step time and cost by number of devices: one search for each number, on a stored profile."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from autopipe.planning.space import Space, most_stages
 from autopipe.report.results import Scaling, ScalingPoint
 
 SAMPLES = 1_000_000
-"""Cost is given for so many samples."""
+"""The number of samples whose cost is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
+    """The inputs that all searches share."""
+
     profile: Profile
     request: PlanRequest
     batch_size: int
@@ -35,10 +37,11 @@ class _Base:
 
 
 def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progress | None = None) -> Scaling:
-    """Return the best plan for each number of devices; nothing is written.
+    """Return the best plan for each number of devices, or the reason why it cannot be made. Writes nothing.
 
-    Replicas are allowed unless ``--replicas never`` is given. A number without a plan keeps its reason.
-    Ctrl-C ends it with the numbers that are done.
+    Replicas are allowed unless ``--replicas never`` is given. Ctrl-C ends the sweep with the numbers so far.
+
+    Raises: RunError if there is no plan for any number.
     """
     base = _base(settings, progress)
     points: list[ScalingPoint] = []
@@ -50,8 +53,8 @@ def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progre
             given = base.request.cluster
             if given is not None and count > given.num_ranks:
                 base.work.notes.append(
-                    f"{count} devices are more than the {given.num_ranks} of the cluster file: its outermost level "
-                    f"({given.levels[-1].name}) is taken to be wider"
+                    f"{count} devices exceed the {given.num_ranks} of the cluster file: its outermost level "
+                    f"({given.levels[-1].name}) is assumed to be wider"
                 )
     except KeyboardInterrupt:
         if not points:
@@ -86,7 +89,7 @@ def _point(base: _Base, count: int) -> ScalingPoint:
     except AutopipeError as error:
         return ScalingPoint(count, None, 0.0, error.what)
     if search_progress.stopped:
-        raise KeyboardInterrupt  # a number that was not searched to the end is not put beside the others
+        raise KeyboardInterrupt  # the result of an incomplete search is not comparable with the others
     return ScalingPoint(count, plan, _device_hours(plan, count))
 
 
@@ -97,12 +100,12 @@ def _choices(base: _Base, space: Space, count: int) -> tuple[PlanOptions, ...]:
 
 
 def _device_hours(plan: Plan, count: int) -> float:
-    """Return what a million samples cost, devices that stay unused included."""
+    """Return the device-hours of ``SAMPLES`` samples, including devices that the plan leaves unused."""
     return count / plan.predicted.samples_per_second * SAMPLES / 3600
 
 
 def _cluster(base: _Base, count: int) -> Cluster:
-    """Return the cluster with so many devices: a file's outermost level is made as wide as that takes."""
+    """Return the cluster with ``count`` devices. The outermost level of a cluster file is resized to fit them."""
     given = base.request.cluster
     if given is None:
         return cluster_of(base.request, count, base.profile, base.work)
@@ -110,8 +113,8 @@ def _cluster(base: _Base, count: int) -> Cluster:
     levels = (*given.levels[:-1], dataclasses.replace(given.levels[-1], count=-(-count // inner)))
     if len(set(given.devices)) > 1:
         raise RunError(
-            "the devices of the cluster file differ; which are the first few is not known",
-            remedy="give one [device] for all",
+            f"the devices of the cluster file differ, so {count} of them cannot be chosen",
+            remedy="give one [device] for all ranks",
         )
     return by_datasheet(Cluster(levels, given.devices[:1], given.source), base.profile)
 

@@ -1,1 +1,1 @@
-"""``autopipe train``: one run, in as many attempts as it takes."""
+"""``autopipe train``: one run, in one or more attempts."""

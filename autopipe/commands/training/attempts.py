@@ -2,10 +2,9 @@
 
 ::
 
-    launch --WorkerError--> newest intact checkpoint -> (--elastic: a plan for the ranks that are left) -> launch ...
+    launch --WorkerError--> newest intact checkpoint -> (--elastic: a plan for the remaining ranks) -> launch ...
 
-The same failure at the same step twice in a row ends the run: its cause is in the model or the data, and every further
-attempt would fail as well.
+The same failure at the same step twice in a row ends the run, because its cause is in the model or the data.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Attempts:
     listener: Listener
     events: Events
     make_job: MakeJob  # makes the job of the ranks from settings, plan and first step
-    repeats: Callable[[], Repeats]  # tests whether the data repeats
+    repeats: Callable[[], Repeats]  # tests whether the data is the same each time it is read
     rendezvous: Rendezvous | None = None  # with the processes of the other ranks, under a cluster's launcher
     stop_requested: Callable[[], bool] | None = None
     restarts: list[Restart] = field(default_factory=list)
@@ -82,9 +81,9 @@ class Attempts:
                     advise(error, self.prepared)
                     if (nonfinite := self.listener.nonfinite()) is not None:
                         raise nonfinite from None
-                    if not stop.signal_name and self._reads_otherwise(start):
+                    if not stop.signal_name and self._handle_other_data(start):
                         continue
-                    if stop.signal_name or not self._goes_on(error):
+                    if stop.signal_name or not self._may_restart(error):
                         raise
                     start = self._restart(error)
                 finally:
@@ -122,10 +121,10 @@ class Attempts:
             steps = ", ".join(map(str, later))
             self.events("note", {"text": f"moved later checkpoints ({steps}) aside"})
 
-    def _reads_otherwise(self, start: int) -> bool:
+    def _handle_other_data(self, start: int) -> bool:
         """Prepare the next attempt if the ranks read other data than before the checkpoint; return whether they did.
 
-        Raises: RunError if there is nothing left to try.
+        Raises: RunError if a replay of all epochs did not help either.
         """
         event = self.listener.other_data
         if event is None:
@@ -133,25 +132,25 @@ class Attempts:
         count, epoch = counted(event["position"], "minibatch"), event["epoch"]
         if event["replay"] != "all" and epoch:
             earlier = counted(epoch, "earlier epoch")
-            self.events("note", {"text": f"the data has state over epochs: reading {earlier} again, in full"})
+            self.events("note", {"text": f"the data depends on earlier epochs: reading {earlier} again, in full"})
             self.settings = dataclasses.replace(self.settings, replay="all")
         else:
             repeats = self.repeats()
             if repeats.answer is not False:
-                replayed = ", also after all earlier epochs were replayed" if epoch else ""
+                replayed = ", even after a replay of all earlier epochs" if epoch else ""
                 raise RunError(
-                    f"the data is not that of the interrupted run: the first {count} of epoch {epoch} are others than "
-                    f"those that it had read{replayed}",
+                    f"the data differs from that of the interrupted run: the first {count} of epoch {epoch} are not "
+                    f"those that it read{replayed}",
                     where=str(checkpoints.directory_of(self.run.checkpoints, start)),
-                    remedy="bring back the files, the seed and the batch size that the data was read with; or let it "
-                    "go on with other data: --allow-other-data",
+                    remedy="restore the files, the seed and the batch size of the data; or continue with other data: "
+                    "--allow-other-data",
                 ) from None
-            self.events("note", {"text": f"warning: {repeats.why}: the run goes on with other minibatches than before"})
+            self.events("note", {"text": f"warning: {repeats.why}: the run continues with other minibatches"})
             self.settings = dataclasses.replace(self.settings, same_data=False)
         self.run.write_job(self.make_job(self.settings, self.prepared, start))
         return True
 
-    def _goes_on(self, error: WorkerError) -> bool:
+    def _may_restart(self, error: WorkerError) -> bool:
         """Return whether to try again after a failure."""
         if len(self.restarts) >= self.settings.restarts:
             return False
@@ -163,8 +162,8 @@ class Attempts:
         what, where, reached = _failure(error, self.listener)
         start = newest_intact(self.run)
         if self.settings.elastic and self.prepared.plan.num_ranks > 1:
-            self._replan(self._left(error), start)
-        else:  # plan and stage files are the run's own; those of the work directory may be another run's by now
+            self._replan(self._remaining_ranks(error), start)
+        else:  # use the plan and stage files of the run, because those of the work directory may have changed
             self.run.write_job(self.make_job(self.settings, self.prepared, start))
         ranks = self.prepared.plan.num_ranks
         restart = Restart(len(self.restarts) + 1, error.rank, what, where, reached, max(start, 0), ranks)
@@ -173,7 +172,7 @@ class Attempts:
         self.listener.restarted(restart)
         return start
 
-    def _left(self, error: WorkerError) -> int:
+    def _remaining_ranks(self, error: WorkerError) -> int:
         """Exclude the host of the failed rank, or its device; return the number of ranks that remain possible."""
         launched, ranks = self.settings.launch, self.prepared.plan.num_ranks
         left = tuple(host for host in launched.hosts if host.name != error.host)
@@ -182,16 +181,16 @@ class Attempts:
             return ranks - 1
         self.settings = dataclasses.replace(self.settings, launch=dataclasses.replace(launched, hosts=left))
         room = total_slots(left)
-        if room is None:  # every host has its share
+        if room is None:  # hosts without slots: each keeps the ranks that it had
             shares = zip(launched.hosts, assign(launched.hosts, ranks), strict=True)
             room = sum(len(share) for host, share in shares if host in left)
         return max(min(ranks, room), 1)
 
     def _replan(self, ranks: int, start: int) -> None:
-        """Plan for this number of ranks from the run's own profile, and write the stage files into the run.
+        """Plan for this number of ranks from the run's profile, and write the stage files into the run.
 
-        The plan is prepared in a temporary folder: another command may be using the work directory by now, and its plan
-        for the next run must not change.
+        The plan is prepared in a temporary folder, because another command may use the work directory meanwhile, and
+        the plan there must not change.
         """
         plan, profile = self.prepared.plan, self.settings.plan.profile
         with tempfile.TemporaryDirectory(prefix="autopipe-plan-") as scratch:
@@ -199,7 +198,7 @@ class Attempts:
             artifact.save(self.prepared.profile, store.profile)
             artifact.save(plan, store.plan)
             artifact.save(self.prepared.record, store.record)
-            with contextlib.suppress(OSError):  # links that were not measured are assumed
+            with contextlib.suppress(OSError):  # without measured links, the plan assumes default ones
                 shutil.copyfile(Store(profile.work_dir).links, store.links)
             wanted = dataclasses.replace(
                 self.settings.plan,
@@ -214,7 +213,7 @@ class Attempts:
         self.prepared = dataclasses.replace(prepared, stages=self.run.stages)
 
     def _planned(self, wanted: PlanSettings, start: int) -> Prepared:
-        """Return a plan, with another schedule if the run's own needs more ranks or older weights than there are."""
+        """Return a plan, with another schedule if that of the run needs more ranks, or weights that no file has."""
         try:
             prepared = prepare(wanted, self._progress)
         except PlanError:
@@ -225,7 +224,7 @@ class Attempts:
         what = lacking_version(source, prepared.plan, prepared.graph)
         if not what:
             return prepared
-        self.events("note", {"text": f"goes on under 1f1b: {what}"})
+        self.events("note", {"text": f"continuing with schedule 1f1b: {what}"})
         return prepare(dataclasses.replace(wanted, schedule="1f1b"), self._progress)
 
     def _progress(self, what: str, fraction: float) -> None:
@@ -235,16 +234,16 @@ class Attempts:
         """Exclude the GPU that a rank reported, if its host has another one."""
         index, others = self.listener.devices.get(rank, (-1, 0))
         if others:
-            out = (*self.settings.excluded_devices, index)
-            self.settings = dataclasses.replace(self.settings, excluded_devices=out)
+            excluded = (*self.settings.excluded_devices, index)
+            self.settings = dataclasses.replace(self.settings, excluded_devices=excluded)
 
 
 def _model_files(plan: Plan) -> tuple[Path, ...]:
-    """Return the user's own files that a plan names."""
+    """Return the user's files that a plan names."""
     targets = [Target.parse(text) for text in (plan.workload.target, *plan.workload.hooks.values())]
     return tuple(sorted({Path(target.location) for target in targets if target.is_file}))
 
 
 def _failure(error: WorkerError, listener: Listener) -> tuple[str, str, int]:
-    """Return the key by which two failures are the same: the message, the place, and the steps done."""
+    """Return the message, the place and the number of steps done. Two failures are the same if these are equal."""
     return error.what, error.where, listener.reached

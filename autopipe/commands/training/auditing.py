@@ -44,11 +44,11 @@ from autopipe.verify.plain_step import MEMORY_SHARE, audit, memory_bytes
 from autopipe.workload.target.files import files_of
 from autopipe.workload.target.targets import Target
 
-# the share of the training time that audits may use, counted as if they ran on a core that training needs
+# the share of the training time that audits may use, as if they ran on a core that training needs
 SHARE = 0.005
 # CPU time of a process before its first step, and a lower bound of the disk's write speed
 STARTUP_SECONDS, DISK_BYTES_PER_SECOND = 1.0, 2e8
-# the weights, optimizer state of twice their bytes, and the weights after the step
+# bytes that an audit writes, as a multiple of the weights: weights, optimizer state (2), and weights after the step
 _WRITTEN = 4
 _END_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 _NICE = 19
@@ -77,19 +77,22 @@ def interval(settings: TrainSettings, prepared: Prepared) -> int:
 
 
 def memory_shortfall(prepared: Prepared) -> str:
-    """Say why the plain step does not fit beside the ranks, "" where it does. On GPUs each audit looks for itself."""
+    """Return why the plain step of an audit does not fit into memory while the ranks run, or "" if it fits.
+
+    Always "" on GPUs, where each audit checks the memory itself.
+    """
     if prepared.profile.device.kind != "cpu":
         return ""
     needed = memory_bytes(RunContext.of(prepared.plan, prepared.graph))
     weights = sum(spec.num_bytes({}) for spec in prepared.graph.parameters.values())
-    # ranks copy what they write
+    # the ranks' peaks, and the copies of what they write for an audit
     ranks = sum(stage.peak_bytes * stage.replicas for stage in prepared.plan.stages) + _WRITTEN * weights
     free = int(psutil.virtual_memory().available) - ranks
     if needed <= MEMORY_SHARE * free:
         return ""
     return (
-        f"audits are left out: beside the ranks, one step of the plain loop needs about {in_bytes(needed)} of memory, "
-        f"and {in_bytes(max(free, 0))} are free"
+        f"audits are skipped: one step of the plain loop needs about {in_bytes(needed)} of memory in addition to the "
+        f"ranks, and {in_bytes(max(free, 0))} are free"
     )
 
 
@@ -101,8 +104,8 @@ class Auditor:
     events: Events
     on_result: Callable[[AuditResult], None]  # takes each result
     elsewhere: str = ""  # see ``plain_step.audit``
-    reported: set[str] = field(default_factory=set)  # the notes so far, each of which is reported once
-    most_seconds: float = MOST_SECONDS  # the timeout of a comparison, which is then left out
+    reported: set[str] = field(default_factory=set)  # the notes so far; each is reported once
+    most_seconds: float = MOST_SECONDS  # the timeout of a comparison, which is then skipped
     _deadline: float = 0.0
     _waiting: list[tuple[int, float]] = field(default_factory=list)
     _process: ForkServerProcess | None = None
@@ -157,14 +160,14 @@ class Auditor:
         clear_all(self.run.path, self._different)
 
     def left_out(self, reason: str) -> None:
-        """Report once why an audit is left out."""
-        text = f"an audit is left out: {reason}"
+        """Report why an audit is skipped, each reason once."""
+        text = f"an audit is skipped: {reason}"
         if text not in self.reported:
             self.reported.add(text)
             self.events("note", {"text": text})
 
     def _edited(self) -> str:
-        """Return a note on a user's file that was edited since the run began, or ""; ranks run the old version."""
+        """Return a note if a user's file was edited since the run began, else "". Ranks run the earlier version."""
         edited = next((path for path, digest in self._model.items() if _digest_of(path) != digest), None)
         return f"{edited} was edited since the run began" if edited is not None else ""
 
@@ -211,15 +214,15 @@ class Auditor:
 
 def _difference(result: AuditResult, files: AuditFiles) -> AuditError:
     """Return the error for a step that differs from the plain loop's."""
-    others = f", and so do {result.differing - 1} more of {result.tensors} tensors" if result.differing > 1 else ""
+    others = f", and {result.differing - 1} more of {result.tensors} tensors differ" if result.differing > 1 else ""
     what = "its loss differs" if not result.differing else f"{result.name} differs by {result.error:.1e}{others}"
     return AuditError(
-        f"step {result.step + 1} of the run is not the step of plain training from the same weights and batch: {what}",
+        f"step {result.step + 1} of the run differs from plain training with the same weights and batch: {what}",
         step=result.step,
         where=f"stage {result.stage}; state and batch before that step: {files.before}" if result.differing else "",
-        remedy="look for what changes while the run goes on: an optimizer or a hook that acts from some step on, state "
-        "of the model file that a fresh process does not have, parameters changed outside of the optimizer; then go on "
-        "with --resume, from the newest checkpoint before that step (later ones were set aside)",
+        remedy="look for something that changes during the run: an optimizer or hook that acts only after some step, "
+        "state of the model file that a fresh process does not have, parameters changed outside of the optimizer; then "
+        "continue with --resume, from the newest checkpoint before that step (later ones were set aside)",
     )
 
 

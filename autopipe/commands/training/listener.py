@@ -102,7 +102,7 @@ class Listener:
     def _round(self, event: Mapping[str, Any]) -> None:
         if event["rank"] == 0 and event["epoch"] == 1:
             count = counted(event["minibatches"], "minibatch")
-            self.events("note", {"text": f"the data ended after {count}, and is read again from its start"})
+            self.events("note", {"text": f"the data ended after {count}; reading it again from the start"})
 
     def _note(self, event: Mapping[str, Any]) -> None:
         self.events("note", {"text": event["text"]})
@@ -180,11 +180,11 @@ class Listener:
         try:
             with self.run.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({key: _number(value) for key, value in line.items()}) + "\n")
-        except OSError as error:  # for a full disk, the system names no file
+        except OSError as error:  # the message of a full disk does not name the file
             raise RunError(
                 f"the metrics cannot be written: {error.strerror}",
                 where=str(self.run.metrics),
-                remedy="make room on that disk, or choose another one (--run-dir)",
+                remedy="free space on that disk, or choose another one (--run-dir)",
             ) from None
 
 

@@ -33,10 +33,10 @@ from autopipe.workload.batches.probe import SeenForm
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """A microbatch of another form: its minibatch, a description of the difference, and its graph."""
+    """A microbatch of another form."""
 
     minibatch: int
-    text: str
+    text: str  # a description of the difference
     graph: Graph
 
 
@@ -53,7 +53,7 @@ def covered(
 
     ``seen``: forms of the first minibatches. ``steps``: the number of minibatches to train, 0 for all.
 
-    Raises: RunError for a batch that the stages cannot follow, with the difference and a remedy.
+    Raises: RunError for a batch that no plan supports, with the difference and a remedy.
     """
     own = prepared.graph.batch
     other = [entry for entry in seen if _differs(own, entry.form) and (not steps or entry.minibatch < steps)]
@@ -77,14 +77,14 @@ def covered(
         artifact.save(profile, work.store.profile)
         choose_plan(profile, prepared.record.request, work, prepared.plan.batch_size)
         first = others[0]
-        why = f"planned again, with room for {first.text}, as minibatch {first.minibatch} of data is ({min(known)})"
+        why = f"planned again so that a stage has {min(known)} for {first.text} (minibatch {first.minibatch} of data)"
         prepared = again()
         prepared = dataclasses.replace(prepared, notes=(*prepared.notes, why))
     misfit = _first_misfit(prepared, others)
     if misfit is not None:
         entry, error = misfit
         raise RunError(
-            f"{entry.text} cannot be followed in these stages: {error.what}",
+            f"{entry.text} does not fit these stages: {error.what}",
             where=f"minibatch {entry.minibatch} of data, before training",
             remedy=OTHER_LAYERS,
         )
@@ -92,7 +92,7 @@ def covered(
 
 
 def _differs(own: BatchForm, form: BatchForm) -> bool:
-    """Return whether a batch has other entries or values; another memory layout needs no other layer."""
+    """Return whether a batch has other entries or values. Another memory layout is ignored: it uses the same layers."""
     return bool(own.structure) and (own.structure != form.structure or bool(own.varying(form)))
 
 
@@ -128,7 +128,7 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
         )
     except AutopipeError as error:
         raise RunError(
-            f"{text} cannot be followed: {error.what}",
+            f"{text} cannot be captured: {error.what}",
             where=error.where or f"minibatch {minibatch} of data, before training",
             remedy=error.remedy or "pad the batches to one shape, with the entries of the first one",
         ) from error
@@ -136,7 +136,7 @@ def _captured(prepared: Prepared, minibatch: int, part: Any, progress: Progress 
 
 
 def _first_misfit(prepared: Prepared, others: Sequence[_Other]) -> tuple[_Other, PlanError] | None:
-    """Return the first form whose graph the stages cannot follow, with the reason."""
+    """Return the first form whose graph does not fit the stages, with the reason."""
     for entry in others:
         try:
             _refuse_lacking_modules(
@@ -148,9 +148,9 @@ def _first_misfit(prepared: Prepared, others: Sequence[_Other]) -> tuple[_Other,
 
 
 def _refuse_lacking_modules(graph: Graph, plan: Plan, other: Graph, moved: Plan) -> None:
-    """Refuse a module with state that a stage would call without holding the module itself.
+    """Refuse a graph in which a stage calls a module with state that the stage does not have.
 
-    Raises: PlanError.
+    Raises: PlanError naming the stage and the module.
     """
     for ours, theirs in zip(divide(graph, plan), divide(other, moved), strict=True):
         whole = (*ours.modules, *ours.spare)
@@ -158,4 +158,4 @@ def _refuse_lacking_modules(graph: Graph, plan: Plan, other: Graph, moved: Plan)
         for path in theirs.modules:
             state = any(name.startswith(f"{path}.") for name in (*graph.parameters, *graph.buffers, *graph.aliases))
             if state and path not in whole and not path.startswith(inside):
-                raise PlanError(f"stage {ours.index} would need {path}, which it does not hold")
+                raise PlanError(f"stage {ours.index} would need {path}, which it does not have")

@@ -1,7 +1,7 @@
-"""Out of memory in a rank: find the smallest change that fits, by planning for the available memory.
+"""The remedy for a rank that is out of memory: the smallest change that fits, found by planning with less memory.
 
-The plan's figures are assumed to be off by one factor, the ratio of needed to predicted memory. So the planner is given
-the available memory divided by that factor.
+The ratio of needed to predicted memory is assumed to be the same for every plan. So the planner may use the available
+memory divided by this ratio.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def limit_of(figures: Mapping[str, int]) -> int:
 
 
 def advise(error: WorkerError, prepared: Prepared) -> None:
-    """Give an out-of-memory error the smallest change that would fit as its remedy; other errors stay as they are."""
+    """Set the remedy of an out-of-memory error to the smallest change that fits. Other errors are not changed."""
     if error.out_of_memory:
         error.remedy = _remedy(limit_of(error.out_of_memory), prepared)
 
@@ -56,8 +56,8 @@ def _remedy(limit: int, prepared: Prepared) -> str:
 
 
 def _difference(before: Plan, after: Plan) -> str:
-    """Return the difference that makes the second plan fit."""
+    """Return a description of the change that makes the second plan fit."""
     again = [stage.index for stage in after.stages if stage.recompute]
     if again and again != [stage.index for stage in before.stages if stage.recompute]:
-        return f"{counted(len(again), 'stage')} of {len(after.stages)} run their forward twice to save memory"
-    return "other cuts fit, with as many ranks and microbatches as now"
+        return f"{counted(len(again), 'stage')} of {len(after.stages)} recompute their forward to save memory"
+    return "other cuts fit, with the same numbers of ranks and microbatches"

@@ -1,4 +1,4 @@
-"""The placement of ranks: how many the hosts take, and (``--dry-run``) the commands for each host."""
+"""The placement of ranks on hosts: their default number, and (``--dry-run``) the commands for each host."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Test whether the data repeats: two fresh processes read the first minibatches, and their digests are compared.
+"""Test whether the data repeats, that is, whether every process that reads it gets the same minibatches.
 
-Each rank that reads the data is a separate process. So the test uses fresh processes that have not imported the user's
-code before, with different seeds for string hashes, in different seconds. They start early and import while the run is
-planned. If the two differ, or one cannot read, rank 0 reads for all ranks. The digests that ranks compare at every step
-find a source that differs only later.
+Two fresh processes read the first minibatches, and their digests are compared. The processes have not imported the
+user's code before, have different seeds for string hashes, and read in different seconds, as ranks may. They start
+early and import while the run is planned. If the digests differ, or one process cannot read, rank 0 reads for all
+ranks. Ranks also compare digests at every step, which detects a source that differs only later.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload.batches.probe import READY, ProbeTask, Reading, SeenForm
 
 MINIBATCHES = 3
-# the timeout of both together: slower data is read by every rank, and compared at each step
+# the timeout of both processes together; if it expires, every rank reads the data, and digests are compared
 MOST_SECONDS = 120.0
-# a seed made from the time in seconds must differ between the two
+# the delay between the two processes, so that a seed made from the time in seconds differs
 _APART_SECONDS = 1.1
 
 
@@ -36,9 +36,9 @@ _APART_SECONDS = 1.1
 class Repeats:
     """The result of the test."""
 
-    answer: bool | None  # whether the source repeats; None if it is not known
+    answer: bool | None  # whether the data repeats; None if unknown
     why: str = ""  # the reason, for a message
-    alone: bool = False  # a second process could not read the source
+    alone: bool = False  # a further process could not read the data
 
     @property
     def reader(self) -> str:
@@ -47,7 +47,7 @@ class Repeats:
 
 
 class _Probe:
-    """One process. ``hash_seed``: Python's seed of string hashes in it."""
+    """One of the processes. ``hash_seed``: its seed of Python's string hashes."""
 
     def __init__(self, hash_seed: int) -> None:
         self.process = subprocess.Popen(
@@ -81,7 +81,7 @@ class _Probe:
                 return str(answer["error"])
             return artifact.decode(Reading, answer, "reading")  # type: ignore[no-any-return]  # of the kind given
         except (ValueError, AutopipeError):
-            return "the process that read it ended before it had"
+            return "the process that reads it ended early"
 
     def _line(self, deadline: float) -> str | None:
         """Return the next line, "" at the end, None after the deadline."""
@@ -108,7 +108,7 @@ class _Probe:
 
 
 class Repeating:
-    """The two processes: ``start``, ``begin``, work meanwhile, then ``finish``. They end with the ``with`` block."""
+    """The two processes. Call ``start`` and ``begin`` early, and ``finish`` for the result. They end with the block."""
 
     def __init__(self) -> None:
         self._probes: list[_Probe] = []
@@ -131,13 +131,14 @@ class Repeating:
     def start(self) -> None:
         """Start the processes, which import and then wait for their task."""
         if not self._probes:
-            # uncommon numbers, so that both differ from the seeds of the ranks
+            # arbitrary numbers, unlikely to be the hash seed of a rank
             self._probes = [_Probe(seed) for seed in (1597463007, 3405691582)]
 
     def begin(self, spec: WorkloadSpec, batch_size: int, *, evaluation: bool, parts: int = 0) -> None:
-        """Start reading in the first process. ``batch_size`` 0: the data's own. ``evaluation``: read that data too.
+        """Start reading in the first process.
 
-        ``parts``: microbatches of a minibatch, for ``forms``.
+        ``batch_size``: 0 for the data's own. ``evaluation``: also read the evaluation data. ``parts``: microbatches per
+        minibatch, for ``forms``.
         """
         self.start()
         self._deadline = time.monotonic() + MOST_SECONDS
@@ -167,7 +168,7 @@ class Repeating:
 
 
 def begin(repeating: Repeating, prepared: Prepared, *, evaluation: bool) -> None:
-    """Begin the test of a prepared run's data, unless it cannot differ: ``--input`` draws with the run's seed."""
+    """Begin the test of a prepared run's data. Synthetic data (``--input``) always repeats and is not tested."""
     if not prepared.workload.spec.inputs:
         size = batch_size_of(prepared.workload, prepared.plan) or 0
         repeating.begin(prepared.workload.spec, size, evaluation=evaluation, parts=prepared.plan.num_microbatches)
@@ -184,25 +185,25 @@ def _compared(answers: Sequence[Reading | str | None]) -> Repeats:
     readings = [answer for answer in answers if isinstance(answer, Reading)]
     for answer in answers:
         if answer is None:
-            return Repeats(None, f"{MINIBATCHES} minibatches were not read twice within {MOST_SECONDS:.0f} s")
+            return Repeats(None, f"reading {MINIBATCHES} minibatches twice takes more than {MOST_SECONDS:.0f} s")
         if isinstance(answer, str):
             return Repeats(None, answer, alone=True)
     first, second = (reading.digests for reading in readings)
     differing = [name for name, digests in first.items() if second.get(name) != digests]
     if not differing:
         return Repeats(True)
-    return Repeats(False, f"{' and '.join(differing)} gave two processes other minibatches")
+    return Repeats(False, f"{' and '.join(differing)} yielded different minibatches in two processes")
 
 
 def explain(repeats: Repeats) -> str:
-    """Return the warning about a source that does not repeat, or may not; "" if it repeats."""
+    """Return the warning about data that does not repeat, or may not; "" if it repeats."""
     if repeats.answer:
         return ""
     if repeats.alone:
         return f"a further process could not read the data ({repeats.why}): rank 0 reads for all ranks"
     if repeats.answer is None:
-        return f"it was not found out whether the data repeats ({repeats.why}): digests are compared at every step"
+        return f"it is unknown whether the data repeats ({repeats.why}): ranks compare digests at every step"
     return (
-        f"the data does not repeat ({repeats.why}): rank 0 reads for all ranks, and a run that is resumed "
-        "goes on with other minibatches; seed the data to change both"
+        f"the data does not repeat ({repeats.why}): rank 0 reads for all ranks, and a resumed run continues with other "
+        "minibatches; seed the data to avoid both"
     )

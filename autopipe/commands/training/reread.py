@@ -1,7 +1,7 @@
-"""Refuse a forward that changes its batch in place if the data yields the same memory in every epoch.
+"""Refuse a forward that changes its batch in place, if the data yields the same memory in every epoch.
 
-In plain training, the change remains in the user's data, and the next epoch reads it. Stages work on copies and would
-train on other numbers.
+In plain training, the change remains in the user's data, and the next epoch reads the changed data. Stages work on
+copies, and would train on other numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autopipe.ir.graph import Graph, Node
 
 
 def changed_inputs(graph: Graph) -> dict[str, Node]:
-    """Return the tensors of the batch that the forward changes in place, each with the first call that does.
+    """Return the tensors of the batch that the forward changes in place, each with the first call that changes it.
 
-    Capture clones such a tensor first; that clone is a call without a line of the user's code.
+    Capture inserts a clone of such a tensor first. It is recognized by having no line of the user's code.
     """
     inputs = {entry.name for entry in graph.inputs}
     clones = {
@@ -54,8 +54,8 @@ def refuse_changed_data(prepared: Prepared) -> None:
     for name, node in changed.items():
         if name in first and _stays(name, first[name], read):
             raise RunError(
-                f"the forward changes {name} in place, and data gives the same memory in every epoch: plain training "
-                "would read the changed numbers again, and stages work on copies",
+                f"the forward changes {name} in place, and data yields the same memory in every epoch: plain training "
+                "would read the changed numbers again, but stages work on copies",
                 where=node.place,
                 remedy=f"work on a copy ({name} = {name}.clone()) before that line, or clone the batch in data",
             )

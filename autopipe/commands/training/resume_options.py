@@ -1,11 +1,11 @@
-"""``--resume`` with other options: each one is applied or refused. Options that are not given are those of the run.
+"""``--resume`` with other options: each is applied or refused. Options that are not given have the run's values.
 
 ==================================  ================================================================================
 option                              with ``--resume``
 ==================================  ================================================================================
 --lr                                applied from here on; refused if a scheduler sets the rate
---optimizer, an edited hook         refused if they build something else than at the run's start
---seed, --batch-size                another value is refused: the data's place and the random numbers go by them
+--optimizer, an edited hook         refused if the optimizer or scheduler differs from the one at the run's start
+--seed, --batch-size                another value is refused: random numbers and the position in the data depend on it
 --num-microbatches, --precision,    applied from here on, with a note
 --clip-grad-norm, --ema,
 --deferred-batch-norm
@@ -40,7 +40,7 @@ _FROM_WEIGHTS = "start a new run from its weights (autopipe export, then --init-
 def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
     """Return the settings, with the checkpoint's value for every option that is not given.
 
-    Raises: RunError for an option that contradicts it.
+    Raises: RunError for an option that contradicts the checkpoint.
     """
     refuse_partial(source)
     recorded = source.manifest.options
@@ -49,17 +49,17 @@ def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
     model = plan.profile.model
     if model.seed is not None and model.seed != source.manifest.seed:
         raise RunError(
-            f"--seed {model.seed}: the run has seed {source.manifest.seed}, which the order of its data and all of its "
-            "random numbers go by",
+            f"--seed is {model.seed}, but the run has seed {source.manifest.seed}, which determines the order of its "
+            "data and its random numbers",
             where=str(source.directory),
-            remedy=f"leave --seed out; for another seed {_FROM_WEIGHTS}",
+            remedy=f"omit --seed; for another seed, {_FROM_WEIGHTS}",
         )
     if recorded.batch_size and plan.batch_size not in (None, recorded.batch_size):
         raise RunError(
-            f"--batch-size {plan.batch_size}: the run has minibatches of {recorded.batch_size}, and the place of its "
-            "data is counted in minibatches",
+            f"--batch-size is {plan.batch_size}, but the run has minibatches of {recorded.batch_size}, in which its "
+            "position in the data is counted",
             where=str(source.directory),
-            remedy=f"leave --batch-size out; for another size {_FROM_WEIGHTS}",
+            remedy=f"omit --batch-size; for another size, {_FROM_WEIGHTS}",
         )
     rate = recorded.lr if model.learning_rate is None else model.learning_rate
     hooks = dict(model.hooks)
@@ -76,17 +76,18 @@ def as_recorded(settings: TrainSettings, source: Checkpoint) -> TrainSettings:
     plan = replace(plan, profile=replace(plan.profile, model=model), ema=ema)
     return replace(
         settings,
-        plan=plan if _stored_plan_serves(plan, recorded) else _as_planned(plan, recorded),
+        plan=plan if _stored_plan_fits(plan, recorded) else _as_planned(plan, recorded),
         clip_grad_norm=recorded.clip_grad_norm if settings.clip_grad_norm is None else settings.clip_grad_norm,
         deferred_batch_norm=settings.deferred_batch_norm or recorded.deferred_batch_norm,
         new_rate=None if rate == recorded.lr else rate,
     )
 
 
-def _stored_plan_serves(settings: PlanSettings, recorded: TrainingOptions) -> bool:
-    """Return whether the stored plan cuts minibatches as the run did, and no option requires another plan.
+def _stored_plan_fits(settings: PlanSettings, recorded: TrainingOptions) -> bool:
+    """Return whether the stored plan splits minibatches as the run did, and no option requires another plan.
 
-    Then no value has to be pinned. Pinned values are stored with the plan, and would apply to later runs as well.
+    Then the values of the run are not added to the settings, because these are stored with a new plan and would apply
+    to later runs as well.
     """
     if replace(settings, max_shapes=MAX_SHAPES, ema=None) != PlanSettings(settings.profile):
         return False
@@ -102,7 +103,7 @@ def _stored_plan_serves(settings: PlanSettings, recorded: TrainingOptions) -> bo
 
 
 def _as_planned(settings: PlanSettings, recorded: TrainingOptions) -> PlanSettings:
-    """Return the settings of a plan with the minibatches, and the weight versions, of the run."""
+    """Return the settings of a plan with the minibatches, microbatches and weight versions of the run."""
     pinned = replace(settings, batch_size=settings.batch_size or recorded.batch_size or None)
     if (pinned.num_microbatches, pinned.microbatch_size) == (None, None) and recorded.schedule != "custom":
         pinned = replace(pinned, num_microbatches=recorded.num_microbatches)
@@ -121,10 +122,10 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
     assert recorded is not None
     if settings.new_rate is not None and prepared.workload.stepping.has_scheduler:
         raise RunError(
-            f"--lr {settings.new_rate:g}: a scheduler sets the learning rate of this run, step by step, from "
-            "rates that are part of its state",
+            f"--lr is {settings.new_rate:g}, but a scheduler sets the learning rate of this run at every step, from "
+            "rates in its state",
             where=str(source.directory),
-            remedy=f"leave --lr out; to train on with other rates {_FROM_WEIGHTS}",
+            remedy=f"omit --lr; for other rates, {_FROM_WEIGHTS}",
         )
     built = _trainings(prepared.workload, prepared.plan, 2)
     first, second = (_edits(settings, trainings, source) for trainings in built)
@@ -133,13 +134,13 @@ def refuse_other_training(settings: TrainSettings, prepared: Prepared, source: C
     if differences:
         more = f"; {counted(len(differences) - _SHOWN, 'more difference')}" if len(differences) > _SHOWN else ""
         raise RunError(
-            f"optimizer and scheduler are not built as when the run began: {'; '.join(differences[:_SHOWN])}{more}",
+            f"optimizer and scheduler differ from those at the run's start: {'; '.join(differences[:_SHOWN])}{more}",
             where=str(source.directory),
-            remedy=f"bring it back as it was (--lr alone may change); or {_FROM_WEIGHTS}",
+            remedy=f"restore the former optimizer (only --lr may change); or {_FROM_WEIGHTS}",
         )
     now = _options(settings, prepared.plan)
     return tuple(
-        f"goes on with {text} {getattr(now, field)} (before: {getattr(recorded, field)})"
+        f"continuing with {text} {getattr(now, field)} (before: {getattr(recorded, field)})"
         for field, text in {
             "num_microbatches": "num-microbatches",
             "precision": "precision",

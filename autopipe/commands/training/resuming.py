@@ -1,4 +1,4 @@
-"""The checkpoint to resume from: chosen, verified, and compared with the model before any rank starts."""
+"""Choose the checkpoint to resume from, verify it, and compare it with the model before any rank starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREFIX = "model."
 
 
 def chosen(run: RunDirectory, step: int | None) -> Checkpoint:
-    """Return the checkpoint of a step, or the newest for None, after verifying every file of it.
+    """Return the checkpoint of a step, or the newest for None, after all its files were verified.
 
     Raises: RunError if it does not exist; ArtifactError if it is damaged, with the steps that are intact.
     """
@@ -76,25 +76,27 @@ def refuse_other_model(source: Checkpoint, graph: Graph) -> None:
     if source.manifest.graph_digest == graph.digest:
         return
     saved = {name.removeprefix(_PREFIX): shape for name, shape in source.shapes().items() if name.startswith(_PREFIX)}
-    # the other entries are buffers, which may differ
+    # other tensors of the checkpoint are buffers, which may differ
     wanted = _shapes(graph)
     gone = [name for stage in source.stages for name in stage.owned if name not in wanted]
     what = _difference(wanted, saved) or (f"{gone[0]} was removed" if gone else "")
-    what = what or f"the same parameters, another computation ({source.manifest.graph_digest} -> {graph.digest})"
+    what = (
+        what or f"the parameters are equal, the computation is not ({source.manifest.graph_digest} -> {graph.digest})"
+    )
     raise RunError(
-        f"the checkpoint is of another model: {what}",
+        f"the checkpoint belongs to another model: {what}",
         where=str(source.directory),
-        remedy="bring the model back as it was, or start a new run (another --run-dir)",
+        remedy="restore the former model file, or start a new run (another --run-dir)",
     )
 
 
 def lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> str:
-    """Return which older weights the schedule of a plan needs and the checkpoint lacks, or ""."""
+    """Return a description of the older weights that the plan's schedule needs and the checkpoint lacks, or ""."""
     step, saved = source.manifest.step, set(source.names)
     for name, delta in staleness(RunContext.of(plan, graph)).items():
         for version in range(max(step - delta, 0), step):
             if name in graph.moving and f"version.{version}.{name}" not in saved:
-                return f"{plan.schedule} asks for {name} as it was after step {version}, and the checkpoint has it not"
+                return f"{plan.schedule} needs {name} after step {version}, which the checkpoint does not have"
     return ""
 
 
@@ -105,18 +107,17 @@ def refuse_lacking_version(source: Checkpoint, plan: Plan, graph: Graph) -> None
         raise RunError(
             what,
             where=str(source.directory),
-            remedy="go on with the plan that it was made under, or with a schedule without stale weights: "
-            "--schedule 1f1b",
+            remedy="continue with the run's plan, or use a schedule without stale weights: --schedule 1f1b",
         )
 
 
 def refuse_without_averages(source: Checkpoint) -> None:
-    """Refuse a checkpoint that holds no averaged weights. Raises: RunError."""
+    """Refuse a checkpoint without averaged weights. Raises: RunError."""
     if not any(name.startswith(PREFIX) for name in source.names):
         raise RunError(
-            f"the checkpoint of step {source.manifest.step} holds no averaged weights",
+            f"the checkpoint of step {source.manifest.step} has no averaged weights",
             where=str(source.directory),
-            remedy="leave --ema out; or train with --ema DECAY, which a run that goes on takes too",
+            remedy="omit --ema; or train with --ema DECAY, which also works with --resume",
         )
 
 
@@ -137,7 +138,7 @@ def refuse_other_parameters(graph: Graph, model: nn.Module, where: Path) -> None
         raise RunError(
             f"the model has changed since this run: {what}",
             where=str(where),
-            remedy="bring the model file back as it was when the run was made",
+            remedy="restore the model file of the run",
         )
 
 

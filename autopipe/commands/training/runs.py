@@ -1,4 +1,4 @@
-"""The commands that run ranks or use a run: ``train``, and the names of ``check``, ``evaluate`` and ``export``."""
+"""``train``. Also re-exports the other commands that run ranks or use a run: ``check``, ``evaluate``, ``export``."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def train(
     *,
     stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
-    """Train, after every step that is missing or stale.
+    """Train, after running every step that is missing or stale.
 
-    ``rendezvous``: the connections to the processes that a cluster's launcher started; see ``together.leading``.
+    ``rendezvous``: the connections to the processes that a cluster's launcher started; see ``together.lead``.
     ``stop``: polled while the ranks train; once it returns true, the run stops after the current minibatch, with a
-    checkpoint. Without it, signals request that.
+    checkpoint. Without ``stop``, signals request that.
 
     Raises: RunError if the run directory or a checkpoint does not fit; WorkerError for the first failing rank.
     """
@@ -64,8 +64,8 @@ def train(
 
     if settings.elastic and settings.launch.name == "env":
         raise RunError(
-            "--elastic: under --launcher env the number of ranks is the cluster's to decide",
-            remedy="leave it out and give --max-restarts; or restart the job on fewer ranks with --resume",
+            "--elastic is not available with --launcher env, where the cluster determines the number of ranks",
+            remedy="use --max-restarts instead, or restart the job on fewer ranks with --resume",
         )
     settings = _with_devices(settings)
     with contextlib.ExitStack() as locks:
@@ -86,7 +86,7 @@ def train(
                 events("note", {"text": f"warning: {warning}"})
             events("plan", {"plan": prepared.plan})
             if settings.evaluate_every:
-                remedy = "leave --eval-every out; afterwards autopipe export, and evaluate the model itself"
+                remedy = "omit --eval-every; after training, run autopipe export and evaluate the model itself"
                 refuse_impossible(prepared.workload, prepared.evaluation_note, None, remedy)
             if source is not None:
                 refuse_lacking_version(source, prepared.plan, prepared.graph)
@@ -103,7 +103,7 @@ def train(
             if settings.check_first:
                 check_first(settings, prepared, events)
             elif refusal := refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph):
-                raise refusal  # without a comparison, nothing else would show it
+                raise refusal  # check_first would have raised it
             settings = _with_reader(settings, repeating, events)
             if path is None:
                 path = _new(settings, locks)
@@ -113,9 +113,9 @@ def train(
 
 
 def _with_devices(settings: TrainSettings) -> TrainSettings:
-    """Return the settings with every GPU of this machine excluded that ``devices`` does not name.
+    """Return the settings, with every GPU of this machine that ``devices`` does not name excluded.
 
-    Raises: RunError for an index that no GPU has.
+    Raises: RunError for an index without a GPU.
     """
     if not settings.devices:
         return settings
@@ -124,14 +124,14 @@ def _with_devices(settings: TrainSettings) -> TrainSettings:
     if unknown:
         raise RunError(
             f"there is no GPU {unknown[0]} on this machine; it has {counted(len(present), 'GPU')}",
-            remedy="name GPUs by their index, from 0, or leave devices out",
+            remedy="give the indices of GPUs, counted from 0, or omit devices",
         )
     others = {index for index in present if index not in settings.devices}
     return replace(settings, excluded_devices=tuple(sorted(others | set(settings.excluded_devices))))
 
 
 def _covered(settings: TrainSettings, prepared: Prepared, repeating: Repeating, progress: Progress) -> Prepared:
-    """Return the prepared run, with a plan for all forms of batches in the first minibatches."""
+    """Return the prepared run, with a plan that supports all forms of batches in the first minibatches."""
     if not repeating.begun:
         return prepared
     work = Work.begin(settings.plan.work_dir, progress)
@@ -145,10 +145,10 @@ def _trained(prepared: Prepared) -> dict[str, tuple[tuple[int, ...], torch.dtype
 
 
 def _with_reader(settings: TrainSettings, repeating: Repeating, events: Events) -> TrainSettings:
-    """Return the settings with the reader of the data, if the test for repeating data has begun."""
+    """Return the settings with the reader of the data determined, if the test of the data has begun."""
     if not repeating.begun:
         return settings
-    events("progress", {"what": "reading data in two processes, to see whether it repeats", "fraction": 0.0})
+    events("progress", {"what": "testing whether the data repeats, in two processes", "fraction": 0.0})
     repeats = repeating.finish()
     if explain(repeats):
         events("note", {"text": f"warning: {explain(repeats)}"})
@@ -200,7 +200,7 @@ def _job(settings: TrainSettings, prepared: Prepared, start: int) -> Job:
 
 
 def _checkpoint_every(settings: TrainSettings, prepared: Prepared) -> int:
-    """Return the steps between checkpoints. All ranks must agree, so it is a number of steps and not a time."""
+    """Return the steps between checkpoints: a number of steps and not a time, so that all ranks agree."""
     if settings.checkpoint_every is not None:
         return settings.checkpoint_every
     seconds = prepared.plan.predicted.step_seconds
@@ -218,7 +218,7 @@ def _launch(
 ) -> TrainResult:
     world = prepared.plan.num_ranks
     listener = Listener(run, events, world)
-    elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round otherwise"
+    elsewhere = "" if settings.launch.name == "local" else "ranks may run on processors that round differently"
     listener.auditor = auditing.Auditor(run, events, listener.audited, elsewhere)
     attempts = Attempts(
         settings, prepared, run, listener, events, _job, lambda: repeats_now(prepared), rendezvous, stop
@@ -273,15 +273,15 @@ def _existing(settings: TrainSettings, locks: contextlib.ExitStack) -> tuple[Pat
 def _new(settings: TrainSettings, locks: contextlib.ExitStack) -> Path:
     """Lock and return the directory of a new run: the given one, or one named by the time.
 
-    Raises: RunError if it already holds a run.
+    Raises: RunError if it already contains a run.
     """
     path = settings.run_dir or _named_by_time(settings.plan.work_dir / "runs")
     locks.enter_context(only_one(path, "trains"))
     steps = checkpoints.steps(RunDirectory(path).checkpoints)
     if steps:
         raise RunError(
-            f"{path} already holds a run (checkpoint of step {steps[-1]})",
-            remedy="add --resume to go on with it, or choose another --run-dir",
+            f"{path} already contains a run (checkpoint of step {steps[-1]})",
+            remedy="add --resume to continue it, or choose another --run-dir",
         )
     return path
 
@@ -297,7 +297,7 @@ def _named_by_time(runs: Path) -> Path:
         except OSError as error:
             raise RunError(f"{runs} cannot be written: {error.strerror}", remedy="choose a --run-dir") from None
         return path
-    raise AssertionError("the suffixes do not end")
+    raise AssertionError("unreachable: the suffixes are unlimited")
 
 
 __all__ = ["check", "evaluate", "export", "find_run", "train"]

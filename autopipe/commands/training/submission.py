@@ -62,8 +62,8 @@ def ranks_of(settings: TrainSettings) -> int:
     store = Store(settings.plan.work_dir)
     if not store.plan.exists():
         raise RunError(
-            f"--launcher {settings.launch.name}: --gpus is not given, and no plan is stored",
-            remedy="--gpus N, or autopipe plan first",
+            f"--launcher {settings.launch.name} needs the number of ranks: --gpus is not given, and no plan is stored",
+            remedy="add --gpus N, or run autopipe plan first",
         )
     return store.stored_plan()[0].num_ranks
 
@@ -112,7 +112,7 @@ def rehearsed(settings: TrainSettings, words: Words, options: Mapping[str, str],
 
 
 def submit(settings: TrainSettings, words: Words, options: Mapping[str, str]) -> Submission:
-    """Write the script beside the work directory's artifacts and give it to sbatch.
+    """Write the script into the work directory and submit it with sbatch.
 
     Raises: RunError if sbatch is missing or refuses it.
     """
@@ -148,7 +148,7 @@ def program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
         raise RunError(
-            f"--launcher slurm: there is no {name} on this machine",
+            f"--launcher slurm needs {name}, which is not installed on this machine",
             remedy="run this on a login node of the cluster; --dry-run shows the script without it",
         )
     return path
@@ -169,13 +169,13 @@ def _output_of_sbatch(path: Path) -> str:
         raise RunError(
             f"sbatch did not answer within {SUBMIT_SECONDS:.0f} s",
             where=str(path),
-            remedy="sinfo says whether the cluster's controller answers",
+            remedy="check with sinfo whether the cluster's controller responds",
         ) from None
     if done.returncode:
         why = done.stderr.strip().removeprefix("sbatch: error: ") or f"exit code {done.returncode}"
         raise RunError(
             f"sbatch refused the job: {why}",
             where=str(path),
-            remedy="say what it misses with --slurm-option KEY=VALUE; sinfo shows the partitions",
+            remedy="add missing options with --slurm-option KEY=VALUE; sinfo shows the partitions",
         )
     return done.stdout

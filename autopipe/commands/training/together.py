@@ -1,4 +1,4 @@
-"""Training under a cluster's own launcher: the command runs once per rank; rank 0 leads, the others follow it."""
+"""Training under a cluster's own launcher. The command runs once per rank: rank 0 leads, the others follow."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def lead(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Rendezvous | 
     from autopipe.launch import env
 
     with env.lead(here, settings.launch) as rendezvous:
-        asked = settings.plan.gpus
-        if asked is not None and asked != here.world_size:
+        requested = settings.plan.gpus
+        if requested is not None and requested != here.world_size:
             raise RunError(
-                f"--gpus {asked}, but {here.launcher} has started {counted(here.world_size, 'rank')}",
-                remedy=f"omit --gpus: there are {here.world_size}; or start {counted(asked, 'rank')}",
+                f"--gpus is {requested}, but {here.launcher} has started {counted(here.world_size, 'rank')}",
+                remedy=f"omit --gpus, or start {counted(requested, 'rank')}",
             )
         # every rank runs already: a plan with replicas may leave some unused, so it must be requested
         replicas = settings.plan.replicas or "never"
         led = replace(settings, plan=replace(settings.plan, gpus=here.world_size, replicas=replicas))
-        yield replace(led, resume=True, resume_step=None) if _goes_on(settings, here) else led, rendezvous
+        yield replace(led, resume=True, resume_step=None) if _resumes(settings, here) else led, rendezvous
 
 
-def _goes_on(settings: TrainSettings, here: RankIdentity) -> bool:
+def _resumes(settings: TrainSettings, here: RankIdentity) -> bool:
     """Return whether torchrun has restarted the ranks, and the run directory has a checkpoint to resume from."""
     from autopipe.runtime.checkpoint import directory as checkpoints
     from autopipe.runtime.job import RunDirectory

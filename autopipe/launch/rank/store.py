@@ -61,6 +61,6 @@ def choose_interface(spec: WorkerSpec) -> None:
 
 
 def all_have_devices(store: Any, rank: int, world_size: int, has_device: bool) -> bool:
-    """Return whether every rank has a device of its own: all of them must choose the same transport."""
+    """Return whether no two ranks share a device. All ranks must choose the same transport."""
     store.set(f"own-device/{rank}", "1" if has_device else "0")
     return all(store.get(f"own-device/{other}") == b"1" for other in range(world_size))

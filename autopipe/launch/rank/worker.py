@@ -73,7 +73,7 @@ def _allow_children() -> None:
 
 
 def rank_main(text: str, connection: Connection, listener: socket.socket | None = None) -> None:
-    """Run one rank in a process of its own. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
+    """Run one rank in this process. ``text``: a ``WorkerSpec`` as JSON; ``listener``: as in ``rank_body``."""
     die_with_parent()
     _allow_children()
     leave_signals_to_supervisor()

@@ -1,6 +1,6 @@
 """The agent: ``python -m autopipe.launch.remote.agent``, started on a host by ssh, runs the ranks of that host.
 
-It reads messages on stdin and answers on stdout; it opens no port of its own. When stdin ends or stays silent, the
+It reads messages on stdin and answers on stdout; it does not open a port. When stdin ends or stays silent, the
 agent ends its ranks and itself, so that a host that was cut off does not compute on alone. Its ranks die with it.
 """
 
@@ -88,7 +88,7 @@ class Agent:
             time.sleep(protocol.BEAT_SECONDS)
 
     def _watch_for_silence(self) -> None:
-        """Leave if nothing arrives. A thread of its own, because sending blocks while the connection is cut."""
+        """Leave if nothing arrives. Runs in a separate thread, because sending blocks while the connection is cut."""
         while time.monotonic() - self._heard < protocol.SILENCE_SECONDS:
             time.sleep(protocol.BEAT_SECONDS)
         self._leave()

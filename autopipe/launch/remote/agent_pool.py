@@ -68,7 +68,7 @@ class AgentPool(Connections):
         yield from super().receive(timeout, also)
 
     def close(self) -> None:
-        """End all agents, and with them their ranks. A lost host ends its ranks by itself."""
+        """End all agents, and with them their ranks. The agent on a lost host ends its ranks."""
         self.send(protocol.End())
         present = self.present
         for index, agent in enumerate(self.agents):

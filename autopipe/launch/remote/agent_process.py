@@ -29,7 +29,7 @@ class AgentProcess:
     def __init__(self, host: str, command: Sequence[str], python: str) -> None:
         """Start the command. ``python``: the interpreter on the host, for messages. Raises: OSError."""
         self.host, self.command, self._python = host, tuple(command), python
-        # in a session of its own: Ctrl-C in the terminal is for this process to handle, not for ssh
+        # in a new session, so that Ctrl-C in the terminal reaches this process and not ssh
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -153,7 +153,7 @@ class AgentProcess:
             return None
 
     def kill(self) -> None:
-        """Kill the process on this machine. The agent on a lost host ends by itself."""
+        """Kill the process on this machine. The agent on a lost host ends when the connection is silent."""
         self.process.kill()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class Lost:
 
 
 class Connection(Protocol):
-    """A connection to the process that holds ranks on another host. No method blocks for long, and none raises."""
+    """A connection to the process that runs ranks on another host. No method blocks for long, and none raises."""
 
     host: str
     offset_ns: int  # the host's clock minus this one's

@@ -91,7 +91,7 @@ class Event:
     """An event of a rank, or the end of its process."""
 
     attempt: int
-    event: dict[str, Any]  # holds at least kind and rank
+    event: dict[str, Any]  # at least with the keys kind and rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,7 @@ def _text(text: str) -> str:
 def encode(message: Message) -> bytes:
     """Return a message as a line."""
     fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-    # an event is sent as it is: a loss may be NaN
+    # an event may contain NaN, such as a loss
     return json.dumps({"kind": type(message).__name__, **fields}, default=artifact.encode).encode() + b"\n"
 
 

@@ -14,7 +14,7 @@ from autopipe.launch.remote.connections import Connections, Lost
 
 
 class RemoteRanks:
-    """The ranks behind some connections and, under a cluster's own launcher, rank 0 of this host."""
+    """The ranks on other hosts, reached through connections, and under a cluster's own launcher rank 0 of this host."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class RemoteRanks:
     ) -> None:
         """Watch ranks that the hosts are starting.
 
-        ``ranks_of``: the ranks behind each connection. ``hosts``: the host of each rank. ``own``: this host's rank.
+        ``ranks_of``: the ranks of each connection. ``hosts``: the host of each rank. ``own``: this host's rank.
         ``stop``: is set if a host receives a signal that requests the end.
         """
         self.hosts, self.patience_seconds = hosts, patience_seconds
@@ -62,7 +62,7 @@ class RemoteRanks:
         }
 
     def _take(self, index: int, message: protocol.Message) -> Iterator[Mapping[str, Any]]:
-        """Take note of a message; return the event that it holds, if any."""
+        """Handle a message; return the event in it, or None."""
         if getattr(message, "attempt", self._attempt) != self._attempt:
             return
         connection = self._connections.all[index]

@@ -26,7 +26,7 @@ def average_dtype(dtype: torch.dtype) -> torch.dtype:
 class Averages:
     """The averages of one rank.
 
-    ``decay`` is in (0, 1). ``averaged`` holds, by stage, the parameters that it steps and that change.
+    ``decay`` is in (0, 1). ``averaged``: by stage, the parameters that it steps and that change.
     """
 
     def __init__(self, decay: float, averaged: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
@@ -50,7 +50,7 @@ class Averages:
         return self._values[stage]
 
     def restore(self, stage: int, source: Checkpoint) -> None:
-        """Restore the averages of a stage. If the checkpoint holds no averages, they start with the next step."""
+        """Restore the averages of a stage. If the checkpoint has no averages, they start with the next step."""
         wanted = [f"{PREFIX}{name}" for name in self._averaged[stage]]
         if not any(name.startswith(PREFIX) for name in source.names):
             return

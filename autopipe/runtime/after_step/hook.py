@@ -63,7 +63,7 @@ class AfterStep:
     def call(self, stage: int, step: int) -> None:
         """Call the hook with the parameters of a stage and those that they depend on, in the order of the model.
 
-        If the hook changes parameters, a stage that holds none of these is skipped.
+        If the hook changes parameters, a stage that has none of these is skipped.
 
         Raises: ModelFileError if the hook fails; RunError if it changes a parameter that it did not change in the
         trial.

@@ -24,7 +24,7 @@ _JSON, _TENSORS = "batch.json", "batch.safetensors"
 
 
 class UnstorableBatchError(ValueError):
-    """A minibatch holds something that is neither a tensor nor a plain value; the message names its type."""
+    """A minibatch contains an object that is neither a tensor nor a plain value; the message names its type."""
 
 
 def store(item: Any, factors: Sequence[float], folder: Path) -> None:
@@ -68,7 +68,7 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {kind.__name__: [_encoded(entry, tensors) for entry in value]}
     if kind is dict and all(type(key) in (str, int) for key in value):
         return {"dict": [[key, _encoded(entry, tensors)] for key, entry in value.items()]}
-    raise UnstorableBatchError(f"it holds a {kind.__module__}.{kind.__qualname__}")
+    raise UnstorableBatchError(f"it contains a {kind.__module__}.{kind.__qualname__}")
 
 
 def _decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -13,7 +13,7 @@ OTHER_LAYERS = "let every batch have the entries of the first one, or let the fi
 
 
 def other_batch(own: BatchForm, part: Any, form: BatchForm) -> str:
-    """Describe how a batch differs from the one that the stage code of the plan was generated for."""
+    """Return a description of how a batch differs from that for which the stage code was generated."""
     difference = own.difference(form)
     return f"a batch of another form: {difference}" if difference else f"a batch of another shape ({shapes(part)})"
 

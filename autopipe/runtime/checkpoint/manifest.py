@@ -28,7 +28,7 @@ class StageFile:
     # the names in the file, such as ``model.wte.weight``
     tensors: tuple[str, ...]
     training: StageState = StageState()
-    # a checksum of every tied parameter that the stage holds, as owner or as copy: copies must be equal bit for bit
+    # a checksum of every tied parameter that the stage has, as owner or as copy: copies must be equal bit for bit
     ties: dict[str, int] = field(default_factory=dict)
     # written by an earlier format; nothing reads them
     groups: dict[str, Any] = field(default_factory=dict)

@@ -5,7 +5,7 @@
     training thread   ... | copy | next minibatches ...            | copy | ...
     writing thread               | write, fsync | (rank 0: wait for the others, rename, latest, retention)
 
-At most one checkpoint is in flight: a second one waits for the first. Each stage puts a description beside its file,
+At most one checkpoint is in flight: a second one waits for the first. Each stage writes a description next to its file,
 which tells rank 0 that the file is written, so training exchanges nothing. If writing fails, the rank fails at its next
 minibatch.
 """

@@ -48,7 +48,7 @@ def options_of(plan: Plan, job: Job) -> TrainingOptions:
 
 
 def collect(runner: StageRunner, owned: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the weights and buffers that a checkpoint holds of a stage. ``owned``: the parameters that it steps."""
+    """Return the weights and buffers of a stage that a checkpoint stores. ``owned``: the parameters that it steps."""
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in owned.items()}
     tensors.update({f"model.{name}": buffer for name, buffer in buffers(runner).items()})
     versions = runner.versions

@@ -106,7 +106,7 @@ class _StateDict:
                 break
             content = inner[0]
         if not isinstance(content, Mapping) or not any(isinstance(value, torch.Tensor) for value in content.values()):
-            raise ArtifactError(f"{path.name} holds no state_dict: it has no named tensors", where=str(path))
+            raise ArtifactError(f"{path.name} is not a state_dict: it has no named tensors", where=str(path))
         self._tensors = {str(n): value for n, value in content.items() if isinstance(value, torch.Tensor)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
@@ -115,7 +115,7 @@ class _StateDict:
 
 
 def _load(path: Path) -> Any:
-    """Load a file of torch. Raises: ArtifactError if torch cannot read it, or it holds more than tensors."""
+    """Load a file of torch. Raises: ArtifactError if torch cannot read it, or it contains more than tensors."""
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -148,7 +148,7 @@ class _OfCheckpoint:
 def open_weights(path: Path, *, trust: bool = False) -> Weights:
     """Open the weights at a path. ``trust``: a format that can run code may be read.
 
-    Raises: RunError if the path holds no weights, or is not trusted; ArtifactError for a damaged file.
+    Raises: RunError if the path contains no weights, or is not trusted; ArtifactError for a damaged file.
     """
     if path.is_dir():
         return _open_folder(path, trust)
@@ -173,7 +173,7 @@ def _open_folder(path: Path, trust: bool) -> Weights:
             )
         return dcp.Stored(path)
     raise RunError(
-        f"{path} holds no weights: looked for {INDEX}, one .safetensors file, manifest.json and .metadata",
+        f"{path} contains no weights: looked for {INDEX}, one .safetensors file, manifest.json and .metadata",
         remedy="name the file itself",
     )
 
@@ -218,7 +218,7 @@ class Matched:
         return [name for name in self._weights.shapes if name not in used]
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Return those of the named tensors that the file holds, by the model's names, reading only them."""
+        """Return the named tensors that exist in the file, by the model's names. Only these are read."""
         present = [name for name in names if name in self.names]
         read = self._weights.read(list(dict.fromkeys(self.names[name] for name in present)))
         return {name: read[self.names[name]] for name in present}

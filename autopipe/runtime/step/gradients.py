@@ -79,7 +79,7 @@ class GradientFinisher:
         return skip
 
     def _refuse_nonfinite(self, minibatch: int, owned: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
-        """Raise RunError if this rank holds a loss or gradient that is not finite.
+        """Raise RunError if this rank has a loss or gradient that is not finite.
 
         With a loss scale, an infinite gradient is usual: the scale is reduced and the step skipped.
         """

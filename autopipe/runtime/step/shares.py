@@ -16,7 +16,7 @@ def shares_of(
     parts: Sequence[Mapping[str, torch.Tensor]],
     samples: Sequence[int],
 ) -> Shares:
-    """Return the shares of the parts of a minibatch on the CPU. ``samples``: how many each part holds."""
+    """Return the shares of the parts of a minibatch on the CPU. ``samples``: of each part."""
     if divisor is None:
         return Shares.of_samples(samples)
     penalty = bool(divisor.PENALTY)

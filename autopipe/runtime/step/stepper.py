@@ -54,7 +54,7 @@ class Stepper:
     after_step: Callable[[int], None] | None = None
     # the loss of every minibatch, on rank 0
     losses: dict[int, float] = field(default_factory=dict)
-    # how many samples each minibatch holds, set by the rank that reads the data
+    # the number of samples of each minibatch, set by the rank that reads the data
     samples: dict[int, int] = field(default_factory=dict)
     _stepped: list[int] = field(default_factory=list)
     _skip: bool = False

@@ -171,7 +171,9 @@ class _Describer:
             place = value.untyped_storage().data_ptr()
             other = self.storages.setdefault(place, path)
             if other != path:
-                raise UnstorableError(path, f"shares its memory with {other}", "give it memory of its own: clone()")
+                raise UnstorableError(
+                    path, f"shares its memory with {other}", "clone() it, so that it has its own memory"
+                )
         if not value.is_contiguous():
             node["strides"] = list(value.stride())
         if value.device.type == "cpu" and self.device.type != "cpu":

@@ -141,7 +141,7 @@ def _damaged(checkpoint: Checkpoint, what: str) -> ArtifactError:
 
 
 def refuse_partial(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that holds only a part of the optimizer state. Raises: RunError."""
+    """Refuse a checkpoint with only a part of the optimizer state. Raises: RunError."""
     if checkpoint.manifest.options is None:
         raise RunError(
             "the checkpoint was written by an earlier version, which did not store the complete state of optimizers "

@@ -1,4 +1,4 @@
-"""Prove on a sample that a checkpoint holds the complete state of an optimizer and its scheduler.
+"""Prove on a sample that a checkpoint stores the complete state of an optimizer and its scheduler.
 
 ::
 
@@ -6,7 +6,7 @@
                                                |                                +-- equal, bit for bit?
     file, loaded again   hooks -------------> restored, described -> more steps --+
 
-The two loads stand for the interrupted process and the one that resumes: in the second, a global, an attribute of a
+The two loads represent the interrupted process and the process that resumes: in the second, a global, an attribute of a
 class or a counter elsewhere is as it was at the start. The gradients are random, and the parameters are copies of a few
 of the model's, by shape.
 """
@@ -255,7 +255,7 @@ def _refuse_written_outside(side: _Side) -> None:
         if before != now and not _grew(before, now):
             raise RunError(
                 f"a step of {_class(side.training.optimizer)} changes {name}, which is not part of the optimizer or "
-                "the scheduler: no checkpoint holds it",
+                "the scheduler: checkpoints do not store it",
                 where=name,
                 remedy=_KEEP,
             )

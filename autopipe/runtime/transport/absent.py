@@ -1,8 +1,8 @@
-"""The message for an absent gradient: a tensor that stands for ``None``.
+"""The message for an absent gradient: a tensor that represents ``None``.
 
 An opaque module may leave what it reads unused in one batch. Plain training then gives the parameters before it no
-gradient, and their optimizer skips them; zeros would decay them. A message between stages always holds a tensor, so a
-NaN with a payload that no arithmetic produces stands for ``None``. Copies and transports keep its bits.
+gradient, and their optimizer skips them; zeros would decay them. A message between stages is always a tensor, so a
+NaN with a payload that no arithmetic produces represents ``None``. Copies and transports keep its bits.
 """
 
 from __future__ import annotations

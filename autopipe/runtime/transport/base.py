@@ -200,4 +200,4 @@ class ThreadTransport:
             raise TransportClosed("another rank has failed") from None
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing: this transport has no resources."""

@@ -34,8 +34,8 @@ STEPS = (*range(33), *(step for period in _PERIODS for step in (period - 1, peri
 # a hook may act depending on the scale of the weights: a norm above a limit
 _SCALES, _MOVED_STEPS = (10.0, 0.01, 1.0), (0, 9, 99)
 _IN_PARAMETERS = (
-    "a checkpoint does not hold it, and each stage would have its own: keep it as parameters of the model with "
-    "requires_grad=False, which the hook gets by name; for averaged weights --ema DECAY needs no hook"
+    "checkpoints do not store it, and each stage would have a different one: keep it as parameters of the model with "
+    "requires_grad=False, which are passed to the hook by name; for averaged weights, use --ema DECAY without a hook"
 )
 
 
@@ -157,8 +157,8 @@ def _watched_call(
         if before != _generators():
             raise _refused(
                 workload,
-                f"{hook.label} draws random numbers, and each stage, and a resumed run, would draw others",
-                "leave the draws out, or make them part of the forward, where they are the same at every layout",
+                f"{hook.label} draws random numbers, which would differ in each stage and in a resumed run",
+                "remove the draws, or move them into the forward, where they are equal for every number of stages",
             )
     if flow.used:
         raise _refused(
@@ -173,8 +173,8 @@ def _watched_call(
         if (parameter.shape, parameter.dtype) != (values[name].shape, values[name].dtype):
             raise _refused(
                 workload,
-                f"{hook.label} gives {name} another shape or dtype",
-                "a stage's code is written for one shape; build the model with the other one",
+                f"{hook.label} changes the shape or dtype of {name}",
+                "build the model with that shape and dtype; the code of a stage is generated for one shape",
             )
         if not torch.equal(parameter.detach().nan_to_num(), values[name].nan_to_num()):
             changed.add(name)  # for example by NumPy on the same memory: the trial by stages finds its dependencies
@@ -191,7 +191,7 @@ def _refuse_kept(workload: Workload, now: Snapshot, flow: Flow, parameters: Mapp
         value = _value(now.owners.get(place[0]), place[1])
         if isinstance(value, Tensor) and id(value) not in given and flow.depends(value):
             hook = workload.hooks["after_step"]
-            raise _refused(workload, f"{hook.label} keeps tensors of its own: {name}", _IN_PARAMETERS)
+            raise _refused(workload, f"{hook.label} keeps tensors between steps: {name}", _IN_PARAMETERS)
 
 
 def _refuse_state(workload: Workload, behind: Snapshot, strange: tuple[int, ...] | None) -> tuple[str, ...]:
@@ -203,17 +203,17 @@ def _refuse_state(workload: Workload, behind: Snapshot, strange: tuple[int, ...]
     changed = [place for place in now.changed_since(behind) if place[0] in now.owners]
     for place in changed:
         if isinstance(_value(now.owners[place[0]], place[1]), Tensor):
-            raise _refused(workload, f"{hook.label} keeps tensors of its own: {now.names[place]}", _IN_PARAMETERS)
+            raise _refused(workload, f"{hook.label} keeps tensors between steps: {now.names[place]}", _IN_PARAMETERS)
     if strange is not None:
         raise _refused(
             workload,
-            f"{hook.label} changes a tensor of shape {list(strange)} that it was not given",
+            f"{hook.label} changes a tensor of shape {list(strange)} that was not passed to it",
             _IN_PARAMETERS,
         )
     if not changed:
         return ()
     names = ", ".join(dict.fromkeys(now.names[place] for place in changed))
-    return (f"after_step changes {names}: no checkpoint holds it, so it begins again where a run is resumed",)
+    return (f"after_step changes {names}, which checkpoints do not store: it starts from its initial value on resume",)
 
 
 def _refused(workload: Workload, what: str, remedy: str) -> ModelFileError:

@@ -32,7 +32,7 @@ class Divisor:
 
     module: fx.GraphModule  # computes the divisors from the batch
     graph: Graph
-    outputs: tuple[str, ...]  # one for each term of the loss; "" stands for 1, for a sum over the batch
+    outputs: tuple[str, ...]  # one for each term of the loss; "" means 1, for a sum over the batch
     constants: dict[str, Tensor]  # tensors that ``module`` reads
     penalty: bool  # the loss has a term that does not depend on the batch, so the shares must add up to 1
     text: str  # human-readable form

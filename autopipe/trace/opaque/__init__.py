@@ -8,7 +8,7 @@ calls of such a module differ from batch to batch. Its inputs and outputs do not
     results   derive the fake results that replace the module's while the model is recorded
     record    write its call as one node of the graph
 
-The node holds all parameters and buffers of the module, is never split, draws from its own random position
+The node has all parameters and buffers of the module, is never split, draws from its own random position
 (``draws.inside``), and is compared with the model like every other. ``fakes`` handles single torch calls whose results
 torch cannot fake without data.
 """

@@ -191,7 +191,7 @@ class Opaque:
             )
         runs = [calls.get(path, []) for calls in self._observed.calls]
         if not any(runs):
-            raise Unfit("nothing calls it: it only holds modules")
+            raise Unfit("it is never called: it only contains modules")
         if len({len(calls) for calls in runs[:3]}) > 1 or not runs[0]:
             raise Unfit("the number of its calls differs from batch to batch")
         runs = [calls for calls in runs if len(calls) == len(runs[0])]

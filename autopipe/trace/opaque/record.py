@@ -89,7 +89,7 @@ class ModuleCalls:
         if not path or not is_leaf(module, self._faked_model.state):
             return original(module, *args, **kwargs)
         if getattr(module, "max_norm", None) is not None:
-            raise unsupported(f"{path} changes its weight in the forward (max_norm)", "leave max_norm out")
+            raise unsupported(f"{path} changes its weight in the forward (max_norm)", "omit max_norm")
         run = self._fakes.module(module, args) or functools.partial(original, module)
         return self._recorder.call(
             lambda a, k: run(*a, **k),

@@ -49,7 +49,7 @@ def copied(container: Any) -> Any:
 
 
 def same(container: Any, before: Any) -> bool:
-    """Return whether a container holds the same objects that ``copied`` returned, a dict in the same order."""
+    """Return whether a container has the same objects that ``copied`` returned, a dict in the same order."""
     if isinstance(container, set):
         return set.__len__(container) == len(before) and all(set.__contains__(container, entry) for entry in before)
     if isinstance(container, (list, deque)):

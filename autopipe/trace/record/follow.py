@@ -92,7 +92,9 @@ def follow(
     leaves = workload.leaves(item)
     sized = [leaf for leaf in leaves.values() if leaf.dim() > 0]
     if not sized:
-        raise TraceError("the batch holds no tensor with a dimension", remedy="give samples-first tensors")
+        raise TraceError(
+            "the batch has no tensor with a dimension", remedy="use tensors whose first dimension is the batch"
+        )
     dimensions = workload.batch_dims(item)
     first, count = next(iter(dimensions.items()), None), workload.num_samples(item)
     if workload.is_fixed(item):

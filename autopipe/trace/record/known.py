@@ -85,7 +85,7 @@ class Known:
         fake = self.faked_model.of_real.get(id(value))
         if fake is None:
             if value.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(value):
-                raise unsupported(f"torch.func {TRANSFORMED}", "leave it out")
+                raise unsupported(f"torch.func {TRANSFORMED}", "remove the call")
             if value.requires_grad:
                 raise unsupported(
                     f"a tensor of shape {tuple(value.shape)} that requires a gradient is not a parameter of the model",

@@ -103,7 +103,7 @@ class Recorder(TorchFunctionMode):
         if name in REFUSED and isinstance(args[0], Tensor):
             raise unsupported(f"{REFUSED[name][0]} cannot be cut into stages", REFUSED[name][1])
         if func is torch.autograd.grad:
-            raise unsupported(f"torch.autograd.grad {TRANSFORMED}", "leave it out")
+            raise unsupported(f"torch.autograd.grad {TRANSFORMED}", "remove the call")
         if name == "__set__":
             return self._set(func, args)
         number = self.answers.fixed_number(name, args)

@@ -112,9 +112,7 @@ class GraphWriter:
                 real = torch.from_numpy(value.copy())
             return self.known.node(self.known.constant(real))
         if isinstance(value, torch.Generator):
-            raise unsupported(
-                "a torch.Generator that the model owns", "leave generator= out; every draw gets its own seed"
-            )
+            raise unsupported("a torch.Generator that the model owns", "omit generator=; every draw gets its own seed")
         return value
 
     def _size(self, value: Any) -> Any:

@@ -65,7 +65,7 @@ def _check_other(leaf: Any, path: str, origin: str) -> None:
         inside = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
     if isinstance(leaf, torch.nn.Module) or any(isinstance(value, Tensor) for value in inside):
         raise ModelFileError(
-            f"{origin} gave {with_article(kind)} at {path}, which holds tensors that cannot be cut",
+            f"{origin} gave {with_article(kind)} at {path}, which contains tensors that cannot be split",
             remedy="give the tensors themselves in a tuple, list, dict or dataclass",
         )
 

@@ -113,7 +113,7 @@ def infer(read: Callable[[int], Item]) -> BatchDimensions:
         if len(dimensions) > 1:
             raise ModelFileError(
                 f"dimensions {' and '.join(map(str, dimensions))} of {path} are both as large as the batch; "
-                "the one that counts the samples is not known",
+                "which of them counts the samples is not known",
                 remedy=REMEDY,
             )
     known = {path: dimensions[0] if dimensions else WHOLE for path, dimensions in candidates.items()}

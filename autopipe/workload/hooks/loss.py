@@ -38,7 +38,7 @@ class LossFunction:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the loss of a batch, and its weight in the mean of the minibatch if the loss hook returns one.
 
-        ``opaque_modules``: modules that run as the user's own code, each with random draws of its own.
+        ``opaque_modules``: modules that run as the user's own code, each with its own random draws.
 
         Raises: ModelFileError if the result is not a scalar loss. The user's own exceptions propagate unchanged.
         """

@@ -91,8 +91,7 @@ class OptimizerHook:
             f"{error.what}. It was given the {counted(len(trained), 'parameter')} of one stage ({trained[0][0]} to "
             f"{trained[-1][0]}), and does not fail on those of the whole model",
             where=error.where,
-            remedy="each stage has an optimizer of its own: leave out groups, and inner optimizers, that have no "
-            "parameters there",
+            remedy="each stage has its own optimizer: omit groups, and inner optimizers, that have no parameters there",
         )
 
     def _refuse_inconsistent_choice(self, taken: set[str], trained: Named) -> None:

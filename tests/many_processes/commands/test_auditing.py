@@ -65,7 +65,7 @@ def test_a_run_that_differs_from_plain_training_ends_with_the_step_and_parameter
     _, err = commands.run(*words, code=1)
     assert "audit of step 6: equal to plain training, bit for bit" in err
     # minibatch 10 is the 11th step, 15 the 16th
-    assert "step 16 of the run is not the step of plain training from the same weights and batch" in err
+    assert "step 16 of the run differs from plain training with the same weights and batch" in err
     assert "differs by" in err
     assert "(stage " in err or "at:  stage " in err
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -80,4 +80,4 @@ def test_a_run_whose_last_audit_differs_fails_after_its_last_step(commands: Comm
     with (tmp_path / "model.py").open("a") as file:
         file.write(COUNTING)
     _, err = commands.run(*training(steps=16), "--audit-every", "15", code=1)
-    assert "step 16 of the run is not the step of plain training" in err
+    assert "step 16 of the run differs from plain training" in err

@@ -181,9 +181,9 @@ def test_train_export_and_eval_produce_weights_for_the_unchanged_model(folder):
 
 def test_train_reports_a_new_epoch_and_the_prediction(folder):
     done = run("train", "--steps", "6")
-    assert done.stderr.count("the data ended after 4 minibatches, and is read again from its start") == 1
+    assert done.stderr.count("the data ended after 4 minibatches; reading it again from the start") == 1
     assert re.search(r"samples/s \(predicted: \d+\.\d\)", done.stdout)
-    assert "read again" not in run("train", "--epochs", "2").stderr
+    assert "reading it again" not in run("train", "--epochs", "2").stderr
 
 
 def test_by_default_the_fastest_plan_with_or_without_replicas_is_trained(folder, monkeypatch):

@@ -63,7 +63,7 @@ def test_a_dangling_link_is_named(folder: Path) -> None:
     (folder / "link").symlink_to("/nowhere/at/all")
     done = call(folder, *training(steps=2, run="link"), "--no-check", capture_output=True)
     assert done.returncode == 1
-    assert "link is a link to /nowhere/at/all, which is not there" in done.stderr
+    assert "link is a link to /nowhere/at/all, which does not exist" in done.stderr
 
 
 def test_a_full_disk_for_standard_output_is_reported(folder: Path) -> None:

@@ -96,7 +96,7 @@ def test_layers_of_later_batches_are_assigned_to_the_stage_that_needs_them(
     path = written()
     out, err = commands.run("train", "model.py", *WORDS, "--steps", "6", "--run-dir", "run")
     assert "2 steps compared with plain training: equal, bit for bit" in out + err
-    assert "planned again, with room for a batch of another form: ['extra'] is new" in " ".join((out + err).split())
+    assert "for a batch of another form: ['extra'] is new" in " ".join((out + err).split())
     commands.run("export", "run", "-o", "model.safetensors")
     trained = load_file(tmp_path / "model.safetensors")
     for name, value in plain(path, 6).items():
@@ -112,7 +112,9 @@ def test_layers_that_two_stages_need_are_refused_before_training(
         done = run(command, "model.py", *WORDS)
         text = " ".join(done.stderr.split())
         assert done.exit_code == 1, done.output
-        assert "a batch of another form: ['extra'] is new (tensor float32, 2 dimensions) cannot be followed" in text
+        assert (
+            "a batch of another form: ['extra'] is new (tensor float32, 2 dimensions) does not fit these stages" in text
+        )
         assert "minibatch 2 of data, before training" in text
         assert "let the first batch use the complete model" in text
         assert "training on 2 ranks" not in done.output

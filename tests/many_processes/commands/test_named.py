@@ -124,7 +124,7 @@ def test_a_received_run_runs_no_code(sent: Path, attack: str) -> None:
     for words in commands:
         result = call(*words)
         assert result.exit_code == 1
-        assert "you have not named that on this machine" in result.output
+        assert "you have never named on this machine" in result.output
         assert "--target" in result.output
     assert not list(sent.rglob("PWNED"))
 
@@ -135,7 +135,7 @@ def test_a_received_work_directory_runs_no_code(sent: Path, attack: str, command
     change(sent / ".autopipe" / "profile.json", Profile, **ATTACKS[attack](sent))
     result = call(*command.split())
     assert result.exit_code == 1
-    assert "you have not named that on this machine" in result.output
+    assert "you have never named on this machine" in result.output
     assert not list(sent.rglob("PWNED"))
 
 
@@ -198,7 +198,7 @@ def test_a_run_of_another_account_is_used_once_the_model_is_named(
     shutil.rmtree(sent / "run" / "stages")  # not needed: stage files are written from the named model
     with Commands(sent) as commands:
         _, err = commands.run("eval", "run", code=1)
-        assert "not named that" in err
+        assert "never named" in err
         assert commands.document("eval", "run", "--target", "model.py")["samples"] > 0
 
 

@@ -153,7 +153,7 @@ def test_rank_0_alone_reads_data_that_does_not_repeat(
     assert repeats.reader == "one"
     alone = source == "only_for_one_process"
     assert (repeats.answer, repeats.alone) == (None if alone else False, alone)
-    assert ("FileExistsError" if alone else "data gave two processes other minibatches") in repeats.why
+    assert ("FileExistsError" if alone else "data yielded different minibatches in two processes") in repeats.why
 
 
 def test_slow_data_is_not_probed_but_compared_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

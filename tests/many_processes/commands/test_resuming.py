@@ -54,7 +54,7 @@ def test_a_stopped_run_resumes_to_equal_weights(
     assert document["stopped"] is True
     assert len(document["losses"]) == document["step"]
     assert document["checkpoint"].endswith(f"step-{document['step']:08d}")
-    assert f"{number.name}: stopping after the minibatch that is under way" in err
+    assert f"{number.name}: stopping after the current minibatch" in err
     assert f"stopped cleanly at step {document['step']}, with a checkpoint" in err
     assert "next: the same command with --resume" in err
     assert leftovers(tmp_path / "run") == []
@@ -149,7 +149,7 @@ def test_a_changed_model_is_refused_with_its_first_parameter(commands: Commands,
     }
     _, err = commands.run(*training(steps=4), "--resume", code=1)
     assert artifacts and all(path.read_bytes() == content for path, content in artifacts.items())
-    assert "the checkpoint is of another model: first.0.weight was [32, 8] and is [48, 8]" in err
+    assert "the checkpoint belongs to another model: first.0.weight was [32, 8] and is [48, 8]" in err
     for words in (["export", "run", "-o", "x.pt"], ["eval", "run"]):
         _, err = commands.run(*words, code=1)
         assert "the model has changed since this run: first.0.weight was [32, 8] and is [48, 8]" in err

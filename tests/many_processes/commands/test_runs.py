@@ -91,7 +91,7 @@ def test_checkpoints_are_written_during_training_and_the_oldest_removed(tmp_path
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     train(tmp_path, SAMPLES / "resnet.py", gpus=1, steps=1)
-    with pytest.raises(RunError, match=r"already holds a run \(checkpoint of step 1\)") as caught:
+    with pytest.raises(RunError, match=r"already contains a run \(checkpoint of step 1\)") as caught:
         train(tmp_path, SAMPLES / "resnet.py", gpus=1, steps=1)
     assert "--resume" in caught.value.remedy
 
@@ -181,7 +181,7 @@ def test_a_plan_that_differs_from_plain_training_is_not_started(
         return outputs[self.stage.RETURNS[0]] * factor * 0.5
 
     monkeypatch.setattr(StageRunner, "_scaled", halved)
-    with pytest.raises(RunError, match="one step in stages is not one step of plain training") as caught:
+    with pytest.raises(RunError, match="training in stages differs from plain training") as caught:
         train(tmp_path, SAMPLES / "resnet.py", gpus=2, steps=1)
     assert "--no-check" not in str(caught.value) and "report" not in caught.value.remedy
     assert "the loss of the first step is" in caught.value.what
@@ -214,7 +214,7 @@ def test_training_starts_from_exported_weights_at_any_number_of_ranks(tmp_path: 
 def test_a_schedule_with_stale_weights_needs_a_checkpoint_with_them(tmp_path: Path) -> None:
     target = SAMPLES / "resnet.py"
     train(tmp_path, target, gpus=2, steps=2)
-    with pytest.raises(RunError, match=r"2bw asks for \S+ as it was after step 1, and the checkpoint has") as caught:
+    with pytest.raises(RunError, match=r"2bw needs \S+ after step 1, which the checkpoint does not have") as caught:
         train(tmp_path, target, gpus=2, steps=3, schedule="2bw", resume=True)
     assert "--schedule 1f1b" in caught.value.remedy
     assert train(tmp_path, target, gpus=2, steps=3, schedule="gpipe", resume=True).step == 3

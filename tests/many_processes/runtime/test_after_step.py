@@ -65,4 +65,4 @@ def test_a_momentum_teacher_works_with_every_command(commands: Commands, tmp_pat
     assert printed.endswith("24 of 24 tensors are equal, bit for bit\n")
     for flag in ("--check", "--no-check"):
         _, err = commands.run("train", *words, "--after-step", "hook.py:average", "--steps", "2", flag, code=1)
-        assert "after_step looks beyond its stage" in err and "hook.py" in err and "--gpus 1" in err
+        assert "after_step depends on parameters of other stages" in err and "hook.py" in err and "--gpus 1" in err

@@ -72,5 +72,5 @@ def test_averaged_weights_work_with_every_command(commands: Commands, tmp_path: 
         assert commands.document("eval", "run", *flag)["loss"] == pytest.approx(expected, rel=1e-5)
     commands.run("train", *words, "--ema", "0", "--steps", "7", "--run-dir", "run", "--resume")
     _, err = commands.run("export", "run", "-o", "none.safetensors", "--ema", code=1)
-    assert "holds no averaged weights" in err and not (tmp_path / "none.safetensors").exists()
+    assert "has no averaged weights" in err and not (tmp_path / "none.safetensors").exists()
     commands.run("export", "run", "--step", "6", "-o", "six.safetensors", "--ema")

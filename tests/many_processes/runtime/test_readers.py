@@ -171,7 +171,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_unseeded_data_is_read_by_rank_0_for_all(commands: Commands) -> None:
     (commands.folder / "model.py").write_text(HEAD + UNSEEDED)
     _, message = commands.run(*WORDS, "--steps", "20", "--run-dir", "run", "--checkpoint-every", "10")
-    wanted = "the data does not repeat (data gave two processes other minibatches): rank 0 reads"
+    wanted = "the data does not repeat (data yielded different minibatches in two processes): rank 0 reads"
     assert wanted in " ".join(message.split())
     read = [file.read_text().splitlines() for file in commands.folder.glob("read-*.txt")]
     (lines,) = [lines for lines in read if len(lines) == 20]  # one process of the run has read it
@@ -180,7 +180,7 @@ def test_unseeded_data_is_read_by_rank_0_for_all(commands: Commands) -> None:
     assert_equal(weights(commands, "run"), plainly(commands.folder / "model.py", items))
     # the run continues, and reports that it may differ from an uninterrupted run
     _, message = commands.run(*WORDS, "--steps", "22", "--run-dir", "run", "--resume")
-    assert "a run that is resumed goes on with other minibatches" in " ".join(message.split())
+    assert "a resumed run continues with other minibatches" in " ".join(message.split())
 
 
 STATEFUL = {
@@ -243,8 +243,8 @@ def test_changed_data_is_refused_before_training(commands: Commands) -> None:
     words = [*WORDS, "--steps", "12", "--run-dir", "run", "--resume"]
     _, stderr = commands.run(*words, code=1)
     stderr = " ".join(stderr.split())
-    assert "the first 3 minibatches of epoch 1 are others than those that it had read" in stderr
-    assert "also after all earlier epochs were replayed" in stderr
+    assert "the first 3 minibatches of epoch 1 are not those that it read" in stderr
+    assert "even after a replay of all earlier epochs" in stderr
     assert "--allow-other-data" in stderr
     assert "step 10/12" not in stderr
     assert not list((commands.folder / "run/checkpoints").glob("step-00000012*"))

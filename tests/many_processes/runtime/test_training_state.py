@@ -65,14 +65,14 @@ def test_a_run_resumes_with_another_number_of_stages_and_refuses_other_options(
     commands.run(*training(2, steps=6, run="run"), "--clip-grad-norm", "0.3", "--seed", "3")
     resume = ("train", "model.py", "--device", "cpu", "--run-dir", "run", "--resume", "--steps", "9")
     for option, words in (
-        (("--seed", "4"), "--seed 4: the run has seed 3"),
-        (("--batch-size", "4"), "--batch-size 4: the run has minibatches of 8"),
+        (("--seed", "4"), "--seed is 4, but the run has seed 3"),
+        (("--batch-size", "4"), "--batch-size is 4, but the run has minibatches of 8"),
         (("--optimizer", "sgd"), "optimizer was Stepping and is SGD"),
     ):
         _, err = commands.run(*resume, *option, code=1)
         assert words in err
     _, err = commands.run(*resume, "--gpus", "3")
-    assert "goes on with" not in err
+    assert "continuing with" not in err
     assert_same(commands, "whole", "run")
 
 

@@ -281,4 +281,4 @@ def test_doctor_suggests_a_remedy_for_a_read_only_folder(run, tmp_path):
     folder.mkdir(mode=0o500)
     done = run("doctor", "--work-dir", str(folder))
     assert done.exit_code == 1
-    assert "give a --work-dir that you may write to" in done.stdout
+    assert "choose a writable --work-dir" in done.stdout

@@ -20,14 +20,17 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("args", "shown"),
     [
-        (["train", "x.py", "--launcher", "slurm"], "--launcher slurm: --gpus is not given, and no plan is stored"),
+        (
+            ["train", "x.py", "--launcher", "slurm"],
+            "--launcher slurm needs the number of ranks: --gpus is not given, and no plan is stored",
+        ),
         (["train", "nowhere.py", "--gpus", "2"], "file not found: nowhere.py"),
         (["plan", "--gpus", "2"], "no model was named"),
         (["generate"], "there is no plan.json"),
         (["simulate"], "there is no plan.json"),
-        (["eval"], "there is no finished run"),
-        (["export", "-o", "x.safetensors"], "there is no finished run"),
-        (["export", "-o", "x.bin"], "end it in .safetensors or .pt"),
+        (["eval"], "there is no run with a checkpoint"),
+        (["export", "-o", "x.safetensors"], "there is no run with a checkpoint"),
+        (["export", "-o", "x.bin"], "use the suffix .safetensors or .pt"),
     ],
 )
 def test_an_error_has_exit_code_1_and_a_remedy(run, args, shown):

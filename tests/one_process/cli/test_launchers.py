@@ -78,7 +78,7 @@ def test_slurm_without_its_programs_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", "/nowhere")
     done = run("train", "model.py", "--launcher", "slurm", "--gpus", "2")
     assert done.exit_code == 1
-    assert "there is no sbatch on this machine" in done.stderr
+    assert "needs sbatch, which is not installed on this machine" in done.stderr
 
 
 @pytest.mark.parametrize(

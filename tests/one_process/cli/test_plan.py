@@ -114,7 +114,7 @@ def test_replicas_that_average_statistics_must_be_requested(run):
     artifact.save(dataclasses.replace(profile, graph=graph), Path(".autopipe/profile.json"))
     shown = document(run("--gpus", "4", *HERE, "--schedule", "1f1b", "--json"))
     assert [stage["replicas"] for stage in shown["stages"]] == [1, 1, 1, 1]
-    assert any("would average what the forward writes (bn.mean)" in note for note in shown["notes"])
+    assert any("would average a buffer that the forward writes (bn.mean)" in note for note in shown["notes"])
     asked = document(run("--gpus", "4", *HERE, "--replicas", "auto", "--json"))
     assert [stage["replicas"] for stage in asked["stages"]] == [4]
 
@@ -195,7 +195,7 @@ def test_ctrl_c_during_the_comparison_keeps_the_plan(run, monkeypatch):
     monkeypatch.setattr(steps, "compared", interrupted)
     answer = document(run("--gpus", "2", *HERE, "--json"))
     assert answer["comparison"] is None
-    assert "interrupted: the plan is written, and was not compared with others" in answer["notes"]
+    assert "interrupted: the plan was written, but not compared with other plans" in answer["notes"]
     assert baselines.compared is not interrupted
 
 

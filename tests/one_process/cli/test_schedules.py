@@ -64,8 +64,11 @@ def test_a_wrong_grid_is_shown_with_the_cell_marked_and_nothing_is_planned(run):
     ("args", "message"),
     [
         (("--schedule", "custom", "--gpus", "2"), "--schedule-file"),
-        (("--schedule", "1f1b", "--schedule-file", "grid.csv"), "leave one of --schedule and --schedule-file out"),
-        (("--schedule-file", "grid.csv", "--gpus", "3"), "has 2 rows, one a rank, and --gpus is 3"),
+        (
+            ("--schedule", "1f1b", "--schedule-file", "grid.csv"),
+            "--schedule 1f1b and --schedule-file grid.csv give two different orders",
+        ),
+        (("--schedule-file", "grid.csv", "--gpus", "3"), "has 2 rows, one per rank, but --gpus is 3"),
         (("--schedule", "1f1b", "--gpus", "2", "--vertical-sync"), "a schedule that does: pipedream"),
     ],
 )

@@ -66,7 +66,7 @@ def test_training_whose_stages_cannot_evaluate_is_refused(tmp_path: Path, monkey
     error = refused(tmp_path)
     assert isinstance(error, RunError)
     assert error.what == "this model cannot be evaluated in stages: it keeps the mode of training"
-    assert "leave --eval-every out" in error.remedy
+    assert "omit --eval-every" in error.remedy
 
 
 def test_eval_names_what_is_missing_before_ranks_start(tmp_path: Path) -> None:

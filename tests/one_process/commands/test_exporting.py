@@ -86,18 +86,18 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Pipeline, tmp_path: 
     for kind in ("hf", "dcp"):
         export(ExportSettings(tmp_path / kind, run=run.run.path, format=kind))
         (tmp_path / kind / "tokenizer.json").write_text("{}")
-        with pytest.raises(RunError, match="is a folder with something else in it"):
+        with pytest.raises(RunError, match="is a folder that contains files other than an export"):
             export(ExportSettings(tmp_path / kind, run=run.run.path, format=kind))
         assert (tmp_path / kind / "tokenizer.json").is_file()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match="is a folder with something else in it"):
+    with pytest.raises(RunError, match="is a folder that contains files other than an export"):
         export(ExportSettings(tmp_path / "mine", run=run.run.path))
     with pytest.raises(RunError, match="is a folder"):
         export(ExportSettings(tmp_path / "mine", run=run.run.path, format="pt"))
     with pytest.raises(RunError, match="is a file"):
         export(ExportSettings(tmp_path / "net.py", run=run.run.path, format="hf"))
-    with pytest.raises(RunError, match=r"ends in \.bin"):
+    with pytest.raises(RunError, match=r"the suffix of .*x\.bin, \.bin, is not that of a format"):
         export(ExportSettings(tmp_path / "x.bin", run=run.run.path))
     assert not list(tmp_path.glob(".*.tmp"))
 

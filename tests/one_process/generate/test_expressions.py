@@ -83,7 +83,7 @@ def test_the_source_of_a_value_evaluates_to_the_value(text):
 def test_a_value_without_a_source_form_is_refused_with_its_type():
     with pytest.raises(TraceError) as raised:
         Writer(Imports(), {}, {}, "cpu").value(object())
-    assert "an argument of type object has no form in Python source" in str(raised.value)
+    assert "an argument of type object cannot be written as Python source" in str(raised.value)
     assert "pass plain numbers" in raised.value.remedy
 
 

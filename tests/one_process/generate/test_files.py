@@ -103,7 +103,7 @@ def test_adopting_another_model_names_what_it_lacks():
 
     with pytest.raises(ArtifactError) as raised:
         Wants.adopt(nn.Module(), {"constant_mask": torch.ones(1)})
-    assert raised.value.what == "stage 2 was written for a model with encoder.first, which this model lacks"
+    assert raised.value.what == "stage 2 was written for a model with encoder.first, which this model does not have"
     assert raised.value.remedy == "autopipe generate"
 
 

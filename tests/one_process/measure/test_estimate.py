@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_can_be_estimated_and_planned(tmp_path, monkey
     assert "counted: nothing was timed" in shown.stdout
     assert artifact.load(Profile, tmp_path / ".autopipe/profile.json", renew="").batch_size == 8
     text = " ".join(run("plan", "--gpus", "2", code=1).stderr.split())
-    assert "holds no times: it was taken with --estimate try: name the device to plan for: --device-name" in text
+    assert "has no times, because it was taken with --estimate try: name the device to plan for: --device-name" in text
     document = json.loads(run("plan", "--gpus", "2", "--device-name", "H100", "--replicas", "never", "--json").stdout)
     assert document["predicted"]["step_seconds"] > 0
     assert "operations and bytes counted on tensors without data" in document["estimate"]

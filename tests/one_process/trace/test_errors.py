@@ -135,21 +135,21 @@ class OwnGenerator(Base):
 
 CASES = {
     Branch: ("__bool__: its result depends on the numbers in the batch", "the branch", "torch.where"),
-    IntRead: ("__int__: its result depends", "the read", "keep the value a tensor"),
+    IntRead: ("__int__: its result depends", "the read", "keep the value as a tensor"),
     NumpyDetour: ("numpy", "the detour", ""),
     OutsideParameter: ("that requires a gradient is not a parameter of the model", "the outsider", "nn.Parameter"),
     Hook: ("a tensor hook (register_hook)", "the hook", "torch.autograd.Function"),
     Coin: ("draws from Python's random in its forward", "the coin", "layerdrop=0.0"),
     NumpyCoin: ("draws from numpy.random in its forward", "the coin", "draw with torch"),
-    OneBatchSize: ("only takes batches of 5 samples: dimension 0 of x", "the loop", "x.shape[0]"),
+    OneBatchSize: ("accepts only batches of 5 samples: dimension 0 of x", "the loop", "x.shape[0]"),
     DataAssignment: ("x.data = y", "the assignment", "x.copy_(y)"),
     ChangedParameter: ("the forward changes parameter a.weight in place", "the change", "register_buffer"),
     ChangedConstant: ("neither parameter nor buffer", "the change", "register_buffer"),
     ReboundBuffer: ("buffer table is bound to a tensor of another shape", "the table", "run the model on one batch"),
     InnerBackward: ("backward() inside the forward", "the backward", "trainer"),
-    Penalty: ("torch.autograd.grad inside the forward", "the grad", "leave it out"),
+    Penalty: ("torch.autograd.grad inside the forward", "the grad", "remove the call"),
     Failing: ("the model itself fails on a batch of 5 (['x']: float32[5, 4]): Runtime", "the mistake", "one batch"),
-    OwnGenerator: ("a torch.Generator that the model owns", "the generator", "leave generator= out"),
+    OwnGenerator: ("a torch.Generator that the model owns", "the generator", "omit generator="),
 }
 
 
@@ -373,6 +373,6 @@ class WrongShape(TwoLayers):
 
 
 def test_torchs_log_of_a_failed_fake_call_is_suppressed(caplog):
-    with caplog.at_level(logging.DEBUG), pytest.raises(TraceError, match="followed in mm"):
+    with caplog.at_level(logging.DEBUG), pytest.raises(TraceError, match="recorded in mm"):
         capture(Toy(WrongShape, vectors))
     assert [record for record in caplog.records if record.name.startswith("torch._sub")] == []

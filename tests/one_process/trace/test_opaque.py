@@ -270,7 +270,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("text", "what", "remedy"),
     [
-        (AUXILIARY, "made by a call that cannot be followed", "return extra from the forward of routers.0"),
+        (AUXILIARY, "made by a call that cannot be recorded", "return extra from the forward of routers.0"),
         (
             BORROWING,
             "depends on the numbers in the batch",

@@ -52,8 +52,8 @@ def test_rounding_is_shown_before_and_after_the_optimizer():
     text = shown(reordered(1.2e-6, 4.8e-3))
     assert "that order differs from one process's: a is tied over stages [0, 1]" in text
     assert "gradients differ by up to 1.2e-06 (b), the weights after 2 steps by up to 4.8e-03 (a)" in text
-    assert "--exact-ties always adds up as one process does" in text
-    assert "4000 times as much: an optimizer that divides by a gradient's size" in text
+    assert "--exact-ties always adds in the order of one process" in text
+    assert "4000 times as much: an optimizer that divides by the size of the gradient" in text
     assert "times as much" not in shown(reordered(1.2e-6, 1.2e-6))
 
 

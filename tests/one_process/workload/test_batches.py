@@ -168,7 +168,7 @@ def test_a_batch_that_is_not_samples_first_is_refused_with_its_shapes(load, case
         ("3", "gave an int; expected (inputs, target) or a dict"),
         ("(1, 2, 3)", "gave a tuple of 3; expected (inputs, target)"),
         ("(numpy.zeros((4, 3)), torch.zeros(4))", "gave a numpy.ndarray at inputs; only torch tensors"),
-        ("(nn.Linear(2, 2), torch.zeros(4))", "at inputs, which holds tensors that cannot be cut"),
+        ("(nn.Linear(2, 2), torch.zeros(4))", "at inputs, which contains tensors that cannot be split"),
         ("(3, 'x')", "has no tensor with a dimension"),
     ],
 )

@@ -16,7 +16,7 @@ from autopipe.errors import RunError
 
 
 def test_a_second_command_is_refused_with_the_first_process(tmp_path: Path) -> None:
-    text = rf"run is in use: process {os.getpid()} on \S+ trains there"
+    text = rf"run is in use: process {os.getpid()} on \S+ trains in it"
     run = tmp_path / "run"
     with only_one(run, "trains"), pytest.raises(RunError, match=text) as caught, only_one(run, "trains"):
         pass
@@ -46,7 +46,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
 def test_an_empty_lock_file_still_locks(tmp_path: Path) -> None:
     with only_one(tmp_path, "trains"):
         (tmp_path / "lock").write_text("[]")
-        with pytest.raises(RunError, match="another process works there"), only_one(tmp_path, "trains"):
+        with pytest.raises(RunError, match="another process holds its lock"), only_one(tmp_path, "trains"):
             pass
 
 

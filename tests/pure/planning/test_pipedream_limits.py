@@ -212,10 +212,10 @@ def test_a_stage_that_is_larger_than_the_memory_is_named(plan, capsys):
 @pytest.mark.parametrize(
     ("args", "shown"),
     [
-        (("--device-name", "H100"), "--device-name would change nothing with --from-pipedream"),
-        (("--lr", "0.1", "--device", "cpu"), "--lr, --device would change nothing"),
-        (("--cost-model", "pipedream", "--explain"), "--explain would change nothing with --cost-model pipedream"),
-        (("--cost-model", "pipedream", "--schedule", "gpipe"), "--schedule would change nothing"),
+        (("--device-name", "H100"), "--device-name would have no effect with --from-pipedream"),
+        (("--lr", "0.1", "--device", "cpu"), "--lr, --device would have no effect"),
+        (("--cost-model", "pipedream", "--explain"), "--explain would have no effect with --cost-model pipedream"),
+        (("--cost-model", "pipedream", "--schedule", "gpipe"), "--schedule would have no effect"),
     ],
 )
 def test_an_option_that_would_change_nothing_is_refused(plan, capsys, args, shown):

@@ -124,7 +124,7 @@ def test_a_grid_is_planned_for_its_own_ranks_stages_and_microbatches(tmp_path):
     }
     assert comparison["best straight pipeline"] == planned.plan and comparison["data parallel"].schedule == "1f1b"
     assert explained(planned.plan, FOUND, planned.record.cluster, planned.space).cuts
-    with pytest.raises(PlanError, match="has 2 rows, one a rank, and --gpus is 3"):
+    with pytest.raises(PlanError, match="has 2 rows, one per rank, but --gpus is 3"):
         chosen(tmp_path, PlanRequest(schedule="custom", grid=wave, gpus=3))
     with pytest.raises(ScheduleError, match=r"backward-after-forward") as caught:
         chosen(tmp_path, PlanRequest(schedule="custom", grid="F0,B0\nB0,F0\n"))

@@ -127,7 +127,7 @@ def _disturbed(scene: Scene, outcome: Outcome) -> bool:
     if case.kind == "two runs":
         second = scene.start()
         second.wait(LONGEST_SECONDS)
-        right = "is in use" if process.poll() is None else "already holds a run"
+        right = "is in use" if process.poll() is None else "already contains a run"
         outcome.judge("message", right in scene.printed(1)[1], scene.printed(1)[1][-600:])
     limit = begin + LONGEST_SECONDS
     absent = case.moment in ("start", "resume") and case.kind in ("disk full", *STOPS)

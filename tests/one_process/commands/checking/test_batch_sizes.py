@@ -75,9 +75,9 @@ def test_a_microbatch_that_the_model_does_not_accept_is_reported(run: Any, tmp_p
     done = run(*words, "--num-microbatches", "4", "--json")
     error = json.loads(done.stdout)["error"]
     assert error["what"].startswith(
-        "the model itself does not take a microbatch of 1 sample, and 4 samples in 4 microbatches are cut into such: "
+        "the model does not accept a microbatch of 1 sample, which splitting 4 samples into 4 microbatches gives: "
     )
-    assert error["try"].startswith("--num-microbatches 2: the model takes microbatches of 2 samples")
+    assert error["try"].startswith("--num-microbatches 2: the model accepts microbatches of 2 samples")
     done = run(*words, *error["try"].partition(":")[0].split(), "--json")
     assert json.loads(done.stdout)["bitwise"]
 
@@ -91,4 +91,4 @@ def test_the_planner_chooses_no_microbatch_that_the_model_does_not_accept(run: A
     assert json.loads(done.stdout)["bitwise"]
     profile = json.loads((tmp_path / ".autopipe" / "profile.json").read_text())
     assert min(entry["microbatch_size"] for entry in profile["measurements"]) == 2
-    assert "microbatches of 2 samples and more are measured: the model itself does not take" in done.stderr
+    assert "only microbatches of at least 2 samples are measured: the model does not accept" in done.stderr

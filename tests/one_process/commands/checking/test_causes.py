@@ -57,7 +57,7 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, init: str = "pass", f
 
 def test_a_parameter_in_the_memory_of_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = checked(tmp_path, monkeypatch, init="self.d.weight = nn.Parameter(self.a.weight.data.view(6, 6))")
-    assert "parameters a.weight (stages [0]) and d.weight (stages [1]) are two parameters over" in report["cause"]
+    assert "parameters a.weight (stages [0]) and d.weight (stages [1]) share memory" in report["cause"]
     assert "one nn.Parameter in both places" in report["cause"]
 
 
@@ -82,7 +82,7 @@ def test_a_wrong_forward_is_distinguished_from_a_wrong_step(tmp_path: Path, monk
         report = checked(tmp_path, monkeypatch)
         assert "the loss of the first step is" in report["cause"]
         line = (tmp_path / "net.py").read_text().splitlines().index("        return self.d(h) + x") + 1
-        assert "nearest to the loss d." in report["cause"]
+        assert "nearest to the loss that differs is d." in report["cause"]
         assert f"net.py:{line}" in report["cause"] and "of stage 1 (c, d)" in report["cause"], report["cause"]
     with monkeypatch.context() as patch:
         step = Stepper.step
@@ -94,4 +94,4 @@ def test_a_wrong_forward_is_distinguished_from_a_wrong_step(tmp_path: Path, monk
                     parameter.mul_(1.001)
 
         patch.setattr(Stepper, "step", twice)
-        assert "the optimizer steps otherwise in stages" in checked(tmp_path, monkeypatch)["cause"]
+        assert "the optimizer's step in stages differs from plain training" in checked(tmp_path, monkeypatch)["cause"]

@@ -198,7 +198,7 @@ def test_a_minibatch_is_stored_and_loaded_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [OrderedDict(a=1), {1.5: 2}, object(), itertools.count()], ids=lambda v: type(v))
 def test_a_minibatch_that_cannot_be_stored_is_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(batch.UnstorableBatchError, match="it holds a "):
+    with pytest.raises(batch.UnstorableBatchError, match="it contains a "):
         batch.store((torch.zeros(2), value), [1.0], tmp_path / "batch")
     assert not (tmp_path / "batch").exists()
 
@@ -219,7 +219,7 @@ def test_rank_0_reports_written_and_skipped_audits(
     storable: bool, subject: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(item: Any, factors: list[float], folder: Path) -> None:
-        raise batch.UnstorableBatchError("it holds a handle")
+        raise batch.UnstorableBatchError("it contains a handle")
 
     if not storable:
         monkeypatch.setattr(batch, "store", refuse)
@@ -232,7 +232,7 @@ def test_rank_0_reports_written_and_skipped_audits(
     if storable:
         assert events == [("audit", {"step": step, "loss": losses[step]}) for step in (3, 6)]
     else:
-        assert events == [("audit-left-out", {"reason": "its minibatch cannot be stored: it holds a handle"})] * 2
+        assert events == [("audit-left-out", {"reason": "its minibatch cannot be stored: it contains a handle"})] * 2
         assert not any(path.is_dir() for path in (tmp_path / "audits").iterdir())
     assert not any(kind.startswith("audit") for kind, _ in reporters[1].events)
 
@@ -277,5 +277,5 @@ def test_a_hanging_comparison_is_ended_and_skipped(tmp_path: Path, monkeypatch: 
     assert process is not None
     auditor.finish(lambda: False)
     assert not process.is_alive()
-    assert notes == [f"an audit is left out: its process did not end within 1 s; see {tmp_path / 'logs' / 'audit.log'}"]
+    assert notes == [f"an audit is skipped: its process did not end within 1 s; see {tmp_path / 'logs' / 'audit.log'}"]
     assert not files.after.exists()

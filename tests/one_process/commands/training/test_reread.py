@@ -52,7 +52,7 @@ def checked(folder: Path, change: str, data: str) -> tuple[int, str]:
 def test_data_that_the_forward_changes_is_refused_with_the_line(folder: Path, data: str) -> None:
     code, output = checked(folder, "x.mul_(0.5)", data)
     assert code == 1
-    assert "the forward changes x in place, and data gives the same memory in every epoch" in output
+    assert "the forward changes x in place, and data yields the same memory in every epoch" in output
     assert "x.mul_(0.5)" in output or "model.py:10" in output
 
 

@@ -97,14 +97,17 @@ def test_the_plan_of_the_work_directory_is_used_if_it_cuts_minibatches_equally(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s: replace(s, plan=replace(s.plan, batch_size=7)), "--batch-size 7: the run has minibatches of 8"),
-        (lambda s: settings_of(seed=7), "--seed 7: the run has seed 0"),
+        (
+            lambda s: replace(s, plan=replace(s.plan, batch_size=7)),
+            "--batch-size is 7, but the run has minibatches of 8",
+        ),
+        (lambda s: settings_of(seed=7), "--seed is 7, but the run has seed 0"),
     ],
 )
 def test_options_that_decide_the_data_cannot_change(saved: Callable[[str], Checkpoint], change, words: str) -> None:
     with pytest.raises(RunError, match=words) as caught:
         as_recorded(change(settings_of()), saved(ADAMW))
-    assert "leave --" in caught.value.remedy
+    assert "omit --" in caught.value.remedy
 
 
 def test_applied_options_are_reported(network: Captured, saved: Callable[[str], Checkpoint], tmp_path: Path) -> None:
@@ -112,8 +115,8 @@ def test_applied_options_are_reported(network: Captured, saved: Callable[[str], 
     settings = replace(as_recorded(settings_of(), source), clip_grad_norm=0.5)
     notes = refuse_other_training(settings, prepared(network, ADAMW, tmp_path, microbatches=4), source)
     assert notes == (
-        "goes on with num-microbatches 4 (before: 2)",
-        "goes on with clip-grad-norm 0.5 (before: 1.0)",
+        "continuing with num-microbatches 4 (before: 2)",
+        "continuing with clip-grad-norm 0.5 (before: 1.0)",
     )
 
 
@@ -159,7 +162,7 @@ def test_a_new_learning_rate_is_refused_with_a_scheduler(
 ) -> None:
     source = saved(WARM)
     settings = as_recorded(settings_of(learning_rate=0.5), source)
-    with pytest.raises(RunError, match=r"--lr 0\.5: a scheduler sets the learning rate"):
+    with pytest.raises(RunError, match=r"--lr is 0\.5, but a scheduler sets the learning rate"):
         refuse_other_training(settings, prepared(network, WARM, tmp_path), source)
 
 

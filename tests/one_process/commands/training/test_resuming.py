@@ -124,9 +124,9 @@ def test_another_model_is_refused_with_its_first_parameter(run: RunDirectory) ->
         ((3, 5), 0, r"w1 was \[3\] and is \[5\]"),
         ((3, 3, 2), 0, r"w2 \[2\] is new"),
         ((3,), 0, "w1 was removed"),
-        ((3, 3), 0, r"the same parameters, another computation \(g -> "),
+        ((3, 3), 0, r"the parameters are equal, the computation is not \(g -> "),
     ):
-        with pytest.raises(RunError, match=f"the checkpoint is of another model: {message}"):
+        with pytest.raises(RunError, match=f"the checkpoint belongs to another model: {message}"):
             refuse_other_model(source, graph_of(Net(*shapes, first=first)))
     graph = graph_of(Net(3, 3))
     refuse_other_parameters(graph, Net(3, 3), run.path)
@@ -146,5 +146,5 @@ def test_a_stage_without_parameters_counts_for_older_versions(run: RunDirectory)
 def test_elastic_is_refused_if_a_cluster_decides_the_number_of_ranks(tmp_path: Path) -> None:
     plan = PlanSettings(ProfileSettings(ModelSettings("net.py"), work_dir=tmp_path))
     settings = TrainSettings(plan, elastic=True, launch=LaunchSettings(launcher="env"))
-    with pytest.raises(RunError, match="the number of ranks is the cluster's to decide"):
+    with pytest.raises(RunError, match="where the cluster determines the number of ranks"):
         runs.train(settings, lambda kind, fields: None)

@@ -116,17 +116,17 @@ REFUSED = {
     "averages beside the model": (
         "shadow = {}\ndef after_step(named, step):\n    for n, p in named:\n"
         "        shadow[n] = shadow.get(n, p.detach().clone()) * 0.9 + 0.1 * p.detach()",
-        "keeps tensors of its own: shadow",
+        "keeps tensors between steps: shadow",
     ),
     "averages in place": (
         "shadow = {}\ndef after_step(named, step):\n    for n, p in named:\n"
         "        shadow.setdefault(n, p.detach().clone()).lerp_(p.detach(), 0.1)",
-        "changes a tensor of shape|keeps tensors of its own",
+        "changes a tensor of shape|keeps tensors between steps",
     ),
     "anchors made in the first call": (
         "anchors = {}\ndef after_step(named, step):\n    for n, p in named:\n        if n not in anchors:\n"
         "            anchors[n] = p.detach().clone()\n        p.data.lerp_(anchors[n], 0.1)",
-        "keeps tensors of its own: anchors",
+        "keeps tensors between steps: anchors",
     ),
     "a model beside the one that is trained": (
         "beside = Net()\ndef after_step(named, step):\n    others = dict(beside.named_parameters())\n"
@@ -135,7 +135,7 @@ REFUSED = {
     ),
     "another shape": (
         "def after_step(named, step):\n    for _, p in named:\n        p.data = p.data[:-1]",
-        "another shape or dtype",
+        "changes the shape or dtype of",
     ),
 }
 
@@ -202,21 +202,21 @@ BEYOND = {
     "a norm as a number": (
         "def after_step(named, step):\n    norm = sum(p.detach().square().sum().item() for _, p in named) ** 0.5\n"
         "    for _, p in named:\n        p.data.mul_(min(1.0, 3 / norm))",
-        "looks beyond its stage: given",
+        "depends on parameters of other stages: called with",
     ),
     "a norm by NumPy": (
         "def after_step(named, step):\n    arrays = [p.detach().numpy() for _, p in named]\n"
         "    norm = sum(float((a**2).sum()) for a in arrays)\n    for a in arrays:\n        a /= norm",
-        "looks beyond its stage: given",
+        "depends on parameters of other stages: called with",
     ),
     "how many there are": (
         "def after_step(named, step):\n    for _, p in named:\n        p.data.mul_(1 - 0.1 / len(named))",
-        "looks beyond its stage: given",
+        "depends on parameters of other stages: called with",
     ),
     "names of several stages": (
         "def after_step(named, step):\n    named = dict(named)\n    for n in ('words.weight', 'head.weight'):\n"
         "        named[n].data.mul_(0.9)",
-        "fails on the .* of stage .*KeyError",
+        "fails when called with the .* of stage .*KeyError",
     ),
 }
 

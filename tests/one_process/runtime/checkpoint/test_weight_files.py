@@ -274,7 +274,7 @@ def test_broken_files_are_refused(trained: Pipeline, other: nn.Module, tmp_path:
             path.write_bytes(data[:cut])
             refused(trained, path)
     torch.save([1, 2], tmp_path / "x.pt")
-    assert "holds no state_dict" in refused(trained, tmp_path / "x.pt")[0]
+    assert "is not a state_dict" in refused(trained, tmp_path / "x.pt")[0]
     assert "there are no weights at" in refused(trained, tmp_path / "nothing")[0]
     (tmp_path / "empty").mkdir()
-    assert "holds no weights" in refused(trained, tmp_path / "empty")[0]
+    assert "contains no weights" in refused(trained, tmp_path / "empty")[0]

@@ -106,7 +106,7 @@ class PerSample(nn.Module):
 
 
 def test_a_loop_over_the_samples_is_refused_with_its_line():
-    with pytest.raises(TraceError, match="only takes batches of") as caught:
+    with pytest.raises(TraceError, match="accepts only batches of") as caught:
         capture(Toy(PerSample, lambda n, g: {"x": torch.randn(n, 3, 4, generator=g)}))
     assert "for row in x" in caught.value.where
 
