@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.hosts.launches import MODEL, environment
 from support.hosts.two_hosts import Hosts, why_not, words
-from support.waiting import short_pause
+from support.waiting import short_pause, under_load
 from support.warm import AUTOPIPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")]
@@ -90,7 +90,7 @@ def train(hosts: Hosts, folder: Path, tmp_path: Path) -> Iterator[Callable[..., 
 
 
 def assert_nothing_runs(hosts: Hosts, seconds: float) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + under_load(seconds)
     while left := [words(p) for index in range(len(hosts.names)) for p in hosts.processes(index)]:
         assert time.monotonic() < end, left
         short_pause()
@@ -100,7 +100,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
     """Assert that the command ends in time without a traceback; return its stderr as one line."""
     begin = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - begin < seconds, err
+    assert time.monotonic() - begin < under_load(seconds), err
     assert "Traceback" not in err
     assert "bug in autopipe" not in err
     return " ".join(err.split())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
-from support.commands import Commands
+from support.commands import Commands, fix_costs
 from support.oracle import load
 
 from autopipe.cli.main import autopipe
@@ -72,6 +72,13 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(autopipe, words)
 
 
+def profile_evenly() -> None:
+    """Profile the model with equal costs, so that the cut is in the middle of the layers."""
+    done = run("profile", "model.py", "--device", "cpu", "--microbatch-sizes", "2")
+    assert done.exit_code == 0, done.output
+    fix_costs(Path(".autopipe"))
+
+
 def plain(path: Path, steps: int) -> dict[str, torch.Tensor]:
     """Train in a plain loop of three microbatches; return the weights and buffers."""
     threads = torch.get_num_threads()
@@ -108,6 +115,7 @@ def test_layers_that_two_stages_need_are_refused_before_training(
 ) -> None:
     written(end="x = x if extra is None else x + self.extra(extra)")
     monkeypatch.chdir(tmp_path)
+    profile_evenly()
     for command in ("train", "check"):
         done = run(command, "model.py", *WORDS)
         text = " ".join(done.stderr.split())
@@ -122,6 +130,7 @@ def test_layers_that_two_stages_need_are_refused_before_training(
     assert run("train", "model.py", *WORDS, "--steps", "2").exit_code == 0
     # (a plan that cuts through layers that a later batch skips has no remedy)
     written(change="if i != 2: batch['extra'] = x * 2")
+    profile_evenly()
     done = run("train", "model.py", *WORDS, "--steps", "4")
     assert done.exit_code == 0, done.output
 

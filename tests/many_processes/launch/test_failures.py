@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import Commands, assert_gone, descendants, training, wait_for_steps, write_model
+from support.commands import Commands, assert_gone, descendants, stage_label, training, wait_for_steps, write_model
 
 # an optimizer whose third step in a rank requests more memory than any machine has
 HUNGRY = """
@@ -69,7 +69,7 @@ def test_a_killed_rank_is_named_and_no_process_remains(start, tmp_path: Path) ->
     _, err = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "killed by SIGKILL" in err
-    assert "rank 1, stage 1 (last), instruction" in " ".join(err.split())
+    assert f"rank 1, {stage_label(tmp_path / 'run', 1)}, instruction" in " ".join(err.split())
     assert_gone(family)
 
 

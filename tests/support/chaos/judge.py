@@ -37,7 +37,7 @@ from autopipe.runtime.checkpoint.checkpoint import intact
 from support.chaos.case import MOST_SECONDS, STEPS, STOPS, TO_RANKS, WATCHDOG, Case
 from support.chaos.scene import LONGEST_SECONDS, Scene
 from support.chaos.strike import TooLate, await_moment, prepare, repair, strike
-from support.waiting import short_pause
+from support.waiting import short_pause, under_load
 
 PROPERTIES = ("time", "code", "message", "blame", "processes", "lock", "checkpoints", "goes on", "tidy", "weights")
 STOPPED = 75
@@ -167,7 +167,7 @@ def _judge_end(scene: Scene, outcome: Outcome, number: int, code: int) -> None:
     done = scene.lines('"loss"') >= STEPS
     outcome.judge("code", code in expected or (code == 0 and done and not case.to_rank), f"{code}: {text[-900:]}")
     if code != 0 or len(restarts) > (case.moment == "restart") or case.kind in STOPS:
-        outcome.judge("time", outcome.seconds <= WATCHDOG + MOST_SECONDS, f"{outcome.seconds:.1f} s")
+        outcome.judge("time", outcome.seconds <= WATCHDOG + under_load(MOST_SECONDS), f"{outcome.seconds:.1f} s")
     if case.kind in ("supervisor", *STOPS) or code not in (1, 3):
         if code == 0 and restarts and (case.to_rank or case.hosts):
             blamed = restarts[-1]["rank"]

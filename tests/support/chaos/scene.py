@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from support.chaos.case import MODEL, STEPS, WATCHDOG, Case
-from support.waiting import short_pause
+from support.waiting import short_pause, under_load
 from support.warm import AUTOPIPE
 
 MARKER = "AUTOPIPE_CHAOS"
@@ -144,7 +144,7 @@ class Scene:
 
     def left_after(self, seconds: float) -> list[psutil.Process]:
         """Return the processes that remain after a timeout."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + under_load(seconds)
         while (left := self.processes()) and time.monotonic() < end:
             short_pause(0.1)
         return left

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from autopipe.ir import artifact
+from autopipe.ir.plan import Plan
 from support.chaos.case import STOPS, TO_RANKS
 from support.chaos.scene import Scene
 from support.waiting import short_pause
@@ -32,8 +34,8 @@ def prepare(scene: Scene) -> dict[str, str]:
     elif case.kind in ("disk full", "read-only"):
         scene.mount(scene.run, "-t", "tmpfs", "-o", f"size={_FULL_BYTES}", "none")
     if case.kind == "exception":
-        # every stage has tables: the first two of six in the first stage, the last two in the last stage
-        table = {0: 0, case.ranks - 1: 5}.get(case.whom, 3)
+        plan = artifact.load(Plan, scene.folder / ".autopipe" / "plan.json", renew="")
+        table = next(n for n in range(6) if f"tables.{n}.weight" in plan.stages[case.whom].parameters)
         return {"AUTOPIPE_CHAOS_BAD": f"{case.step}:{table}"}
     if case.kind == "two runs":
         return {"AUTOPIPE_CHAOS_PAUSE": "0.5"}  # the second run needs time to start

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 from safetensors.numpy import load_file
 
+from support.waiting import under_load
+
 AUTOPIPE = (sys.executable, "-m", "autopipe.cli")
 STEPS = "60"
 MODEL = """
@@ -94,7 +96,7 @@ def ranks(run: Path) -> dict[int, psutil.Process]:
 
 
 def gone(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    _, alive = psutil.wait_procs(list(processes), timeout=seconds)
+    _, alive = psutil.wait_procs(list(processes), timeout=under_load(seconds))
     return not alive
 
 
