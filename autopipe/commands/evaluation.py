@@ -13,7 +13,8 @@ from autopipe.commands.settings import ProfileSettings
 from autopipe.commands.store import Work
 from autopipe.errors import AutopipeError, RunError
 from autopipe.ir.plan import Plan
-from autopipe.runtime.batches.recordings import EVALUATION, write_recording
+from autopipe.runtime.batches.new_recording import write_recording
+from autopipe.runtime.batches.recordings import EVALUATION
 from autopipe.trace import capture
 from autopipe.workload import Workload
 

@@ -35,7 +35,6 @@ from autopipe.errors import RunError, disk_is_full, unknown_choice
 from autopipe.ir.graph import Graph
 from autopipe.report.results import ExportResult
 from autopipe.runtime.after_step.average import PREFIX
-from autopipe.runtime.checkpoint import dcp
 from autopipe.runtime.checkpoint import directory as checkpoints
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 from autopipe.runtime.checkpoint.weight_files import INDEX
@@ -234,6 +233,8 @@ def _shards(tensors: _Tensors) -> Iterator[tuple[str, ...]]:
 
 
 def _write_dcp(path: Path, tensors: _Tensors) -> None:
+    from autopipe.runtime.checkpoint import dcp  # imports torch.distributed.tensor: half a second
+
     dcp.write(path, tensors.read(tensors.keys))
 
 

@@ -8,6 +8,8 @@ from autopipe.launch.rank.parent_death import die_with_parent
 
 die_with_parent()
 
-from autopipe.launch.rank import worker  # noqa: E402  # after the line above: the import takes seconds
+import torch._dynamo  # noqa: E402, F401  # the first optimizer of a process imports it, which takes half a second
+
+from autopipe.launch.rank import worker  # noqa: E402  # after die_with_parent: the import takes seconds
 
 __all__ = ["worker"]

@@ -10,21 +10,19 @@ files. The other ranks wait and then load their parts. The parameters stay where
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopipe.draws import exclusive
 from autopipe.errors import ArtifactError, AutopipeError, RunError
-from autopipe.generate import generate, load_constants, load_divisor, load_stage
+from autopipe.generate import load_constants, load_divisor, load_stage
 from autopipe.ir import artifact
 from autopipe.ir.batch import BatchForm
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan
 from autopipe.ir.shares import Shares
-from autopipe.planning import map_cuts_to
 from autopipe.runtime.batches.other_forms import OTHER_LAYERS, OneBatch, other_batch, too_many
 from autopipe.runtime.batches.recording import Recording, refuse_other_kinds
 from autopipe.runtime.context import RunContext
@@ -35,23 +33,10 @@ from autopipe.runtime.stage_runner import StageRunner, StageVariant
 from autopipe.runtime.step.shares import shares_of, shares_of_parts
 from autopipe.runtime.transport.base import Transport
 from autopipe.stage import Stage
-from autopipe.trace import Capture, capture, with_own_constants
 from autopipe.workload import Workload
 from autopipe.workload.batches.forms import form_of
 
 EVALUATION = "evaluation"
-
-
-def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -> None:
-    """Cut a capture like a plan of ``graph``, and write its stage files, graph and plan into a folder.
-
-    Raises: PlanError if it cannot be cut so.
-    """
-    captured = with_own_constants(captured, folder.name)
-    cut = map_cuts_to(plan, graph, captured.graph)
-    generate(captured, cut, folder)
-    artifact.save(captured.graph, folder / "graph.json")
-    artifact.save(cut, folder / "plan.json")
 
 
 @dataclass(slots=True)
@@ -160,26 +145,24 @@ class Recordings:
         self.transport.barrier()  # ranks may be threads, and none may run the model while it is captured
         other = other_batch(self.training[0].graph.batch, part, form)
         if self.transport.rank == 0:
-            as_trained = training or self.evaluation is self.training
+            from autopipe.runtime.batches.new_recording import write_new_recording
+
             try:
-                with exclusive(), torch.enable_grad():
-                    captured = capture(
-                        OneBatch(self.workload, part),  # type: ignore[arg-type]  # it has the interface of a workload
-                        allow_data_dependent=self.job.allow_data_dependent,
-                        training=as_trained,
-                    )
-                    # the strides of a batch of few samples may differ from those of more samples
-                    followed = captured.graph.batch
-                    form = replace(form, reads=followed.reads, unread=followed.unread)
-                    captured = replace(captured, graph=replace(captured.graph, batch=form))
-                    write_recording(captured, self.context.plan, self.context.graph, self.run.stages / name)
+                method = write_new_recording(
+                    OneBatch(self.workload, part),  # type: ignore[arg-type]  # it has the interface of a workload
+                    form,
+                    self.context,
+                    self.run.stages / name,
+                    allow_data_dependent=self.job.allow_data_dependent,
+                    training=training or self.evaluation is self.training,
+                )
             except AutopipeError as error:
                 raise RunError(
                     f"{other} cannot run in these stages: {error.what}",
                     where=error.where,
                     remedy=error.remedy or "pad the batches to one shape, with the entries of the first one",
                 ) from error
-            self.reporter.event("note", text=f"generated stage code for {other} ({captured.method}): stages/{name}")
+            self.reporter.event("note", text=f"generated stage code for {other} ({method}): stages/{name}")
         self.reporter.at(f"waiting for {name}", waiting=True)
         self.transport.barrier()
         try:

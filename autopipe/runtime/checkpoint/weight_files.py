@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 
 from autopipe.errors import ArtifactError, RunError
 from autopipe.ir.graph import Graph
-from autopipe.runtime.checkpoint import dcp
 from autopipe.runtime.checkpoint.checkpoint import Checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -171,6 +170,8 @@ def _open_folder(path: Path, trust: bool) -> Weights:
                 f"{path} is a distributed checkpoint of torch: reading it can run code that is stored in it",
                 remedy="--trust, if you know who wrote it",
             )
+        from autopipe.runtime.checkpoint import dcp  # imports torch.distributed.tensor: half a second
+
         return dcp.Stored(path)
     raise RunError(
         f"{path} contains no weights: looked for {INDEX}, one .safetensors file, manifest.json and .metadata",
