@@ -1,4 +1,4 @@
-"""``make_plan``: try the microbatch counts that are allowed, solve each exactly, keep the best plan."""
+"""``make_plan``: tries the allowed numbers of microbatches, solves each exactly and keeps the best plan."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def make_plan(
     score: Score | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
-    """Return the best plan for the options. ``score``: a better judge than the formula, such as a simulator;
-    it decides among the best about 20.
+    """Return the best plan for the options.
 
-    An interrupt (Ctrl-C) ends the search with the best plan so far, where there is one, and ``progress`` says so.
+    ``score``: a prediction that is better than the closed-form estimate, such as the simulator's. It decides among
+    about 20 plans that are best by the estimate. ``progress``: reports the search. If an interrupt (Ctrl-C) ends it,
+    the best plan so far is returned and ``progress.stopped`` is set; without any plan, KeyboardInterrupt is raised.
 
-    Raises: PlanError when no plan can be right or none fits the memory; it names the numbers and what would.
+    Raises: PlanError if no plan is valid or fits the memory, with the numbers and a change that would fit.
     """
     progress = progress or SearchProgress()
     problems = make_problems(profile, cluster, options)
@@ -64,7 +65,7 @@ def make_plan(
 
 
 def _runnable(pairs: list[tuple[Problem, Plan]], options: PlanOptions) -> list[tuple[Problem, Plan]]:
-    """Return the plans that have enough microbatches for the schedule. Raises: PlanError when none has."""
+    """Return the plans with enough microbatches for the schedule. Raises: PlanError if no plan has enough."""
     kind = options.schedule_kind
     runnable = [(q, plan) for q, plan in pairs if kind.least_microbatches(len(plan.stages)) <= plan.num_microbatches]
     if not runnable:
@@ -86,12 +87,12 @@ def make_best_plan(
     progress: SearchProgress | None = None,
     least_gain: float = 1e-9,
 ) -> Plan:
-    """Return the fastest plan over several options: schedules, stages a rank, more microbatches in flight, recompute.
+    """Return the fastest plan over several options, such as schedules or numbers of stages per rank.
 
-    Options for which no plan can be made are left out. A plan of later options is taken where it is faster by the share
-    ``least_gain``. An interrupt ends the search as it ends ``make_plan``.
+    Options without a plan are skipped. A plan of later options must be faster than the best one before by the fraction
+    ``least_gain``. An interrupt has the same effect as in ``make_plan``.
 
-    Raises: PlanError of the first options when no plan can be made for any of them.
+    Raises: PlanError of the first options if none of them has a plan.
     """
     progress = progress or SearchProgress()
     best: Plan | None = None
@@ -122,7 +123,7 @@ def make_best_plan(
 def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[Problem]:
     """Return one problem for each number of microbatches to try.
 
-    Raises: PlanError when the options cannot be met, whatever the memory.
+    Raises: PlanError if the options cannot be met with any memory.
     """
     check_cluster(cluster, options.num_ranks)
     cuts = Cuts(profile.graph)
@@ -136,9 +137,9 @@ def make_problems(profile: Profile, cluster: Cluster, options: PlanOptions) -> l
 
 
 def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
-    """Return the microbatch counts to try, ascending: powers of two and the measured sizes, within what was measured.
+    """Return the numbers of microbatches to try, ascending: powers of two, and those that give the measured sizes.
 
-    A count is left out when its microbatch is outside the measured sizes, unless that leaves none.
+    A number is skipped if its microbatches are outside the range of the measured sizes, unless that skips all.
     """
     least = max(1, options.schedule_kind.least_microbatches(1 if options.may_replicate else options.num_stages))
     batch = options.batch_size
@@ -147,7 +148,7 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
     counts.update(least * 2**k for k in range(20))
     counts.update(math.ceil(batch / size) for size in measured)
     possible = sorted(count for count in counts if least <= count <= batch)
-    # the smallest microbatch is what batch norm may refuse, and then it was not measured
+    # the smallest microbatch counts: batch norm may refuse a size, which is then not measured
     inside = [n for n in possible if min(measured) <= batch // n and math.ceil(batch / n) <= max(measured)]
     chosen = inside or possible
     if len(chosen) > MOST_MICROBATCH_SIZES:
@@ -157,11 +158,9 @@ def candidate_counts(profile: Profile, options: PlanOptions) -> tuple[int, ...]:
 
 
 def solve_problem(problem: Problem) -> Plan | None:
-    """Return the best plan for one number of microbatches, or None when nothing fits the memory."""
+    """Return the best plan for one number of microbatches, or None if no plan fits the memory."""
     if problem.options.may_replicate:
-        from autopipe.planning.search.replicated import (
-            solve,  # loads numba, which takes its time, only where it is needed
-        )
+        from autopipe.planning.search.replicated import solve  # imports numba, which is slow
 
         choices = solve(problem)
         return None if choices is None else build_plan(problem, choices)

@@ -1,4 +1,4 @@
-"""What a plan is measured against, and why it is as it is: the tables of ``plan`` beyond the plan itself."""
+"""The baselines of a plan and its explanation: the tables that ``autopipe plan`` prints besides the plan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autopipe.planning.space import Space, plain, takes_replicas, with_replicas
 
 
 def compared(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:
-    """Return a single device, data parallelism, the best straight pipeline and the best plan of all.
+    """Compare the plan with a single device, data parallelism, the best unreplicated pipeline and the best plan.
 
-    ``every``: the plan that was made is already the best of those with replicas.
+    ``every``: the plan is already the best of those with replicas.
     """
     rivals = space.rivals()
     score = simulator_score(profile, cluster, (*space.unreplicated, *rivals))
     first = space.unreplicated[0]
-    base = plain(first) if first.stage_ranks else first  # a grid is for its own ranks alone
+    base = plain(first) if first.stage_ranks else first  # a schedule file fixes the number of ranks
 
     def fit(find: Callable[[Cluster], Plan]) -> Plan:
         return search_within_memory(profile, cluster, find)
@@ -41,7 +41,7 @@ def compared(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, ev
 
 
 def explained(plan: Plan, profile: Profile, cluster: Cluster, space: Space) -> Explanation:
-    """Return, for each cut, why there; what limits the plan; how near the bound it is; and what came second."""
+    """Return the reason for each cut, the plan's bottleneck, its distance from the lower bound, and the runner-up."""
     per_rank = plan.schedule_options.get("stages_per_rank", 1)
     options = next(o for o in space.unreplicated if o.schedule == plan.schedule and o.stages_per_rank == per_rank)
     if takes_replicas(options) and any(stage.replicas > 1 for stage in plan.stages):

@@ -1,4 +1,4 @@
-"""From chosen cuts to a ``Plan``: names, boundaries, ties, every parameter in a stage, memory recounted, prediction."""
+"""``build_plan``: from the stages that a search chose to a ``Plan`` with names, boundaries, ties and a prediction."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """One stage as the search chose it. ``seconds``: per microbatch of one replica, transfers and all-reduce included.
+    """One stage as the search chose it."""
 
-    ``in_flight``: microbatches in flight on each rank; ``versions``: copies of the weights; ``waiting``: halves of a
-    backward that wait.
-    """
-
-    start: int
-    stop: int
+    start: int  # the position of its first node
+    stop: int  # the position behind its last node
     ranks: tuple[int, ...]
     recompute: bool
-    in_flight: int
-    versions: int
-    seconds: float
-    waiting: int = 0
+    in_flight: int  # microbatches in flight on each rank
+    versions: int  # weight versions
+    seconds: float  # per microbatch of one replica, with transfers and the all-reduce
+    waiting: int = 0  # weight halves of backwards that wait
 
 
 def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageChoice]:
@@ -61,10 +57,10 @@ def unreplicated_choices(problem: Problem, starts: Sequence[int]) -> list[StageC
 
 
 def predict(problem: Problem, choices: Sequence[StageChoice], terms: Sequence[StageTerms]) -> Prediction:
-    """Return what the plan should do: the flush formula, or m times the slowest stage where steps overlap.
+    """Return the closed-form prediction: the formula of a flush, or m times the slowest stage if steps overlap.
 
-    The optimizer step of the slowest stage is added: to a flush because nothing overlaps it, to the others because the
-    rank that steps does not compute.
+    The optimizer step of the slowest stage is added to both: in a flush nothing overlaps it, and without a flush a rank
+    does not compute while it steps.
     """
     m, options = problem.num_microbatches, problem.options
     times = [choice.seconds / len(choice.ranks) for choice in choices]  # tau: each replica's share of the period
@@ -79,7 +75,7 @@ def predict(problem: Problem, choices: Sequence[StageChoice], terms: Sequence[St
     if not problem.kind.synchronous:
         pipeline = m * max(per_rank)
     elif options.stages_per_rank > 1:
-        # interleaving fills and drains with one of the rank's v stages at a time: bubble (p - 1)/v (arXiv:2104.04473)
+        # the pipeline fills and drains with one of the rank's v stages at a time: bubble (p - 1)/v (arXiv:2104.04473)
         pipeline = m * max(per_rank) + (options.num_ranks - 1) * max(times)
     else:
         pipeline = (m - 1) * max(times) + math.fsum(times)

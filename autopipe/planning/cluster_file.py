@@ -1,4 +1,4 @@
-"""``cluster.toml`` and the quantities in it ("80GiB", "400Gbit/s", "5us") as a ``Cluster``."""
+"""Clusters from options, and from a ``cluster.toml`` file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SOURCES = ("datasheet", "measured")
 
 
 def uniform_cluster(num_ranks: int, *, memory: str = "", link: str = "10GB/s", latency: str = "5us") -> Cluster:
-    """Return a cluster of equal devices behind one kind of link, from options as a user types them.
+    """Return a cluster of equal devices and links. ``memory``, ``link``, ``latency``: quantities as a user types them.
 
-    Raises: PlanError for a quantity that cannot be read.
+    Raises: PlanError for an invalid quantity.
     """
     device = ClusterDevice("device", parse_bytes(memory) if memory else 0)
     level = Level("link", num_ranks, parse_bandwidth(link), parse_seconds(latency))
@@ -27,17 +27,17 @@ def uniform_cluster(num_ranks: int, *, memory: str = "", link: str = "10GB/s", l
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Return the cluster of a file.
+    """Return the cluster that a file describes.
 
-    ``[device]`` describes all ranks; ``[[device]]``, repeated, describes them in rank order, each for ``count`` ranks.
+    ``[device]`` describes all ranks. Each ``[[device]]`` describes the next ``count`` ranks.
 
-    Raises: PlanError naming the file and the key for anything that is missing, unknown or of the wrong kind.
+    Raises: PlanError naming the file and the key if one is missing, unknown or of the wrong type.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path.name} cannot be read: {error}", where=str(path), remedy=_REMEDY) from None
-    except (ValueError, RecursionError) as error:  # ValueError: numbers and dates that tomllib hands on to Python
+    except (ValueError, RecursionError) as error:  # ValueError: numbers and dates that Python rejects
         raise PlanError(f"{path.name} is not TOML: {error}", where=str(path), remedy=_REMEDY) from None
     return parse_cluster(document, str(path))
 
@@ -48,7 +48,7 @@ def parse_cluster(document: dict[str, Any], where: str) -> Cluster:
         return _cluster(document, where)
     except PlanError as error:
         raise PlanError(error.what, where=error.where or where, remedy=error.remedy or _REMEDY) from None
-    except ValueError as error:  # what the types themselves say is impossible
+    except ValueError as error:  # from the checks of the data types
         raise PlanError(str(error), where=where, remedy=_REMEDY) from None
 
 
@@ -57,10 +57,10 @@ def _cluster(document: dict[str, Any], where: str) -> Cluster:
     levels = document.get("level", [])
     devices = document.get("device", {})
     if not isinstance(devices, (dict, list)):
-        raise PlanError(f"device is {devices!r}; a table is needed", where=where, remedy="write it below [device]")
+        raise PlanError(f"device is {devices!r}; it must be a table", where=where, remedy="write it below [device]")
     if not isinstance(levels, list) or not levels:
         raise PlanError(
-            "no [[level]] is given", where=where, remedy="add one [[level]] per kind of link, innermost first"
+            "there is no [[level]]", where=where, remedy="add one [[level]] per kind of link, innermost first"
         )
     parsed = tuple(_level(entry, f"{where}: level {index}") for index, entry in enumerate(levels))
     num_ranks = math.prod(level.count for level in parsed)
@@ -77,7 +77,7 @@ def _cluster(document: dict[str, Any], where: str) -> Cluster:
     if described != num_ranks:
         counts = " x ".join(str(level.count) for level in parsed)
         raise PlanError(
-            f"[[device]] describes {described} ranks, the levels hold {counts} = {num_ranks}",
+            f"[[device]] describes {described} ranks, but the levels have {counts} = {num_ranks}",
             where=where,
             remedy="give one [device] for all, or counts that add up",
         )
@@ -101,7 +101,7 @@ def _device(entry: Any, where: str) -> ClusterDevice:
         rates = [key for key in ("speed", "memory_speed") if key in entry]
         if rates:
             raise PlanError(
-                f"datasheet and {rates[0]} exclude each other: the datasheet says how fast the device is",
+                f"datasheet and {rates[0]} exclude each other: the datasheet contains the speed of the device",
                 where=where,
                 remedy="leave one of them out",
             )
@@ -120,13 +120,13 @@ def _speed(entry: Any, key: str, where: str, default: float) -> float:
     if speed is None:
         return default
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
-        raise PlanError(f"{key} is {speed!r}; a number larger than 0 is needed", where=where)
+        raise PlanError(f"{key} is {speed!r}; it must be a number larger than 0", where=where)
     return float(speed)
 
 
 def _only_keys(entry: Any, known: set[str], where: str) -> None:
     if not isinstance(entry, dict):
-        raise PlanError(f"a table is needed, found {entry!r}", where=where)
+        raise PlanError(f"expected a table, got {entry!r}", where=where)
     for key in entry:
         if key not in known:
             raise PlanError(unknown_choice("key", key, known), where=where)
@@ -135,14 +135,14 @@ def _only_keys(entry: Any, known: set[str], where: str) -> None:
 def _text(entry: dict[str, Any], key: str, where: str, default: str) -> str:
     value = entry.get(key, default)
     if not isinstance(value, str):
-        raise PlanError(f"{key} is {value!r}; a text in quotes is needed", where=where)
+        raise PlanError(f"{key} is {value!r}; it must be a string in quotes", where=where)
     return value
 
 
 def _whole(entry: dict[str, Any], key: str, where: str, default: int) -> int:
     value = entry.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{key} is {value!r}; a whole number of at least 1 is needed", where=where)
+        raise PlanError(f"{key} is {value!r}; it must be a whole number of at least 1", where=where)
     if value > MOST_RANKS:
         raise PlanError(f"{key} is more than {MOST_RANKS}", where=where)
     return value

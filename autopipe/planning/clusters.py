@@ -1,4 +1,4 @@
-"""The cluster that a plan is for where no file describes it: figures from the command line, or this machine."""
+"""The cluster of a plan that no file describes: from options of the command line, or this machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from autopipe.ir.profile import Device, Profile
 from autopipe.planning.cost.datasheets import datasheet, device_like, recognized, relative_speed
 from autopipe.planning.cost.roofline import describe, on_datasheet
 
-# one host and a GPU's own links, until they are measured: on a CPU round figures of a machine that was, on a GPU of
-# data sheets
+# assumed until ``autopipe doctor --links`` measures them: rounded measurements of one host with CPUs, and datasheets of
+# GPUs
 HOST_BANDWIDTH = 2e9
 HOST_LATENCY_SECONDS = 200e-6
 HOST_COSTS = RuntimeOverhead(100e-6, 100e-6, 2e-9, 100e-6, 4e-3, 1.5e-3)
@@ -28,9 +28,11 @@ def cluster_of_figures(
     device_name: str | None = None,
     links: Links | None = None,
 ) -> Cluster:
-    """Return a flat cluster from ``--gpu-memory``, ``--link`` and ``--device-name``; the rest is as on this machine.
+    """Return a cluster of one level from ``--gpu-memory`` (bytes), ``--link`` (bytes per second) and ``--device-name``.
 
-    Raises: PlanError for a device of no known name.
+    What is None is as on this machine.
+
+    Raises: PlanError if the name of the device is unknown.
     """
     if device_name is not None:
         sheet = datasheet(device_name)
@@ -49,12 +51,12 @@ def cluster_of_figures(
 
 
 def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
-    """Return the cluster with the speeds of the devices that have a datasheet; ``source`` says how they were found.
+    """Return the cluster with the speeds of its devices from their datasheets, and a ``source`` that explains them.
 
-    They are relative to the device that was profiled, where that has a datasheet too; else to the first device, on
-    which ``priced`` estimates the profile.
+    Speeds are relative to the profiled device if it has a datasheet. Otherwise they are relative to the cluster's first
+    device, for which ``priced`` estimates the profile.
 
-    Raises: PlanError where only some of the devices have one.
+    Raises: PlanError if only some of the devices have a datasheet.
     """
     named = [device.datasheet for device in cluster.devices if device.datasheet]
     if not named:
@@ -78,12 +80,12 @@ def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
 
 
 def priced(profile: Profile, cluster: Cluster) -> Profile:
-    """Return the profile whose times the speeds of the cluster are relative to.
+    """Return the profile to whose times the speeds of the cluster are relative.
 
-    It is the profile itself, but where the cluster's devices have datasheets and the profiled one has none: then its
+    This is the profile itself, unless the cluster's devices have datasheets and the profiled device has none. Then its
     times are estimated from the operations and bytes of its nodes.
 
-    Raises: PlanError where the profile does not hold them.
+    Raises: PlanError if the profile does not contain them.
     """
     first = cluster.devices[0].datasheet
     if not first or recognized(profile.device.name) is not None:
@@ -92,7 +94,7 @@ def priced(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def precision_of(profile: Profile) -> str:
-    """Return the precision of the arithmetic: autocast's, or that in which most of the model's parameters are kept."""
+    """Return the precision of the arithmetic: autocast's, or that of most of the bytes of the parameters."""
     if profile.workload.precision != "fp32":
         return profile.workload.precision
     sizes: dict[str, int] = {}
@@ -103,9 +105,9 @@ def precision_of(profile: Profile) -> str:
 
 
 def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> Cluster:
-    """Return this machine as a cluster: its links as measured, or an assumption; and the memory that it has now.
+    """Return this machine as a cluster. ``links``: their measurements; None: an assumption is used.
 
-    On a CPU the ranks share what is available; on GPUs each has the memory of the device that was profiled.
+    CPU ranks share the available memory. On GPUs, each rank has the memory of the profiled device.
     """
     if device.kind == "cuda":
         level = Level("gpus of one host", num_ranks, GPU_BANDWIDTH, GPU_LATENCY_SECONDS)

@@ -1,4 +1,4 @@
-"""Four plans compared: a single device, data parallelism, the best straight pipeline, and the best of all."""
+"""Compares four plans: one device, data parallelism, the best unreplicated pipeline, and the best plan."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ Fit = Callable[[Callable[[Cluster], Plan]], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A row of the table. ``plan`` is None if none can be made; ``reason`` says why."""
+    """A row of the table."""
 
     name: str
-    plan: Plan | None
-    reason: str = ""
+    plan: Plan | None  # None if there is no such plan
+    reason: str = ""  # why there is no such plan
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``verdict``: in plain words, what pays. ``current``: the plan that the command made, None where it made none."""
+    """Several plans for the same batch and memory."""
 
     contenders: tuple[Contender, ...]
-    verdict: str
-    current: Plan | None = None
+    verdict: str  # whether a pipeline is faster, and than what; a sentence
+    current: Plan | None = None  # the plan of the command, if it has one
 
     def title(self, contender: Contender) -> str:
-        """Return the name of a contender, with a mark where it is the plan that the command made."""
-        is_made = contender.plan is not None and self.current is not None and _same(contender.plan, self.current)
-        return f"{contender.name} ({THIS})" if is_made and contender.name != THIS else contender.name
+        """Return the name of a contender, with a mark if it is the plan of the command."""
+        is_current = contender.plan is not None and self.current is not None and _same(contender.plan, self.current)
+        return f"{contender.name} ({THIS})" if is_current and contender.name != THIS else contender.name
 
     @property
     def alone(self) -> Plan | None:
-        """The plan on a single device; None where the model does not fit one."""
+        """The plan on a single device; None if the model does not fit one."""
         return next((c.plan for c in self.contenders if c.name == SINGLE), None)
 
 
@@ -83,7 +83,7 @@ def comparison(
         _contender(PARALLEL, lambda: fit(lambda room: _data_parallel(profile, room, first, score))),
         _contender("best straight pipeline", lambda: pipeline or fit(any_of(unreplicated))),
     )
-    # of equally fast ones the plan that was made, then the pipeline
+    # of equally fast plans, the plan of the command wins, then the pipeline
     known = [plan for plan in (current, *(row.plan for row in reversed(others))) if plan is not None]
     contenders = (
         *others,
@@ -99,7 +99,7 @@ def _same(one: Plan, other: Plan) -> bool:
 
 
 def _advice(contenders: tuple[Contender, ...], current: Plan | None) -> str:
-    """Return that the best plan is not the one that was made, and the options that choose it."""
+    """Return, if the plan of the command is not the best one, a sentence with the options that choose the best."""
     best = contenders[-1].plan
     if current is None or best is None or best.predicted.samples_per_second <= current.predicted.samples_per_second:
         return ""
@@ -115,7 +115,7 @@ def _advice(contenders: tuple[Contender, ...], current: Plan | None) -> str:
 
 
 def _best(find: Callable[[], Plan] | None, known: Sequence[Plan]) -> Plan:
-    """Return the best of the plan with replicas and of those that are known; an earlier one where none is better."""
+    """Return the best of the known plans and the one that ``find`` returns; the earlier of equally good ones."""
     try:
         plans = [*known, *([find()] if find else [])]
     except PlanError:
@@ -134,7 +134,7 @@ def _contender(name: str, make: Callable[[], Plan]) -> Contender:
 
 def _data_parallel(profile: Profile, cluster: Cluster, options: PlanOptions, score: Score | None) -> Plan:
     if not options.may_replicate and options.num_ranks > 1:
-        raise PlanError(f"schedule {options.schedule!r} runs no replicated stages")
+        raise PlanError(f"schedule {options.schedule!r} does not support replicated stages")
     plans, refusals = [], []
     for problem in make_problems(profile, cluster, options):
         try:
@@ -149,7 +149,7 @@ def _data_parallel(profile: Profile, cluster: Cluster, options: PlanOptions, sco
 
 
 def verdict(contenders: tuple[Contender, ...]) -> str:
-    """Return in words whether a pipeline pays, and against what."""
+    """Return a sentence: whether a pipeline is faster than one device or data parallelism, and by how much."""
     rates = {c.name: c.plan.predicted.samples_per_second for c in contenders if c.plan is not None}
     if not rates:
         return "Nothing fits: " + contenders[-1].reason

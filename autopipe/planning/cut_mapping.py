@@ -1,9 +1,9 @@
-"""The same stages for another recording of the same model: of another shape of the batch, or in evaluation mode.
+"""Maps the stages of a plan to another recording of the same model: another batch shape, or evaluation mode.
 
-The ranks hold what the plan gave them and are connected as the plan says. So a stage of the other graph may use what
-the plan's stage uses, and nothing else; and values may go only where the plan has values going. Where the two graphs
-are the same calls, the cuts are the same; else each cut is the legal one nearest to where the plan's calls are found
-again, and the distances together are least.
+The parameters of each rank, and its connections, are those of the plan. So a stage of the other graph may use only what
+the plan's stage has, and may send values only to stages to which the plan's stage sends some. If the two graphs have
+the same calls, the cuts are the same. Otherwise each cut is a legal one near the call at which the plan cuts; the sum
+of the distances is minimal.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autopipe.ir.module_names import stage_modules
 from autopipe.ir.plan import Boundary, Plan, Stage
 
 _REMEDY = "pad the batches to one shape, or plan with fewer stages"
-_NEAREST = 48  # legal cuts that are tried for each of the plan's
+_NEAREST = 48  # legal cuts that are tried for each cut of the plan
 
 
 def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
-    """Return the plan's stages cut out of ``other``. ``graph``: what the plan was made for.
+    """Return the plan for ``other``. ``graph``: the graph of the plan.
 
-    Raises: PlanError where no cuts give every stage no more than it has.
+    Raises: PlanError if with any cuts some stage needs more than it has.
     """
     cuts = Cuts(other)
     chosen = [stage.start for stage in plan.stages[1:]]
@@ -51,16 +51,16 @@ def map_cuts_to(plan: Plan, graph: Graph, other: Graph) -> Plan:
         lacking = next((name for node in nodes for name in _state(node) if name not in available), "")
         if lacking:
             raise PlanError(
-                f"captured again, the model reads {lacking} where {stage.label} does not hold it",
+                f"in its new recording, the model reads {lacking} in {stage.label}, which does not have it",
                 remedy=_REMEDY,
             )
     return moved
 
 
 def homes(graph: Graph, other: Graph) -> dict[str, str]:
-    """Return where the stages of ``graph`` should keep the state that ``other`` reads and ``graph`` does not.
+    """Return the nodes of ``graph`` whose stages should keep the state that only ``other`` reads, by name of the state.
 
-    It is the node of ``graph`` that comes next where ``other`` reads it first: so the cuts can stay where they are.
+    It is the node of ``graph`` next to the one where ``other`` reads it first, so that the cuts need not move.
     """
     read = {name for node in graph.nodes for name in _state(node)}
     first: dict[str, int] = {}
@@ -74,7 +74,7 @@ def homes(graph: Graph, other: Graph) -> dict[str, str]:
 
 
 def _calls(graph: Graph) -> list[tuple[object, ...]]:
-    """Return what makes two graphs the same calls on the same state, whatever the sizes."""
+    """Return the calls of a graph and their state, without sizes, for comparison."""
     return [
         (n.kind, n.target, n.inputs, n.after, n.parameters, n.buffers, n.mutates, n.input_only) for n in graph.nodes
     ]
@@ -99,9 +99,9 @@ def _state(node: Node) -> tuple[str, ...]:
 
 
 def _nearest(available: Sequence[set[str]], graph: Graph, other: Graph, cuts: Cuts, starts: Sequence[int]) -> list[int]:
-    """Return the legal cuts that are nearest to the plan's, of those that give no stage what it does not hold."""
+    """Return the legal cuts nearest to the plan's with which no stage needs state that it does not have."""
     foreign = [_foreign(of_stage, other) for of_stage in available]
-    # best[position] = (sum of distances, cuts so far) of the stages before a cut at ``position``
+    # best[position]: (sum of distances, cuts) of the stages before a cut at ``position``
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for index, place in enumerate(_places(graph, other, starts)):
         positions = sorted(cuts.legal, key=functools.partial(_distance, place))[:_NEAREST]
@@ -119,14 +119,14 @@ def _nearest(available: Sequence[set[str]], graph: Graph, other: Graph, cuts: Cu
     ends = [way for start, way in best.items() if start < len(other.nodes) and last[-1] == last[start]]
     if not ends:
         raise PlanError(
-            f"{other.name}, captured again, cannot be cut so that every stage needs only what it holds",
+            f"the new recording of {other.name} cannot be cut so that every stage needs only what it has",
             remedy=_REMEDY,
         )
     return min(ends)[1]
 
 
 def _foreign(available: set[str], other: Graph) -> list[int]:
-    """Return, for every position, how many calls before it need state that a stage does not hold."""
+    """Return, for every position, the number of calls before it that need state which a stage does not have."""
     counts = [0]
     for node in other.nodes:
         counts.append(counts[-1] + (not node.input_only and not available.issuperset(_state(node))))
@@ -138,7 +138,7 @@ def _distance(place: int, position: int) -> int:
 
 
 def _places(graph: Graph, other: Graph, starts: Sequence[int]) -> list[int]:
-    """Return where the plan's cuts lie in the other graph: before the call that it begins with, found again."""
+    """Return where the plan's cuts are in the other graph: before the call that matches the first of the stage."""
     ours, theirs = [_key(node) for node in graph.nodes], [_key(node) for node in other.nodes]
     matches: dict[int, int] = {}
     for block in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
@@ -151,14 +151,18 @@ def _key(node: Node) -> tuple[str, ...]:
 
 
 def _check_edges(plan: Plan, graph: Graph, moved: Plan, other: Graph) -> None:
-    """Refuse values that would go between stages which are not connected, or bring back a gradient where none goes."""
+    """Refuse values between stages that the plan does not connect, and gradients where the plan returns none.
+
+    Raises: PlanError.
+    """
     for ours, theirs in (
         (_forward(plan), _forward(moved)),
         (_backward(plan, graph), _backward(moved, other)),
     ):
         if not theirs <= ours:
             raise PlanError(
-                "captured again, the model sends values between stages that the plan does not connect", remedy=_REMEDY
+                "in its new recording, the model sends values between stages that the plan does not connect",
+                remedy=_REMEDY,
             )
 
 

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what each cut costs, what limits the plan, how far it is from the bound, what came second."""
+"""``explain``: the cost of each cut, the plan's bottleneck, its distance from the lower bound, and the runner-up."""
 
 from __future__ import annotations
 
@@ -22,20 +22,17 @@ LEAST_GAIN = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class CutReason:
-    """The cut before ``node``. ``seconds``: the slower of its two stages; ``earlier``/``later``: with the cut moved.
+    """One cut of a plan."""
 
-    ``place``: where it lies in the words of the model (``ir.module_names``).
-    """
-
-    node: str
-    crossing_bytes: int
-    seconds: float
-    earlier_seconds: float | None
-    later_seconds: float | None
-    place: str = ""
+    node: str  # the first node behind the cut
+    crossing_bytes: int  # sent forward per microbatch
+    seconds: float  # computation of the slower of its two stages, per microbatch
+    earlier_seconds: float | None  # the same with the previous legal cut instead; None without one
+    later_seconds: float | None  # the same with the next legal cut
+    place: str = ""  # the modules around the cut (``ir.module_names``)
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return one line of text."""
         text = (
             f"{self.place or f'before {self.node}'}: {in_bytes(self.crossing_bytes)} cross; the slower side takes "
             f"{in_seconds(self.seconds)}"
@@ -46,27 +43,23 @@ class CutReason:
         return text
 
 
-_MOST_PERCENT = 10  # a gap from here on is a multiple, and no percentage
+_MOST_PERCENT = 10  # a larger gap is shown as a multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``bound_seconds``: no plan takes a step in less. ``runner_up``: the best plan with other cuts.
-
-    ``left_out``: what was not considered, and why. ``other_places``: of the runner-up's cuts in the words of the
-    model.
-    """
+    """The reasons for a plan."""
 
     cuts: tuple[CutReason, ...]
-    limit: str
-    bound_seconds: float
-    gap: float
-    runner_up: Plan | None
-    left_out: tuple[str, ...] = ()
-    other_places: tuple[str, ...] = ()
+    limit: str  # the bottleneck, in words
+    bound_seconds: float  # a lower bound of the time of a step, for any plan
+    gap: float  # the relative distance of the plan's step from the bound
+    runner_up: Plan | None  # the best plan with other cuts
+    left_out: tuple[str, ...] = ()  # the schedules that were not considered, and why
+    other_places: tuple[str, ...] = ()  # the modules around the cuts of the runner-up
 
     def lines(self) -> list[str]:
-        """Return it as lines of text."""
+        """Return lines of text."""
         lines = [str(cut) for cut in self.cuts]
         lines.append(f"limited by {self.limit}")
         if self.gap < _MOST_PERCENT:
@@ -83,7 +76,7 @@ class Explanation:
 def explain(
     plan: Plan, profile: Profile, cluster: Cluster, options: PlanOptions, *, score: Score | None = None
 ) -> Explanation:
-    """Explain a plan that ``make_plan`` made with these arguments."""
+    """Explain a plan that ``make_plan`` returned for these arguments."""
     fixed = dataclasses.replace(options, num_microbatches=plan.num_microbatches, microbatch_size=None)
     problem = Problem(profile, cluster, fixed, Cuts(profile.graph), plan.num_microbatches)
     bound = lower_bound(problem)
@@ -100,14 +93,17 @@ def explain(
 
 
 def lower_bound(problem: Problem) -> float:
-    """Return seconds that no plan for these ranks can beat: compute alone, shared evenly, without bubble."""
+    """Return a lower bound of the seconds of a step: computation alone, divided evenly, without a bubble."""
     n, m = problem.tables.num_atoms, problem.num_microbatches
     work = float(problem.tables.forward_seconds[0, n] + problem.tables.backward_seconds[0, n])
     return m * work / math.fsum(problem.cluster.device(rank).speed for rank in range(problem.options.num_ranks))
 
 
 def _compute(problem: Problem, plan: Plan, stage: int, start: int, stop: int) -> float:
-    """Return the compute seconds of a stage if it ran from one node position to another, for each of its replicas."""
+    """Return the seconds of computation per microbatch of a stage, if it ran from ``start`` to ``stop``.
+
+    Replicas divide them.
+    """
     edges, tables, ranks = problem.tables.edges, problem.tables, plan.stages[stage].ranks
     i, j = edges.index(start), edges.index(stop)
     forward = float(tables.forward_seconds[i, j]) * (2 if plan.stages[stage].recompute else 1)
@@ -141,9 +137,10 @@ def _cut_reasons(problem: Problem, plan: Plan) -> tuple[CutReason, ...]:
 
 def _limit(problem: Problem, plan: Plan) -> str:
     unlimited = tuple(dataclasses.replace(device, memory_bytes=0) for device in problem.cluster.devices)
-    # both by the formula: a simulator's figure is not comparable
+    # both by the closed-form estimate, which is not comparable with the simulator's prediction
     limited = solve_problem(problem)
-    free = solve_problem(dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, devices=unlimited)))
+    roomy = dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, devices=unlimited))
+    free = solve_problem(roomy)
     if free is not None and limited is not None:
         gain = limited.predicted.step_seconds / free.predicted.step_seconds - 1
         if gain > LEAST_GAIN:

@@ -1,4 +1,4 @@
-"""``PlanOptions``: what a plan is requested for."""
+"""``PlanOptions``: the constraints of one search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PlanOptions:
     num_microbatches: int | None = None  # with neither this nor the size, the planner tries powers of two
     microbatch_size: int | None = None  # samples; excludes ``num_microbatches``
     schedule: str = "1f1b"
-    kind: ScheduleKind | None = None  # a changed description of the schedule; None: the registered one
+    kind: ScheduleKind | None = None  # a modified description of the schedule; None: the registered one
     recompute: str = "auto"  # "auto" (only stages that do not fit without), "always" or "never"
     stages_per_rank: int = 1
     may_replicate: bool = False  # stages may have several ranks; otherwise each has one
@@ -32,35 +32,35 @@ class PlanOptions:
     tolerance: float = 0.0  # relative distance from the optimum that a plan with a flush may have
     schedule_options: tuple[tuple[str, int], ...] = ()  # passed to the schedule, and stored in the plan
     schedule_text: str = ""  # the text of a ``custom`` schedule, stored in the plan
-    stage_ranks: tuple[int, ...] = ()  # the rank of each stage, if the schedule's text says it; empty: in turn
+    stage_ranks: tuple[int, ...] = ()  # the rank of each stage, if the schedule's text says it; empty: round robin
     offered: int = 0  # the number of ranks available, if only ``num_ranks`` of them are to be used; 0: num_ranks
     exact_ties: str = "auto"  # tied gradients in plain autograd's order: "always", or "auto" for small parameters
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "batch_size", "stages_per_rank"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name} is {getattr(self, name)}; at least 1 is needed")
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("num_microbatches", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PlanError(f"{name} is {value}; at least 1 is needed")
+                raise PlanError(f"{name} is {value}; it must be at least 1")
         if self.recompute not in RECOMPUTE:
             raise PlanError(unknown_choice("recompute setting", self.recompute, RECOMPUTE))
         if self.exact_ties not in EXACT_TIES:
             raise PlanError(unknown_choice("setting of exact ties", self.exact_ties, EXACT_TIES))
         if self.stages_per_rank > 1 and self.may_replicate:
             raise PlanError(
-                "several stages a rank and replicated stages do not go together",
-                remedy="use stages_per_rank 1, or a straight pipeline",
+                "several stages per rank and replicated stages exclude each other",
+                remedy="use stages_per_rank 1, or do not replicate stages",
             )
         if self.kind is None and self.schedule not in REGISTRY:
             raise PlanError(unknown_choice("schedule", self.schedule, REGISTRY))
         if self.kind is not None and self.kind.name != self.schedule:
-            raise PlanError(f"kind describes schedule {self.kind.name!r}, and schedule is {self.schedule!r}")
+            raise PlanError(f"kind describes schedule {self.kind.name!r}, but schedule is {self.schedule!r}")
         if self.may_replicate and not self.schedule_kind.replicas:
             raise PlanError(
-                f"schedule {self.schedule!r} runs no replicated stages",
-                remedy="plan a straight pipeline, or choose another schedule",
+                f"schedule {self.schedule!r} does not support replicated stages",
+                remedy="do not replicate stages, or choose another schedule",
             )
 
     @property
@@ -70,13 +70,13 @@ class PlanOptions:
 
     @property
     def num_stages(self) -> int:
-        """How many stages a straight plan has."""
+        """The number of stages of an unreplicated plan."""
         return len(self.stage_ranks) or self.num_ranks * self.stages_per_rank
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that runs a stage of a straight plan."""
+        """Return the rank that runs a stage of an unreplicated plan."""
         return self.stage_ranks[stage] if self.stage_ranks else stage % self.num_ranks
 
     def stages_on(self, rank: int) -> int:
-        """Return how many stages a rank of a straight plan runs."""
+        """Return the number of stages that a rank of an unreplicated plan runs."""
         return self.stage_ranks.count(rank) if self.stage_ranks else self.stages_per_rank

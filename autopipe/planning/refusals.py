@@ -1,4 +1,4 @@
-"""Plans that cannot be right, refused with the numbers and the smallest change that would help, computed."""
+"""Errors for plans that are invalid or do not fit, with the numbers and the smallest change that would help."""
 
 from __future__ import annotations
 
@@ -17,22 +17,19 @@ from autopipe.units import in_bytes_rounded_up, in_distinct_bytes
 
 
 def check_stage_count(num_stages: int, num_legal: int, name: str) -> None:
-    """Refuse more stages than the graph can be cut into.
-
-    Raises: PlanError.
-    """
+    """Check that the graph can be cut into this many stages. Raises: PlanError."""
     if num_stages > num_legal + 1:
         raise PlanError(
-            f"{num_stages} stages asked for, but the model has {num_legal} legal cuts: {num_legal + 1} stages at most",
+            f"{num_stages} stages requested, but the model has {num_legal} legal cuts: at most {num_legal + 1} stages",
             where=f"graph of {name}",
-            remedy=f"use {num_legal + 1} ranks or fewer (stages_per_rank counts too)",
+            remedy=f"use {num_legal + 1} ranks or fewer (stages_per_rank multiplies them)",
         )
 
 
 def microbatch_count(options: PlanOptions) -> int | None:
-    """Return the number of microbatches that the options fix, or None when the planner may choose.
+    """Return the number of microbatches that the options determine, or None if the planner chooses it.
 
-    Raises: PlanError when the batch is too small for it, or both options contradict each other.
+    Raises: PlanError if the batch is too small for it, or the options contradict each other.
     """
     m, size, batch = options.num_microbatches, options.microbatch_size, options.batch_size
     if size is not None:
@@ -45,7 +42,7 @@ def microbatch_count(options: PlanOptions) -> int | None:
         if m is not None and m != needed:
             raise PlanError(
                 f"{m} microbatches of {size} samples do not make a batch of {batch}",
-                remedy=f"leave one of the three out ({needed} microbatches of {size} do)",
+                remedy=f"omit one of the three ({needed} microbatches of {size} do)",
             )
         m = needed
     if m is not None and m > batch:
@@ -57,26 +54,26 @@ def microbatch_count(options: PlanOptions) -> int | None:
 
 
 def check_microbatches(kind: ScheduleKind, num_stages: int, num_microbatches: int | None, batch_size: int) -> None:
-    """Refuse fewer microbatches than the schedule runs with; None stands for as many as the batch has samples.
+    """Check that there are enough microbatches for the schedule. ``num_microbatches`` None: one per sample.
 
     Raises: PlanError.
     """
     least = kind.least_microbatches(num_stages)
     given = batch_size if num_microbatches is None else num_microbatches
     if given < least:
-        cause = f"a batch of {batch_size} gives {given}" if num_microbatches is None else f"{given} are planned"
+        cause = f"a batch of {batch_size} has {given}" if num_microbatches is None else f"{given} are requested"
         raise PlanError(
-            f"schedule {kind.name!r} with {num_stages} stages needs at least {least} microbatches, and {cause}",
+            f"schedule {kind.name!r} with {num_stages} stages needs at least {least} microbatches, but {cause}",
             remedy=f"use {least} microbatches (a batch of {least} samples or more), fewer ranks, or another schedule",
         )
 
 
 def does_not_fit(problem: Problem) -> PlanError:
-    """Return the error for a problem whose stages fit in no way: which stage, by how much, and what would fit."""
+    """Return the error for a problem without a plan that fits: the stage, the missing bytes, and what would fit."""
     if problem.options.may_replicate:
-        # the straight plans on some of the ranks are among those that do not fit, and what makes one fit helps
+        # an unreplicated plan on some of the ranks is one of the plans that do not fit: what makes it fit helps
         ranks = min(problem.options.num_ranks, problem.tables.num_atoms)
-        lines = [_straight(problem, ranks >> k) for k in range(ranks.bit_length())]
+        lines = [_unreplicated(problem, ranks >> k) for k in range(ranks.bit_length())]
         problem = min(lines, key=lambda line: _least_overfull(line)[0])
     stages = problem.options.num_stages
     over, starts = _least_overfull(problem)
@@ -91,46 +88,49 @@ def does_not_fit(problem: Problem) -> PlanError:
     if not remedy:
         total = device.memory_bytes + over * device.memory_bytes / problem.limit(worst)
         remedy = (
-            f"no smaller change was found that fits: use devices with {in_bytes_rounded_up(total)} and room for "
-            "messages, or more ranks with a larger model cut finer"
+            f"no smaller change fits: use devices with {in_bytes_rounded_up(total)} and room for "
+            "messages, or more ranks and a model that can be cut into more stages"
         )
     texts = in_distinct_bytes(needed, problem.limit(worst))
     return PlanError(
-        f"stage {worst} needs {texts[0]} and {texts[1]} are available, in the plan that exceeds memory least",
+        f"stage {worst} needs {texts[0]}, but {texts[1]} are available, in the plan that exceeds memory least",
         where=f"stage {worst} of {stages} ({name}) on {device.name}, "
         f"{problem.num_microbatches} microbatches of {problem.microbatch_size}, schedule {problem.kind.name}",
         remedy=remedy,
     )
 
 
-def _straight(problem: Problem, num_ranks: int) -> Problem:
+def _unreplicated(problem: Problem, num_ranks: int) -> Problem:
     return dataclasses.replace(
         problem, options=dataclasses.replace(problem.options, may_replicate=False, num_ranks=num_ranks)
     )
 
 
 def _least_overfull(problem: Problem) -> tuple[float, tuple[int, ...]]:
-    """Return by how many bytes the least overfull straight plan is over the limit, and where it is cut."""
+    """Return the unreplicated plan that exceeds memory least: the bytes over the limit, and its cuts."""
     stages = problem.options.num_stages
     return unreplicated_cuts(problem.tables.num_atoms, stages, lambda k: problem.overflow_table(k, stages))
 
 
 def fits(problem: Problem) -> bool:
-    """Return whether any cuts fit the memory."""
+    """Return whether an unreplicated plan fits the memory."""
     stages = problem.options.num_stages
     over, starts = _least_overfull(problem)
     return over <= 0 and (stages == 1 or bool(starts))
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """Yield changes, small ones first: recompute, smaller microbatches, both, more ranks, more ranks with recompute."""
+    """Yield changes, small ones first: recompute, smaller microbatches, both, more ranks, more ranks with recompute.
+
+    Each is a text and the changed problem.
+    """
     options = problem.options
     recompute = dataclasses.replace(options, recompute="always")
     can_recompute = options.recompute == "never"
     if can_recompute:
         yield "recompute the activations (--recompute auto)", dataclasses.replace(problem, options=recompute)
     if options.stage_ranks:
-        return  # the schedule's own text says how many microbatches and ranks there are
+        return  # the schedule's text determines the numbers of microbatches and ranks
     counts = sorted({min(problem.num_microbatches * 2**k, options.batch_size) for k in range(1, 31)})
     for count in counts if problem.num_microbatches < options.batch_size else []:
         size = math.ceil(options.batch_size / count)
@@ -152,7 +152,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _grown(cluster: Cluster, num_ranks: int) -> Cluster:
-    """Return the cluster, its outermost level widened until it has the ranks."""
+    """Return the cluster with at least this many ranks: its outermost level is widened."""
     if cluster.num_ranks >= num_ranks:
         return cluster
     outer = cluster.levels[-1]

@@ -1,4 +1,4 @@
-"""``PlanRequest``: what a stored plan was asked for, so that a later option can be seen to contradict it."""
+"""``PlanRequest``: the options of a stored plan, so that a later option that contradicts them is noticed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _OPTIONS = {
     "grid": "--schedule-file",
     "averages": "--ema",
 }
-_FILES = ("cluster", "grid")  # what they hold is not shown
-# what belongs to one schedule, and goes with it
+_FILES = ("cluster", "grid")  # their contents are not shown
+# options that are reset when the schedule changes
 _OF_SCHEDULE = ("vertical_sync", "stages_per_rank", "warmup_depth", "grid")
 
 _CHOICES = {
@@ -41,10 +41,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The options of a plan; None means not given. ``cluster``, ``grid``: what cluster file and schedule file held.
-
-    ``averages``: whether memory for averaged weights is counted.
-    """
+    """The options of a plan; None means not given."""
 
     gpus: int | None = None
     batch_size: int | None = None
@@ -52,17 +49,17 @@ class PlanRequest:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     recompute: str | None = None
-    cluster: Cluster | None = None
+    cluster: Cluster | None = None  # the content of the cluster file
     gpu_memory_bytes: int | None = None
-    link: float | None = None
+    link: float | None = None  # bytes per second
     replicas: str | None = None
     device_name: str | None = None
     vertical_sync: bool | None = None
     stages_per_rank: int | None = None
     warmup_depth: int | None = None
-    grid: str | None = None
+    grid: str | None = None  # the text of the schedule file
     exact_ties: str | None = None
-    averages: bool | None = None
+    averages: bool | None = None  # whether memory for averaged weights is counted
 
     def __post_init__(self) -> None:
         counts = "gpus", "batch_size", "num_microbatches", "microbatch_size", "stages_per_rank", "warmup_depth"
@@ -73,7 +70,7 @@ class PlanRequest:
         for name in ("gpu_memory_bytes", "link"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"{_OPTIONS[name]} {value} is not above 0")
+                raise ValueError(f"{_OPTIONS[name]} is {value}; it must be larger than 0")
         for name, known in {"schedule": ("auto", *REGISTRY), **_CHOICES}.items():
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -81,7 +78,7 @@ class PlanRequest:
 
     @property
     def of_other_devices(self) -> bool:
-        """Whether the devices or links are described, and need not be here."""
+        """Whether the request describes devices or links, which need not be those of this machine."""
         return any(x is not None for x in (self.cluster, self.gpu_memory_bytes, self.link, self.device_name))
 
     @property
@@ -94,7 +91,7 @@ class PlanRequest:
         """Return this request with the values of ``newer`` on top.
 
         ``num_microbatches`` and ``microbatch_size`` exclude each other. Options of one schedule do not carry over to
-        another. A grid itself determines the numbers of ranks and microbatches.
+        another. A schedule file determines the numbers of ranks and microbatches.
         """
         given = {field.name: getattr(newer, field.name) for field in dataclasses.fields(newer)}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -113,7 +110,7 @@ class PlanRequest:
         return dataclasses.replace(self, **changes)
 
     def changes_to(self, other: PlanRequest) -> tuple[str, ...]:
-        """Return what differs, as the user would write it: ``--gpus 2 -> 4``."""
+        """Return the differences, as options: ``--gpus 2 -> 4``."""
         changes = []
         for name, option in _OPTIONS.items():
             before, after = getattr(self, name), getattr(other, name)
@@ -123,7 +120,7 @@ class PlanRequest:
 
 
 def flag_of(option: str) -> str:
-    """Return how a schedule's own option is typed."""
+    """Return the command-line option for an option of a schedule."""
     return _OPTIONS["warmup_depth" if option == "depth" else option]
 
 

@@ -1,4 +1,4 @@
-"""A plan under another schedule than its own, its stages as they are: for ``simulate``."""
+"""Applies another schedule to the stages of a plan, for ``autopipe simulate``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopipe.schedules import layout_of
 
 
 def with_schedule(plan: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan under the schedule that is asked for, and what a person should know of it.
+    """Return the plan with the requested schedule, and notes for the user.
 
-    Raises: PlanError for an option that the schedule does not take, or where the stages of the plan cannot be dealt out
-    so; the schedule itself says what it refuses.
+    Raises: PlanError if the schedule does not have an option, or its layout does not match the stages of the plan. The
+    schedule itself raises ScheduleError for layouts that it does not support.
     """
     name = request.schedule if request.schedule not in (None, "auto") else plan.schedule
     taking((str(name),), request)
@@ -54,7 +54,7 @@ def with_schedule(plan: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ..
 
 
 def as_typed(plan: Plan, grid: Path | None) -> str:
-    """Return the options that name a plan's schedule. ``grid``: the file that holds it."""
+    """Return the command-line options for a plan's schedule. ``grid``: the schedule file, if it has one."""
     if grid is not None:
         return f"--schedule-file {shlex.quote(str(grid))}"
     words = ["--schedule", plan.schedule]
@@ -66,7 +66,7 @@ def as_typed(plan: Plan, grid: Path | None) -> str:
 def _dealt(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
     if num_stages % per_rank:
         raise PlanError(
-            f"the plan has {counted(num_stages, 'stage')}, which are not {per_rank} on every rank",
+            f"the {counted(num_stages, 'stage')} of the plan cannot be distributed with {per_rank} on each rank",
             remedy=f"autopipe plan --gpus N --schedule interleaved --stages-per-rank {per_rank}",
         )
     return tuple((stage % (num_stages // per_rank),) for stage in range(num_stages))
@@ -74,11 +74,11 @@ def _dealt(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
 
 def _ranks_of_grid(plan: Plan, request: PlanRequest) -> tuple[tuple[int, ...], ...]:
     if request.grid is None:
-        raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
+        raise PlanError("--schedule custom needs a schedule file", remedy="--schedule-file FILE")
     ranks, count = layout_of(request.grid)
     if (len(ranks), count) != (len(plan.stages), plan.num_microbatches):
         raise PlanError(
-            f"the schedule file has {counted(len(ranks), 'stage')} and {count} microbatches, and the plan "
+            f"the schedule file has {counted(len(ranks), 'stage')} and {count} microbatches, but the plan has "
             f"{len(plan.stages)} and {plan.num_microbatches}",
             remedy="autopipe plan --schedule-file FILE",
         )

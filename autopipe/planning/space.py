@@ -1,6 +1,6 @@
-"""The plans that a request allows: schedules, stages a rank, replicas; as options of the planner.
+"""``Space``: the schedules, stages per rank and replicas that a request allows, as options of the planner.
 
-The number and size of microbatches are the planner's own outer loop.
+The planner itself tries numbers of microbatches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autopipe.planning import PlanOptions
 from autopipe.planning.requests import PlanRequest, flag_of
 from autopipe.schedules import REGISTRY, ScheduleKind, layout_of, make
 
-# where a schedule is to be chosen: the first one wins a tie, and needs less memory than gpipe
+# the first schedule that ``auto`` tries: it wins ties, and needs less memory than gpipe
 _AUTO_FIRST = "1f1b"
-# above so many ranks replicas are powers of two, and within 1 % of the best
+# above this number of ranks, numbers of replicas are powers of two, and plans within 1 % of the optimum
 MANY_RANKS = 32
 
 
@@ -33,9 +33,9 @@ class Space:
 
     @staticmethod
     def of(request: PlanRequest, num_ranks: int, batch_size: int, *, links_known: bool = False) -> Space:
-        """Return the space of a request. ``links_known``: measured or described, and not just assumed.
+        """Return the space of a request. ``links_known``: the links were measured or described, not assumed.
 
-        Raises: PlanError for an option that no plan can meet; ScheduleError where the user's own grid breaks a rule.
+        Raises: PlanError for an option that no plan can meet; ScheduleError if the user's schedule file breaks a rule.
         """
         name = request.schedule or "auto"
         if name == "custom":
@@ -57,30 +57,30 @@ class Space:
         return Space(tuple(unreplicated), tuple(replicated), left_out)
 
     def choices(self, replicas: str) -> tuple[PlanOptions, ...]:
-        """Return what is searched with ``--replicas auto`` or ``never``.
+        """Return the options to search with ``--replicas auto`` or ``never``.
 
-        Raises: PlanError where no schedule of the request runs replicas, and they were asked for.
+        Raises: PlanError if replicas are requested and no schedule of the request supports them.
         """
         if replicas == "never":
             return self.unreplicated
         if not self.replicated:
             raise PlanError(
-                f"schedule {self.unreplicated[0].schedule!r} runs no replicated stages",
+                f"schedule {self.unreplicated[0].schedule!r} does not support replicated stages",
                 remedy="--replicas never, or another schedule",
             )
         return (*self.unreplicated, *self.replicated)
 
     def covered_by(self, choices: Sequence[PlanOptions]) -> bool:
-        """Whether these are all that plans with replicas are searched with."""
+        """Return whether the choices include all options with replicas."""
         return bool(self.replicated) and set(self.replicated) <= set(choices)
 
     def rivals(self) -> tuple[PlanOptions, ...]:
-        """Return the options of the best replicated plan to compare with: 1f1b's where the request's has none."""
+        """Return the options of the best replicated plan for comparison: those of 1f1b if the request has none."""
         return self.replicated or (with_replicas(plain(self.unreplicated[0])),)
 
 
 def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
-    """Return the options of a schedule as the request sets them: one stage per rank, no replicas."""
+    """Return the options of a schedule for the request: one stage per rank, no replicas."""
     kind = REGISTRY[schedule]
     if request.warmup_depth is not None:
         kind = kind.with_depth(request.warmup_depth)
@@ -100,9 +100,9 @@ def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: in
 
 
 def taking(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
-    """Return the schedules that accept the schedule options of the request.
+    """Return those of the schedules that have the schedule options of the request.
 
-    Raises: PlanError if no schedule does, with those that would; or where it is out of range.
+    Raises: PlanError if none has them, with the schedules that do, or if a value is out of range.
     """
     given = dict(request.schedule_options)
     if request.stages_per_rank:
@@ -118,35 +118,34 @@ def taking(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
         if not option.minimum <= value <= option.maximum:
             raise PlanError(
                 f"{flag_of(option.name)} {value} is out of range: it runs from {option.minimum} to {option.maximum}",
-                remedy=f"leave it out for {option.default} ({option.meaning})",
+                remedy=f"omit it for {option.default} ({option.meaning})",
             )
     if accepting:
         return accepting
     missing = lacks(names[0])[0]
     takers = [kind.name for kind in REGISTRY.values() if missing in {option.name for option in kind.options}]
-    who = f"schedule {names[0]} takes no" if len(names) == 1 else "nothing that --schedule auto tries takes"
-    remedy = f"leave it out, or choose a schedule that does: {', '.join(takers)}"
+    who = f"schedule {names[0]} takes no" if len(names) == 1 else "no schedule that --schedule auto tries takes"
+    remedy = f"omit it, or choose a schedule that does: {', '.join(takers)}"
     raise PlanError(f"{who} {flag_of(missing)}", remedy=remedy)
 
 
 def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptions:
-    """Return the options of the user's own grid, which is validated here. ``num_ranks``: those of its rows."""
+    """Return the options for the user's schedule file, which is validated. ``num_ranks``: the number of its rows."""
     if request.grid is None:
-        raise PlanError("--schedule custom is an order of your own, and none was given", remedy="--schedule-file FILE")
+        raise PlanError("--schedule custom needs a schedule file", remedy="--schedule-file FILE")
     taking(("custom",), request)
     stage_ranks, count = layout_of(request.grid)
     make("custom", ScheduleSpec(stage_ranks, count, text=request.grid))
     for stage, ranks in enumerate(stage_ranks):
         if len(ranks) > 1:
             raise PlanError(
-                f"the schedule file runs stage {stage} on ranks {list(ranks)}: the planner places a grid's stages on a "
-                "rank each",
-                remedy="give each stage one row",
+                f"the schedule file runs stage {stage} on ranks {list(ranks)}: the planner supports one rank per stage",
+                remedy="write each stage in one row",
             )
     if request.num_microbatches not in (None, count):
         raise PlanError(
-            f"the schedule file has {count} microbatches, and --num-microbatches is {request.num_microbatches}",
-            remedy="leave --num-microbatches out",
+            f"the schedule file has {count} microbatches, but --num-microbatches is {request.num_microbatches}",
+            remedy="omit --num-microbatches",
         )
     return PlanOptions(
         num_ranks=num_ranks,
@@ -162,7 +161,7 @@ def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptio
 
 
 def plain(options: PlanOptions) -> PlanOptions:
-    """Return the same options under 1f1b, without options of the schedule."""
+    """Return the options for 1f1b, without options of another schedule."""
     return dataclasses.replace(
         options,
         schedule=_AUTO_FIRST,
@@ -187,23 +186,24 @@ def with_replicas(options: PlanOptions) -> PlanOptions:
 
 
 def fewer(num_ranks: int) -> list[int]:
-    """Return the numbers of ranks to plan with replicas for: all, and half of them each time, down to one.
+    """Return the numbers of ranks for which replicated plans are searched: all, half of them, and so on, down to one.
 
-    Where devices or links differ a search uses all ranks; else it may leave some unused, and judges that by formula.
+    If devices or links differ, one search uses all of its ranks. Otherwise it may leave some unused, but decides that
+    by the closed-form estimate.
     """
     return [num_ranks >> k for k in range(num_ranks.bit_length())]
 
 
 def takes_replicas(options: PlanOptions) -> bool:
-    """Whether the planner and the runtime can replicate stages under this schedule."""
+    """Return whether planner and runtime support replicated stages with this schedule."""
     return options.schedule_kind.replicas and not options.stage_ranks
 
 
 def schedules(name: str, *, links_known: bool = False) -> tuple[str, ...]:
     """Return the schedules to try.
 
-    ``auto``: those with ``tried_by_auto``. One with several stages per rank is considered only if the links are known:
-    it sends more messages, which cost nothing on a link that is merely assumed to be fast.
+    ``auto``: those with ``tried_by_auto``. Schedules with several stages per rank are included only if the links are
+    known: they send more messages, which cost little on a link that is assumed to be fast.
     """
     if name != "auto":
         return (name,)
@@ -213,7 +213,7 @@ def schedules(name: str, *, links_known: bool = False) -> tuple[str, ...]:
 
 
 def most_stages(profile: Profile) -> int:
-    """Return how many stages the model can be cut into."""
+    """Return the largest number of stages into which the model can be cut."""
     return len(Cuts(profile.graph).legal) + 1
 
 
@@ -224,12 +224,12 @@ def _sends_more(kind: ScheduleKind) -> bool:
 def _left_out(links_known: bool) -> tuple[str, ...]:
     """Return why ``auto`` did not consider some schedules."""
     notes = [
-        f"{kind.name} was not considered: the profile has no times of the two halves of a backward, which it separates"
+        f"{kind.name} was not considered: the profile has no times of the two halves of a backward, which it splits"
         for kind in REGISTRY.values()
         if kind.splits_backward
     ]
     notes += [
-        f"{kind.name} was not considered: it sends more often, and the links are assumed (autopipe doctor --links "
+        f"{kind.name} was not considered: it sends more messages, and the links are assumed (autopipe doctor --links "
         "measures them, --link and --cluster describe them)"
         for kind in REGISTRY.values()
         if kind.tried_by_auto and _sends_more(kind) and not links_known

@@ -137,7 +137,7 @@ def hold(case: Case, folder: Path) -> str:
     try:
         plan = case.plan(subject)
     except PlanError as error:  # the model has too few legal cuts
-        assert f"{case.num_stages} stages asked for" in str(error)
+        assert f"{case.num_stages} stages requested" in str(error)
         assert re.search(r"\d+ legal cuts", str(error))
         return "uncut"
     numbers = case.refused_for(plan)

@@ -165,7 +165,7 @@ def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -
     if averaged and not (request.of_other_devices and ranks > most):
         if ranks > most:
             raise PlanError(
-                f"{ranks} stages asked for, but the model has {most - 1} legal cuts: {most} stages at most",
+                f"{ranks} stages requested, but the model has {most - 1} legal cuts: at most {most} stages",
                 where=f"graph of {profile.graph.name}",
                 remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
             )

@@ -1,1 +1,1 @@
-"""What a stage costs: seconds and bytes, from a profile and a schedule."""
+"""The cost of a stage in seconds and bytes, from a profile and a schedule."""

@@ -1,8 +1,8 @@
-"""Devices by name, as their makers describe them, and what a profile from one says about another: an estimate.
+"""Datasheets of devices, and the speed of one device relative to another, as an estimate.
 
-Rates are dense peaks (no sparsity). Memory counts 10^9 bytes a GB, which is at most what the device really offers.
-A layer that computes runs as the ratio of the peaks, one that moves memory as the ratio of the bandwidths; a profile
-does not say which is which, so the speed is given between both, with their geometric mean as the estimate.
+Rates are dense peaks, without sparsity. A GB of memory is 10^9 bytes, which no device falls short of. The speed of a
+layer that is bound by computation changes with the peak rate, that of one bound by memory with the bandwidth. A profile
+does not say which applies, so the speed is a range between the two ratios, with their geometric mean as the estimate.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """``tensor_flops``: peak of fp16 and bf16 matrix units (``bf16``: whether it has the latter). Rates per second."""
+    """The figures of a device from its maker."""
 
     name: str
     memory_bytes: int
-    memory_bandwidth: float
-    fp32_flops: float
-    tensor_flops: float
-    bf16: bool
-    source: str
+    memory_bandwidth: float  # bytes per second
+    fp32_flops: float  # operations per second
+    tensor_flops: float  # operations per second of the fp16 and bf16 matrix units
+    bf16: bool  # whether it has bf16 matrix units
+    source: str  # the document
 
     def peak(self, precision: str) -> float:
-        """Return the peak rate at a precision. Raises: PlanError when the device does not have it."""
+        """Return the peak operations per second. Raises: PlanError if the device does not have the precision."""
         if precision not in PRECISIONS:
             raise PlanError(unknown_choice("precision", precision, PRECISIONS))
         if precision == "bf16" and not self.bf16:
@@ -72,18 +72,18 @@ ALIASES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How much faster a device is than the one profiled: between ``low`` and ``high``; ``estimate`` lies between."""
+    """The speed of a device relative to the profiled one."""
 
-    low: float
-    estimate: float
+    low: float  # the smaller one of the ratios of peak rates and bandwidths
+    estimate: float  # their geometric mean
     high: float
-    note: str
+    note: str  # for the user
 
 
 def datasheet(name: str) -> Datasheet:
-    """Return a device's datasheet, by its name here or by a common one (``ALIASES``).
+    """Return the datasheet of a device, by its name or a common alias (``ALIASES``).
 
-    Raises: PlanError with the known names.
+    Raises: PlanError with the known names if the name is unknown.
     """
     wanted = ALIASES.get(name.lower(), name).lower()
     known = {sheet.name.lower(): sheet for sheet in DATASHEETS}.get(wanted)
@@ -96,9 +96,9 @@ def datasheet(name: str) -> Datasheet:
 
 
 def recognized(device: str) -> Datasheet | None:
-    """Return the datasheet of a device as its driver names it (``NVIDIA A100-SXM4-80GB``); None if it is unknown.
+    """Return the datasheet for a device name from the driver (``NVIDIA A100-SXM4-80GB``), or None if it is unknown.
 
-    Raises: PlanError when the name leaves several.
+    Raises: PlanError if the name is ambiguous.
     """
     words = re.split(r"[\s-]+", device.lower())
     family = [sheet for sheet in DATASHEETS if sheet.name.split("-")[0].lower() in words]
@@ -113,7 +113,7 @@ def recognized(device: str) -> Datasheet | None:
 
 
 def relative_speed(profiled: str, target: str, precision: str) -> Speed:
-    """Return how fast ``target`` should run what was profiled on ``profiled``. Raises: PlanError."""
+    """Return the speed of ``target`` relative to ``profiled``. Raises: PlanError for unknown names or precisions."""
     a, b = datasheet(profiled), datasheet(target)
     compute, memory = b.peak(precision) / a.peak(precision), b.memory_bandwidth / a.memory_bandwidth
     low, high = min(compute, memory), max(compute, memory)
@@ -125,9 +125,11 @@ def relative_speed(profiled: str, target: str, precision: str) -> Speed:
 
 
 def device_like(profiled: str, target: str, precision: str) -> ClusterDevice:
-    """Return ``target`` as a device of a cluster, its speeds relative to the profiled device. Raises: PlanError.
+    """Return ``target`` as a device of a cluster, with speeds relative to the profiled device.
 
-    The optimizer's step moves memory and hardly computes: it runs as the ratio of the bandwidths.
+    The optimizer's step is bound by memory, so its speed is the ratio of the bandwidths.
+
+    Raises: PlanError for unknown names or precisions.
     """
     sheet, memory_speed = datasheet(target), datasheet(target).memory_bandwidth / datasheet(profiled).memory_bandwidth
     speed = relative_speed(profiled, target, precision).estimate

@@ -1,18 +1,18 @@
-"""What a stage keeps on each of its ranks, in symbols and in bytes.
+"""The memory of a stage on each of its ranks: the formula, microbatches in flight and weight versions.
 
 With v weight versions and at most k microbatches in flight::
 
     state        = v W + G + O             W weights and buffers, G gradients, O optimizer state
-    peak         = state + k (A + K) + X   A saved for backward, K batch tensors, received values, input-only results
+    peak         = state + k (A + K) + X   A saved for backward; K batch tensors, received values, input-only results
     with recompute
-    peak         = state + k K + A + X     only the inputs of the stage are kept; one microbatch's A lives at a time
-    where the backward is split, on stage s > 0
-    peak         = the same + (s + 1) H    H the gradients between the halves: as large as what has weights to train
+    peak         = state + k K + A + X     only the inputs of the stage are kept; one microbatch's A exists at a time
+    if the backward is split, on stage s > 0
+    peak         = the same + (s + 1) H    H gradients between the halves: as large as the results of trained nodes
     X            = max(0, max_x (w_x - A behind x))   w workspace of a node; what is behind it is freed by then
 
 G counts trained parameters only, O only those that the stage itself steps. A profile counts a tensor at the first node
-that keeps it. A stage that has the tensor from elsewhere counts it in K and not in A; one that sends it counts it in A
-in any case, as its backward starts from it.
+that keeps it. A stage that receives the tensor counts it in K and not in A. A stage that sends it counts it in A in any
+case, because its backward starts from it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def stage_peak(
 
 
 def in_flight(kind: ScheduleKind, num_microbatches: int, *, behind: int, num_ranks: int, replicas: int = 1) -> int:
-    """Return how many microbatches a rank of a stage holds at most. ``behind``: the ranks of all later stages."""
+    """Return the most microbatches in flight on a rank of a stage. ``behind``: the number of ranks of later stages."""
     share = math.ceil(num_microbatches / replicas)
     if kind.in_flight == "all":
         return share
@@ -55,11 +55,11 @@ def in_flight(kind: ScheduleKind, num_microbatches: int, *, behind: int, num_ran
 
 
 def in_flight_of_interleaved(stages_per_rank: int, num_ranks: int, num_microbatches: int, stage: int) -> int:
-    """Return how many microbatches an interleaved stage holds at most; stage s is on rank ``s mod num_ranks``.
+    """Return the most microbatches in flight of an interleaved stage; stage s is on rank ``s mod num_ranks``.
 
-    A rank takes c microbatches at a time through each of its v stages, and sends 2(p-1-r) + (v-1)c forwards ahead
-    (arXiv:2104.04473, section 2.2); in steady state each further forward is followed by a backward. A stage holds most
-    when its first backward is about to run, behind c of each later stage of its rank.
+    A rank runs rounds of c microbatches through each of its v stages, and 2(p-1-r) + (v-1)c forwards before its first
+    backward (arXiv:2104.04473, section 2.2). After that, a backward follows each forward. The number of a stage is
+    largest before its first backward, which follows c backwards of each later stage of the rank.
     """
     v, (chunk, rank) = stages_per_rank, divmod(stage, num_ranks)
     c = num_microbatches // max(num_microbatches // num_ranks, 1)
@@ -69,7 +69,7 @@ def in_flight_of_interleaved(stages_per_rank: int, num_ranks: int, num_microbatc
 
 
 def weight_versions(kind: ScheduleKind, num_microbatches: int, num_in_flight: int, replicas: int = 1) -> int:
-    """Return how many versions of its weights a stage keeps, with ``num_in_flight`` microbatches on each rank."""
+    """Return the number of weight versions that a stage keeps, with ``num_in_flight`` microbatches on each rank."""
     fixed = kind.fixed_versions(num_microbatches)
     if fixed is not None:
         return fixed

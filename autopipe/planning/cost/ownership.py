@@ -1,9 +1,9 @@
-"""Which stage holds which parameter and buffer, every one of the model's, by name.
+"""Assigns every parameter and buffer of the model to stages, by name.
 
-State that some node reads belongs to the stages that read it. State that no node reads (a head that the loss ignores,
-a table kept for later) must still be in the checkpoint, so it goes with its neighbours: the first reader of the state
-with the longest common module path, or the last stage where nothing has a path in common. State that only batches of
-another form read goes where those batches need it (``Graph.homes``).
+State that nodes read belongs to the stages of those nodes. State that no node reads, such as a head that the loss
+ignores, must still be in the checkpoint. It is assigned to the first reader of the state with the longest common module
+path, or to the last stage if no path has a common part. State that only batches of another form read is assigned to the
+stage where those batches need it (``Graph.homes``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def unused_state(graph: Graph) -> dict[str, int]:
-    """Return, for every parameter and buffer that no node reads, the position of the node that it goes with."""
+    """Return, for every parameter and buffer that no node reads, the position of the node to whose stage it belongs."""
     first_reader: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         for name in (*node.parameters, *node.buffers, *node.buffers_written):
@@ -50,7 +50,7 @@ def _next_work(work: Sequence[int], position: int) -> int:
 
 
 def state_of_stages(graph: Graph, cuts: Cuts, positions: Sequence[int]) -> list[State]:
-    """Return (parameters, buffers) of every stage, each in the model's order; with what no node reads added."""
+    """Return (parameters, buffers) of every stage, each in the model's order, with those that no node reads."""
     edges = [0, *positions, len(graph.nodes)]
     unused = unused_state(graph)
     stages = []
@@ -71,11 +71,11 @@ def state_of_stages(graph: Graph, cuts: Cuts, positions: Sequence[int]) -> list[
 def find_ties(
     graph: Graph, stages: Sequence[Sequence[str]], exchanged_bytes: int, batch_size: int, exact_ties: str = "auto"
 ) -> tuple[Tie, ...]:
-    """Return the parameters that several stages use; the first one owns it.
+    """Return the parameters that several stages use. The first of the stages owns the parameter.
 
-    ``exact`` if the parameter is at most as large as what the stages exchange for a microbatch anyway
-    (``exchanged_bytes``): then its gradient may travel with every microbatch, in plain autograd's order. With
-    ``exact_ties`` "always" it does whatever its size. A frozen parameter is always ``exact``: it has no gradient.
+    A tie is ``exact`` if the parameter is at most as large as the values that the stages exchange per microbatch
+    (``exchanged_bytes``). Its gradient is then sent with every microbatch, in the order of plain autograd. With
+    ``exact_ties`` "always", its size does not matter. A frozen parameter has no gradient, and is always exact.
     """
     sizes = graph.sizes(batch_size)
     ties = []
@@ -89,9 +89,9 @@ def find_ties(
 
 
 def check_every_parameter(graph: Graph, stages: Sequence[Stage]) -> None:
-    """Refuse a plan whose stages' parameters together are not the model's, name by name.
+    """Check that the stages' parameters together are those of the model.
 
-    Raises: PlanError, naming the first that is missing, or foreign, and how many there are.
+    Raises: PlanError with the first name that is missing or unknown, and their number.
     """
     present = {name for stage in stages for name in stage.parameters}
     for kind, names in (

@@ -1,8 +1,9 @@
-"""The peak bytes of a plan's stages, messages included, and the search for a plan whose peaks fit.
+"""The peak bytes of the stages of a plan along its schedule, and the search for a plan whose peaks fit.
 
-The search knows a stage by its cuts alone, and counts what is in flight by a formula. Here a plan is counted again: its
-schedule is followed instruction by instruction, with every message that is received ahead (``schedules.memory``). Where
-that is more than a device has, the search is repeated with less room there.
+A search knows only the cuts of a stage, and computes microbatches in flight by a formula. ``with_peaks`` follows the
+schedule of a finished plan, instruction by instruction, with every message that is received early
+(``schedules.memory``). The terms of a stage are the same (``byte_sums``). If a peak exceeds the memory of its device,
+``search_within_memory`` searches again with less memory there.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ MOST_SEARCHES = 6
 
 
 def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONCE) -> Plan:
-    """Return the plan with the peaks of its stages counted along its schedule; one too large for that as it is.
+    """Return the plan with the peaks of its stages along its schedule.
 
-    ``most``: the pairs of rank and microbatch that are followed.
+    A plan with more than ``most`` pairs of a rank and a microbatch is returned unchanged.
     """
     size = plan.num_ranks * plan.num_microbatches
     if size > most:
@@ -52,7 +53,7 @@ def with_peaks(plan: Plan, profile: Profile, *, most: float = MOST_SIMULATED_ONC
 
 
 def _halved(schedule: Schedule, message_plan: MessagePlan) -> set[int]:
-    """Return the stages whose backward has a first half: those that send a gradient back have one."""
+    """Return the stages whose backward is split: those that send a gradient back."""
     split = {i.stage for row in schedule.rows for i in row if i.op == Op.BACKWARD_INPUTS}
     return split & {source for source, _ in message_plan.backward}
 
@@ -81,9 +82,9 @@ def _sizes(plan: Plan, profile: Profile, halved: set[int]) -> list[StageBytes]:
 def search_within_memory(
     profile: Profile, cluster: Cluster, find: Callable[[Cluster], Plan], stopped: Callable[[], bool] = lambda: False
 ) -> Plan:
-    """Return the first plan whose peaks, counted, fit the cluster's memory; each search has less room than the last.
+    """Return the first plan whose peaks fit the cluster's memory. Each search has less memory than the one before.
 
-    ``find``: a search, by the planner's formula. ``stopped``: whether it was interrupted; then none follows.
+    ``find``: a search with the memory of a cluster. ``stopped``: whether it was interrupted; then none follows.
 
     Raises: PlanError if no plan fits.
     """
@@ -101,31 +102,31 @@ def search_within_memory(
         rank = worst(over, cluster)
         more = over[rank] - cluster.device(rank).memory_bytes
         refused = PlanError(
-            f"no plan fits: the best one found needs {in_short_bytes(over[rank])} on rank {rank}, messages included, "
-            f"{in_short_bytes(more)} more than there is",
+            f"no plan fits: the best one needs {in_short_bytes(over[rank])} on rank {rank}, with its messages: "
+            f"{in_short_bytes(more)} more than its device has",
             remedy="use more ranks, smaller microbatches or a schedule with fewer of them in flight; with --recompute "
-            "auto (the default) a stage recomputes where it must",
+            "auto (the default), a stage recomputes if it must",
         )
         if stopped():
             break
-        room = _less(room, cluster, bytes_by_rank(candidate.stages), over)
+        room = _with_less_memory(room, cluster, bytes_by_rank(candidate.stages), over)
     assert refused is not None
     raise refused
 
 
 def over_limit(plan: Plan, cluster: Cluster) -> dict[int, int]:
-    """Return what the ranks need that need more than they have."""
+    """Return the bytes that ranks need, of the ranks that need more than they have."""
     used = bytes_by_rank(plan.stages)
     return {rank: used[rank] for rank in used if 0 < cluster.memory_of(rank) < used[rank]}
 
 
 def worst(over: Mapping[int, int], cluster: Cluster) -> int:
-    """Return the rank that lacks the largest part of what it has."""
+    """Return the rank whose need exceeds its memory by the largest factor."""
     return max(over, key=lambda rank: over[rank] / cluster.memory_of(rank))
 
 
 def memory_shortfall(plan: Plan, cluster: Cluster) -> str:
-    """Return in words which ranks would run out of memory, "" where all stages fit."""
+    """Return a sentence on the ranks that would run out of memory; "" if all stages fit."""
     over = over_limit(plan, cluster)
     if not over:
         return ""
@@ -138,10 +139,10 @@ def memory_shortfall(plan: Plan, cluster: Cluster) -> str:
     )
 
 
-def _less(room: Cluster, cluster: Cluster, used: Mapping[int, int], over: Mapping[int, int]) -> Cluster:
-    """Return the room for the next search: so much that by the formula the plan that was ``over`` does not fit again.
+def _with_less_memory(room: Cluster, cluster: Cluster, used: Mapping[int, int], over: Mapping[int, int]) -> Cluster:
+    """Return the cluster for the next search, with so little memory that the last plan does not fit by the formula.
 
-    ``used``: what the formula says that the plan needs; ``over``: what it needs, on the ranks where that is too much.
+    ``used``: the bytes of the last plan by the formula; ``over``: its peaks, on the ranks where they are too high.
     """
     devices = list(room.devices)
     for rank, needed in over.items():

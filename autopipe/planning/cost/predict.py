@@ -1,7 +1,7 @@
-"""Plan + Profile + Cluster -> Timeline and Prediction, by the one simulator.
+"""The simulator's prediction of a plan: from a plan, a profile and a cluster to a timeline.
 
-A flush repeats itself every minibatch, so one is simulated. A schedule whose steps overlap is simulated over several,
-and what one minibatch adds is its step.
+Of a schedule with a flush, one minibatch is simulated, because all are equal. Of a schedule whose steps overlap,
+several are simulated, and the time that one minibatch adds is the time of a step.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from autopipe.planning.search.alternatives import MOST_SCORED, RankedScore, Scor
 from autopipe.schedules import Costs, EdgeCosts, StageCosts, lower, make, simulate
 
 WINDOW = 8
-# pairs of rank and microbatch that are simulated in a quarter of a second, and in ten
+# pairs of a rank and a microbatch that take about a quarter of a second to simulate, and ten seconds
 MOST_SIMULATED = 4096
 MOST_SIMULATED_ONCE = 200_000
 
 
 def schedule_of(plan: Plan, num_minibatches: int = 1) -> Schedule:
-    """Return the schedule that a plan names, without communication."""
+    """Return the schedule of a plan, without communication."""
     return make(plan.schedule, plan.request(num_minibatches))
 
 
 def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
-    """Return what the simulator is to charge, from the plan's figures."""
+    """Return the costs for the simulator, from the plan's times."""
     graph = profile.graph
     copies = {(tie.parameter, copy) for tie in plan.ties for copy in tie.copies}
     stages = []
     for stage in plan.stages:
         owned = sum(graph.parameters[n].num_bytes({}) for n in stage.parameters if (n, stage.index) not in copies)
         link = cluster.link(stage.ranks[0], stage.ranks[-1])
-        # a ring sends and receives 2 (r - 1) / r of the gradients at each rank
+        # in a ring all-reduce, each rank sends and receives 2 (r - 1) / r of the gradients
         share = 2 * (stage.replicas - 1) / stage.replicas
         reduce_seconds = share * owned / link.ring_bandwidth + (link.latency_seconds if share else 0.0)
         host, pace = cluster.host.compute_seconds, cluster.host.pace
@@ -71,9 +71,9 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
     for edge, values in (*message_plan.forward.items(), *message_plan.backward.items()):
         total, further = amounts[edge], max(len(values) - 1, 0) * host.value_seconds
         link = cluster.link(plan.stages[edge[0]].ranks[0], plan.stages[edge[1]].ranks[0])
-        # further values cost less than the first, which wakes the threads that move them
+        # further values cost less than the first, which wakes the threads that send
         send = host.send_seconds + further + host.send_seconds_per_byte * total
-        # both figures of a link were taken from one end to the other, and hold what its ends do
+        # the measured bandwidth and latency of a link include the work at its ends
         occupied = max(total / link.bandwidth - host.send_seconds_per_byte * total, 0.0)
         latency = max(link.latency_seconds - host.send_seconds - host.receive_seconds, 0.0) + host.delivery_seconds
         edges[edge] = EdgeCosts(occupied, latency, send, host.receive_seconds + further)
@@ -81,7 +81,7 @@ def _edges(plan: Plan, profile: Profile, cluster: Cluster) -> dict[Edge, EdgeCos
 
 
 def message_bytes(plan: Plan, profile: Profile, message_plan: MessagePlan) -> dict[Edge, int]:
-    """Return the bytes that a microbatch sends over each edge; activations go to later stages, gradients back."""
+    """Return the bytes of a microbatch on each edge: activations to later stages, gradients to earlier ones."""
     num_bytes = {boundary.value: boundary.bytes for boundary in plan.boundaries}
     num_bytes |= {tied(tie.parameter): profile.graph.parameters[tie.parameter].num_bytes({}) for tie in plan.ties}
     every = (*message_plan.forward.items(), *message_plan.backward.items())
@@ -95,7 +95,7 @@ def timeline_of(plan: Plan, profile: Profile, cluster: Cluster, num_minibatches:
 
 
 def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
-    """Return what a plan should do. ``bubble_fraction``: of one minibatch, or of the steady state without a flush."""
+    """Return the simulated prediction; without a flush, of the steady state."""
     if not any(schedule_of(plan).staleness):
         timeline = timeline_of(plan, profile, cluster)
         seconds, bubble = timeline.seconds, timeline.bubble_fraction
@@ -109,10 +109,10 @@ def predict(plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
 
 
 def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOptions]) -> RankedScore:
-    """Return the judge of a search: the simulator, asked about the fewer plans the larger they are.
+    """Return the simulator as the score of a search. The larger the plans are, the fewer it simulates.
 
-    Where they are too large to be simulated at all it is the planner's formula, for all of them: figures of the one
-    and of the other are not compared with each other.
+    If they are too large to simulate, the score is the closed-form estimate for all of them: the two kinds of
+    prediction are never compared with each other.
     """
     stages = len(Cuts(profile.graph).legal) + 1
     largest = max(1, *(_largest(profile, options, stages) for options in choices))
@@ -125,17 +125,17 @@ def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
     try:
         fixed = microbatch_count(options)
         count = fixed or max(candidate_counts(profile, options), default=1)
-        # where ranks may stay unused, no stage has more of them than microbatches
+        # if ranks may stay unused, no stage has more ranks than microbatches
         most = min(options.num_ranks, count * most_stages) if options.may_replicate else options.num_ranks
         return count * most
     except PlanError:
-        return 0  # it will be refused
+        return 0  # the search will raise it
 
 
 def scored(profile: Profile, cluster: Cluster) -> Score:
-    """Return the simulator as a score. A plan that no schedule can run takes infinitely long.
+    """Return the simulator as a score. A plan that its schedule cannot run takes infinitely long.
 
-    A plan too large to be simulated at all keeps the planner's own figures.
+    A plan that is too large to simulate keeps the closed-form estimate.
     """
 
     def score(plan: Plan) -> Prediction:

@@ -1,15 +1,15 @@
-"""A profile with the times of a device that is not here, from the device's datasheet.
+"""Estimates the times of a profile on another device from the device's datasheet.
 
-What each node computes and moves was counted when the profile was taken, on whatever device. The roofline model
-(Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009) turns it into seconds: a matrix operation takes as long as
-its arithmetic or its memory traffic, whichever is longer; every other operation takes as long as its traffic::
+A profile contains the operations and bytes of each node, which do not depend on the device. The roofline model
+(Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009) converts them to seconds. A matrix operation takes as long
+as its arithmetic or its memory traffic, whichever is longer; every other operation takes as long as its traffic::
 
     seconds = max(flops / (COMPUTE_EFFICIENCY * peak), matrix_bytes / bandwidth) + other_bytes / bandwidth
     optimizer seconds, per byte of parameters = (3 + 2 * state) / bandwidth
 
-A backward also adds the gradient of each microbatch to the sum: it reads both and writes one. An optimizer step reads
-the parameter and its gradient, reads and writes its state, and writes the parameter. Kernel launches are not counted:
-small layers at small microbatches take longer than this.
+A backward also adds the gradient of each microbatch to the sum: it reads two tensors and writes one. An optimizer step
+reads the parameter and its gradient, reads and writes its state, and writes the parameter. Kernel launches are not
+included, so that small layers at small microbatches take longer than the estimate.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from autopipe.planning.cost.datasheets import Datasheet
 from autopipe.units import in_bandwidth
 
 COMPUTE_EFFICIENCY = 0.6
-"""The part of the peak rate that matrix products, convolutions and attention reach: an assumption, not a measurement.
+"""The fraction of the peak rate that matrix products, convolutions and attention reach: an assumption.
 
-What they read and write is charged at the full bandwidth. Of a large transformer as a whole, about 40 % of the peak is
-left, which is what such models are reported to train at (Llama 3, arXiv:2407.21783, table 4: 38 to 43 % on H100)."""
+Their reads and writes are charged at the full bandwidth. A large transformer then reaches about 40 % of the peak, as
+is reported for training such models (Llama 3, arXiv:2407.21783, table 4: 38 to 43 % on H100)."""
 
 
 def on_datasheet(profile: Profile, sheet: Datasheet, precision: str) -> Profile:
-    """Return the profile as if it had been taken on the device of a datasheet. Bytes stay as they were counted.
+    """Return the profile with estimated times on the device of a datasheet. Bytes do not change.
 
-    Raises: PlanError where the profile holds no counts, or the device does not have the precision.
+    Raises: PlanError if the profile has no counts of operations, or the device does not have the precision.
     """
     peak = COMPUTE_EFFICIENCY * sheet.peak(precision)
     if any(not measurement.work for measurement in profile.measurements):
         raise PlanError(
-            f"the profile of {profile.graph.name} does not say what its nodes compute and move: an earlier version of "
+            f"the profile of {profile.graph.name} has no counts of operations and bytes: an earlier version of "
             "autopipe took it",
             remedy="profile the model again: autopipe profile TARGET",
         )
@@ -50,9 +50,9 @@ def on_datasheet(profile: Profile, sheet: Datasheet, precision: str) -> Profile:
 
 
 def describe(sheet: Datasheet, precision: str, profiled: str) -> str:
-    """Return, in a sentence, how the times of a plan for this device were estimated."""
+    """Return a description of the estimate for the user."""
     return (
-        f"estimate, nothing was measured on such a device: operations and bytes counted on {profiled}, at "
+        f"estimate, without measurements on such a device: operations and bytes counted on {profiled}, at "
         f"{COMPUTE_EFFICIENCY:.0%} of {sheet.peak(precision) / 1e12:.4g} TFLOP/s ({precision}) and "
         f"{in_bandwidth(sheet.memory_bandwidth, 4)} of memory bandwidth ({sheet.source}); kernel launches are not "
         "counted"

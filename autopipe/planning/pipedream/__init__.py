@@ -1,1 +1,1 @@
-"""Profiles in PipeDream's format, and plans under PipeDream's own cost model."""
+"""PipeDream's profile format, and plans with PipeDream's own cost model."""

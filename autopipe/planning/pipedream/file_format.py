@@ -6,10 +6,10 @@
                                        activation_size=411041792.000, parameter_size=1180672.000[ -- stage_id=K]
     <TAB>node5 -- node6
 
-One node a line, then one edge a line, in no particular order; times in milliseconds for one minibatch, sizes in
-bytes; several outputs stand as ``[a; b; c]`` and are summed. Some files indent edges with spaces, so an
-edge is recognized by its two fields. As in PipeDream, sources named ``Input`` and sinks named ``__getitem__`` are
-dropped: they compute nothing.
+There is one node or edge per line, in any order. Times are in milliseconds per minibatch, and sizes in bytes. Several
+outputs are written as ``[a; b; c]``; their sizes are added. Some files indent edges with spaces, so an edge is
+recognized by its two fields. As in PipeDream, sources named ``Input`` and sinks named ``__getitem__`` are dropped,
+because they compute nothing.
 
 Source: msr-fiddle/pipedream, ``graph/graph.py``; AlibabaPAI/DAPPLE, ``profiling_results``.
 """
@@ -28,13 +28,13 @@ USUAL = re.compile(
 )
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _REMEDY = "give one of PipeDream's graph.txt files"
-_MOST_MILLISECONDS = 1e12  # of one layer, 30 years: beyond it sums lose their meaning
+_MOST_MILLISECONDS = 1e12  # of one layer: 30 years
 _MOST_BYTES = 1e15
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """A DAG of layers. Index = place in ``names``; seconds and bytes for one minibatch; ``edges``: (from, to)."""
+    """A DAG of layers. Seconds and bytes are per minibatch; a layer is identified by its index."""
 
     names: tuple[str, ...]
     descriptions: tuple[str, ...]
@@ -42,14 +42,11 @@ class LayerGraph:
     backward_seconds: tuple[float, ...]
     activation_bytes: tuple[float, ...]
     parameter_bytes: tuple[float, ...]
-    edges: tuple[tuple[int, int], ...]
+    edges: tuple[tuple[int, int], ...]  # (from, to)
 
 
 def read_pipedream(path: Path) -> LayerGraph:
-    """Return the graph of a profile file.
-
-    Raises: PlanError with file and line for anything that is not in the format.
-    """
+    """Return the graph of a profile file. Raises: PlanError with file and line if it violates the format."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -78,7 +75,7 @@ def parse_pipedream(text: str, where: str = "profile") -> LayerGraph:
                 f"neither a node nor an edge: {line.strip()[:60]!r}", where=f"{where}:{number}", remedy=_REMEDY
             )
     if not names:
-        raise PlanError("the profile holds no nodes", where=where, remedy=_REMEDY)
+        raise PlanError("the profile has no nodes", where=where, remedy=_REMEDY)
     edges = []
     for a, b, number in links:
         if a not in place or b not in place:
@@ -96,7 +93,7 @@ def _costs(metadata: str, where: str) -> tuple[float, float, float, float]:
         try:
             a, b, c, d = map(float, usual.groups())
         except ValueError:
-            pass  # "1.2.3": the slow path says what is wrong
+            pass  # "1.2.3": the general path below reports it
         else:
             if max(a, b) <= _MOST_MILLISECONDS and max(c, d) <= _MOST_BYTES:
                 return a / 1000, b / 1000, c, d
@@ -116,7 +113,7 @@ def _costs(metadata: str, where: str) -> tuple[float, float, float, float]:
     times, sizes = (forward, backward), (size, parameters)
     known = all(0 <= value <= _MOST_MILLISECONDS for value in times) and all(0 <= v <= _MOST_BYTES for v in sizes)
     if not known:
-        raise PlanError("a time or size is negative, or beyond measure", where=where, remedy=_REMEDY)
+        raise PlanError("a time or size is negative or too large", where=where, remedy=_REMEDY)
     return forward / 1000, backward / 1000, size, parameters
 
 
@@ -129,7 +126,7 @@ def _cleaned(
     gone |= {i for i, row in enumerate(rows) if i not in feeds and row[0].startswith("__getitem__")}
     kept = [index for index in range(len(names)) if index not in gone]
     if not kept:
-        raise PlanError("the profile holds nothing but inputs", where=where, remedy=_REMEDY)
+        raise PlanError("the profile has only inputs", where=where, remedy=_REMEDY)
     place = {index: new for new, index in enumerate(kept)}
     descriptions, forward, backward, activations, parameters = zip(*(rows[index] for index in kept), strict=True)
     sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
@@ -140,7 +137,7 @@ def _cleaned(
     except graphlib.CycleError as error:
         first = names[min(error.args[1])]
         raise PlanError(f"the profile's graph has a cycle through {first!r}", where=where, remedy=_REMEDY) from None
-    # a repeated line is the same edge
+    # repeated edges count once
     unique = dict.fromkeys((place[a], place[b]) for a, b in edges if a in place and b in place)
     kept_names = tuple(names[index] for index in kept)
     return LayerGraph(kept_names, descriptions, forward, backward, activations, parameters, tuple(unique))

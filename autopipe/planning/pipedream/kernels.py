@@ -1,17 +1,18 @@
-"""PipeDream's cost model over states (ideals or prefixes): the loops, compiled where numba is installed.
+"""The loops of PipeDream's cost model over states (ideals or prefixes), compiled if numba is installed.
 
-Notation: state ``i`` up to state ``j`` is a stage; ``C``, ``P``, ``A`` prefix sums of seconds, parameter and activation
-bytes, ``X`` bytes across a state's cut; ``r`` replicas; ``B`` bandwidth; ``d`` devices behind the stage::
+A stage is the difference of states ``i`` and ``j``. ``C``, ``P`` and ``A`` are prefix sums of seconds, parameter bytes
+and activation bytes, ``X`` the bytes across a state's cut, ``r`` replicas, ``B`` the bandwidth, and ``d`` the devices
+behind the stage::
 
     seconds = (C + 4 (r-1) P / (r B)) / r       all-reduce as PipeDream counts it (parameter server, both ways)
-    input   = 2 X_i / (B r)                     not for the first stage
-    output  = 2 X_j / (B r)                     not for the first and the last stage
+    input   = 2 X_i / (B r)                     except for the first stage
+    output  = 2 X_j / (B r)                     except for the first and the last stage
     cost    = max of the three;  memory: ceil(d / r) (A + P) <= limit
 
 Source: PipeDream (SOSP 2019) and its ``optimizer_graph_hierarchical.py``; the search is ours (parametric).
 """
 
-# ruff: noqa: PLR0915, SIM300 - compiled loops take arrays one by one and stay in one piece; T is not a constant
+# ruff: noqa: PLR0915, SIM300 - compiled loops are single functions over separate arrays; T is not a constant
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ import numpy as np
 
 from autopipe.planning.search.compiled import compiled
 
-Array = Any  # arrays inside compiled code: numba infers the type, and numpy's generic types say nothing here
+Array = Any  # numba infers the types of arrays in compiled code
 
 
 @compiled
 def nested_pairs(words: Array, sizes: Array, most: int) -> tuple[Array, Array]:
-    """Return (pointers, supersets): for every state the later ones that hold it, as bit sets of 64-bit words.
+    """Return (pointers, supersets): for every state, the later ones that contain it, as bit sets of 64-bit words.
 
-    What holds a superset holds the state, too, and is not compared again. ``supersets`` is empty for more pairs than
-    ``most``, which ``pointers`` still count.
+    Supersets of a superset are not compared again. ``supersets`` is empty if there are more than ``most`` pairs;
+    ``pointers`` counts them in any case.
     """
     n = len(sizes)
     above = np.zeros((n, (n + 63) // 64), np.uint64)
@@ -67,9 +68,9 @@ def nested_pairs(words: Array, sizes: Array, most: int) -> tuple[Array, Array]:
 
 @compiled
 def replicas_needed(c: float, k: float, x: float, T: float, B: float) -> int:
-    """Return the least r for which a stage costs at most T, by the closed form; ``x`` is the larger of its two cuts.
+    """Return the least r for which a stage costs at most T, by the closed form. ``x``: the larger of its two cuts.
 
-    (c + k (r-1)/r)/r <= T is T r^2 - (c + k) r + k >= 0: r = 1 where c <= T, else the larger root.
+    (c + k (r-1)/r)/r <= T is T r^2 - (c + k) r + k >= 0: r = 1 if c <= T, otherwise the larger root.
     """
     r = 1
     if c > T:
@@ -87,16 +88,16 @@ def least_devices(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
     T: float, B: float, G: int, limit: float, straight: bool, g: Array, after: Array, replicas: Array,
 ) -> int:  # fmt: skip
-    """Fill g[i], the least devices with which everything behind state i costs at most T a stage; return g[0].
+    """Set g[i] to the least devices with which every stage behind state i costs at most T; return g[0].
 
-    Fewer devices behind are never worse: neither for what is left nor for the number in flight. So one number a state
-    is enough, whatever G is. ``after``, ``replicas``: the choice made at i.
+    Fewer devices behind a stage are never worse, neither for the stages before it nor for the microbatches in flight.
+    So one number per state is enough for every G. ``after``, ``replicas``: the choice at i.
     """
     n = len(C)
     chain = len(pointers) == 0
     g[n - 1] = 0
     for i in range(n - 2, -1, -1):
-        # the seconds alone need so many devices behind, and leave so many less one, of those before
+        # bounds from the seconds alone: the devices for the layers behind i, and those left by the layers before it
         floor = max(1, math.ceil((C[n - 1] - C[i]) / T - 1e-9))
         best, next_state, count = G + 1 - max(0, math.ceil(C[i] / T - 1e-9)), -1, 0
         if floor >= best:
@@ -108,7 +109,7 @@ def least_devices(
             d = g[j]
             c = C[j] - C[i]
             if c > T * (best - 1 - d):
-                # seconds only grow along a chain, so once they are too many for all devices nothing later fits
+                # seconds increase along a chain, so once they are too many for all devices, no later j fits
                 if chain and c > T * (best - 1):
                     break
                 continue
@@ -120,7 +121,7 @@ def least_devices(
                 if j < n - 1 and X[j] > x:
                     x = X[j]
             k = 4.0 * (P[j] - P[i]) / B
-            # what no number of replicas that is left can meet; a number beyond all integers is never asked for
+            # no possible number of replicas is enough; this also avoids numbers beyond the integers
             if 2.0 * x > B * T * best or (c > T and c + k > 2.0 * T * best):
                 continue
             r = 1
@@ -129,7 +130,7 @@ def least_devices(
             if straight and r > 1:
                 continue
             stage_bytes = A[j] - A[i] + P[j] - P[i] if j < n - 1 else 0.0
-            # more replicas hold fewer each, but may cost more: both conditions are asked of every count
+            # more replicas hold less each but may cost more: both conditions are checked for every count
             while r + d < best and (
                 math.ceil(d / r) * stage_bytes > limit or (c + k * (r - 1) / r) / r > T * (1 + 1e-13)
             ):
@@ -146,7 +147,7 @@ def least_devices(
 
 @compiled
 def stage_cost(C: Array, P: Array, X: Array, i: int, j: int, r: int, B: float) -> float:
-    """Return the cost of one stage by the module's formula."""
+    """Return the cost of one stage by the formula of the module."""
     n = len(C)
     cost: float = (C[j] - C[i] + 4.0 * (P[j] - P[i]) / B * (r - 1) / r) / r
     if i > 0:
@@ -163,9 +164,8 @@ def solve_flat(
 ) -> tuple[float, Array, Array]:  # fmt: skip
     """Return (cost, after, replicas) of the best plan on G devices behind one kind of link, or infinity.
 
-    Looks only for plans cheaper than ``known``. Bisects the bottleneck T: a T that can be reached gives a plan, whose
-    own cost is the new upper end. After two refusals in a row one question ("anything cheaper than the best?") is
-    likely to settle it.
+    Only plans cheaper than ``known`` count. The bottleneck T is bisected. A feasible T gives a plan, whose cost is the
+    new upper end. After two infeasible T in a row, T is set just below the upper end, which usually ends the search.
     """
     n = len(C)
     g, after, replicas = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
@@ -201,13 +201,13 @@ def solve_flat(
 
 @compiled
 def _spans(a: int, r: int, width: int) -> int:
-    """Return how many groups of ``width`` ranks the ranks a..a+r-1 touch."""
+    """Return the number of groups of ``width`` ranks that the ranks a..a+r-1 touch."""
     return (a + r - 1) // width - a // width + 1
 
 
 @compiled
 def _most_in_one(a: int, r: int, inner: int, outer: int) -> int:
-    """Return the most groups of ``inner`` ranks that one group of ``outer`` ranks has, of those that a..a+r-1 touch."""
+    """Return the most groups of ``inner`` ranks that ranks a..a+r-1 touch in one group of ``outer`` ranks."""
     most = 0
     for group in range(a // outer, (a + r - 1) // outer + 1):
         first, last = max(a, group * outer), min(a + r, (group + 1) * outer) - 1
@@ -219,10 +219,10 @@ def _most_in_one(a: int, r: int, inner: int, outer: int) -> int:
 def placement_tables(widths: Array, bandwidths: Array, G: int) -> tuple[Array, Array, Array, Array]:
     """Return, for ranks a..a+r-1: all-reduce seconds a byte, the level of the cuts before and behind, seconds a byte.
 
-    ``widths``: ranks in a group of every level, innermost first, starting with 1. The all-reduce runs level by level
-    (in each, between the most members that one group has); a cut at level l is shared by the groups of level l - 1. A
-    message between groups also passes the links inside them: it is as slow as the narrowest, which is the outermost
-    unless outer links are the faster ones.
+    ``widths``: the ranks in a group of every level, innermost first, starting with 1. The all-reduce runs level by
+    level, in each between the largest number of members of one group. The groups of level l - 1 share a cut at level l.
+    A message between groups also passes the links inside them: it is as slow as the narrowest link, which is the
+    outermost unless outer links are faster.
     """
     L = len(bandwidths)
     narrowest = bandwidths.copy()
@@ -249,14 +249,15 @@ def solve_contiguous(
     pointers: Array, supersets: Array, C: Array, P: Array, A: Array, X: Array,
     widths: Array, bandwidths: Array, G: int, limit: float, straight: bool, known: float, steps: Array,
 ) -> tuple[float, Array]:  # fmt: skip
-    """Return (cost, stages) with stages laid over the ranks in order, several link levels; (inf, empty) if none.
+    """Return (cost, stages) of stages on the ranks in order, for several link levels; (inf, empty) if none fit.
 
-    f(i, a, l): the least bottleneck of what lies before state i, on ranks 0..a-1, when the cut at i runs over links of
-    level l. Only what can still end below a bound T is followed: the time before i fits on a ranks, and what is behind
-    on the others even if all links were as the fastest (``least_devices``), which also says the least T there can be.
-    T grows from there until something is found; then it is the best. A row of stages: (i, j, first rank, replicas).
-    How many devices are behind a stage, and so its memory, is known where all are used: with a limit, no rank is left.
-    ``steps``: how many stages were tried, and how many may be; beyond that nothing is found.
+    f(i, a, l) is the least bottleneck of the stages before state i on ranks 0..a-1, if the cut at i uses links of level
+    l. Only states that can still lead to a bottleneck below a bound T are followed: the layers before i fit on a ranks,
+    and those behind on the other ranks even with the fastest links everywhere (``least_devices``). The least T for
+    which that is possible is the first bound. T is increased until there is a plan, which is then the best one. A row
+    of stages is (i, j, first rank, replicas). With a memory limit, all ranks must be used: then the number of devices
+    behind a stage, and so its memory, is known. ``steps``: the number of stages tried, and its limit, beyond which
+    the search fails.
     """
     n, L = len(C), len(bandwidths)
     reduce, before, behind, send = placement_tables(widths, bandwidths, G)

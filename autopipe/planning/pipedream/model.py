@@ -1,8 +1,11 @@
-"""The best plan for a profile in PipeDream's format, under PipeDream's own cost formulas, for comparison.
+"""The best plan for a profile in PipeDream's format under PipeDream's own cost formulas, for comparison.
 
-Every cut of the DAG is a candidate (``states``), one level of links is solved by parametric search
-(``kernels.solve_flat``), several by contiguous and by nested placement, keeping the better
-(``kernels.solve_contiguous``, ``nested``). Straight pipelines and plain data parallelism are members of the space.
+Every cut of the DAG is a candidate (``states``). One level of links is solved by parametric search
+(``kernels.solve_flat``). For several levels, contiguous and nested placement are tried, and the better is kept
+(``kernels.solve_contiguous``, ``nested``). Straight pipelines, with one device per stage, and data parallelism are
+members of the space.
+
+Source: PipeDream (SOSP 2019), and its ``optimizer_graph_hierarchical.py`` for the formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from autopipe.units import in_short_bytes
 MOST_IDEALS = 20_000
 MOST_CELLS = 10_000_000  # ideals times layers
 MOST_PAIRS = 60_000_000  # of nested ideals: 240 MB
-MOST_PAIRS_ASKED = 2_500_000_000  # times devices, since with these grow the questions
+MOST_PAIRS_TIMES_DEVICES = 2_500_000_000  # the time of a search grows with both
 LEAST_SECONDS = 1e-15
 
 Arrays = tuple[Any, Any, Any, Any, Any, Any]  # pointers, supersets, seconds, parameters, activations, crossing
@@ -37,54 +40,54 @@ MOST_PLACED_STEPS = 30_000_000  # with a memory limit, for plans that leave rank
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``counts`` and ``bandwidths`` (bytes per second): one entry a link level, innermost first. 0 memory: no limit."""
+    """Equal devices behind levels of links."""
 
-    counts: tuple[int, ...]
-    bandwidths: tuple[float, ...]
-    memory_bytes: float = 0.0
+    counts: tuple[int, ...]  # by link level, innermost first
+    bandwidths: tuple[float, ...]  # likewise, in bytes per second
+    memory_bytes: float = 0.0  # of each device; 0: no limit
 
     def __post_init__(self) -> None:
         if not self.counts or len(self.counts) != len(self.bandwidths) or min(self.counts) < 1:
-            raise PlanError("a machine needs one count of at least 1 and one bandwidth for every link level")
+            raise PlanError("a machine needs a count of at least 1 and a bandwidth for every link level")
         if min(self.bandwidths) <= 0:
             raise PlanError("bandwidths must be larger than 0")
 
     @property
     def num_devices(self) -> int:
-        """How many devices."""
+        """The number of devices."""
         return math.prod(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStage:
-    """Layers by name, on ``replicas`` devices; nested plans name groups of the outermost level instead."""
+    """One stage of a plan."""
 
-    layers: tuple[str, ...]
-    replicas: int
+    layers: tuple[str, ...]  # their names
+    replicas: int  # devices; in nested plans, groups of the outermost level
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """``cost_seconds``: the bottleneck per minibatch. ``space``: the search that was used, as text."""
+    """A plan under PipeDream's cost model."""
 
-    cost_seconds: float
+    cost_seconds: float  # the bottleneck, per minibatch
     stages: tuple[LayerStage, ...]
-    space: str
+    space: str  # a description of the search that gave it
 
     @property
     def configuration(self) -> str:
-        """Replicas of each stage, as the papers write it: ``15-1``."""
+        """The replicas of each stage, in the notation of the papers: ``15-1``."""
         return "-".join(str(stage.replicas) for stage in self.stages)
 
 
 def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) -> LayerPlan:
     """Return the cheapest plan under PipeDream's formulas. ``straight``: every stage on one device.
 
-    Raises: PlanError when nothing fits the memory, or no layer takes any time.
+    Raises: PlanError if no plan fits the memory, or no layer takes any time.
     """
     if math.fsum(graph.forward_seconds) + math.fsum(graph.backward_seconds) < LEAST_SECONDS:
         raise PlanError(
-            "no layer of the profile takes any time: there is nothing to share out between devices",
+            "no layer of the profile takes any time: there is nothing to distribute over devices",
             where=f"forward_compute_time and backward_compute_time of {len(graph.names)} layers",
             remedy="profile the model again, or plan with autopipe's own costs (--cost-model autopipe)",
         )
@@ -97,7 +100,7 @@ def plan_layers(graph: LayerGraph, machine: Machine, *, straight: bool = False) 
         if solution is not None:
             best, origin = solution, states
         last = states
-    for candidate in (last, origin):  # the last space holds most, but may be too large to nest in
+    for candidate in (last, origin):  # the last space is the largest, but may be too large for nested placement
         if candidate is not None and search.can_nest(candidate):
             solution, finished = search.nested(candidate, best.cost_seconds if best else math.inf)
             best = solution or best
@@ -133,24 +136,21 @@ def _rows(stages: Any) -> list[tuple[int, int, int]]:
 
 
 class _Search:
-    """One graph on one machine: the state spaces to try, and how to solve one."""
+    """The search for one graph on one machine: its state spaces, and the solution of each."""
 
     def __init__(self, graph: LayerGraph, machine: Machine, straight: bool) -> None:
         self.graph, self.machine, self.straight = graph, machine, straight
         self.limit = machine.memory_bytes or math.inf
         self.dag = Dag(graph)
         self.orders: dict[str, list[int]] = {}
-        self.most_pairs = min(MOST_PAIRS, MOST_PAIRS_ASKED // machine.num_devices)
+        self.most_pairs = min(MOST_PAIRS, MOST_PAIRS_TIMES_DEVICES // machine.num_devices)
 
     def spaces(self) -> Iterator[States]:
-        """Yield state spaces, small ones first.
-
-        Linear orders, then the lattice where it is small; several more orders where it is not.
-        """
+        """Yield state spaces, small ones first: linear orders, then the lattice, or more orders if it is too large."""
         level = self.orders["level order"] = self.dag.order(deep=False)
         edges = set(self.graph.edges)
         if all(pair in edges for pair in itertools.pairwise(level)):
-            # one path through all layers: its prefixes are all ideals
+            # the layers are one path, whose prefixes are all ideals
             yield self.dag.chain_states(level, "level order")
             return
         deep = self.orders["deep order"] = self.orders["lattice"] = self.dag.order(deep=True)
@@ -165,10 +165,10 @@ class _Search:
         yield lattice
 
     def _many_orders(self, deep: list[int]) -> Iterator[States]:
-        """Yield six linear orders, or four, and where they are few enough the ideals of all of them together."""
+        """Yield four or six linear orders, and the ideals of all of them together if these are few enough."""
         ideal_set: dict[int, None] = {}
         place = {layer: index for index, layer in enumerate(deep)}
-        # several levels take half a second an order of thousands of layers
+        # with several levels, an order of thousands of layers takes half a second
         few = len(self.machine.counts) > 1 and self.dag.count > MOST_STATES_PLACED // 2
         for ties in ("first", "last") if few else ("first", "last", "listed"):
             for deeply in (False, True):
@@ -183,7 +183,7 @@ class _Search:
                 yield lattice
 
     def solve(self, states: States, known: float) -> LayerPlan | None:
-        """Return the best plan over the states if it is cheaper than ``known``; several levels: placed contiguously."""
+        """Return the best plan over the states, with contiguous placement, if it is cheaper than ``known``."""
         machine = self.machine
         arrays = (states.pointers, states.supersets, states.seconds, states.parameters, states.activations)
         if len(machine.counts) == 1:
@@ -239,15 +239,15 @@ class _Search:
         return best
 
     def can_nest(self, states: States) -> bool:
-        """Return whether nested placement makes sense, and its tables of all pairs fit in memory."""
+        """Return whether nested placement is possible, and its tables of all pairs fit in memory."""
         if len(self.machine.counts) == 1 or self.straight:
             return False
         return states.count <= MOST_STATES_NESTED
 
     def nested(self, states: States, known: float) -> tuple[LayerPlan | None, bool]:
-        """Return the best nested plan if it is cheaper than ``known``, and whether the steps allowed were enough."""
+        """Return the best nested plan if it is cheaper than ``known``, and whether the limit of steps was enough."""
         counts, bandwidths, n = self.machine.counts, self.machine.bandwidths, states.count
-        # a stable order: no state comes before one that it holds, whatever rounding says of layers that take no time
+        # a stable order: no state comes before one that it contains, even if rounding affects layers that take no time
         order = np.argsort(np.round(states.seconds / states.seconds[-1], 12), kind="stable")
         C, P, X = states.seconds[order], states.parameters[order], states.crossing[order]
         Z: Floats = P + states.activations[order]

@@ -1,22 +1,22 @@
-"""PipeDream's nested placement: level k + 1 treats a whole group of level k as one device. The loops.
+"""The loops of PipeDream's nested placement, in which level k + 1 treats a group of level k as one device.
 
-With V(i, j) the best time of states i..j inside one group (the plain seconds at the lowest level) and M groups::
+V(i, j) is the best time of states i..j inside one group (the plain seconds at the lowest level), M the groups::
 
     first(s, j, m)   = (V(s, j) + 4 (m-1) P / (B m) / n_prev) / m             n_prev: groups of the level below
     later(k, j, m)   = max((V(k, j) + 4 (m-1) P / (B m)) / m, 2 X_k / (B m), 2 X_j / (B m) unless j is the end)
     W_s(j, m)        = min(first(s, j, m), min over k, m' of max(W_s(k, m - m'), later(k, j, m')))
 
-and V of the next level is W_i(j, M). Contiguous placement cannot express all of these plans, nor they its own; the
-better of both is kept. States stand by their seconds, so that a cut is looked for in a window only. Of the last level
-only W_0 is needed, so of the level below only the pieces that can be part of a plan cheaper than ``known``; with two
-groups these are heads and tails, which one pass in each direction gives.
+and V of the next level is W_i(j, M). Contiguous placement cannot express all of these plans, and they cannot express
+all of its plans, so the better of both is kept. States are sorted by their seconds, which limits the cuts to try to a
+window. Of the last level only W_0 is needed, and of the level below only the pieces that can be part of a plan cheaper
+than ``known``. With two groups these are heads and tails, which one pass in each direction computes.
 
-With a memory limit a stage is left out where a copy of its bytes for each minibatch in flight is too much::
+With a memory limit, a stage does not fit if a copy of its bytes for each minibatch in flight exceeds the limit::
 
     first(s, j, m):  ceil((M - m) / m)   (Z_j - Z_s) <= limit        Z: bytes of activations and parameters
     later(k, j, m'): ceil((M - m) / m')  (Z_j - Z_k) <= limit        m: groups up to and with this stage
 
-at every level with that level's groups, and the last stage always fits, as in PipeDream.
+at every level, with the groups of that level. As in PipeDream, the last stage always fits.
 
 Source: PipeDream, ``optimizer_graph_hierarchical.py`` (``compute_partitioning``).
 """
@@ -30,7 +30,7 @@ import numpy as np
 
 from autopipe.planning.search.compiled import compiled
 
-Array = Any  # arrays inside compiled code: numba infers the type
+Array = Any  # numba infers the types of arrays in compiled code
 
 
 @compiled
@@ -50,14 +50,14 @@ def dense_seconds(pointers: Array, supersets: Array, C: Array) -> Array:
 
 @compiled
 def first_stage(V: Array, P: Array, s: int, j: int, m: int, B: float, n_prev: int) -> float:
-    """Return ``first`` of the module's formula."""
+    """Return ``first`` by the formula of the module."""
     seconds: float = (V[s, j] + 4.0 * (m - 1) * (P[j] - P[s]) / (B * m) / n_prev) / m
     return seconds
 
 
 @compiled
 def later_stage(V: Array, P: Array, X: Array, k: int, j: int, m: int, B: float) -> float:
-    """Return ``later`` of the module's formula."""
+    """Return ``later`` by the formula of the module."""
     cost: float = (V[k, j] + 4.0 * (m - 1) * (P[j] - P[k]) / (B * m)) / m
     cost = max(cost, 2.0 * X[k] / (B * m))
     if j < len(P) - 1:
@@ -67,13 +67,13 @@ def later_stage(V: Array, P: Array, X: Array, k: int, j: int, m: int, B: float) 
 
 @compiled
 def fits(size: float, behind: int, used: int, limit: float) -> bool:
-    """Return whether a stage of ``size`` bytes fits with ``behind`` groups behind it, itself on ``used``."""
+    """Return whether a stage of ``size`` bytes on ``used`` groups fits, with ``behind`` groups behind it."""
     return (behind + used - 1) // used * size <= limit
 
 
 @compiled
 def last_below(C: Array, first: int, stop: int, limit: float) -> int:
-    """Return the last of the states first..stop-1, which stand by seconds, with fewer than ``limit``; or first - 1."""
+    """Return the last of the states first..stop-1, sorted by seconds, with less than ``limit``; or first - 1."""
     while first < stop:
         middle = (first + stop) // 2
         if C[middle] < limit:
@@ -90,8 +90,8 @@ def from_source(
 ) -> Array:  # fmt: skip
     """Return W_s(j, m) for all j and m <= M; values of ``bound`` and more may be left infinite. ``back``: (k, m').
 
-    A cut k is tried only where the plain seconds on both sides of it, shared by all ranks there (``ranks`` in a
-    group), are below the best so far. ``steps``: how many were tried, and how many may be.
+    A cut k is tried only if the plain seconds on both sides of it, divided by the ranks there (``ranks`` per group),
+    are below the best so far. ``steps``: the number of cuts tried, and its limit.
     """
     n = len(P)
     W = np.full((n, M + 1), math.inf)
@@ -108,7 +108,7 @@ def from_source(
             if fits(Z[j] - Z[s], M - m, m, limit):
                 best = first_stage(V, P, s, j, m, B, n_prev)
             if W[j - 1, m] < math.inf and back[j - 1, m, 0] > s:
-                # where the state before was cut is near the best, and leaves little to try
+                # the cut of the state before is near the best one, and leaves few others to try
                 k, used = back[j - 1, m, 0], back[j - 1, m, 1]
                 if V[k, j] < math.inf and fits(Z[j] - Z[k], M - m, used, limit):
                     total = max(later_stage(V, P, X, k, j, used, B), W[k, m - used])
@@ -136,9 +136,9 @@ def best_to_sink(
     V: Array, C: Array, P: Array, X: Array, Z: Array, S: Array, k: int, m: int, B: float, n_prev: int, ranks: int,
     first: bool, limit: float, steps: Array,
 ) -> float:  # fmt: skip
-    """Return the best time of states k..end on m groups, its stages behind a cut as in S; ``first``: k is the source.
+    """Return the best time of states k..end on m groups. S: of the stages behind a cut; ``first``: k is the source.
 
-    Cuts are tried as in ``from_source``, with ``steps`` as there.
+    Cuts and ``steps`` are as in ``from_source``.
     """
     end = len(P) - 1
     best = first_stage(V, P, k, end, m, B, n_prev) if first else later_stage(V, P, X, k, end, m, B)
@@ -159,7 +159,7 @@ def to_sink(
     V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, limit: float,
     steps: Array,
 ) -> Array:  # fmt: skip
-    """Return W_s(end, M) for every s: one pass backwards, sharing the later stages S(k, m) among all s."""
+    """Return W_s(end, M) for every s, in one backward pass in which all s share the later stages S(k, m)."""
     n = len(P)
     S = np.full((n, M + 1), math.inf)
     result = np.full(n, math.inf)
@@ -175,7 +175,7 @@ def to_sink(
 
 @compiled
 def groups_for(seconds: float, group: float) -> int:
-    """Return the groups that so many seconds need when each group takes at most ``group``."""
+    """Return the number of groups for these seconds if each group takes at most ``group``."""
     return max(1, math.ceil(seconds / group - 1e-9))
 
 
@@ -184,9 +184,9 @@ def inner_values(
     V: Array, C: Array, P: Array, X: Array, Z: Array, M: int, B: float, n_prev: int, ranks: int, groups: int,
     known: float, limit: float, steps: Array,
 ) -> Array:  # fmt: skip
-    """Return V of the next level. ``groups``: members of that level; ``known``: a plan's cost.
+    """Return V of the next level. ``groups``: the members of that level; ``known``: the cost of a plan.
 
-    Only pairs that a plan cheaper than ``known`` can use are filled; ``groups`` 0: all of them.
+    Only pairs that a plan cheaper than ``known`` can use are computed; all of them if ``groups`` is 0.
     """
     n = len(P)
     result = np.full((n, n), math.inf)
@@ -202,7 +202,7 @@ def inner_values(
     for s in range(1, n - 1):
         bound = math.inf
         if groups > 0:
-            # a middle piece leaves a group to what is behind it, and to what is before it as many as that needs
+            # besides a middle piece, at least one group is for what is behind it, and enough for what is before it
             left = groups - groups_for(C[s], known * ranks * M) - 1
             if left < 1:
                 continue
@@ -216,7 +216,7 @@ def inner_values(
 
 @compiled
 def walk(back: Array, n: int, M: int) -> Array:
-    """Return the stages that ``from_source`` chose for 0..end on M groups, as rows (i, j, groups)."""
+    """Return the stages of ``from_source`` for 0..end on M groups, as rows (i, j, groups)."""
     rows = np.zeros((n, 3), np.int64)
     count, j, m = 0, n - 1, M
     while j > 0:

@@ -1,4 +1,4 @@
-"""A profile in PipeDream's format as a ``Profile`` of our own, to plan on it with our own cost model."""
+"""Converts a profile in PipeDream's format to a ``Profile``, for plans with autopipe's own cost model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autopipe.planning.pipedream.states import Dag
 
 
 def profile_from_pipedream(path: Path, *, samples: int = 1, deep: bool = True) -> Profile:
-    """Return the profile of a ``graph.txt``; its minibatch counts as one microbatch of ``samples`` samples.
+    """Return the profile of a ``graph.txt``. Its minibatch is treated as one microbatch of ``samples`` samples.
 
-    Layers stand in a linear order: branch by branch (``deep``), or level by level. Every tensor is float32, every cut
-    is legal, and what a layer makes is what it keeps for its backward, since the format says nothing more.
+    Layers are in a linear order, branch by branch (``deep``) or level by level. The format has no more information, so
+    every tensor is float32, every cut is legal, and each layer keeps its output for its backward.
 
-    Raises: PlanError with file and line for anything that is not in the format.
+    Raises: PlanError with file and line if the file violates the format.
     """
     return profile_of_layers(read_pipedream(path), path.name, samples=samples, deep=deep)
 

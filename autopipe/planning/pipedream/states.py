@@ -1,11 +1,11 @@
-"""The states that a cut can leave a DAG in: its ideals, or the prefixes of one linear order.
+"""The states of a DAG between which stages lie: its ideals, or the prefixes of one linear order.
 
-An *ideal* holds with every layer all that it depends on: what stands on one side of a cut. A stage is the difference
-of two nested ideals. All of them together (the lattice) lose nothing; where there are too many, the prefixes of one
-topological order are used, of two different orders, and the better result is kept. Branches are never collapsed: that
-alone costs up to 4 times the optimum.
+An *ideal* contains, with every layer, all layers that it depends on: it is one side of a cut. A stage is the difference
+of two nested ideals. The set of all ideals (the lattice) contains every plan. If it is too large, the prefixes of
+different topological orders are used, and the best result is kept. Branches are never collapsed into one layer, which
+can cost up to 4 times the optimum.
 
-The value of an ideal's cut is what is made inside and used outside, each once.
+The bytes across the cut of an ideal are those of the values produced inside and used outside, each counted once.
 """
 
 from __future__ import annotations
@@ -25,31 +25,26 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class States:
-    """``n`` states, the empty one first, the whole graph last, each behind all that lie inside it.
+    """States from the empty one to the whole graph, each behind all states that it contains."""
 
-    ``pointers``/``supersets``: the states that hold state i and more are ``supersets[pointers[i]:pointers[i+1]]``.
-    ``seconds``, ``parameters``, ``activations``: sums over the ideal. ``crossing``: bytes across its cut. ``chain``:
-    every state holds the one before it. ``ideals``: bit sets of layers.
-    """
-
-    pointers: npt.NDArray[np.int64]
+    pointers: npt.NDArray[np.int64]  # supersets of state i: ``supersets[pointers[i]:pointers[i+1]]``; empty for a chain
     supersets: npt.NDArray[np.int32]
-    seconds: Floats
-    parameters: Floats
-    activations: Floats
-    crossing: Floats
-    chain: bool
-    ideals: tuple[int, ...]
-    space: str
+    seconds: Floats  # of all layers of the state
+    parameters: Floats  # bytes, of all layers of the state
+    activations: Floats  # bytes, of all layers of the state
+    crossing: Floats  # bytes across the cut
+    chain: bool  # every state contains the one before it
+    ideals: tuple[int, ...]  # bit sets of layers; empty for a chain
+    space: str  # the name of the set of states
 
     @property
     def count(self) -> int:
-        """How many states."""
+        """The number of states."""
         return len(self.seconds)
 
 
 class Dag:
-    """Neighbours of every layer, in file order."""
+    """A graph of layers, with the neighbours of every layer in the order of the file."""
 
     def __init__(self, graph: LayerGraph) -> None:
         self.graph = graph
@@ -61,12 +56,12 @@ class Dag:
             self.before[b].append(a)
 
     def order(self, *, deep: bool, ties: str = "first") -> list[int]:
-        """Return a topological order: ``deep`` finishes a branch before the next one, else level by level.
+        """Return a topological order: branch by branch (``deep``), or level by level.
 
-        Of the layers that are free at once goes first the "first" or "last" in the file, or the one "listed" first by
-        the edges of the layer that freed them.
+        ``ties``: which of several ready layers is next: the "first" or "last" one in the file, or the one "listed"
+        first in the edges of the layer that they waited for.
 
-        Raises: PlanError when the graph has a cycle.
+        Raises: PlanError if the graph has a cycle.
         """
         waiting = [len(before) for before in self.before]
         ready = [layer for layer in range(self.count) if not waiting[layer]]
@@ -93,7 +88,7 @@ class Dag:
         return order
 
     def chain_states(self, order: Sequence[int], space: str) -> States:
-        """Return the prefixes of an order as states."""
+        """Return the prefixes of an order as states. ``space``: their name."""
         n, graph = self.count, self.graph
         place = [0] * n
         for index, layer in enumerate(order):
@@ -115,7 +110,7 @@ class Dag:
         return States(*empty, rows[0], rows[1], rows[2], np.maximum(rows[3], 0.0), True, (), space)
 
     def least_ideals(self) -> int:
-        """Return a number that the ideals are at least: layers of one depth need none of one another."""
+        """Return a lower bound of the number of ideals: layers of one depth do not depend on one another."""
         depth = [0] * self.count
         for layer in self.order(deep=False):
             for other in self.after[layer]:
@@ -123,7 +118,7 @@ class Dag:
         return 1 + sum((1 << width) - 1 for width in Counter(depth).values())
 
     def ideals(self, order: Sequence[int], most: int) -> list[int] | None:
-        """Return every ideal as a bit set over ``order``, by size, or None when there are more than ``most``."""
+        """Return every ideal as a bit set over ``order``, by size, or None if there are more than ``most``."""
         if self.least_ideals() > most:
             return None
         place = {layer: index for index, layer in enumerate(order)}
@@ -132,7 +127,7 @@ class Dag:
         for a, b in self.graph.edges:
             needs[place[b]] |= 1 << place[a]
             followers[place[a]].append(place[b])
-        # each ideal with the layers that can join it, as bit sets both
+        # each ideal with the layers that can be added to it, both as bit sets
         level = {0: sum(1 << i for i in range(self.count) if not needs[i])}
         ideals = [0]
         while level:
@@ -145,7 +140,7 @@ class Dag:
                     grown = ideal | joining
                     if grown in larger:
                         continue
-                    # asked of each one: a level alone can be as large as all memory
+                    # checked for each ideal: the ideals of one size alone can exceed the memory
                     if len(ideals) + len(larger) == most:
                         return None
                     freed = free ^ joining
@@ -158,7 +153,7 @@ class Dag:
         return ideals
 
     def lattice_states(self, order: Sequence[int], ideals: Sequence[int], most_pairs: int) -> States | None:
-        """Return the ideals as states, with the pairs that are nested; None when these are more than ``most_pairs``."""
+        """Return the ideals as states, with their nested pairs, or None if there are more than ``most_pairs``."""
         from autopipe.planning.pipedream.kernels import nested_pairs
 
         n, words = self.count, (self.count + 63) // 64

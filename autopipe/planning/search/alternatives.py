@@ -1,4 +1,4 @@
-"""Other plans near the best one: runners-up, the data-parallel plan, and the choice among them by a better judge."""
+"""Alternatives to the best plan: runners-up and the data-parallel plan; and the choice among them by a score."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MOST_SCORED = 20
 
 @dataclass(frozen=True, slots=True)
 class RankedScore:
-    """A score that takes its time: of a search it is asked about the ``most`` plans that are best by the formula.
+    """An expensive score, evaluated only for the ``most`` best plans by the closed-form estimate.
 
-    Where these are fewer than about 20 no runners-up are looked for either: they take a search each.
+    If these are fewer than about 20, there is no search for runners-up: each takes a search of its own.
     """
 
     score: Score
-    most: int
+    most: int  # plans
 
     def __call__(self, plan: Plan) -> Prediction:
         """Return the score of a plan."""
@@ -37,7 +37,7 @@ class RankedScore:
 
 
 class CutsWithout(Cuts):
-    """The cuts of a graph, one of the legal ones left out."""
+    """The cuts of a graph without one of its legal positions."""
 
     def __init__(self, graph: Graph, position: int) -> None:
         super().__init__(graph)
@@ -45,19 +45,19 @@ class CutsWithout(Cuts):
 
     @functools.cached_property
     def legal(self) -> tuple[int, ...]:
-        """The legal positions but one."""
+        """The legal positions, without that one."""
         return tuple(position for position in Cuts(self.graph).legal if position != self._position)
 
 
 def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | None]) -> list[Plan]:
-    """Return, for each cut of the plan, the best plan that does not have it; the best first, each plan once.
+    """Return, for each cut of the plan, the best plan without it; the best first, each plan once.
 
-    Every plan with other cuts lacks one of these, so the first of them is the best plan with other cuts.
+    Every plan with other cuts lacks one of the plan's cuts, so the first of them is the best plan with other cuts.
     """
     others: dict[str, Plan] = {}
     for stage in plan.stages[1:]:
         if not problem.options.may_replicate and len(problem.cuts.legal) < len(plan.stages):
-            break  # without one of its cuts the graph has too few
+            break  # without one of its cuts, the graph has too few
         other = solve(dataclasses.replace(problem, cuts=CutsWithout(problem.profile.graph, stage.start)))
         if other is not None:
             others.setdefault(other.digest, other)
@@ -65,14 +65,15 @@ def runners_up(problem: Problem, plan: Plan, solve: Callable[[Problem], Plan | N
 
 
 def most_scored(score: Score) -> int:
-    """Return of how many plans a score is asked."""
+    """Return the number of plans for which a score is evaluated."""
     return score.most if isinstance(score, RankedScore) else MOST_SCORED
 
 
 def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Callable[[Problem], Plan | None]) -> Plan:
-    """Return the best plan by ``score`` among about 20 that the formula ranks first: one a problem, and runners-up.
+    """Return the best plan by ``score`` among about 20 that are best by the closed-form estimate.
 
-    The whole model on each rank is always among them: the formula leaves out what many messages cost.
+    These are the best plan of each problem, and runners-up. The whole model on each rank is always among them, because
+    the estimate ignores part of the cost of messages.
     """
     most = most_scored(score)
     ranked = sorted(pairs, key=lambda pair: (pair[1].predicted.step_seconds, pair[1].num_microbatches))
@@ -87,7 +88,7 @@ def best_by_score(pairs: Sequence[tuple[Problem, Plan]], score: Score, solve: Ca
 
 
 def whole_model_plans(problems: Sequence[Problem]) -> Iterator[Plan]:
-    """Yield the plan with one stage on all ranks for each problem that may have it and where it fits."""
+    """Yield the plan with one stage on all ranks for each problem that allows replicas, if it fits."""
     for problem in problems:
         if problem.options.may_replicate:
             try:
@@ -97,11 +98,11 @@ def whole_model_plans(problems: Sequence[Problem]) -> Iterator[Plan]:
 
 
 def data_parallel_plan(problem: Problem) -> Plan:
-    """Return the plan with one stage on all ranks, but no more than there are microbatches.
+    """Return the plan with one stage on all ranks, but not on more ranks than microbatches.
 
-    Raises: PlanError when the model does not fit a device, with the numbers.
+    Raises: PlanError with the bytes if the model does not fit a device.
     """
-    from autopipe.planning.search.replicated import arrays_of  # loads numba only where it is needed
+    from autopipe.planning.search.replicated import arrays_of  # imports numba, which is slow
 
     given, m, n = problem.options.num_ranks, problem.num_microbatches, problem.tables.num_atoms
     ranks = min(given, m)
@@ -112,16 +113,16 @@ def data_parallel_plan(problem: Problem) -> Plan:
         may_replicate=True,
         stages_per_rank=1,
     )
-    free = dataclasses.replace(problem, options=options)
-    tau, recompute = arrays_of(free).stage((0, n, ranks, 0))
+    replicated = dataclasses.replace(problem, options=options)
+    tau, recompute = arrays_of(replicated).stage((0, n, ranks, 0))
     num_in_flight = in_flight(problem.kind, m, behind=0, num_ranks=ranks, replicas=ranks)
     versions = weight_versions(problem.kind, m, num_in_flight, ranks)
     if tau == math.inf:
         least = min(float(peak[0, n]) for peak in problem.tables.memory.peaks(num_in_flight, versions))
         memory = min(problem.cluster.device(rank).memory_bytes for rank in range(ranks))
         raise PlanError(
-            f"the whole model needs {in_short_bytes(least)} on each rank, and {in_short_bytes(memory)} are available"
+            f"the whole model needs {in_short_bytes(least)} on each rank, but {in_short_bytes(memory)} are available"
         )
     nodes = len(problem.profile.graph.nodes)
     choice = StageChoice(0, nodes, tuple(range(ranks)), recompute, num_in_flight, versions, tau * ranks)
-    return build_plan(free, [choice])
+    return build_plan(replicated, [choice])

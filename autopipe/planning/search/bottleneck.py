@@ -1,13 +1,13 @@
-"""The search over the bottleneck T, for stages with replicas: what to ask the solver, until the best plan is settled.
+"""The search over the bottleneck T for replicated stages: which T to try with the solver, until the best plan is known.
 
-Objectives, tau_k being stage k's share of the period (``solver.stage``)::
+Objectives, where tau_k is stage k's share of the period (``solver.stage``)::
 
     asynchronous   min max_k tau_k                              ``asynchronous``: bisection of T
     flush          min (m - 1) max_k tau_k + sum_k tau_k        ``flush``: branch and bound over intervals of T
 
-For the flush let v(T) be the least sum with every tau <= T. v does not rise with T, so every plan whose bottleneck lies
-in an interval (low, high] costs at least (m - 1) low + v(high): intervals that cannot win are dropped, the others are
-halved. With tolerance 0 nothing that is better remains.
+For the flush, let v(T) be the least sum with every tau <= T. v does not increase with T, so every plan whose bottleneck
+is in an interval (low, high] costs at least (m - 1) low + v(high). Intervals that cannot contain the best plan are
+dropped, and the others are halved. With tolerance 0, the result is optimal.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from autopipe.planning.search.compiled import HAVE_NUMBA
 from autopipe.planning.search.vectorized import least_ranks_by_rows
 
 Row = tuple[int, int, int, int]
-"""Atoms i..j-1 on r ranks with d behind: (i, j, r, d)."""
+"""A stage: atoms i..j-1 on r ranks, with d ranks behind it: (i, j, r, d)."""
 CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """What the solver's loops take."""
+    """The arguments of the solver's loops."""
 
-    tables: tuple[Any, ...]
-    place: Any
-    rules: Any
-    replica_choices: Any
-    top_speed: float
+    tables: tuple[Any, ...]  # arrays of shape (n + 1, n + 1), in the order of ``solver``
+    place: Any  # the placement tables
+    rules: Any  # the vector of rules
+    replica_choices: Any  # the allowed numbers of replicas
+    top_speed: float  # of the fastest rank
 
     @property
     def num_atoms(self) -> int:
-        """How many atoms."""
+        """The number of atoms."""
         return int(self.tables[0].shape[0]) - 1
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks may be used."""
+        """The number of ranks that may be used."""
         return int(self.rules[solver.RANKS])
 
     @property
@@ -67,7 +67,7 @@ class Arrays:
 
 
 def objective(arrays: Arrays, rows: list[Row]) -> float:
-    """Return what the search minimises, in seconds of a minibatch."""
+    """Return the value that the search minimizes, in seconds of a minibatch."""
     taus, m = [arrays.stage(row)[0] for row in rows], arrays.num_microbatches
     if arrays.rules[solver.FLUSH] > 0:
         return (m - 1) * max(taus) + math.fsum(taus)
@@ -75,9 +75,9 @@ def objective(arrays: Arrays, rows: list[Row]) -> float:
 
 
 def asynchronous(arrays: Arrays) -> list[Row] | None:
-    """Return the stages with the least bottleneck, or None when nothing fits."""
+    """Return the stages with the least bottleneck, or None if no stages fit."""
     every = len(arrays.replica_choices) == int(arrays.rules[solver.MOST])
-    probe = _Fewest(arrays) if arrays.equal and every else _Sums(arrays)
+    probe = _FewestRanks(arrays) if arrays.equal and every else _LeastSum(arrays)
     n = arrays.num_atoms
     low, high = float(arrays.tables[0][0, n]) / arrays.top_speed / arrays.num_ranks, math.inf
     best: list[Row] | None = None
@@ -100,7 +100,7 @@ def asynchronous(arrays: Arrays) -> list[Row] | None:
 
 
 def flush(arrays: Arrays, tolerance: float = 0.0) -> list[Row] | None:
-    """Return the stages with the least (m - 1) max tau + sum tau, within ``tolerance``; None when nothing fits."""
+    """Return the stages with the least (m - 1) max tau + sum tau, within ``tolerance``, or None if none fit."""
     start = asynchronous(arrays)
     if start is None:
         return None
@@ -108,22 +108,22 @@ def flush(arrays: Arrays, tolerance: float = 0.0) -> list[Row] | None:
 
     best, cost = start, objective(arrays, start)
     least_T = max(arrays.stage(row)[0] for row in start) * (1 - 2 * CLOSE)
-    probe = _Sums(arrays)
+    probe = _LeastSum(arrays)
     least_sum = float(arrays.tables[0][0, arrays.num_atoms]) / arrays.top_speed / arrays.num_ranks
     top = (cost - least_sum) / (m - 1) if m > 1 else 4 * cost
     order = itertools.count()
     intervals = [((m - 1) * least_T + least_sum, next(order), least_T, top, least_sum, False)]
     while intervals:
-        bound, _, low, high, known_sum, asked = heapq.heappop(intervals)
+        bound, _, low, high, known_sum, probed = heapq.heappop(intervals)
         if bound >= cost * (1 - tolerance) * (1 - 1e-12):
             break
         if high <= low * (1 + CLOSE):
             continue
-        # the upper end first: it bounds the whole interval; then the middle
-        T = high if not asked else math.sqrt(low * high)
+        # the upper end first, because it bounds the interval; then the middle
+        T = high if not probed else math.sqrt(low * high)
         rows = probe.rows(T)
         if rows is None:
-            if asked:
+            if probed:
                 heapq.heappush(intervals, ((m - 1) * T + known_sum, next(order), T, high, known_sum, True))
             continue
         taus = [arrays.stage(row)[0] for row in rows]
@@ -132,13 +132,13 @@ def flush(arrays: Arrays, tolerance: float = 0.0) -> list[Row] | None:
             best, cost = rows, (m - 1) * worst + total
         below = worst * (1 - CLOSE)
         heapq.heappush(intervals, ((m - 1) * low + total, next(order), low, below, total, True))
-        if asked and total > known_sum * (1 + 1e-15):
+        if probed and total > known_sum * (1 + 1e-15):
             heapq.heappush(intervals, ((m - 1) * T + known_sum, next(order), T, high, known_sum, True))
     return best
 
 
-class _Fewest:
-    """Asks ``least_ranks``."""
+class _FewestRanks:
+    """Probes a bottleneck with ``least_ranks``."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -146,9 +146,9 @@ class _Fewest:
         self.run = solver.least_ranks if HAVE_NUMBA else least_ranks_by_rows
 
     def rows(self, T: float) -> list[Row] | None:
-        """Return stages with every tau <= T on as few ranks as can be, or None when the ranks do not suffice.
+        """Return the stages with every tau <= T on the fewest ranks, or None if there are not enough ranks.
 
-        Of several such plans the one whose stages end earliest, whatever was asked before.
+        Of several such plans, it is the one whose stages end earliest, whatever was probed before.
         """
         a, g = self.arrays, self.g
         if self.run(a.tables, a.place, a.rules, T, g) > a.num_ranks:
@@ -167,8 +167,8 @@ class _Fewest:
         return rows
 
 
-class _Sums:
-    """Asks ``least_sum``."""
+class _LeastSum:
+    """Probes a bottleneck with ``least_sum``."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -177,7 +177,7 @@ class _Sums:
         self.h, self.choice = np.empty(shape), np.zeros((*shape, 2), dtype=np.int32)
 
     def rows(self, T: float) -> list[Row] | None:
-        """Return the stages with the least sum of tau, every tau <= T; all ranks where they differ."""
+        """Return the stages with the least sum of tau and every tau <= T. They use all ranks if ranks differ."""
         a = self.arrays
         solver.least_sum(a.tables, a.place, a.rules, a.replica_choices, T, a.top_speed, self.h, self.choice)
         place = int(np.argmin(self.h[0])) if a.equal else -1

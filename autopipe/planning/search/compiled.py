@@ -1,4 +1,4 @@
-"""``compiled``: numba's njit where numba is installed (the ``fast`` extra), else the plain function, slower."""
+"""``compiled``: numba's njit if numba is installed (the ``fast`` extra), otherwise the plain function."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HAVE_NUMBA = importlib.util.find_spec("numba") is not None and not os.environ.ge
 
 
 def compiled(function: F) -> F:
-    """Compile a function of numbers and arrays, kept on disk between runs; without numba return it as it is."""
+    """Return the compiled function of numbers and arrays, cached on disk; without numba, the function itself."""
     if not HAVE_NUMBA:
         return function
     njit = importlib.import_module("numba").njit
     try:
         wrapped: F = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder to keep the compiled code in: compile again in each process
+    except RuntimeError:  # there is no folder for the cache: compile in each process
         wrapped = njit(nogil=True)(function)
     return wrapped

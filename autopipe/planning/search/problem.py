@@ -1,13 +1,13 @@
-"""``Problem``: one microbatch size, cluster and schedule, as functions from (stage, pair of cuts) to seconds and bytes.
+"""``Problem``: the seconds and bytes of every stage and pair of cuts, for one microbatch size, cluster and schedule.
 
 The cost of a microbatch at stage k on atoms i..j-1, on a device of speed s::
 
     t_k(i, j) = (F + B) / s + c_in + c_out            F forward, B backward; 2F with recompute
     c_in      = received / b(k-1, k) + 2 l(k-1, k)    b bandwidth, l latency of the link; nothing at the ends
     c_out     = sent / b(k, k+1) + 2 l(k, k+1)
-    c_tied    = 2 tied / (m b)                        gradient and new value of shared trained weights, once a minibatch
+    c_tied    = 2 tied / (m b)                        gradient and new value of tied trained weights, per minibatch
 
-``received`` and ``sent`` count a value once where it is made and once where it is read, and its gradient the same.
+``received`` and ``sent`` count a value once for its producer and once for each reader, and its gradient likewise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Pairs = tuple[int, int] | EllipsisType
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that the search kind, for one number of microbatches."""
+    """The data of one search, for one number of microbatches."""
 
     profile: Profile
     cluster: Cluster
@@ -77,15 +77,15 @@ class Problem:
         return build_tables(self.atoms, self.byte_sums)
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that runs a stage of a straight plan: round robin when a rank runs several."""
+        """Return the rank that runs a stage of an unreplicated plan: round robin if a rank runs several."""
         return self.options.rank_of(stage)
 
     def device_of(self, stage: int) -> ClusterDevice:
-        """Return the device of a stage of a straight plan."""
+        """Return the device of a stage of an unreplicated plan."""
         return self.cluster.device(self.rank_of(stage))
 
     def in_flight_and_versions(self, stage: int, num_stages: int) -> tuple[int, int]:
-        """Return (microbatches in flight, weight versions) of a stage of a straight plan."""
+        """Return (microbatches in flight, weight versions) of a stage of an unreplicated plan."""
         v, p = self.options.stages_per_rank, self.options.num_ranks
         if v > 1 and self.kind.in_flight == "depth":
             count = in_flight_of_interleaved(v, p, self.num_microbatches, stage)
@@ -124,9 +124,9 @@ class Problem:
         return self.tables.memory.peaks(num_in_flight, versions, self.waiting(stage))
 
     def waiting(self, stage: int) -> int:
-        """Return how many halves of a backward wait at most: stage s lets s of them, while the next arises.
+        """Return the most weight halves of backwards that wait on a stage: s on stage s, and the one that arises.
 
-        Stage 0 sends no gradients upstream, so all its weight gradients can wait (arXiv:2401.10241, section 2.3).
+        Stage 0 sends no gradient, so its backward has no first half (zero bubble, arXiv:2401.10241, section 2.3).
         """
         return min(stage + 1, self.num_microbatches) if self.kind.splits_backward and stage else 0
 
@@ -147,7 +147,7 @@ class Problem:
         return memory * num_in_flight[stage] // sum(num_in_flight.values())
 
     def stage_table(self, stage: int, num_stages: int) -> Array:
-        """Return t_k, infinite where the stage does not fit; recompute is used as the options allow."""
+        """Return t_k, infinite where the stage does not fit, with or without recompute as the options allow."""
         plain, again = self.stage_seconds(stage, num_stages)
         limit, recompute = self.limit(stage), self.options.recompute
         if math.isinf(limit):
@@ -160,7 +160,7 @@ class Problem:
         return np.where(peak <= limit, plain, otherwise)
 
     def overflow_table(self, stage: int, num_stages: int) -> Array:
-        """Return by how many bytes the least peak that the options allow is over the limit (negative: it fits)."""
+        """Return the bytes by which the least peak that the options allow exceeds the limit; negative if it fits."""
         peak, peak_again = self.stage_peaks(stage, num_stages)
         least = {"never": peak, "always": peak_again, "auto": np.minimum(peak, peak_again)}[self.options.recompute]
         over: Array = least - self.limit(stage)
@@ -168,13 +168,10 @@ class Problem:
 
 
 def check_cluster(cluster: Cluster, num_ranks: int) -> None:
-    """Refuse a cluster with fewer ranks than asked for.
-
-    Raises: PlanError.
-    """
+    """Check that the cluster has enough ranks. Raises: PlanError."""
     if cluster.num_ranks < num_ranks:
         levels = " x ".join(f"{level.count} ({level.name})" for level in cluster.levels)
         raise PlanError(
-            f"{num_ranks} ranks asked for, but the cluster has {cluster.num_ranks}: {levels}",
-            remedy=f"ask for {cluster.num_ranks} or describe a larger cluster",
+            f"{num_ranks} ranks requested, but the cluster has {cluster.num_ranks}: {levels}",
+            remedy=f"use at most {cluster.num_ranks} ranks, or describe a larger cluster",
         )

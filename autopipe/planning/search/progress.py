@@ -1,4 +1,4 @@
-"""``SearchProgress``: the progress of a search, and whether Ctrl-C ended it with the best plan so far."""
+"""``SearchProgress``: the progress of a search, and whether Ctrl-C ended it early."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-def _unseen(what: str, fraction: float) -> None:
+def _ignore(what: str, fraction: float) -> None:
     """Discard progress."""
 
 
@@ -14,8 +14,8 @@ def _unseen(what: str, fraction: float) -> None:
 class SearchProgress:
     """The progress of one search."""
 
-    report: Callable[[str, float], None] = _unseen  # called with (what is tried, the fraction done)
-    stopped: bool = False  # an interrupt ended the search, and the best plan so far was returned
+    report: Callable[[str, float], None] = _ignore  # called with (description of the problem, fraction done)
+    stopped: bool = False  # an interrupt ended the search early, with the best plan so far
     tried: int = 0  # problems solved
     total: int = 0  # problems to solve, estimated
 

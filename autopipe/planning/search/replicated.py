@@ -1,7 +1,7 @@
-"""Plans with replicated stages: from a ``Problem`` to the solver's arrays, the search (``search``), and back to stages.
+"""Plans with replicated stages: from a ``Problem`` to the solver's arrays, the search (``bottleneck``), and stages.
 
-Contiguous placement lays the stages over the ranks in order. Nested placement lays one whole pipeline into each group
-of an inner level of links, all groups sharing the microbatches; the better is kept.
+Contiguous placement assigns the stages to the ranks in order. Nested placement assigns one complete pipeline to each
+group of an inner level of links, and the groups share the microbatches. The better one is kept.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopipe.planning.search import solver
 from autopipe.planning.search.bottleneck import Arrays, Row, asynchronous, flush, objective
 from autopipe.planning.search.problem import Problem
 
-# so many ranks are placed one by one where they differ; more of them in groups, or a search takes minutes
+# up to this number of ranks that differ, each is placed on its own; more are placed in groups, to limit the search
 MOST_PLACES = 128
 
 
 def arrays_of(problem: Problem, width: int = 1) -> Arrays:
-    """Return the solver's arrays for a problem; with ``width`` groups, those of the pipeline that each group runs."""
+    """Return the solver's arrays for a problem. ``width``: the number of groups; the arrays are for one group."""
     tables, options, kind = problem.tables, problem.options, problem.kind
     memory = tables.memory
     cluster, G = problem.cluster, options.num_ranks // width
@@ -45,8 +45,8 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
     rules[solver.OUTER_SECONDS] = 1 / outer.ring_bandwidth
     rules[solver.OUTER_LATENCY] = outer.latency_seconds
     rules[solver.UNIT] = unit = 1 if equal else unit_of(G)
-    # where ranks may stay unused, a stage has no more replicas than microbatches: those beyond would have nothing to do
-    # (nor where there are very many ranks, as it takes too long; plans for fewer of them compete)
+    # if ranks may stay unused, a stage has at most one replica per microbatch: more would be idle
+    # (the same for very many ranks, to limit the search; plans for fewer ranks compete)
     most = min(G, max(problem.num_microbatches, unit)) if equal or unit > 1 else G
     rules[solver.MOST] = most
     counts = range(1, most // unit + 1)
@@ -74,7 +74,7 @@ def arrays_of(problem: Problem, width: int = 1) -> Arrays:
 
 
 def _one_replica(tables: Tables, place: Any) -> tuple[Any, Any]:
-    """Return t without recompute and 2 g / b_ring, for devices and links as those of rank 0."""
+    """Return t without recompute, and 2 g / b_ring, with the device and links of rank 0."""
     speed, _, into, into_latency, out, out_latency, ring, _ = place[:, 0, -1]
     time = (tables.forward_seconds + tables.backward_seconds) / speed
     time[1:] += tables.received[1:] * into + into_latency
@@ -91,16 +91,16 @@ def _levels_in_use(cluster: Cluster, num_ranks: int) -> int:
 
 
 def unit_of(num_ranks: int) -> int:
-    """Return of how many ranks replicas are a multiple where ranks differ: 1, or more where there are very many."""
+    """Return the unit of replicas if ranks differ: 1, or more if there are more than ``MOST_PLACES`` ranks."""
     return next(unit for unit in range(-(-num_ranks // MOST_PLACES), num_ranks + 1) if num_ranks % unit == 0)
 
 
 @functools.lru_cache(maxsize=32)
 def placement(cluster: Cluster, num_ranks: int, equal: bool) -> Any:
-    """Return the solver's placement tables, shape (8, G + 1, G + 1) in units, or (8, 1, 1) where all ranks are equal.
+    """Return the solver's placement tables, shape (8, G + 1, G + 1) in units, or (8, 1, 1) if all ranks are equal.
 
-    A stage on several ranks runs at the speed and with the memory of the least of them. It receives over the narrowest
-    link between its ranks and the one before, sends likewise, and reduces over the narrowest link between its ranks.
+    A stage on several ranks has the lowest speed and the least memory of them. It receives over the narrowest link
+    between its ranks and the rank before, sends likewise, and reduces over the narrowest link between its ranks.
     """
     if equal:
         table = np.zeros((8, 1, 1))
@@ -132,7 +132,7 @@ def _one_placement(cluster: Cluster, a: int, r: int) -> tuple[float, ...]:
 
 
 def _span(cluster: Cluster, first: int, last: int) -> Level:
-    """Return the narrowest level that a message between two of these ranks may pass."""
+    """Return the narrowest link, as a level, of a message between two of these ranks."""
     link = cluster.link(first, last)
     levels = cluster.levels[: cluster.levels.index(link) + 1]
     used = [level for level in levels if level.count > 1] or [link]
@@ -141,9 +141,9 @@ def _span(cluster: Cluster, first: int, last: int) -> Level:
 
 
 def solve(problem: Problem) -> list[StageChoice] | None:
-    """Return the best stages for a problem, replicas allowed, or None when nothing fits.
+    """Return the best stages for a problem, with replicas, or None if none fit.
 
-    Contiguous placement, and nested placement in groups of every inner level of links; the better is kept.
+    It tries contiguous placement, and nested placement in the groups of every inner level of links.
     """
     best: tuple[float, Arrays, list[Row]] | None = None
     for width in widths(problem):
@@ -158,9 +158,9 @@ def solve(problem: Problem) -> list[StageChoice] | None:
 
 
 def widths(problem: Problem) -> list[int]:
-    """Return the numbers of groups to try: 1, and for every inner level of links the groups that it divides ranks into.
+    """Return the numbers of groups to try: 1, and the number of groups of every inner level of links.
 
-    Groups are equal only where all devices are; behind one kind of link they bring nothing.
+    Groups need equal devices. With one kind of link, they have no advantage.
     """
     cluster, G = problem.cluster, problem.options.num_ranks
     group_counts, size = [1], 1
@@ -174,10 +174,10 @@ def widths(problem: Problem) -> list[int]:
 def _choice(arrays: Arrays, problem: Problem, row: Row, rows: list[Row]) -> StageChoice:
     i, j, r, d = row
     tau, recompute = arrays.stage(row)
-    in_flight, versions = solver.held_and_versions(arrays.rules, r, d)
+    in_flight, versions = solver.in_flight_and_versions(arrays.rules, r, d)
     first, group = sum(rows[0][2:]) - d - r, arrays.num_ranks
     width = int(arrays.rules[solver.WIDTH])
-    # replicas of one group are ``width`` apart, so that a microbatch meets the same group at every stage
+    # the replicas of one group are ``width`` apart, so that a microbatch stays in one group at every stage
     ranks = tuple(g * group + q for q in range(first, first + r) for g in range(width))
     edges = problem.tables.edges
     return StageChoice(edges[i], edges[j], ranks, recompute, int(in_flight), int(versions), tau * len(ranks))

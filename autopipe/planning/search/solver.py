@@ -1,29 +1,29 @@
-"""The search with replicas, memory and recompute over one order of atoms: the loops, compiled where numba is installed.
+"""The loops of the search with replicas, memory and recompute, compiled if numba is installed.
 
-A stage is atoms i..j-1 on r ranks, with d ranks behind it, so on ranks a = G - d - r and the next r - 1. Its time for
-one microbatch, and the share of it that counts for the period::
+A stage is atoms i..j-1 on r ranks with d ranks behind it: the r ranks from a = G - d - r on. Its time per microbatch,
+and its share of the period::
 
     t   = (F + B) / s + R / b_in + 2 l_in + S / b_out + 2 l_out          + F / s with recompute
     tau = t / r + (2 (r-1)/r g / b_ring + 2 (r-1) l_ring + 2 tied / b) / m
 
     n <= ceil(depth d / r) + 1, and in a flush n <= ceil(m/r)            microbatches in flight; all: n = ceil(m/r)
-    (n - 1) r <= (v - 1) m unless in a flush                             what v weight versions allow to be ahead
+    (n - 1) r <= (v - 1) m without a flush                               the limit of v weight versions
 
-Nested placement lays the same pipeline into each of w groups of ranks: then a stage has r w replicas, and the groups
-reduce among themselves over the outer links, which adds 2 (w-1)/w g / b_outer + 2 (w-1) l_outer to the share of m.
+Nested placement assigns the same pipeline to each of w groups of ranks. A stage then has r w replicas, and the groups
+all-reduce over the outer links, which adds 2 (w-1)/w g / b_outer + 2 (w-1) l_outer to the share of m.
 
-Memory::
+Memory (``cost.memory.stage_peak``), in whole bytes::
 
-    v W + g' + n (A + K) <= memory, else, with recompute, v W + g' + n K + A <= memory
+    v W + g' + n (A + K) <= memory, or else, with recompute, v W + g' + n K + A <= memory
 
-Two engines, both asked about a bottleneck T; ``replicated`` asks until the best is settled:
+Two engines probe a bottleneck T; ``bottleneck`` chooses T:
 
-- ``least_ranks`` (equal devices and links): the fewest ranks for atoms i.. with every tau <= T. Fewer ranks behind
-  never hurt, so one number a cut is enough, whatever G is: O(n^2) a T.
+- ``least_ranks`` (equal devices and links): the fewest ranks for atoms i.. with every tau <= T. Fewer ranks behind a
+  stage are never worse, so one number per cut is enough for every G: O(n^2) per T.
 - ``least_sum`` (any cluster, and every flush): the least sum of tau for atoms i.. on exactly d ranks with every
-  tau <= T: O(n^2 G R) a T.
+  tau <= T: O(n^2 G R) per T, with R allowed numbers of replicas.
 
-Source: planner of PipeDream (SOSP 2019) for the problem; the parametric form and the closed form of r are ours.
+Source: the planner of PipeDream (SOSP 2019) for the problem; the parametric form and the closed form of r are ours.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ import numpy as np
 from autopipe.planning.cost.memory import stage_peak
 from autopipe.planning.search.compiled import compiled
 
-Array = Any  # arrays inside compiled code: numba infers the type
+Array = Any  # numba infers the types of arrays in compiled code
 
-# places in the tuple of tables; TIME and RING are t and k m of one replica, for equal devices and links only
+# indices in the tuple of tables; TIME and RING: t and k m of one replica, for equal devices and links only
 COMPUTE, FORWARD, RECEIVED, SENT, GRADIENT, TIED, WEIGHTS, STATE, SAVED, KEPT, TIME, RING = range(12)
-# places in the placement tables, by (first rank, replicas) in units; by (0, 0) alone where all ranks are equal
+# indices in the placement tables; their entries are by (first rank, replicas) in units, or (0, 0) if ranks are equal
 SPEED, MEMORY, IN_SECONDS, IN_LATENCY, OUT_SECONDS, OUT_LATENCY, RING_SECONDS, RING_LATENCY = range(8)
-# places in the vector of rules; the last: the most replicas, and of how many ranks replicas are a multiple
+# indices in the vector of rules; MOST: the most replicas; UNIT: numbers of replicas are multiples of it
 MICROBATCHES, RANKS, DEPTH, ALL, FLUSH, VERSIONS, MAY_KEEP, MAY_RECOMPUTE, EQUAL = range(9)
 WIDTH, OUTER_SECONDS, OUTER_LATENCY, MOST, UNIT = range(9, 14)
 NUM_RULES = 14
@@ -52,8 +52,8 @@ peak_bytes: Any = compiled(stage_peak)
 
 
 @compiled
-def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
-    """Return (microbatches in flight on a rank, weight versions). A VERSIONS of 0 stands for "as deep as in flight"."""
+def in_flight_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
+    """Return (microbatches in flight on a rank, weight versions). With VERSIONS 0, versions depend on the former."""
     m, width = rules[MICROBATCHES], rules[WIDTH]
     share = math.ceil(m / (r * width))
     in_flight = math.ceil(rules[DEPTH] * d / r) + 1
@@ -71,13 +71,13 @@ def held_and_versions(rules: Array, r: int, d: int) -> tuple[float, float]:
 
 @compiled
 def stage(tables: Any, place: Array, rules: Array, i: int, j: int, r: int, d: int) -> tuple[float, int]:
-    """Return (tau, recompute) of a stage, or (inf, 0) where it does not fit. All engines use this one definition."""
+    """Return (tau, recompute) of a stage, or (inf, 0) if it does not fit. All engines use this definition."""
     a, q = 0, 0
     if rules[EQUAL] == 0:
         unit = int(rules[UNIT])
         a, q = (int(rules[RANKS]) - d - r) // unit, r // unit
     m = rules[MICROBATCHES]
-    in_flight, versions = held_and_versions(rules, r, d)
+    in_flight, versions = in_flight_and_versions(rules, r, d)
     if rules[FLUSH] == 0 and (in_flight - 1) * r * rules[WIDTH] > (versions - 1) * m:
         return math.inf, 0
     weights, fixed, kept, saved = tables[WEIGHTS][i, j], tables[STATE][i, j], tables[KEPT][i, j], tables[SAVED][i, j]
@@ -122,7 +122,7 @@ def replicas_for_time(t: float, k: float, T: float) -> float:
 
 @compiled
 def replicas_for_memory(rules: Array, d: int, free: float, each: float) -> float:
-    """Return a lower bound of r by memory, with ``each`` bytes a microbatch in flight and ``free`` for all of them."""
+    """Return a lower bound of r by memory: ``each`` bytes per microbatch in flight, ``free`` bytes for all of them."""
     if free < 0:
         return math.inf
     if each <= 0 or free >= each * 1e9:
@@ -149,10 +149,10 @@ def least_count(
     rules: Array, d: int, most: int, T: float, memory: float,
     t: float, k: float, more: float, weights: float, state: float, kept: float, saved: float,
 ) -> float:  # fmt: skip
-    """Return a lower bound of r, or infinity where it is more than ``most``; ``more`` are the seconds of a recompute.
+    """Return a lower bound of r, or infinity if it exceeds ``most``. ``more``: the seconds of a recompute.
 
-    A stage that fits keeps its activations or recomputes them; for both, time and memory each give a least r in closed
-    form, and the smaller of the two is the bound. With weight versions that grow with r only time gives one.
+    A stage that fits keeps its activations or recomputes them. For both, time and memory give a least r in closed form.
+    The bound is the smaller one of both. If weight versions grow with r, only time gives a bound.
     """
     keep, again = math.inf, math.inf
     if rules[MAY_KEEP] > 0:
@@ -190,7 +190,7 @@ def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: i
         tau, recomputed = stage(tables, place, rules, i, j, r, d)
         if tau <= T and tau < math.inf:
             return r
-        # too slow, though it fits, and slower from here on: (t - k)/r^2 is what one more replica gains, slope its price
+        # too slow although it fits, and more replicas are slower still: one more gains (t - k)/r^2 and costs slope
         if tau < math.inf and recomputed == 0 and t - k <= slope * r * r:
             return most + 1
         r += 1
@@ -199,11 +199,11 @@ def least_replicas(tables: Any, place: Array, rules: Array, i: int, j: int, d: i
 
 @compiled
 def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> int:
-    """Fill g[i], the fewest ranks for atoms i.. with every tau <= T; return g[0].
+    """Set g[i] to the fewest ranks for atoms i.. with every tau <= T; return g[0].
 
-    The closed form gives a lower bound for every end j; the end with the least bound is asked exactly first, and then
-    only those whose bound is still lower than the best count. Nearly all of these do not fit, and ``least_count`` tells
-    so from the numbers of one row: handing over the tables would take several times as long as the check.
+    The closed form gives a lower bound for every end j. The end with the least bound is evaluated exactly first, then
+    only those whose bound is still lower than the best count. Nearly all of these do not fit, which ``least_count``
+    determines from the entries of one row: passing the tables would take several times as long as the check.
     """
     n, G, cap = len(g) - 1, int(rules[RANKS]), int(rules[MOST])
     memory, speed = place[MEMORY, 0, 0], place[SPEED, 0, 0]
@@ -218,7 +218,7 @@ def least_ranks(tables: Any, place: Array, rules: Array, T: float, g: Array) -> 
         for again in range(2):
             for j in range(i + 1, n + 1):
                 d = g[j]
-                # recomputed input-only nodes make the seconds not quite additive, but they never fall as j grows
+                # seconds are not additive, because of input-only nodes, but they never decrease as j grows
                 if seconds[j] > budget * min(cap, lowest if again == 0 else best - 1):
                     break
                 if j > known:
@@ -251,11 +251,11 @@ def least_sum(
     tables: Any, place: Array, rules: Array, replica_choices: Array, T: float, top_speed: float,
     h: Array, choice: Array,
 ) -> None:  # fmt: skip
-    """Fill h[i, d], the least sum of tau of atoms i.. on exactly d ranks with every tau <= T; choice[i, d] = (j, r).
+    """Set h[i, d] to the least sum of tau of atoms i.. on exactly d ranks with every tau <= T; choice[i, d] to (j, r).
 
     Both are indexed by d in units, of which all ``replica_choices`` are multiples. Only (i, d) that can be part of a
-    plan are followed: d ranks must be able to do what is behind i within T, and the others what is before it. Where
-    devices and links are equal only the memory depends on d.
+    plan are computed: d ranks must suffice for the atoms from i on within T, and the other ranks for those before. If
+    devices and links are equal, only the memory depends on d.
     """
     n, G, unit = h.shape[0] - 1, int(rules[RANKS]), int(rules[UNIT])
     seconds = tables[COMPUTE]
@@ -276,7 +276,7 @@ def least_sum(
                     if h[j, behind] >= h[i, here]:
                         continue
                     if rules[EQUAL] > 0:
-                        now, _ = held_and_versions(rules, r, d)
+                        now, _ = in_flight_and_versions(rules, r, d)
                         if now != last_in_flight or rules[VERSIONS] == 0:
                             tau, _ = stage(tables, place, rules, i, j, r, d)
                             last_in_flight = now

@@ -1,12 +1,12 @@
-"""The best straight pipeline: p stages in a row, one rank each, the slowest as fast as can be. Exact.
+"""The exact search for p stages on one rank each: minimizes the time of the slowest stage.
 
-With t_k(i, j) the seconds of stage k on atoms i..j-1 (its device's speed, its links, its memory limit: infinite where
-it does not fit)::
+t_k(i, j) are the seconds of stage k on atoms i..j-1, with the speed of its device and its links; infinite if it does
+not fit::
 
     best_k(i) = min over j of max(t_k(i, j), best_{k+1}(j)),      best_p(n) = 0
 
-All pairs of one k are one array operation; O(p n^2) altogether. Among equally good plans the one with the earliest
-cuts is taken: walking forward, the first j whose stage and rest stay within the optimum.
+All pairs of one k are one array operation; O(p n^2) in total. Of equally good plans, the result has the earliest cuts:
+forwards from stage 0, the first j for which the stage and the rest stay within the optimum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopipe.planning.cost.pair_sum import Array
 def unreplicated_cuts(
     num_atoms: int, num_stages: int, stage_table: Callable[[int], Array]
 ) -> tuple[float, tuple[int, ...]]:
-    """Return (the slowest stage's cost, the atoms where stages 1..p-1 begin); infinite cost and no cuts if none fits.
+    """Return (cost of the slowest stage, first atoms of stages 1..p-1); infinite cost and no cuts if none fits.
 
     ``stage_table(k)``: the cost of stage k for every pair (i, j), shape (n + 1, n + 1).
     """

@@ -1,4 +1,4 @@
-"""``solver.least_ranks`` without numba: one cut at a time, all ends of the stage at once in numpy. Same results."""
+"""``solver.least_ranks`` for numpy without numba: all ends of a stage at once. The results are the same."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Array = Any  # as in ``solver``
 
 
 def least_ranks_by_rows(tables: Any, place: Array, rules: Array, T: float, g: Array) -> int:
-    """Do what ``solver.least_ranks`` does.
+    """Set g and return g[0], as ``solver.least_ranks`` does.
 
-    Lower bounds on the replicas of every stage come from array operations; only stages whose bound still beats the best
-    count are asked exactly, the most promising first.
+    Array operations compute lower bounds of the replicas of every stage. Only stages whose bound is lower than the best
+    count are evaluated exactly, in the order of their bounds.
     """
     n, G, cap = len(g) - 1, int(rules[solver.RANKS]), int(rules[solver.MOST])
     ring = tables[solver.RING] / rules[solver.MICROBATCHES]
@@ -39,7 +39,7 @@ def least_ranks_by_rows(tables: Any, place: Array, rules: Array, T: float, g: Ar
 
 
 def _least_counts(t: Array, k: Array, T: float) -> Array:
-    """Return a lower bound of the replicas for stages with these t and k: the closed form of ``solver``."""
+    """Return lower bounds of the replicas of stages with these t and k: the closed form of ``solver``."""
     with np.errstate(divide="ignore", invalid="ignore"):
         counts = np.where(k < T, np.ceil((t - k) / (T - k) - 1e-9), np.inf)
     return np.where(t <= T, 1.0, np.maximum(counts, 1.0))

@@ -139,15 +139,15 @@ def test_more_devices_than_stages_are_planned_with_replicas(run):
     answer = document(run(*given, "--json"))
     assert answer["ranks"] <= 512
     assert answer["comparison"]["contenders"][2]["plan"] is None
-    assert "512 stages asked for" in answer["comparison"]["contenders"][2]["reason"]
+    assert "512 stages requested" in answer["comparison"]["contenders"][2]["reason"]
     shown = run(*given)
-    assert "no best straight pipeline: 512 stages asked for" in shown.stdout
+    assert "no best straight pipeline: 512 stages requested" in shown.stdout
     assert "the model has 8 stages at most: planned with replicas" in shown.stderr
 
 
 def test_more_ranks_of_this_machine_than_stages_take_replicas(run):
     assert "the model has 8 stages at most: planned with replicas" in run("--gpus", "9").stderr
-    assert "9 stages asked for" in run("--gpus", "9", *STRAIGHT, code=1).stderr
+    assert "9 stages requested" in run("--gpus", "9", *STRAIGHT, code=1).stderr
 
 
 def test_a_plan_for_a_named_device_is_marked_as_an_estimate(run):
@@ -172,7 +172,7 @@ def test_a_profile_of_a_cpu_is_planned_for_a_named_device_as_an_estimate(run):
     # 3 TFLOP a layer at 60 % of 67 TFLOP/s, four layers a stage, four microbatches and one to fill
     assert answer["predicted"]["step_seconds"] == pytest.approx(5 * 4 * 3 / (0.6 * 67), rel=0.01)
     assert answer["estimate"].startswith(
-        "estimate, nothing was measured on such a device: operations and bytes counted"
+        "estimate, without measurements on such a device: operations and bytes counted"
     )
     shown = run(*options)
     assert "\nestimated: " in shown.stdout
@@ -215,7 +215,7 @@ def test_a_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):
 def test_a_number_without_a_plan_shows_its_reason(run):
     answer = document(run("--sweep-gpus", "1,64", *HERE, "--replicas", "never", "--json"))
     assert answer["points"][1]["plan"] is None
-    assert "64 stages asked for" in answer["points"][1]["reason"]
+    assert "64 stages requested" in answer["points"][1]["reason"]
     assert "no plan for any of 64 devices" in run("--sweep-gpus", "64", "--replicas", "never", code=1).stderr
 
 

@@ -47,7 +47,7 @@ def test_devices_may_differ_by_rank(tmp_path):
     cluster = cluster_from(tmp_path, mixed + levels)
     assert [cluster.device(rank).name for rank in (0, 11, 12, 15)] == ["fast", "fast", "slow", "slow"]
     assert cluster.device(0).speed == 2.0
-    with pytest.raises(PlanError, match=r"describes 5 ranks, the levels hold 4 x 4 = 16"):
+    with pytest.raises(PlanError, match=r"describes 5 ranks, but the levels have 4 x 4 = 16"):
         cluster_from(tmp_path, mixed.replace("12", "1") + levels)
     assert head
 
@@ -56,12 +56,12 @@ def test_devices_may_differ_by_rank(tmp_path):
     ("change", "message", "where"),
     [
         (("source =", "sorce ="), "unknown key 'sorce'; known: device, level, source. Did you mean 'source'", ""),
-        (("speed = 1.0", "speed = 0"), "speed is 0; a number larger than 0 is needed", ": device"),
-        (("count = 4", "count = 0"), "count is 0; a whole number of at least 1 is needed", ": level 0"),
+        (("speed = 1.0", "speed = 0"), "speed is 0; it must be a number larger than 0", ": device"),
+        (("count = 4", "count = 0"), "count is 0; it must be a whole number of at least 1", ": level 0"),
         (('bandwidth = "10GB/s"\n', ""), "bandwidth is missing", ": level 0"),
         (('"10GB/s"', '"0GB/s"'), "a bandwidth must be larger than 0", ": level 0.bandwidth"),
         (('"16GiB"', "16"), "16 is not a size in bytes", ": device.memory"),
-        (('"node"', "3"), "name is 3; a text in quotes is needed", ": level 0"),
+        (('"node"', "3"), "name is 3; it must be a string in quotes", ": level 0"),
         (("[device]", "[device"), "cluster.toml is not TOML", ""),
         (('"datasheet"', '"guess"'), "unknown source 'guess'; known: datasheet, measured.", ""),
         (('"datasheet"', "3"), "unknown source '3'; known: datasheet, measured.", ""),
@@ -77,7 +77,7 @@ def test_a_wrong_file_is_refused_with_its_key(tmp_path, change, message, where):
 def test_a_missing_file_and_a_file_without_levels_are_refused(tmp_path):
     with pytest.raises(PlanError, match=r"no\.toml cannot be read"):
         read_cluster(tmp_path / "no.toml")
-    with pytest.raises(PlanError, match=r"no \[\[level\]\] is given"):
+    with pytest.raises(PlanError, match=r"there is no \[\[level\]\]"):
         cluster_from(tmp_path, 'source = "x"\n')
 
 

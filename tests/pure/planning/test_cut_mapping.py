@@ -75,7 +75,7 @@ def test_more_iterations_of_a_loop_move_the_cut_with_the_parameters() -> None:
 def test_a_stage_gets_only_its_own_parameters() -> None:
     graph = graph_of(["lin.w", "lin.v", "loss"])
     other = graph_of(["lin.w", "lin.v", "lin.w", "loss"])
-    with pytest.raises(PlanError, match="cannot be cut so that every stage needs only what it holds"):
+    with pytest.raises(PlanError, match="cannot be cut so that every stage needs only what it has"):
         map_cuts_to(plan_of(graph, 1), graph, other)
 
 

@@ -79,5 +79,5 @@ def test_a_datasheet_and_a_cluster_file_give_the_memory_speed():
     del document["device"]["memory_speed"]
     assert parse_cluster(document, "here").device(0).update_speed == 20
     document["device"]["memory_speed"] = 0
-    with pytest.raises(PlanError, match="memory_speed is 0; a number larger than 0 is needed"):
+    with pytest.raises(PlanError, match="memory_speed is 0; it must be a number larger than 0"):
         parse_cluster(document, "here")

@@ -139,7 +139,7 @@ def test_an_interrupted_search_is_not_repeated():
         searches.append(room)
         return find(room)
 
-    with pytest.raises(PlanError, match=r"no plan fits: the best one found needs .* more than there is"):
+    with pytest.raises(PlanError, match=r"no plan fits: the best one needs .* more than its device has"):
         search_within_memory(PROFILE, cluster_with(free - 1), noting, lambda: True)
     assert len(searches) == 1
 

@@ -26,14 +26,14 @@ def test_the_reader_takes_lists_stage_ids_and_edges_indented_by_spaces_and_drops
 @pytest.mark.parametrize(
     ("text", "message", "where"),
     [
-        ("", "the profile holds no nodes", "profile"),
+        ("", "the profile has no nodes", "profile"),
         ("nonsense\n", "neither a node nor an edge: 'nonsense'", "profile:1"),
         (TEXT + "\tnode3 -- node9\n", "an edge names 'node9', which is not a node", "profile:8"),
         (TEXT + TEXT.splitlines()[0], "node 'node2' is listed twice", "profile:8"),
         (TEXT.replace("parameter_size=4.000", "size=4"), "parameter_size is missing", "profile:1"),
         (TEXT.replace("=1.500", "=1.5.0"), "not a number: could not convert", "profile:1"),
-        (TEXT.replace("=1.500", "=-1.5"), "a time or size is negative, or beyond measure", "profile:1"),
-        (TEXT.splitlines()[2], "the profile holds nothing but inputs", "profile"),
+        (TEXT.replace("=1.500", "=-1.5"), "a time or size is negative or too large", "profile:1"),
+        (TEXT.splitlines()[2], "the profile has only inputs", "profile"),
     ],
 )
 def test_a_damaged_profile_is_refused_with_its_line(text, message, where):

@@ -21,15 +21,15 @@ def refusal(profile, cluster, options):
 
 def test_more_stages_than_cuts_are_refused():
     error = refusal(chain(4), machine(5), PlanOptions(num_ranks=5, batch_size=8))
-    assert error.what == "5 stages asked for, but the model has 3 legal cuts: 4 stages at most"
+    assert error.what == "5 stages requested, but the model has 3 legal cuts: at most 4 stages"
     assert error.where == "graph of chain.py"
-    assert error.remedy == "use 4 ranks or fewer (stages_per_rank counts too)"
+    assert error.remedy == "use 4 ranks or fewer (stages_per_rank multiplies them)"
 
 
 def test_more_ranks_than_the_cluster_has_are_refused():
     error = refusal(chain(4), machine(2), PlanOptions(num_ranks=3, batch_size=8))
-    assert error.what == "3 ranks asked for, but the cluster has 2: 2 (host)"
-    assert error.remedy == "ask for 2 or describe a larger cluster"
+    assert error.what == "3 ranks requested, but the cluster has 2: 2 (host)"
+    assert error.remedy == "use at most 2 ranks, or describe a larger cluster"
 
 
 def test_a_batch_smaller_than_its_microbatches_is_refused():
@@ -46,7 +46,7 @@ def test_a_microbatch_larger_than_the_batch_is_refused():
 def test_counts_that_contradict_each_other_are_refused():
     error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=16, num_microbatches=3, microbatch_size=4))
     assert error.what == "3 microbatches of 4 samples do not make a batch of 16"
-    assert error.remedy == "leave one of the three out (4 microbatches of 4 do)"
+    assert error.remedy == "omit one of the three (4 microbatches of 4 do)"
 
 
 def test_fewer_microbatches_than_the_schedule_needs_are_refused():
@@ -54,10 +54,10 @@ def test_fewer_microbatches_than_the_schedule_needs_are_refused():
     error = refusal(
         chain(), machine(2), PlanOptions(num_ranks=2, batch_size=16, num_microbatches=3, schedule="strict", kind=kind)
     )
-    assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and 3 are planned"
+    assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, but 3 are requested"
     assert error.remedy == "use 4 microbatches (a batch of 4 samples or more), fewer ranks, or another schedule"
     error = refusal(chain(), machine(2), PlanOptions(num_ranks=2, batch_size=3, schedule="strict", kind=kind))
-    assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, and a batch of 3 gives 3"
+    assert error.what == "schedule 'strict' with 2 stages needs at least 4 microbatches, but a batch of 3 has 3"
 
 
 @pytest.mark.parametrize("schedule", sorted(REGISTRY))
@@ -115,7 +115,7 @@ def test_too_little_memory_is_refused_with_the_stage_and_its_bytes():
     error = refusal(
         chain(), machine(2, 9), PlanOptions(num_ranks=2, batch_size=8, num_microbatches=4, recompute="never")
     )
-    assert error.what == "stage 1 needs 9.12 GiB and 9 GiB are available, in the plan that exceeds memory least"
+    assert error.what == "stage 1 needs 9.12 GiB, but 9 GiB are available, in the plan that exceeds memory least"
     assert error.where == "stage 1 of 2 (layer1 .. layer3) on V100, 4 microbatches of 2, schedule 1f1b"
 
 
@@ -145,7 +145,7 @@ def test_the_remedy_for_too_little_memory_works(memory, options, remedy, cure):
 
 def test_if_no_change_fits_a_device_that_would_is_named():
     error = refusal(chain(), machine(4, 0.5), PlanOptions(num_ranks=4, batch_size=4, num_microbatches=4))
-    assert error.remedy.startswith("no smaller change was found that fits: use devices with 2.25 GiB")
+    assert error.remedy.startswith("no smaller change fits: use devices with 2.25 GiB")
     make_plan(chain(), machine(4, 2.25), PlanOptions(num_ranks=4, batch_size=4, num_microbatches=4))
 
 
@@ -162,17 +162,20 @@ def test_with_replicas_the_named_device_fits(ranks):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_ranks": 0}, "num_ranks is 0; at least 1 is needed"),
-        ({"batch_size": 0}, "batch_size is 0; at least 1 is needed"),
-        ({"num_microbatches": 0}, "num_microbatches is 0; at least 1 is needed"),
+        ({"num_ranks": 0}, "num_ranks is 0; it must be at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"num_microbatches": 0}, "num_microbatches is 0; it must be at least 1"),
         ({"recompute": "alwys"}, "Did you mean 'always'"),
         ({"schedule": "gpip"}, "Did you mean 'gpipe'"),
-        ({"schedule": "interleaved", "may_replicate": True}, "schedule 'interleaved' runs no replicated stages"),
+        (
+            {"schedule": "interleaved", "may_replicate": True},
+            "schedule 'interleaved' does not support replicated stages",
+        ),
         (
             {"stages_per_rank": 2, "may_replicate": True},
-            "several stages a rank and replicated stages do not go together",
+            "several stages per rank and replicated stages exclude each other",
         ),
-        ({"kind": REGISTRY["gpipe"]}, "kind describes schedule 'gpipe', and schedule is '1f1b'"),
+        ({"kind": REGISTRY["gpipe"]}, "kind describes schedule 'gpipe', but schedule is '1f1b'"),
     ],
 )
 def test_a_meaningless_option_is_refused(arguments, message):

@@ -66,7 +66,7 @@ def test_a_profile_of_a_cpu_is_converted_to_the_named_device():
     device = cluster.device(3)
     assert (device.name, device.memory_bytes, device.speed) == ("H100-80GB", 80 * 10**9, 1.0)
     assert cluster.source == describe(H100, "fp32", "some cpu")
-    assert "estimate, nothing was measured on such a device: operations and bytes counted on some cpu" in cluster.source
+    assert "estimate, without measurements on such a device: operations and bytes counted on some cpu" in cluster.source
     # the runtime overhead of this machine is not that of the device
     assert cluster.host.step_seconds == cluster.host.compute_seconds == 0
     once = priced(profile, cluster)
@@ -83,7 +83,7 @@ def test_a_profile_of_a_device_with_a_datasheet_keeps_its_measured_times():
 
 def test_a_profile_without_counts_is_refused():
     profile = dataclasses.replace(chain(4), device=CPU)
-    with pytest.raises(PlanError, match="does not say what its nodes compute and move") as caught:
+    with pytest.raises(PlanError, match="has no counts of operations and bytes") as caught:
         priced(profile, cluster_of_figures(2, profile, None, None, "H100-SXM"))
     assert caught.value.remedy == "profile the model again: autopipe profile TARGET"
 

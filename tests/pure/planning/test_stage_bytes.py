@@ -51,7 +51,7 @@ def searched_bytes(problem, plan):
         width = int(arrays.rules[solver.WIDTH])
         replicas = stage.replicas // width
         behind = sum(other.replicas for other in plan.stages[stage.index + 1 :]) // width
-        in_flight, versions = solver.held_and_versions(arrays.rules, replicas, behind)
+        in_flight, versions = solver.in_flight_and_versions(arrays.rules, replicas, behind)
         entries = (arrays.tables[k][i, j] for k in (solver.WEIGHTS, solver.STATE, solver.KEPT, solver.SAVED))
         weights, fixed, kept, saved = entries
         saved_in_flight = 1 if stage.recompute else in_flight
