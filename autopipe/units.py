@@ -132,9 +132,9 @@ def _parse(text: str, units: Mapping[str, Fraction], wanted: str, where: str) ->
 
 
 def _positive(value: float, what: str, where: str) -> float:
-    """Refuse 0, and what does not fit in 64 bits."""
+    """Return the value. Raises: PlanError unless it is above 0 and fits in 64 bits."""
     if not value > 0:
-        raise PlanError(f"a {what} must be larger than 0", where=where)
+        raise PlanError(f"a {what} must be larger than 0, and is {value:.3g}", where=where)
     if value >= 2**63:
         raise PlanError(f"a {what} of {value:.3g} is out of range", where=where)
     return value

@@ -130,7 +130,8 @@ def _checkpoint(run: RunDirectory, step: int | None) -> Checkpoint:
     steps = checkpoints.steps(run.checkpoints)
     if not steps or (step is not None and step not in steps):
         what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
-        raise RunError(f"{what}; the run has {steps or 'none'}", where=str(run.checkpoints))
+        available = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has no checkpoints"
+        raise RunError(f"{what} in this run: {available}", where=str(run.checkpoints))
     source = Checkpoint(checkpoints.directory_of(run.checkpoints, steps[-1] if step is None else step))
     source.verify()
     return source

@@ -109,7 +109,7 @@ def _refuse(reference: Reference, artifact: Path, remedy: str) -> None:
     versions = {path.name for folder in _folders() for path in _entries(folder / reference.key)}
     if not versions:
         raise RunError(
-            f"{what}, which you have never named on this machine: code is not run because an artifact names it",
+            f"{what}, which you have never named on this machine: a name in an artifact is not enough to run code",
             where=str(artifact),
             remedy=f"if you trust that code, name it: {remedy}",
         )

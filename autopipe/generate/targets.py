@@ -98,7 +98,7 @@ def _group(module: str) -> int:
 def callable_text(target: Callable[..., Any], imports: Imports) -> str:
     """Return the source text of a function or class.
 
-    Raises: TraceError if no import reaches it.
+    Raises: TraceError if it cannot be imported by its name.
     """
     known = _public().get(id(target))
     if known is not None:
@@ -132,7 +132,7 @@ def _imported(target: Any, module: str, name: str, imports: Imports) -> str:
     top, dot, rest = name.partition(".")
     if value is None or not all(part.isidentifier() for part in module.split(".")):
         raise TraceError(
-            f"no import reaches {module}.{name}, which the forward calls, so no stage file can name it",
+            f"the forward calls {module}.{name}, which cannot be imported by that name, so a stage file cannot call it",
             where=getattr(getattr(target, "__code__", None), "co_filename", ""),
             remedy=f"define {name.rpartition('.')[2]} at the top level of a module",
         )

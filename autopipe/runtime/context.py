@@ -1,4 +1,4 @@
-"""``RunContext``: what follows from plan and graph for a run. It is the same on every rank."""
+"""``RunContext``: a plan, its graph, and the values that every rank derives from them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autopipe.schedules import make
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Plan, graph, and what follows from the two."""
+    """A plan, its graph, and the values derived from them. All ranks have equal contexts."""
 
     plan: Plan
     graph: Graph
     request: ScheduleSpec
-    # which values go from stage to stage
+    # the values that go from stage to stage
     message_plan: MessagePlan
     # every channel of the run, in one order on all ranks
     channels: tuple[Channel, ...]

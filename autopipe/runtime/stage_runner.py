@@ -256,7 +256,7 @@ class StageRunner:
             if root is None and value in microbatch.variant.carries_gradient:
                 continue  # in this batch the value does not depend on anything that requires a gradient
             if root is None:
-                raise InternalError(f"stage {self.stage.INDEX} received a gradient for {value}, which it does not hold")
+                raise InternalError(f"stage {self.stage.INDEX} received a gradient for {value}, which it does not have")
             roots.append(root)
             starts.append(gradient)
         if "" in outputs:

@@ -155,8 +155,8 @@ class Sparse(torch.nn.Module):
     ("kind", "message"),
     [
         ("parameter", "parameter table is sparse"),
-        ("changes", "changes a tensor in place that is stored sparse"),
-        ("binds", "changes a tensor in place that is stored sparse"),
+        ("changes", "changes a sparse tensor in place"),
+        ("binds", "changes a sparse tensor in place"),
         ("indices", "its number of entries depends on its values"),
     ],
 )

@@ -102,8 +102,8 @@ def refusal(prepared: Prepared, item: Any) -> RunError | None:
         return None
     samples = workload.num_samples(item)
     return RunError(
-        f"the model does not accept {_microbatch(refused.samples)}, which splitting {counted(samples, 'sample')} into "
-        f"{counted(plan.num_microbatches, 'microbatch')} gives: {refused.reason}",
+        f"splitting {counted(samples, 'sample')} into {counted(plan.num_microbatches, 'microbatch')} gives "
+        f"{_microbatch(refused.samples)}, which the model does not accept: {refused.reason}",
         where=refused.error.where if refused.error is not None else "",
         remedy=_remedy(model, item, samples, plan.num_microbatches),
     )

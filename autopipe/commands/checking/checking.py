@@ -119,15 +119,15 @@ def _compared(prepared: Prepared, job: Job, items: Sequence[Any]) -> Comparison:
 
 
 def _refuses(prepared: Prepared, item: Any) -> bool:
-    """Return whether the unmodified model rejects a microbatch of the smaller minibatch."""
+    """Return whether the unmodified model rejects a microbatch of a minibatch."""
     model = PlainModel(prepared.workload, prepared.profile.device.kind)
     return model.refuses(item, prepared.plan.num_microbatches) is not None
 
 
 def _leaves_one(prepared: Prepared, samples: int) -> bool:
-    """Return whether the smaller minibatch would have a microbatch of one sample, which batch statistics may reject.
+    """Return whether a minibatch of ``samples - 1`` has a microbatch of one sample, and one of ``samples`` has not.
 
-    False if the full minibatch has such a microbatch, too.
+    Layers with batch statistics may reject a microbatch of one sample.
     """
     parts = prepared.plan.num_microbatches
     return samples // parts > 1 and (samples - 1) // parts == 1 and bool(normalised_layers(prepared.graph))

@@ -110,7 +110,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         listener.close()
         raise RunError(
             f"cannot listen on {address}{f' port {port}' if port else ''}: {error.strerror}",
-            remedy="end what uses the port, or choose another interface (--interface NAME)",
+            remedy="stop the program that uses the port, or choose another interface (--interface NAME)",
         ) from None
     return listener
 

@@ -1,7 +1,7 @@
 """The process of a rank other than 0, under a cluster's own launcher: it starts its rank on rank 0's request.
 
 It prints nothing and decides nothing. It forwards the events of its rank to rank 0, and receives the error that ends
-the run, so that every process ends with the same message. If rank 0 itself is gone, that is the message.
+the run, so that every process ends with the same message. If rank 0 itself is gone, the message says so.
 """
 
 from __future__ import annotations

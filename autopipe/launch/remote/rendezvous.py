@@ -142,7 +142,7 @@ class Rendezvous:
             gone = [(rank, peer) for rank, peer in self.peers.items() if peer.lost()]
             if gone:
                 raise RunError(
-                    f"the process of rank {gone[0][0]} on {gone[0][1].host} went away before training began",
+                    f"the process of rank {gone[0][0]} on {gone[0][1].host} disconnected before training began",
                     remedy="read what it printed, in the launcher's output",
                 )
             if time.monotonic() > end:

@@ -23,9 +23,9 @@ from autopipe.workload import Workload
 
 
 def write_recording(captured: Capture, plan: Plan, graph: Graph, folder: Path) -> None:
-    """Cut a capture like a plan of ``graph``, and write its stage files, graph and plan into a folder.
+    """Cut a capture at the places where ``plan`` cuts ``graph``, and write its stage files, graph and plan.
 
-    Raises: PlanError if it cannot be cut so.
+    Raises: PlanError if the capture has no legal cut at one of these places.
     """
     captured = with_own_constants(captured, folder.name)
     cut = map_cuts_to(plan, graph, captured.graph)

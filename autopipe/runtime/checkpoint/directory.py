@@ -84,7 +84,7 @@ def finish(checkpoints: Path, temporary: Path, num_stages: int, manifest: Manife
 
     ``keep`` is how many of the newest checkpoints are kept; 0 keeps all.
 
-    Raises: ArtifactError if the disk refuses it; RunError if the copies of a tied parameter differ.
+    Raises: ArtifactError if it cannot be written; RunError if the copies of a tied parameter differ.
     """
     files = tuple(
         artifact.load(StageFile, description(temporary, index), renew="save the checkpoint again")

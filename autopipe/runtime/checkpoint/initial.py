@@ -36,7 +36,8 @@ def build_stages(
 ) -> list[Stage]:
     """Build the model once and return one stage of each class.
 
-    With ``weights``, only the parameters of these stages take memory, if the model can be built without its own.
+    With ``weights``, only the parameters of these stages take memory, if the model can be built without memory for all
+    of its parameters.
     """
     if weights is not None:
         stages = _filled(classes, workload, constants, weights, graph)

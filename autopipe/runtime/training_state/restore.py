@@ -1,4 +1,4 @@
-"""Description -> objects. Writes the values of a checkpoint into what the user's hooks have just built, in place."""
+"""Restore training state: write the values of a checkpoint into the objects that the user's hooks have built."""
 
 from __future__ import annotations
 

@@ -260,9 +260,9 @@ def _refuse_sparse_written(meta: Mapping[str, Any]) -> None:
     """
     if any(sparse.is_sparse(tensor) for tensor in meta.get("changed", ())):
         raise TraceError(
-            "the forward changes a tensor in place that is stored sparse",
+            "the forward changes a sparse tensor in place",
             where=where_text(meta),
-            remedy="make the tensor that the forward changes dense (to_dense()); a sparse tensor may be read",
+            remedy="make that tensor dense (to_dense()); the forward may only read sparse tensors",
         )
 
 

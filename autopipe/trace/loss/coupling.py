@@ -107,8 +107,8 @@ def _refuse_samples_in_dimension_one(workload: Workload, model: nn.Module) -> No
 def _elsewhere(workload: Workload, item: Item) -> ModelFileError:
     hook = workload.hooks["data"]
     return ModelFileError(
-        f"dimension 1 counts the samples of a batch of {hook.label}, not dimension 0: {shapes(item)}. Parts along "
-        "dimension 1 have the gradient of the batch, and parts along dimension 0 have another",
+        f"dimension 1 counts the samples of a batch of {hook.label}, not dimension 0: {shapes(item)}. Microbatches "
+        "along dimension 1 have the gradient of the batch, and those along dimension 0 do not",
         where=hook.place,
         remedy="define batch_dim in the model file, such as batch_dim = 1, or (1, 0) for inputs and target; or write "
         "data(batch_size), so that autopipe finds it; batch_dim = 0 splits along dimension 0 regardless",

@@ -109,7 +109,7 @@ def _grouped_mm(
 
 
 def _with_momentum(module: _BatchNorm, *inputs: Tensor) -> Any:
-    """Run a batch norm that averages over all batches: its running statistics do not affect the shapes."""
+    """Run a batch norm that has ``momentum=None`` with a number instead, which does not affect the shapes."""
     module.momentum = 0.1
     try:
         return module(*inputs)

@@ -159,7 +159,8 @@ def _restore(owner: Any, name: str, before: Any) -> None:
 def as_compiled(asked: list[str] | None = None, only: str = "") -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` return True.
 
-    ``asked``: receives the places (``file:line``) that call it. ``only``: the one place that receives True.
+    ``asked``: a list to which every calling place (``file:line``) is added. ``only``: if not "", the only calling place
+    for which it returns True.
     """
 
     def yes() -> bool:

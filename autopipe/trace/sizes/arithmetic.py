@@ -67,7 +67,7 @@ class Size:
 
 
 def _forms(count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (times, of), the simplest first. ``count``: the batch size and the number of lengths."""
+    """Yield the (times, of) pairs to try, the simplest first. ``count``: 1 for the batch size, plus the lengths."""
     lengths = range(1, count)
     for index in range(count):
         yield (), (index,)

@@ -328,7 +328,7 @@ def _is_plain_key(key: Any) -> bool:
 
 
 def _is_known(owner: Any, content: dict[Any, Any]) -> bool:
-    """Return whether the recorded places of an object are all that it holds."""
+    """Return whether the snapshot has recorded all places of an object."""
     if isinstance(owner, (*CONTAINERS, tuple)):
         return isinstance(owner, set) or len(content) == length(owner) + 1  # its entries, and WHOLE
     if isinstance(owner, types.FunctionType):

@@ -263,7 +263,7 @@ class Reader:
         return False
 
     def _feeds(self, node: ast.AST, statement: ast.stmt, above: tuple[ast.AST, ...]) -> frozenset[Key] | None:
-        """Return the state that a read only goes into (empty if it is only printed), or None if it goes elsewhere."""
+        """Return the state to which a read value is written; empty if it is only printed, None if used elsewhere."""
         if isinstance(statement, (ast.If, ast.While)):  # the test of a branch
             return self._quiet_all([*statement.body, *statement.orelse])
         return self._quiet(statement)

@@ -81,7 +81,7 @@ class BatchDimensions:
         return self.known.get("") == WHOLE
 
     def is_fixed(self, item: Item) -> bool:
-        """Return whether the number of samples is not a dimension of any tensor: other sizes have other structures."""
+        """Return whether the number of samples is not a dimension of any tensor, as in a list of images."""
         return bool(self._lists(item)) or not self.of(item)
 
     def _lists(self, item: Item) -> list[Any]:

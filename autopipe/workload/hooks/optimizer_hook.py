@@ -30,8 +30,8 @@ class OptimizerHook:
     def optimizer(self, trained: Named) -> Optimizer | None:
         """Return the optimizer of some of the model's parameters; None if the hook selects none of them.
 
-        Raises: ModelFileError if the hook also fails on the whole model, steps parameters that it was not given, or
-        selects other parameters of a stage than it selects of them in the whole model.
+        Raises: ModelFileError if the hook also fails on the whole model, steps parameters that were not passed to it,
+        or selects a parameter in a stage but not in the whole model, or the other way round.
         """
         try:
             optimizer = make_optimizer(self.hook, trained, self.lr)
@@ -79,17 +79,17 @@ class OptimizerHook:
         others = [parameter for parameter in stepped(optimizer) if id(parameter) not in known]
         if others:
             raise ModelFileError(
-                f"{self.hook.label} returned an optimizer with {counted(len(others), 'parameter')} that it was not "
-                f"given, the first of shape {list(others[0].shape)}: they come from another source, such as a global "
-                "model",
+                f"{self.hook.label} returned an optimizer with {counted(len(others), 'parameter')} that were not "
+                f"passed to it, the first of shape {list(others[0].shape)}: they come from another source, such as a "
+                "global model",
                 where=self.hook.path,
                 remedy="take the parameters from the argument of the hook: pairs of name and parameter",
             )
 
     def _failing_on_a_part(self, error: ModelFileError, trained: Named) -> ModelFileError:
         return ModelFileError(
-            f"{error.what}. It was given the {counted(len(trained), 'parameter')} of one stage ({trained[0][0]} to "
-            f"{trained[-1][0]}), and does not fail on those of the whole model",
+            f"{error.what}. The hook was called with the {counted(len(trained), 'parameter')} of one stage "
+            f"({trained[0][0]} to {trained[-1][0]}); it does not fail with those of the whole model",
             where=error.where,
             remedy="each stage has its own optimizer: omit groups, and inner optimizers, that have no parameters there",
         )
@@ -99,12 +99,12 @@ class OptimizerHook:
         wanted = known & self._chosen
         differing = sorted((taken & known) ^ wanted)
         if differing:
-            in_stage, in_model = ("leaves out", "takes") if differing[0] in wanted else ("takes", "leaves out")
+            in_stage, in_model = ("omits", "selects") if differing[0] in wanted else ("selects", "omits")
             raise ModelFileError(
-                f"{self.hook.label} does not choose parameters by name: it {in_stage} {differing[0]} when it is given "
-                f"the parameters of one stage, and {in_model} it when it is given those of the whole model",
+                f"{self.hook.label} does not choose parameters by name: it {in_stage} {differing[0]} when called with "
+                f"the parameters of one stage, and {in_model} it when called with those of the whole model",
                 where=self.hook.path,
-                remedy="choose parameters by their names or shapes, not by their number or their place in the list",
+                remedy="choose parameters by their names or shapes, not by their number or their position in the list",
             )
 
 

@@ -93,7 +93,7 @@ def test_a_function_that_cannot_be_imported_is_refused_with_its_name():
 
     with pytest.raises(TraceError) as raised:
         Writer(Imports(), {}, {}, "cpu").value(inner)
-    assert "no import reaches" in str(raised.value)
+    assert "which cannot be imported by that name" in str(raised.value)
     assert raised.value.remedy == "define inner at the top level of a module"
 
 

@@ -146,7 +146,7 @@ def test_a_process_that_ended_is_named() -> None:
         with pytest.raises(RunError, match="did not connect"):
             rendezvous.gather(0.3)
         one.close()
-        with pytest.raises(RunError, match="rank 1 on host1 went away"):
+        with pytest.raises(RunError, match="rank 1 on host1 disconnected"):
             rendezvous.gather(5)
 
 

@@ -101,7 +101,7 @@ def test_a_hook_that_fails_only_on_a_stage_is_reported_as_such(load):
     whole = of_model(workload)
     assert len(workload.optimizer(whole).param_groups[0]["params"]) == 4
     error = fails(lambda: workload.optimizer([pair for pair in whole if pair[1].dim() > 1]))
-    assert "does not fail on those of the whole model" in error.what and "empty parameter list" in error.what
+    assert "does not fail with those of the whole model" in error.what and "empty parameter list" in error.what
     broken = load(NET + "def optimizer(named): return torch.optim.SGD([], lr=0.1)\n")
     error = fails(lambda: broken.optimizer(of_model(broken, "body")))
     assert "empty parameter list" in error.what and "whole model" not in error.what
@@ -111,11 +111,12 @@ def test_a_hook_must_choose_by_name_from_the_given_parameters(load):
     first = load(NET + "def optimizer(named): return torch.optim.SGD([p for _, p in named][:1], lr=0.1)\n")
     error = fails(lambda: first.optimizer(of_model(first, "head")))
     assert (
-        "does not choose parameters by name: it takes head.weight when it is given the parameters of one" in error.what
+        "does not choose parameters by name: it selects head.weight when called with the parameters of one"
+        in error.what
     )
     stranger = load(NET + "def optimizer(named): return torch.optim.SGD(MODEL.parameters(), lr=0.1)\n")
     error = fails(lambda: stranger.optimizer(of_model(stranger)))
-    assert "4 parameters that it was not given" in error.what and "global model" in error.what
+    assert "4 parameters that were not passed to it" in error.what and "global model" in error.what
 
 
 def test_a_scheduler_that_needs_a_metric_or_steps_another_optimizer_is_refused_by_name(load):

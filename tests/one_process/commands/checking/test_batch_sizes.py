@@ -75,7 +75,7 @@ def test_a_microbatch_that_the_model_does_not_accept_is_reported(run: Any, tmp_p
     done = run(*words, "--num-microbatches", "4", "--json")
     error = json.loads(done.stdout)["error"]
     assert error["what"].startswith(
-        "the model does not accept a microbatch of 1 sample, which splitting 4 samples into 4 microbatches gives: "
+        "splitting 4 samples into 4 microbatches gives a microbatch of 1 sample, which the model does not accept: "
     )
     assert error["try"].startswith("--num-microbatches 2: the model accepts microbatches of 2 samples")
     done = run(*words, *error["try"].partition(":")[0].split(), "--json")
