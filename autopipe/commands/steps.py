@@ -38,12 +38,11 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.graph import Graph
 from autopipe.ir.plan import Plan, bytes_by_rank
 from autopipe.ir.profile import Profile
-from autopipe.planning.baselines import compared
-from autopipe.planning.baselines import explained as explain
-from autopipe.planning.clusters import priced
+from autopipe.planning.baselines import compare_plan, explain_plan
+from autopipe.planning.clusters import with_estimated_times
 from autopipe.planning.cost.peaks import memory_shortfall, with_peaks
 from autopipe.planning.cost.predict import predict, schedule_of, timeline_of
-from autopipe.planning.reschedule import as_typed, with_schedule
+from autopipe.planning.reschedule import schedule_flags, with_schedule
 from autopipe.report.perfetto import chrome_trace
 from autopipe.report.results import GenerateResult, PlanResult, ProfileResult, SimulateResult
 from autopipe.schedules import render
@@ -110,12 +109,12 @@ def plan(settings: PlanSettings, progress: Progress | None = None, *, explained:
             artifact.save(profile, work.store.profile)  # with the seed and the learning rate of the plan
         choice = choose_plan(profile, request, work, batch_size)
         plan, record = choice.plan, choice.record
-        profile = priced(profile, record.cluster)
+        profile = with_estimated_times(profile, record.cluster)
         against = reasons = None
         try:
             counted_with = with_averages(profile, request)
-            against = compared(plan, counted_with, record.cluster, choice.space, every=choice.every)
-            reasons = explain(plan, counted_with, record.cluster, choice.space) if explained else None
+            against = compare_plan(plan, counted_with, record.cluster, choice.space, every=choice.every)
+            reasons = explain_plan(plan, counted_with, record.cluster, choice.space) if explained else None
         except KeyboardInterrupt:
             work.notes.append("interrupted: the plan was written, but not compared with other plans")
         return PlanResult(
@@ -167,7 +166,7 @@ def simulate(
     with only_one(work_dir, "simulates"):
         store = Work.begin(work_dir, progress).store
         plan, record = store.stored_plan()
-        profile = priced(store.stored_profile(), record.cluster)
+        profile = with_estimated_times(store.stored_profile(), record.cluster)
         refuse_disagreement(plan, profile.graph)
         requested = PlanSettings(ProfileSettings(ModelSettings()), schedule=schedule, order=order or OrderSettings())
         plan, notes = with_schedule(plan, request_of(requested))
@@ -190,7 +189,7 @@ def simulate(
             notes,
             trace="" if trace is None else str(trace),
             overlaps=any(order_of_work.staleness),
-            schedule_options="" if plan.digest == record.plan_digest else as_typed(plan, requested.order.file),
+            schedule_options="" if plan.digest == record.plan_digest else schedule_flags(plan, requested.order.file),
             memory_shortfall=memory_shortfall(plan, record.cluster),
         )
 

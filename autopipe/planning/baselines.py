@@ -11,10 +11,10 @@ from autopipe.ir.profile import Profile
 from autopipe.planning import Comparison, Explanation, comparison, explain
 from autopipe.planning.cost.peaks import search_within_memory
 from autopipe.planning.cost.predict import simulator_score
-from autopipe.planning.space import Space, plain, takes_replicas, with_replicas
+from autopipe.planning.space import Space, takes_replicas, with_1f1b, with_replicas
 
 
-def compared(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:
+def compare_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, every: bool = False) -> Comparison:
     """Compare the plan with a single device, data parallelism, the best unreplicated pipeline and the best plan.
 
     ``every``: the plan is already the best of those with replicas.
@@ -22,7 +22,7 @@ def compared(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, ev
     rivals = space.rivals()
     score = simulator_score(profile, cluster, (*space.unreplicated, *rivals))
     first = space.unreplicated[0]
-    base = plain(first) if first.stage_ranks else first  # a schedule file fixes the number of ranks
+    base = with_1f1b(first) if first.stage_ranks else first  # a schedule file fixes the number of ranks
 
     def fit(find: Callable[[Cluster], Plan]) -> Plan:
         return search_within_memory(profile, cluster, find)
@@ -40,7 +40,7 @@ def compared(plan: Plan, profile: Profile, cluster: Cluster, space: Space, *, ev
     )
 
 
-def explained(plan: Plan, profile: Profile, cluster: Cluster, space: Space) -> Explanation:
+def explain_plan(plan: Plan, profile: Profile, cluster: Cluster, space: Space) -> Explanation:
     """Return the reason for each cut, the plan's bottleneck, its distance from the lower bound, and the runner-up."""
     per_rank = plan.schedule_options.get("stages_per_rank", 1)
     options = next(o for o in space.unreplicated if o.schedule == plan.schedule and o.stages_per_rank == per_rank)

@@ -54,7 +54,7 @@ def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
     """Return the cluster with the speeds of its devices from their datasheets, and a ``source`` that explains them.
 
     Speeds are relative to the profiled device if it has a datasheet. Otherwise they are relative to the cluster's first
-    device, for which ``priced`` estimates the profile.
+    device, for which ``with_estimated_times`` estimates the profile.
 
     Raises: PlanError if only some of the devices have a datasheet.
     """
@@ -79,7 +79,7 @@ def by_datasheet(cluster: Cluster, profile: Profile) -> Cluster:
     return dataclasses.replace(cluster, devices=tuple(devices), source=source)
 
 
-def priced(profile: Profile, cluster: Cluster) -> Profile:
+def with_estimated_times(profile: Profile, cluster: Cluster) -> Profile:
     """Return the profile to whose times the speeds of the cluster are relative.
 
     This is the profile itself, unless the cluster's devices have datasheets and the profiled device has none. Then its

@@ -9,7 +9,7 @@ from pathlib import Path
 from autopipe.errors import PlanError, counted
 from autopipe.ir.plan import Plan
 from autopipe.planning.requests import PlanRequest, flag_of
-from autopipe.planning.space import taking
+from autopipe.planning.space import schedules_with_options
 from autopipe.schedules import layout_of
 
 
@@ -20,7 +20,7 @@ def with_schedule(plan: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ..
     schedule itself raises ScheduleError for layouts that it does not support.
     """
     name = request.schedule if request.schedule not in (None, "auto") else plan.schedule
-    taking((str(name),), request)
+    schedules_with_options((str(name),), request)
     options = dict(request.schedule_options)
     if (
         name == plan.schedule
@@ -37,7 +37,7 @@ def with_schedule(plan: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ..
     if name == "custom":
         ranks = _ranks_of_grid(plan, request)
     elif request.stages_per_rank is not None:
-        ranks = _dealt(len(plan.stages), request.stages_per_rank)
+        ranks = _round_robin(len(plan.stages), request.stages_per_rank)
         options["stages_per_rank"] = request.stages_per_rank
     stages = tuple(dataclasses.replace(stage, ranks=own) for stage, own in zip(plan.stages, ranks, strict=True))
     other = dataclasses.replace(
@@ -53,7 +53,7 @@ def with_schedule(plan: Plan, request: PlanRequest) -> tuple[Plan, tuple[str, ..
     return other, (note + ("" if ranks == plan.stage_ranks else f" on {counted(other.num_ranks, 'rank')}"),)
 
 
-def as_typed(plan: Plan, grid: Path | None) -> str:
+def schedule_flags(plan: Plan, grid: Path | None) -> str:
     """Return the command-line options for a plan's schedule. ``grid``: the schedule file, if it has one."""
     if grid is not None:
         return f"--schedule-file {shlex.quote(str(grid))}"
@@ -63,7 +63,7 @@ def as_typed(plan: Plan, grid: Path | None) -> str:
     return " ".join(words)
 
 
-def _dealt(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
+def _round_robin(num_stages: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
     if num_stages % per_rank:
         raise PlanError(
             f"the {counted(num_stages, 'stage')} of the plan cannot be distributed with {per_rank} on each rank",

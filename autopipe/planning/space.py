@@ -41,7 +41,9 @@ class Space:
         if name == "custom":
             return Space((_of_grid(request, num_ranks, batch_size),), ())
         unreplicated: list[PlanOptions] = []
-        names = taking(schedules(name, links_known=links_known or bool(request.stages_per_rank)), request)
+        names = schedules_with_options(
+            schedules(name, links_known=links_known or bool(request.stages_per_rank)), request
+        )
         for schedule in names:
             alone = _ordered(request, schedule, num_ranks, batch_size)
             counts = REGISTRY[schedule].planned_stages_per_rank if num_ranks > 1 else (1,)
@@ -49,7 +51,7 @@ class Space:
                 unreplicated.append(dataclasses.replace(alone, stages_per_rank=count))
         replicated = [
             with_replicas(dataclasses.replace(options, offered=num_ranks))
-            for ranks in fewer(num_ranks)
+            for ranks in rank_counts(num_ranks)
             for options in (_ordered(request, schedule, ranks, batch_size) for schedule in names)
             if takes_replicas(options)
         ]
@@ -76,7 +78,7 @@ class Space:
 
     def rivals(self) -> tuple[PlanOptions, ...]:
         """Return the options of the best replicated plan for comparison: those of 1f1b if the request has none."""
-        return self.replicated or (with_replicas(plain(self.unreplicated[0])),)
+        return self.replicated or (with_replicas(with_1f1b(self.unreplicated[0])),)
 
 
 def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: int) -> PlanOptions:
@@ -99,7 +101,7 @@ def _ordered(request: PlanRequest, schedule: str, num_ranks: int, batch_size: in
     )
 
 
-def taking(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
+def schedules_with_options(names: tuple[str, ...], request: PlanRequest) -> tuple[str, ...]:
     """Return those of the schedules that have the schedule options of the request.
 
     Raises: PlanError if none has them, with the schedules that do, or if a value is out of range.
@@ -133,7 +135,7 @@ def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptio
     """Return the options for the user's schedule file, which is validated. ``num_ranks``: the number of its rows."""
     if request.grid is None:
         raise PlanError("--schedule custom needs a schedule file", remedy="--schedule-file FILE")
-    taking(("custom",), request)
+    schedules_with_options(("custom",), request)
     stage_ranks, count = layout_of(request.grid)
     make("custom", ScheduleSpec(stage_ranks, count, text=request.grid))
     for stage, ranks in enumerate(stage_ranks):
@@ -160,7 +162,7 @@ def _of_grid(request: PlanRequest, num_ranks: int, batch_size: int) -> PlanOptio
     )
 
 
-def plain(options: PlanOptions) -> PlanOptions:
+def with_1f1b(options: PlanOptions) -> PlanOptions:
     """Return the options for 1f1b, without options of another schedule."""
     return dataclasses.replace(
         options,
@@ -185,7 +187,7 @@ def with_replicas(options: PlanOptions) -> PlanOptions:
     )
 
 
-def fewer(num_ranks: int) -> list[int]:
+def rank_counts(num_ranks: int) -> list[int]:
     """Return the numbers of ranks for which replicated plans are searched: all, half of them, and so on, down to one.
 
     If devices or links differ, one search uses all of its ranks. Otherwise it may leave some unused, but decides that

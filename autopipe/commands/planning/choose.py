@@ -19,7 +19,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.profile import COUNTED, Profile
 from autopipe.ir.tensor import DTYPE_BYTES
 from autopipe.planning import PlanOptions, SearchProgress, make_best_plan
-from autopipe.planning.clusters import by_datasheet, cluster_of_figures, priced, this_machine
+from autopipe.planning.clusters import by_datasheet, cluster_of_figures, this_machine, with_estimated_times
 from autopipe.planning.cost.peaks import search_within_memory
 from autopipe.planning.cost.predict import predict, simulator_score
 from autopipe.planning.requests import PlanRequest
@@ -123,7 +123,7 @@ def search(
 
     Raises: PlanError if there is no plan, or the profile has no times; ScheduleError if no schedule can run the plan.
     """
-    search_progress, profile = SearchProgress(later(progress)), priced(profile, cluster)
+    search_progress, profile = SearchProgress(later(progress)), with_estimated_times(profile, cluster)
     if profile.device.kind == COUNTED:
         raise PlanError(
             f"the profile of {profile.graph.name} has no times, because it was taken with --estimate",

@@ -19,8 +19,7 @@ from autopipe.errors import RunError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Profile
 from autopipe.planning import PlanOptions
-from autopipe.planning.baselines import compared
-from autopipe.planning.baselines import explained as explain
+from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.clusters import GPU_BANDWIDTH, GPU_LATENCY_SECONDS, LINK_LATENCY_SECONDS
 from autopipe.planning.pipedream.file_format import LayerGraph, read_pipedream
 from autopipe.planning.pipedream.model import LayerPlan, Machine, data_parallel_seconds, plan_layers
@@ -94,8 +93,8 @@ def plan_layers_with_our_costs(
         seconds,
         (*work.notes, *_notes(case)),
         (),
-        compared(chosen.plan, profile, case.cluster, space, every=every),
-        explain(chosen.plan, profile, case.cluster, space) if explained else None,
+        compare_plan(chosen.plan, profile, case.cluster, space, every=every),
+        explain_plan(chosen.plan, profile, case.cluster, space) if explained else None,
     )
 
 

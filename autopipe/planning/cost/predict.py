@@ -118,7 +118,7 @@ def simulator_score(profile: Profile, cluster: Cluster, choices: Sequence[PlanOp
     largest = max(1, *(_largest(profile, options, stages) for options in choices))
     if largest > MOST_SIMULATED_ONCE:
         return RankedScore(lambda plan: plan.predicted, 1)
-    return RankedScore(scored(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
+    return RankedScore(simulated(profile, cluster), max(1, min(MOST_SCORED, MOST_SCORED * MOST_SIMULATED // largest)))
 
 
 def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
@@ -132,7 +132,7 @@ def _largest(profile: Profile, options: PlanOptions, most_stages: int) -> int:
         return 0  # the search will raise it
 
 
-def scored(profile: Profile, cluster: Cluster) -> Score:
+def simulated(profile: Profile, cluster: Cluster) -> Score:
     """Return the simulator as a score. A plan that its schedule cannot run takes infinitely long.
 
     A plan that is too large to simulate keeps the closed-form estimate.

@@ -44,7 +44,7 @@ def on_datasheet(profile: Profile, sheet: Datasheet, precision: str) -> Profile:
     return dataclasses.replace(
         profile,
         device=Device("gpu", sheet.name, sheet.memory_bytes),
-        measurements=tuple(_priced(m, profile.graph, peak, sheet.memory_bandwidth) for m in profile.measurements),
+        measurements=tuple(_estimated(m, profile.graph, peak, sheet.memory_bandwidth) for m in profile.measurements),
         optimizer_seconds_per_byte=(3 + 2 * profile.optimizer_bytes_per_byte) / sheet.memory_bandwidth,
     )
 
@@ -59,7 +59,7 @@ def describe(sheet: Datasheet, precision: str, profiled: str) -> str:
     )
 
 
-def _priced(measurement: Measurement, graph: Graph, peak: float, bandwidth: float) -> Measurement:
+def _estimated(measurement: Measurement, graph: Graph, peak: float, bandwidth: float) -> Measurement:
     costs: dict[str, NodeCost] = {}
     for node in graph.nodes:
         work = measurement.work.get(node.name, NodeWork())

@@ -192,11 +192,11 @@ def test_ctrl_c_during_the_comparison_keeps_the_plan(run, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, "compared", interrupted)
+    monkeypatch.setattr(steps, "compare_plan", interrupted)
     answer = document(run("--gpus", "2", *HERE, "--json"))
     assert answer["comparison"] is None
     assert "interrupted: the plan was written, but not compared with other plans" in answer["notes"]
-    assert baselines.compared is not interrupted
+    assert baselines.compare_plan is not interrupted
 
 
 def test_a_sweep_has_a_row_a_bar_and_a_point_for_each_number(run):

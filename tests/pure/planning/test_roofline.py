@@ -9,7 +9,7 @@ from autopipe.errors import PlanError
 from autopipe.ir.cluster import Cluster, ClusterDevice, Level
 from autopipe.ir.profile import Device, NodeWork, PassWork
 from autopipe.planning.cluster_file import parse_cluster
-from autopipe.planning.clusters import by_datasheet, cluster_of_figures, priced
+from autopipe.planning.clusters import by_datasheet, cluster_of_figures, with_estimated_times
 from autopipe.planning.cost.datasheets import datasheet
 from autopipe.planning.cost.roofline import COMPUTE_EFFICIENCY, describe, on_datasheet
 
@@ -69,22 +69,22 @@ def test_a_profile_of_a_cpu_is_converted_to_the_named_device():
     assert "estimate, without measurements on such a device: operations and bytes counted on some cpu" in cluster.source
     # the runtime overhead of this machine is not that of the device
     assert cluster.host.step_seconds == cluster.host.compute_seconds == 0
-    once = priced(profile, cluster)
+    once = with_estimated_times(profile, cluster)
     assert once == on_datasheet(profile, H100, "fp32")
-    assert priced(once, cluster) == once
+    assert with_estimated_times(once, cluster) == once
 
 
 def test_a_profile_of_a_device_with_a_datasheet_keeps_its_measured_times():
     profile = counted(only_compute, A100)
     cluster = cluster_of_figures(4, profile, None, None, "H100-SXM")
-    assert priced(profile, cluster) is profile
+    assert with_estimated_times(profile, cluster) is profile
     assert cluster.source.startswith("estimate from datasheets: 2.38 times the speed of A100-80GB")
 
 
 def test_a_profile_without_counts_is_refused():
     profile = dataclasses.replace(chain(4), device=CPU)
     with pytest.raises(PlanError, match="has no counts of operations and bytes") as caught:
-        priced(profile, cluster_of_figures(2, profile, None, None, "H100-SXM"))
+        with_estimated_times(profile, cluster_of_figures(2, profile, None, None, "H100-SXM"))
     assert caught.value.remedy == "profile the model again: autopipe profile TARGET"
 
 
@@ -96,7 +96,7 @@ def test_a_cluster_file_names_a_datasheet():
     cluster = by_datasheet(parse_cluster({"level": LEVELS, "device": {"datasheet": "H100-SXM"}}, "here"), profile)
     assert cluster.num_ranks == 16
     assert cluster.device(15) == ClusterDevice("H100-80GB", 80 * 10**9, 1.0, 1.0, "H100-80GB")
-    assert cost_of(priced(profile, cluster), 1) == cost_of(on_datasheet(profile, H100, "fp32"), 1)
+    assert cost_of(with_estimated_times(profile, cluster), 1) == cost_of(on_datasheet(profile, H100, "fp32"), 1)
     less = parse_cluster({"level": LEVELS, "device": {"datasheet": "H100-SXM", "memory": "40GiB"}}, "here")
     assert less.device(0).memory_bytes == 40 * 2**30
 
@@ -121,4 +121,4 @@ def test_keys_that_contradict_a_datasheet_are_refused():
     volta = cluster_of_figures(2, counted(only_compute), None, None, "V100")
     autocast = dataclasses.replace(counted(only_compute).workload, precision="bf16")
     with pytest.raises(PlanError, match="no bf16 matrix units"):
-        priced(dataclasses.replace(counted(only_compute), workload=autocast), volta)
+        with_estimated_times(dataclasses.replace(counted(only_compute), workload=autocast), volta)

@@ -15,7 +15,7 @@ from autopipe.ir import artifact
 from autopipe.ir.cluster import Level
 from autopipe.ir.plan import Plan
 from autopipe.planning import PlanOptions, SearchProgress, make_best_plan, make_plan
-from autopipe.planning.baselines import compared, explained
+from autopipe.planning.baselines import compare_plan, explain_plan
 from autopipe.planning.cost import predict
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.reschedule import with_schedule
@@ -120,10 +120,10 @@ def test_a_grid_is_planned_for_its_own_ranks_stages_and_microbatches(tmp_path):
     assert artifact.load(Plan, tmp_path / "plan.json", renew="") == planned.plan
     assert dataclasses.replace(planned.plan, schedule_text=wave + "#").digest != planned.plan.digest
     comparison = {
-        c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
+        c.name: c.plan for c in compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
     }
     assert comparison["best straight pipeline"] == planned.plan and comparison["data parallel"].schedule == "1f1b"
-    assert explained(planned.plan, FOUND, planned.record.cluster, planned.space).cuts
+    assert explain_plan(planned.plan, FOUND, planned.record.cluster, planned.space).cuts
     with pytest.raises(PlanError, match="has 2 rows, one per rank, but --gpus is 3"):
         chosen(tmp_path, PlanRequest(schedule="custom", grid=wave, gpus=3))
     with pytest.raises(ScheduleError, match=r"backward-after-forward") as caught:
@@ -186,7 +186,7 @@ def test_a_plan_that_no_schedule_can_run_has_infinite_time(monkeypatch):
     monkeypatch.setattr(predict, "predict", refused)
     monkeypatch.setattr(choose, "predict", refused)
     plan = make_plan(
-        FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8), score=predict.scored(FOUND, FAST)
+        FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8), score=predict.simulated(FOUND, FAST)
     )
     assert (plan.predicted.step_seconds, plan.predicted.samples_per_second) == (math.inf, 0.0)
     with pytest.raises(ScheduleError, match="rule 3 is broken"):
@@ -197,7 +197,7 @@ def test_a_huge_plan_keeps_the_planners_figures():
     plan = make_plan(FOUND, FAST, PlanOptions(num_ranks=4, batch_size=32, num_microbatches=8))
     most = predict.MOST_SIMULATED_ONCE
     huge = dataclasses.replace(plan, num_microbatches=most, batch_size=most, microbatch_size=1)
-    assert predict.scored(FOUND, FAST)(huge) is huge.predicted
+    assert predict.simulated(FOUND, FAST)(huge) is huge.predicted
 
 
 def test_fewer_large_plans_and_no_huge_plans_are_simulated(monkeypatch):
@@ -217,7 +217,7 @@ def test_the_table_of_large_plans_has_simulated_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "MOST_SIMULATED", 16)
     cluster = {"gpus": 4, "link": 1e9, "gpu_memory_bytes": 2**33}
     planned, _ = chosen(tmp_path, PlanRequest(**cluster))
-    result = compared(planned.plan, FOUND, planned.record.cluster, planned.space)
+    result = compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space)
     assert all(c.plan.predicted == predict.predict(c.plan, FOUND, planned.record.cluster) for c in result.contenders)
     rates = [contender.plan.predicted.samples_per_second for contender in result.contenders]
     assert rates[-1] == max(rates)
@@ -286,7 +286,7 @@ def test_more_devices_than_stages_are_planned_with_replicas_and_noted(tmp_path):
 def test_the_table_has_the_unreplicated_pipeline_and_a_best_plan_no_slower(tmp_path):
     planned, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, replicas="never"))
     comparison = {
-        c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
+        c.name: c.plan for c in compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
     }
     assert comparison["best straight pipeline"] == planned.plan
     assert comparison["data parallel"].stages[0].replicas == 4
@@ -297,7 +297,7 @@ def test_the_table_has_the_unreplicated_pipeline_and_a_best_plan_no_slower(tmp_p
 def test_a_schedule_without_replicas_is_compared_with_replicated_1f1b_plans(tmp_path):
     planned, _ = chosen(tmp_path, PlanRequest(gpus=4, link=1e9, gpu_memory_bytes=2**33, schedule="zero-bubble"))
     comparison = {
-        c.name: c.plan for c in compared(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
+        c.name: c.plan for c in compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space).contenders
     }
     assert comparison["best straight pipeline"].schedule == "zero-bubble"
     assert comparison["data parallel"].schedule == "1f1b"
@@ -308,7 +308,7 @@ def test_a_schedule_without_replicas_is_compared_with_replicated_1f1b_plans(tmp_
 )
 def test_the_explanation_belongs_to_the_plan(tmp_path, request_):
     planned, _ = chosen(tmp_path, request_)
-    explanation = explained(planned.plan, FOUND, planned.record.cluster, planned.space)
+    explanation = explain_plan(planned.plan, FOUND, planned.record.cluster, planned.space)
     assert [cut.node for cut in explanation.cuts] == [stage.first for stage in planned.plan.stages[1:]]
     assert planned.plan.predicted.step_seconds >= explanation.bound_seconds
     assert explanation.limit.startswith(("compute", "links", "memory"))
@@ -333,9 +333,9 @@ def test_a_search_with_replicas_is_not_repeated(tmp_path, monkeypatch):
     assert planned.every
     assert chosen(tmp_path, PlanRequest(**cluster))[0].every
     assert not chosen(tmp_path, PlanRequest(**cluster, replicas="never"))[0].every
-    again = compared(planned.plan, FOUND, planned.record.cluster, planned.space)
+    again = compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space)
     monkeypatch.setattr("autopipe.planning.compare._best", lambda find, known: known[0] if find is None else 1 / 0)
-    result = compared(planned.plan, FOUND, planned.record.cluster, planned.space, every=True)
+    result = compare_plan(planned.plan, FOUND, planned.record.cluster, planned.space, every=True)
     assert result.contenders[-1].plan.predicted == again.contenders[-1].plan.predicted
 
 
