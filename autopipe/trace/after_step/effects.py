@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from autopipe.draws import exclusive
 from autopipe.errors import AutopipeError, ModelFileError
 from autopipe.trace.after_step.flow import Flow
+from autopipe.trace.state.places import value_at
 from autopipe.trace.state.snapshot import Snapshot, is_users_module
 from autopipe.workload import Workload
 from autopipe.workload.batches.isolation import PrivateRandom
@@ -188,7 +189,7 @@ def _refuse_kept(workload: Workload, now: Snapshot, flow: Flow, parameters: Mapp
     """
     given = {id(parameter) for parameter in parameters.values()}
     for place, name in now.names.items():
-        value = _value(now.owners.get(place[0]), place[1])
+        value = value_at(now.owners.get(place[0]), place[1])
         if isinstance(value, Tensor) and id(value) not in given and flow.depends(value):
             hook = workload.hooks["after_step"]
             raise _refused(workload, f"{hook.label} keeps tensors between steps: {name}", _IN_PARAMETERS)
@@ -202,7 +203,7 @@ def _refuse_state(workload: Workload, behind: Snapshot, strange: tuple[int, ...]
     hook, now = workload.hooks["after_step"], _state(workload)
     changed = [place for place in now.changed_since(behind) if place[0] in now.owners]
     for place in changed:
-        if isinstance(_value(now.owners[place[0]], place[1]), Tensor):
+        if isinstance(value_at(now.owners[place[0]], place[1]), Tensor):
             raise _refused(workload, f"{hook.label} keeps tensors between steps: {now.names[place]}", _IN_PARAMETERS)
     if strange is not None:
         raise _refused(
@@ -238,18 +239,6 @@ def _state(workload: Workload) -> Snapshot:
     if module is not None and is_users_module(module.__name__):
         roots.append((module.__name__, module))
     return Snapshot.of(roots)
-
-
-def _value(owner: Any, key: Any) -> Any:
-    """Return the value at a place, or None if it is unknown."""
-    if isinstance(owner, Tensor):
-        return owner
-    try:
-        if isinstance(owner, (dict, list, tuple)):
-            return owner[key]
-        return owner.cell_contents if key == "" else vars(owner)[key]
-    except (LookupError, TypeError, AttributeError, ValueError):
-        return None
 
 
 def _generators() -> tuple[bytes, str, int]:

@@ -7,6 +7,7 @@ methods of the base classes are called, and only on a container whose content di
 from __future__ import annotations
 
 import operator
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +17,9 @@ CONTAINERS = (list, dict, set, deque)
 
 def attributes(value: Any) -> dict[str, Any] | None:
     """Return the attribute dictionary of an object, if it has one, without calling its class."""
+    base: Any = threading.local if isinstance(value, threading.local) else object
     try:
-        attributes = object.__getattribute__(value, "__dict__")
+        attributes = base.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
     return attributes if isinstance(attributes, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,10 @@ from autopipe.errors import TraceError
 from autopipe.trace.record.caches import users_namespaces
 from autopipe.trace.record.model_snapshot import ModelSnapshot
 from autopipe.trace.state.observe import Ran, is_own_file, is_package, observed
-from autopipe.trace.state.snapshot import DRAWN, Names, Place, Snapshot, is_users_module
+from autopipe.trace.state.places import Unusable, put, value_at
+from autopipe.trace.state.probe import Probe
+from autopipe.trace.state.reach import module_name, modules, named, reached
+from autopipe.trace.state.snapshot import DRAWN, Place, Snapshot
 from autopipe.trace.state.source import ANY, WHOLE, Access, Key, Reader, owner_key
 from autopipe.workload import Item, Workload
 from autopipe.workload.batches.layouts import laid_out
@@ -72,7 +75,7 @@ class Look:
     def snapshot(self) -> Snapshot:
         """Take a snapshot of what the model, the loss, the user's modules and the recorded functions reach."""
         snapshot = Snapshot.of(self._roots())
-        snapshot.extend(root for ran in self.ran.values() if is_package(ran.code.co_filename) for root in _named(ran))
+        snapshot.extend(root for ran in self.ran.values() for root in named(ran))
         self.has_generator |= snapshot.has_generator()
         return snapshot
 
@@ -97,9 +100,9 @@ class Look:
         if "loss" in self.hooks:
             yield "loss", self.hooks["loss"]
         names = {module.__name__ for module in users_namespaces(self.model)}
-        names |= {_module_name(ran) for ran in self.ran.values() if not is_package(ran.code.co_filename)}
+        names |= {module_name(ran) for ran in self.ran.values() if not is_package(ran.code.co_filename)}
         names |= {getattr(hook, "__module__", None) or "" for hook in self.hooks.values()}
-        yield from _modules(names)
+        yield from modules(names)
 
     def run_until_filled(self, before: Snapshot) -> tuple[Snapshot, Snapshot]:
         """Run the batch until caches are filled; return the snapshots after the last two runs.
@@ -111,8 +114,7 @@ class Look:
         met = Snapshot()
 
         def meet(ran: Ran) -> None:
-            roots = _named(ran) if is_package(ran.code.co_filename) else _modules({_module_name(ran)})
-            met.extend(roots, before)
+            met.extend(reached(ran), before)
 
         observed(lambda: self.run(self.item), self.ran, meet)
         last = self.snapshot()
@@ -149,28 +151,52 @@ class Look:
         if second is last:
             return
         changed = [place for place in last.changed_since(second) if place[0] in second.owners]
+        unknown = []  # places that the source does not show a read of
         for place in changed:
             if place[1] == DRAWN:
-                uses = self._uses(last.owners[place[0]], last)
-                self._refuse(_FORWARD, f"the generator {last.names[place]}", uses, [], _DRAW)
+                owner = last.owners[place[0]]
+                uses = self._uses(owner, last)
+                if isinstance(owner, itertools.count) and all(is_package(access.where) for access in uses):
+                    unknown.append(place)
+                else:
+                    self._refuse(_FORWARD, f"the generator {last.names[place]}", uses, [], _DRAW)
         if not changed or len(changed) > _MOST_PLACES * 100:
             return
         for place in changed[:_MOST_PLACES]:
-            self._refuse_place(place, last)
+            if not self._refuse_place(place, last):
+                unknown.append(place)
+        self._refuse_depended(list(dict.fromkeys(unknown)), second, last)
 
-    def _refuse_place(self, place: Place, last: Snapshot) -> None:
+    def _refuse_place(self, place: Place, last: Snapshot) -> bool:
+        """Refuse a place that is read. Return whether the source shows that it is harmless."""
         key = owner_key(last.owners[place[0]]), place[1]
-        is_tensor = isinstance(_value(last.owners[place[0]], place[1]), Tensor)
+        is_tensor = isinstance(value_at(last.owners[place[0]], place[1]), Tensor)
         writes = [access for _, access in self._all(last) if access.kind != "read" and _meets(access, key)]
         read = self._really_read(key, last, set()) or (_read_by_torch(key) if writes else None)
-        if read is None or (is_tensor and not writes):
-            return  # the recording detects tensors that are changed in place
+        if is_tensor and not writes:
+            return True  # the recording detects tensors that are changed in place
+        if read is None:
+            return False
         carried = self._carried(place, last)
         if carried is None:
             carried = any(access.kind == "update" for access in writes)
-        if not carried:
-            return  # every run writes it before reading it
-        self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
+        if carried:
+            self._refuse(_FORWARD, last.names[place], writes, [read], _KEEP)
+        return True  # every run writes it before reading it
+
+    def _refuse_depended(self, places: list[Place], second: Snapshot, last: Snapshot) -> None:
+        """Refuse state that the loss depends on, although the source does not show where it is read."""
+        probe = Probe(lambda: self.run(self.item), self.model, last)
+        place = probe.affecting(places, second)
+        if place is None:
+            return
+        owner, key = last.owners[place[0]], place[1]
+        writes = (a.where for _, a in self._all(last) if a.kind != "read" and _meets(a, (owner_key(owner), key)))
+        raise TraceError(
+            f"{_FORWARD} changes {last.names[place]}, and the loss depends on it: the model is not one fixed graph",
+            where=probe.writer(owner, key) or next(writes, ""),
+            remedy=_KEEP,
+        )
 
     def _really_read(self, key: Key, last: Snapshot, seen: set[Key]) -> Access | None:
         """Return a read of a place whose value reaches anything except state that nothing reads."""
@@ -195,7 +221,7 @@ class Look:
         owner, key = last.owners[place[0]], place[1]
         try:
             wanted = self.run(self.item)
-            if not _put(owner, key, _Unusable()):
+            if not put(owner, key, Unusable()):
                 return None
             loss = self.run(self.item)
         except Exception:
@@ -263,24 +289,6 @@ class Look:
         )
 
 
-class _Unusable:
-    """A placeholder for a value that a run should not read. It can only be printed."""
-
-    def __repr__(self) -> str:
-        return "a value of the previous run"
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-    def __bool__(self) -> bool:
-        raise ValueError("the value of the previous run is read")
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("the value of the previous run is read")
-
-    __hash__ = None  # type: ignore[assignment]  # the value must not be usable as a key
-
-
 def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Reader]:
     """Yield a reader for each function, and for the functions in the user's own files that they call."""
     pending, seen = list(ran.values()), set(ran)
@@ -295,42 +303,6 @@ def _readers(ran: dict[types.CodeType, Ran], snapshot: Snapshot) -> Iterator[Rea
                 seen.add(code)
                 snapshot.functions.setdefault(code, function)
                 pending.append(Ran(code, function.__globals__, names))
-
-
-def _module_name(ran: Ran) -> str:
-    return str(ran.globals.get("__name__", ""))
-
-
-def _modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
-    """Yield the user's modules of these names, and the modules in their globals that are the user's own files."""
-    pending, seen = sorted(names), set(names)
-    while pending:
-        module = sys.modules.get(pending.pop(0))
-        if module is None or not is_users_module(module.__name__):
-            continue
-        yield module.__name__, module
-        if not is_own_file(getattr(module, "__file__", None)):
-            continue
-        for value in vars(module).values():  # a user module may contain only state
-            if isinstance(value, types.ModuleType) and value.__name__ not in seen:
-                seen.add(value.__name__)
-                if is_own_file(getattr(value, "__file__", None)):
-                    pending.append(value.__name__)
-
-
-def _named(ran: Ran) -> Iterator[tuple[str, Any]]:
-    """Yield what a function of an installed package reaches by name: globals, also of modules, and its classes."""
-    names = frozenset((*ran.code.co_names, ran.code.co_qualname.partition(".")[0]))
-    pending, seen = [sys.modules.get(_module_name(ran))], set()
-    while pending:
-        module = pending.pop()
-        if module is None or id(module) in seen or not is_users_module(module.__name__):
-            continue
-        seen.add(id(module))
-        yield module.__name__, Names(module, names)
-        pending += [value for name in names if isinstance(value := vars(module).get(name), types.ModuleType)]
-    classes = dict.fromkeys(base for kind in ran.classes for base in kind.__mro__)
-    yield from ((kind.__name__, kind) for kind in classes if is_users_module(kind.__module__))
 
 
 def _meets(access: Access, key: Key) -> bool:
@@ -361,30 +333,6 @@ def _read_by_torch(key: Key) -> Access | None:
 
 def _is_torchs(owner: Any) -> bool:
     return type(owner).__module__.startswith("torch.")
-
-
-def _put(owner: Any, key: Any, value: Any) -> bool:
-    """Replace the value at a place. Return False if that is impossible."""
-    if isinstance(owner, types.CellType):
-        owner.cell_contents = value
-    elif isinstance(owner, dict) and key in owner:
-        dict.__setitem__(owner, key, value)
-    elif isinstance(owner, list) and type(key) is int:
-        list.__setitem__(owner, key, value)
-    elif isinstance(owner, (type, types.ModuleType)):
-        setattr(owner, key, value)
-    elif key in getattr(owner, "__dict__", {}):
-        vars(owner)[key] = value
-    else:
-        return False
-    return True
-
-
-def _value(owner: Any, key: Any) -> Any:
-    """Return the current value at a place, or None if it is unknown."""
-    if isinstance(owner, dict):
-        return dict.get(owner, key)
-    return getattr(owner, "__dict__", {}).get(key)
 
 
 def _short(where: str) -> str:

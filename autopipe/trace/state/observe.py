@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import sysconfig
 import types
@@ -13,10 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from autopipe.trace.explain import is_users
+from autopipe.trace.state import bytecode
 
 _MOST_FRAMES = 32  # calls of one function whose arguments are kept
 _LIBRARY = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(str(Path(sysconfig.get_paths()[name])) for name in ("purelib", "platlib"))
+
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Folders of installed packages in any place: of the system, of the user's account or on ``PYTHONPATH``."""
 
 
 @dataclass
@@ -28,23 +34,43 @@ class Ran:
     names: dict[str, list[Any]] = field(default_factory=dict)  # argument -> its values, without tensors
     frames: int = 0  # calls so far
     classes: list[type] = field(default_factory=list)  # classes of ``self``, and values of ``cls``
+    cells: list[tuple[str, Any]] = field(default_factory=list)  # variables of its closure that hold objects
+    functions: list[types.FunctionType] | None = None  # those with this code, if they were looked up
+    is_inner: bool = False  # whether it is defined by a call that goes on: its closure ends with that call
+
+    def __post_init__(self) -> None:
+        code = self.code
+        self.arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self.closure = () if self.is_inner else tuple(name for name in code.co_freevars if name != "__class__")
+        self.object_name = self.arguments[0] if self.arguments and bytecode.is_method(code) else ""
+
+    @functools.cached_property
+    def looked_up(self) -> frozenset[str]:
+        """The names that the function may look up in a module."""
+        return bytecode.looked_up(self.code)
+
+    @functools.cached_property
+    def imported(self) -> tuple[str, ...]:
+        """The names of the modules that the function imports when it runs."""
+        return bytecode.imported(self.code)
 
     def keep(self, local: dict[str, Any]) -> bool:
-        """Keep the arguments of one call. Return whether the class of ``self``, or ``cls``, is new."""
+        """Keep the arguments of one call. Return whether it reaches a class or closure that no call before it did."""
         self.frames += 1
-        code = self.code
-        count = code.co_argcount + code.co_kwonlyargcount
-        for name in (*code.co_varnames[:count], *code.co_freevars):
+        is_new = False
+        for name in (*self.arguments, *self.code.co_freevars):
             value = local.get(name)
             if value is not None and not isinstance(value, (Tensor, str, int, float)):
                 known = self.names.setdefault(name, [])
                 if not any(value is other for other in known):
                     known.append(value)
-        instance, kind = local.get("self"), local.get("cls")
-        if instance is not None:
-            kind = type(instance)
-        if not isinstance(kind, type) or kind in self.classes:
-            return False
+                    if name in self.closure and not isinstance(value, (types.FunctionType, types.ModuleType)):
+                        self.cells.append((name, value))
+                        is_new = True
+        instance = local.get(self.object_name)
+        kind = instance if isinstance(instance, type) else type(instance)
+        if instance is None or kind in self.classes:
+            return is_new
         self.classes.append(kind)
         return True
 
@@ -55,7 +81,7 @@ def observed(
     """Call a function and record every user function that runs in it.
 
     ``first``: called with each of those functions just before its first run, and before its first run with an object of
-    another class.
+    another class, or with other objects in its closure.
     """
     files: dict[str, bool] = {}
 
@@ -70,7 +96,7 @@ def observed(
                 files[name] = is_users_file(name)
             if not files[name]:
                 return
-            ran = into[code] = Ran(code, frame.f_globals)
+            ran = into[code] = Ran(code, frame.f_globals, is_inner=bool(code.co_freevars) and _is_inner(frame))
             ran.keep(frame.f_locals)
             first(ran)
         elif ran.frames < _MOST_FRAMES and ran.keep(frame.f_locals):
@@ -84,6 +110,17 @@ def observed(
         sys.setprofile(before)
 
 
+def _is_inner(frame: types.FrameType) -> bool:
+    """Return whether the function that defines the called one is running."""
+    code, outer = frame.f_code, frame.f_back
+    around = code.co_qualname.rpartition(".<locals>.")[0]
+    while outer is not None:
+        if outer.f_code.co_qualname == around and outer.f_code.co_filename == code.co_filename:
+            return True
+        outer = outer.f_back
+    return False
+
+
 def is_users_file(filename: str) -> bool:
     """Return whether a file belongs to the user or a model library: not to torch, autopipe or the standard library."""
     if filename.startswith("<") or not is_users(filename):
@@ -93,7 +130,7 @@ def is_users_file(filename: str) -> bool:
 
 def is_package(filename: str) -> bool:
     """Return whether a file belongs to an installed package."""
-    return filename.startswith(_PACKAGES)
+    return filename.startswith(_PACKAGES) or any(folder in filename for folder in _INSTALLED)
 
 
 def is_own_file(filename: str | None) -> bool:

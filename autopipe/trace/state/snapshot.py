@@ -6,14 +6,16 @@ a fingerprint of the value at each place, so that two snapshots show which place
 
 from __future__ import annotations
 
+import argparse
+import contextvars
 import functools
-import hashlib
+import gc
 import itertools
-import operator
-import random
 import sys
+import threading
 import types
-from collections import deque
+import weakref
+from collections import UserDict, UserList, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,27 +25,33 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.trace.record.containers import CONTAINERS, attributes, copied, entries, length, refill
+from autopipe.trace.state.fingerprints import (
+    GENERATORS,
+    ITERATORS,
+    LARGEST,
+    PLAIN,
+    drawn,
+    fingerprint,
+    is_plain_key,
+    same_value,
+)
+from autopipe.trace.state.places import ByIdentity, slots
 
 Place = tuple[int, Any]
 WHOLE = "(its content)"  # the key of a container's length, order and keys
 ANY = "(any entry)"  # the key of an entry at an unknown index
 DRAWN = "(its state)"  # the key of a generator's state
+_IMMUTABLE = PLAIN | {torch.dtype, torch.device}  # types of default arguments that a function cannot change
 _DEEPEST = 6
 _MOST_PLACES = 200_000
 _MOST_ENTRIES = 256  # entries of one container that are compared, with its length
-_LARGEST = 65_536  # elements of the largest tensor whose content is compared
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_STATE = frozenset(("_parameters", "_buffers", "_modules", "_abc_impl"))
-_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
-_ITERATORS: tuple[type, ...] = (
-    itertools.count,
-    itertools.cycle,
-    types.GeneratorType,
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
+_HOLDERS = (
+    *(types.SimpleNamespace, argparse.Namespace, threading.local),
+    *(UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
 )
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+"""Classes of the standard library whose objects hold what the user assigns to them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,9 @@ class Snapshot:
     compared: bool = True  # whether there are fingerprints; without them the snapshot can only be restored
     _kept: list[tuple[Any, Any]] = field(default_factory=list)
     _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+    _variables: list[tuple[contextvars.ContextVar[Any], Any]] = field(default_factory=list)
     _bound: list[tuple[Any, str, Any]] = field(default_factory=list)
+    _slots: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     _trained: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
     _whole: set[int] = field(default_factory=set)  # ids of the modules whose globals are all included
 
@@ -91,7 +101,7 @@ class Snapshot:
             if isinstance(value, Names) and id(value.module) in whole:
                 continue
             for name, entry in self._visit(path, value):
-                if depth < _DEEPEST and type(entry) not in _PLAIN:
+                if depth < _DEEPEST and type(entry) not in PLAIN:
                     pending.append((name, entry, depth + 1))
 
     def has_generator(self) -> bool:
@@ -144,9 +154,16 @@ class Snapshot:
             refill(container, before)
         for cell, before in self._cells:
             cell.cell_contents = before
+        for variable, content in self._variables:
+            if variable.get(None) is not content:
+                variable.set(content)
         for owner, name, value in self._bound:
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
+        for owner, content in self._slots:
+            for name, value in content.items():
+                if slots(owner).get(name) is not value:
+                    object.__setattr__(owner, name, value)
         for parameter, trained in self._trained:
             parameter.requires_grad_(trained)
 
@@ -163,13 +180,13 @@ class Snapshot:
                 self.owners[id(value)] = value
                 self._put(value, "requires_grad", value.requires_grad, f"{path}.requires_grad")
                 self._trained.append((value, value.requires_grad))
-        elif isinstance(value, np.ndarray) and not value.dtype.hasobject and value.size <= _LARGEST:
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject and value.size <= LARGEST:
             self.owners[id(value)] = value
             self.values[id(value), ANY] = ("==", (str(value.dtype), value.shape, value.tobytes()))
             self.names[id(value), ANY] = path
-        elif isinstance(value, _GENERATORS) or type(value) in _ITERATORS:
+        elif isinstance(value, GENERATORS) or type(value) in ITERATORS:
             self.owners[id(value)] = value
-            self.values[id(value), DRAWN] = ("==", _drawn(value))
+            self.values[id(value), DRAWN] = ("==", drawn(value))
             self.names[id(value), DRAWN] = path
         elif isinstance(value, (*CONTAINERS, tuple)):
             yield from self._container(path, value)
@@ -179,6 +196,16 @@ class Snapshot:
             yield from ((path, value.__func__), (path, value.__self__))
         elif isinstance(value, functools.partial):
             yield from ((path, value.func), (path, value.args), (path, value.keywords))
+        elif isinstance(value, (classmethod, staticmethod, property, functools.cached_property)):
+            yield from ((path, function) for function in _behind(value))
+        elif isinstance(value, contextvars.ContextVar):
+            self.owners[id(value)] = value
+            self._variables.append((value, content := value.get(None)))
+            self._put(value, "", content, path)
+            yield path, content
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.owners[id(value)] = value
+            yield from ((f"{path}()", result) for result in _memoized(value))
         elif isinstance(value, (nn.Module, type, types.ModuleType)) or is_users_object(value):
             yield from self._object(path, value)
         elif isinstance(value, Names):
@@ -189,7 +216,7 @@ class Snapshot:
         if isinstance(value, set):
             content = copied(value)
             self._kept.append((value, content))
-            self.values[id(value), WHOLE] = ("==", frozenset(e if type(e) in _PLAIN else id(e) for e in content))
+            self.values[id(value), WHOLE] = ("==", frozenset(e if type(e) in PLAIN else id(e) for e in content))
             self.names[id(value), WHOLE] = path
             return
         if not isinstance(value, tuple):
@@ -201,9 +228,10 @@ class Snapshot:
         )
         self.names[id(value), WHOLE] = path
         for key, entry in first:
-            if _is_plain_key(key):
-                self._put(value, key, entry, f"{path}[{key!r}]")
-            yield f"{path}[{key!r}]", entry
+            plain = is_plain_key(key)
+            below = f"{path}[{key!r}]" if plain else f"{path}[{type(key).__name__}]"
+            self._put(value, key if plain else ByIdentity(key), entry, below)
+            yield below, entry
 
     def _function(self, path: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
         self.owners[id(value)] = value
@@ -239,7 +267,7 @@ class Snapshot:
             yield from self._registered(path, value)
             if is_torch:
                 for name, entry in own.items():
-                    if type(entry) in _PLAIN and not name.startswith("_"):
+                    if type(entry) in PLAIN and not name.startswith("_"):
                         self._put(value, name, entry, f"{path}.{name}")
                 return
         for name, entry in list(own.items()):
@@ -248,6 +276,11 @@ class Snapshot:
             below = f"{path}.{name}"
             self._put(value, name, entry, below)
             yield below, entry
+        if content := slots(value):
+            self._slots.append((value, content))
+        for name, entry in content.items():
+            self._put(value, name, entry, f"{path}.{name}")
+            yield f"{path}.{name}", entry
 
     def _namespace(self, path: str, value: type | types.ModuleType) -> Iterator[tuple[str, Any]]:
         own_name, is_module = getattr(value, "__name__", ""), isinstance(value, types.ModuleType)
@@ -263,7 +296,7 @@ class Snapshot:
     def _globals(self, some: Names) -> Iterator[tuple[str, Any]]:
         module = some.module
         self.owners.setdefault(id(module), module)
-        for name in sorted(some.names & vars(module).keys()):
+        for name in sorted(name for name in some.names if name in vars(module)):
             entry = vars(module)[name]
             if (id(module), name) in self.values or name.startswith("__") or not _may_be_state(entry):
                 continue
@@ -288,43 +321,35 @@ class Snapshot:
                 yield f"a hook of {path}", hook
 
 
-def fingerprint(value: Any) -> tuple[Any, ...]:
-    """Return the fingerprint of a value: the content of a plain value, the identity of any other."""
-    if type(value) in _PLAIN:
-        return "==", (type(value), repr(value) if isinstance(value, (float, complex)) else value)
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        if value.layout == torch.strided and value.numel() <= _LARGEST and not value.is_meta:
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
-            return "==", (value.dtype, value.shape, hashlib.sha256(content.detach().numpy().tobytes()).digest())
-        return "is", value
-    if isinstance(value, np.generic) and not value.dtype.hasobject and value.size <= _LARGEST:
-        return "==", (str(value.dtype), value.shape, value.tobytes())
-    if isinstance(value, tuple):  # torch.Size too
-        values = tuple(tuple.__iter__(value))
-        if all(type(entry) in _PLAIN for entry in values):
-            return "==", (type(value), repr(values))
-    return "is", value
-
-
-def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Compare two fingerprints."""
-    if len(one) != len(other) or not one or one[0] != other[0]:
-        return not one and not other
-    return one[1] is other[1] if one[0] == "is" else bool(one == other)
-
-
 def _may_be_state(entry: Any) -> bool:
     """Return whether a global or class attribute may be state, unlike a module, method or plain function."""
+    if isinstance(entry, (classmethod, staticmethod, property, functools.cached_property)):
+        return any(map(_may_be_state, _behind(entry)))
     if isinstance(entry, types.FunctionType):
-        return bool(entry.__closure__ or vars(entry))
-    return not isinstance(entry, (types.ModuleType, property, classmethod, staticmethod))
+        defaults = (*(entry.__defaults__ or ()), *(entry.__kwdefaults__ or {}).values())
+        return bool(entry.__closure__ or vars(entry)) or not all(type(default) in _IMMUTABLE for default in defaults)
+    return not isinstance(entry, types.ModuleType)
 
 
-def _is_plain_key(key: Any) -> bool:
-    """Return whether a dict key can be compared without running user code: plain, a class, or a tuple of those."""
-    if type(key) in (tuple, frozenset):
-        return all(_is_plain_key(entry) for entry in key)
-    return type(key) in _PLAIN or (isinstance(key, type) and type(key).__eq__ is object.__eq__)
+def _behind(descriptor: Any) -> list[Any]:
+    """Return the functions behind a property, a class method or a static method."""
+    names = ("fget", "fset", "__func__", "func")
+    return [function for name in names if (function := getattr(descriptor, name, None)) is not None]
+
+
+def _memoized(function: Any) -> Iterator[Any]:
+    """Yield a memoized function and the results in its cache."""
+    parts = gc.get_referents(function)  # keys and results of a cache with a limit, the cache, the function, ...
+    wrapped = getattr(function, "__wrapped__", None)
+    index = next((index for index, part in enumerate(parts) if part is wrapped), 0)
+    if not index:
+        return
+    cache = parts[index - 1]
+    yield wrapped
+    results = parts[: index - 1]
+    if isinstance(cache, dict):  # of links where there is a limit
+        results += itertools.islice(cache.values(), _MOST_ENTRIES)
+    yield from (result for result in results[:_MOST_ENTRIES] if not isinstance(result, (type, types.ModuleType)))
 
 
 def _is_known(owner: Any, content: dict[Any, Any]) -> bool:
@@ -333,12 +358,15 @@ def _is_known(owner: Any, content: dict[Any, Any]) -> bool:
         return isinstance(owner, set) or len(content) == length(owner) + 1  # its entries, and WHOLE
     if isinstance(owner, types.FunctionType):
         return not owner.__closure__ and not owner.__defaults__ and not owner.__kwdefaults__
-    return is_users_object(owner) and content.keys() == (attributes(owner) or {}).keys()
+    return is_users_object(owner) and content.keys() == (attributes(owner) or {}).keys() | slots(owner).keys()
 
 
 def is_users_object(value: Any) -> bool:
-    """Return whether an object has attributes and a class of the user's or of a model library."""
-    return attributes(value) is not None and is_users_module(type(value).__module__)
+    """Return whether an object has attributes of the user's or of a model library."""
+    kind = type(value)
+    if attributes(value) is None and not any("__slots__" in vars(base) for base in kind.__mro__):
+        return False
+    return is_users_module(kind.__module__) or isinstance(value, _HOLDERS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -346,23 +374,3 @@ def is_users_module(name: str) -> bool:
     """Return whether a module does not belong to torch, numpy, autopipe or the standard library."""
     top = name.partition(".")[0]
     return top not in {"torch", "numpy", "autopipe", "builtins", *sys.stdlib_module_names} or name == "__main__"
-
-
-def _drawn(value: Any) -> Any:
-    """Return the state of a random generator, or the progress of an iterator."""
-    if isinstance(value, random.Random):
-        return value.getstate() if type(value) is not random.SystemRandom else None
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False)["state"])
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().numpy().tobytes())
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        return (
-            None
-            if frame is None
-            else (frame.f_lasti, repr({k: v for k, v in frame.f_locals.items() if type(v) in _PLAIN}))
-        )
-    return repr(value) if isinstance(value, itertools.count) else operator.length_hint(value, -1)

@@ -13,7 +13,6 @@ from support.pipelines import build, captured_file, minibatches, plan_for
 
 from autopipe.errors import TraceError
 from autopipe.trace import capture
-from autopipe.trace.state import observe
 from autopipe.workload import LoadOptions, load_workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,53 +74,3 @@ def test_the_command_refuses_before_training(name: str, run: Any, tmp_path: Path
     assert line in done.stderr
     assert "it is read at model.py:" in done.stderr
     assert not (tmp_path / ".autopipe" / "runs").exists()
-
-
-def test_state_of_a_base_class_in_a_class_method_of_a_package_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages = tmp_path / "site-packages"
-    packages.mkdir()
-    (packages / "counting_package.py").write_text("""
-class Base:
-    STATE = {"calls": 0}
-
-
-class Meter(Base):
-    @classmethod
-    def count(cls):
-        cls.STATE["calls"] += 1
-        return cls.STATE["calls"] // 1000
-
-
-def scale():
-    return 1.0 + Meter.count()
-""")
-    monkeypatch.setattr(observe, "_PACKAGES", (*observe._PACKAGES, str(packages)))
-    monkeypatch.syspath_prepend(packages)
-    path = tmp_path / "model.py"
-    path.write_text("""
-import torch
-from torch import nn
-
-import counting_package
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.last(self.first(x).relu()) * counting_package.scale()
-
-
-def data(batch_size):
-    while True:
-        yield torch.ones(batch_size, 4), torch.zeros(batch_size, dtype=torch.long)
-
-
-loss = nn.CrossEntropyLoss()
-""")
-    with pytest.raises(TraceError, match=r"changes Base\.STATE\['calls'\], and the model reads it"):
-        capture(load_workload(LoadOptions(str(path))))

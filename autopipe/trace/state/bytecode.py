@@ -1,0 +1,48 @@
+"""What a code object looks up, imports and assigns, from its bytecode; the module ``dis`` would take much longer."""
+
+from __future__ import annotations
+
+import dis
+import types
+
+_BY_TEXT = frozenset(("globals", "getattr", "setattr", "vars", "__dict__"))
+
+
+def looked_up(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a function may look up in a module; those in texts too, if it looks up by text."""
+    texts = (text for text in code.co_consts if isinstance(text, str)) if _BY_TEXT & {*code.co_names} else ()
+    return frozenset((*code.co_names, code.co_qualname.partition(".")[0], *texts))
+
+
+def imported(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of the modules that a function imports when it runs, without the dots of a relative import."""
+    return tuple(code.co_names[index] for index in _operands(code, "IMPORT_NAME"))
+
+
+def rebinds(code: types.CodeType) -> bool:
+    """Return whether a function assigns to a variable of its closure (``nonlocal``)."""
+    if not code.co_freevars:
+        return False
+    first = len(code.co_varnames) + len(set(code.co_cellvars) - set(code.co_varnames))  # index of a free variable
+    return any(index >= first for index in _operands(code, "STORE_DEREF"))
+
+
+def is_method(code: types.CodeType) -> bool:
+    """Return whether a function is defined in a class, so that its first argument may be an object of the class."""
+    around = code.co_qualname.rpartition(".")[0]
+    return bool(around) and not around.endswith("<locals>")
+
+
+def _operands(code: types.CodeType, operation: str) -> list[int]:
+    """Return the operands of every instruction of a kind."""
+    text, number = code.co_code, bytes((dis.opmap[operation],))
+    operations, operands = text[::2], []
+    place = operations.find(number)
+    while place >= 0:
+        operand, shift, before = text[2 * place + 1], 8, place - 1
+        while before >= 0 and operations[before] == dis.EXTENDED_ARG:
+            operand |= text[2 * before + 1] << shift
+            shift, before = shift + 8, before - 1
+        operands.append(operand)
+        place = operations.find(number, place + 1)
+    return operands

@@ -1,0 +1,78 @@
+"""Fingerprints of values: what is compared to see whether a place changed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import operator
+import random
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LARGEST = 65_536  # elements of the largest tensor whose content is compared
+PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
+ITERATORS: tuple[type, ...] = (
+    itertools.count,
+    itertools.cycle,
+    types.GeneratorType,
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+def fingerprint(value: Any) -> tuple[Any, ...]:
+    """Return the fingerprint of a value: the content of a plain value, the identity of any other."""
+    if type(value) in PLAIN:
+        return "==", (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        if value.layout == torch.strided and value.numel() <= LARGEST and not value.is_meta:
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
+            return "==", (value.dtype, value.shape, hashlib.sha256(content.detach().numpy().tobytes()).digest())
+        return "is", value
+    if isinstance(value, np.generic) and not value.dtype.hasobject and value.size <= LARGEST:
+        return "==", (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, tuple):  # torch.Size too
+        values = tuple(tuple.__iter__(value))
+        if all(type(entry) in PLAIN for entry in values):
+            return "==", (type(value), repr(values))
+    return "is", value
+
+
+def same_value(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Compare two fingerprints."""
+    if len(one) != len(other) or not one or one[0] != other[0]:
+        return not one and not other
+    return one[1] is other[1] if one[0] == "is" else bool(one == other)
+
+
+def is_plain_key(key: Any) -> bool:
+    """Return whether a dict key can be compared without running user code: plain, a class, or a tuple of those."""
+    if type(key) in (tuple, frozenset):
+        return all(is_plain_key(entry) for entry in key)
+    return type(key) in PLAIN or (isinstance(key, type) and type(key).__eq__ is object.__eq__)
+
+
+def drawn(value: Any) -> Any:
+    """Return the state of a random generator, or the progress of an iterator."""
+    if isinstance(value, random.Random):
+        return value.getstate() if type(value) is not random.SystemRandom else None
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False)["state"])
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().numpy().tobytes())
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return (
+            None
+            if frame is None
+            else (frame.f_lasti, repr({k: v for k, v in frame.f_locals.items() if type(v) in PLAIN}))
+        )
+    return repr(value) if isinstance(value, itertools.count) else operator.length_hint(value, -1)

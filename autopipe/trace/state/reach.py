@@ -1,0 +1,90 @@
+"""What the functions that ran can reach by name: globals, closures and the classes of their objects."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from autopipe.trace.state import bytecode
+from autopipe.trace.state.observe import Ran, is_own_file, is_package
+from autopipe.trace.state.snapshot import Names, is_users_module
+
+
+def reached(ran: Ran) -> Iterator[tuple[str, Any]]:
+    """Yield (readable path, object) for what a function reaches. A module of the user's own is reached as a whole."""
+    if not is_package(ran.code.co_filename):
+        yield from modules({module_name(ran)})
+    yield from named(ran)
+
+
+def named(ran: Ran) -> Iterator[tuple[str, Any]]:
+    """Yield what a function reaches by name: globals, also of modules that it names, its closure and its classes."""
+    yield from ((module.__name__, Names(module, names)) for module, names in _modules_by_name(ran))
+    for name, content in ran.cells:
+        yield f"{name} of {ran.code.co_name}", content
+    yield from ((function.__name__, function) for function in _rebinding(ran))
+    classes = dict.fromkeys(base for kind in ran.classes for base in (*kind.__mro__, *type.mro(type(kind))))
+    yield from ((kind.__name__, kind) for kind in classes if is_users_module(kind.__module__))
+
+
+def modules(names: set[str]) -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield the user's modules of these names, and the modules in their globals that are the user's own files."""
+    pending, seen = sorted(names), set(names)
+    while pending:
+        module = sys.modules.get(pending.pop(0))
+        if module is None or not is_users_module(module.__name__):
+            continue
+        yield module.__name__, module
+        if not is_own_file(getattr(module, "__file__", None)):
+            continue
+        for value in vars(module).values():  # a user module may contain only state
+            if isinstance(value, types.ModuleType) and value.__name__ not in seen:
+                seen.add(value.__name__)
+                if is_own_file(getattr(value, "__file__", None)):
+                    pending.append(value.__name__)
+
+
+def module_name(ran: Ran) -> str:
+    """Return the name of the module that a function belongs to."""
+    return str(ran.globals.get("__name__", ""))
+
+
+def _modules_by_name(ran: Ran) -> Iterator[tuple[types.ModuleType, frozenset[str]]]:
+    """Yield the modules that a function reaches by name, with the names that it may look up in them."""
+    names = ran.looked_up
+    pending, seen = [sys.modules.get(module_name(ran)), *_imported(ran)], set()
+    while pending:
+        module = pending.pop()
+        if module is None or id(module) in seen or not is_users_module(module.__name__):
+            continue
+        seen.add(id(module))
+        yield module, names
+        pending += [value for name in names if isinstance(value := vars(module).get(name), types.ModuleType)]
+
+
+def _imported(ran: Ran) -> Iterator[types.ModuleType | None]:
+    """Yield the modules that a function imports while it runs."""
+    for name in ran.imported:
+        around, dot = str(ran.globals.get("__package__") or ""), "."
+        yield sys.modules.get(name)
+        while dot:  # a relative import, of any level
+            yield sys.modules.get(f"{around}.{name}".strip("."))
+            around, dot, _ = around.rpartition(".")
+
+
+def _rebinding(ran: Ran) -> list[types.FunctionType]:
+    """Return the functions with this code, if it assigns to a variable of its closure (``nonlocal``).
+
+    A frame does not give access to its cells, so the functions are looked up once.
+    """
+    if ran.functions is None:
+        rebinds = not ran.is_inner and bytecode.rebinds(ran.code)
+        referrers = gc.get_referrers(ran.code) if rebinds else ()
+        ran.functions = [one for one in referrers if isinstance(one, types.FunctionType)]
+    return ran.functions
+
+
+__all__ = ["module_name", "modules", "named", "reached"]

@@ -1,0 +1,51 @@
+"""State of installed packages that changes and that the loss depends on is refused; what only logs is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.package_cases import CHANGING, HARMLESS, written
+
+from autopipe.errors import TraceError
+from autopipe.trace import capture
+from autopipe.workload import LoadOptions, load_workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder whose site-packages can be imported, for one test."""
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    yield tmp_path
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("counting", "counting_base"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", list(CHANGING))
+def test_state_of_a_package_is_refused_with_the_line_that_writes_it(name: str, folder: Path) -> None:
+    workload = load_workload(LoadOptions(str(written(name, folder))))
+    with pytest.raises(TraceError, match="the model is not one fixed graph") as caught:
+        capture(workload)
+    assert f"changes {CHANGING[name][2]}, and" in caught.value.what
+    file, line, text = caught.value.where.split(":", 2)
+    assert file == str(folder / "site-packages" / "counting" / "util.py")
+    assert Path(file).read_text().splitlines()[int(line) - 1].strip() == text.strip()
+
+
+@pytest.mark.parametrize("name", list(HARMLESS))
+def test_state_of_a_package_that_the_loss_does_not_depend_on_is_accepted(name: str, folder: Path) -> None:
+    assert capture(load_workload(LoadOptions(str(written(name, folder))))).exact
+
+
+def test_the_command_refuses_before_training(run: Any, folder: Path) -> None:
+    path = written("base class of a temporary object", folder)
+    done = run("check", path.name, "--gpus", "2", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "changes Base.STATE['n'], and the loss depends on it: the model is not one fixed graph" in done.stderr
+    assert 'util.py:5: self.STATE["n"] += 1' in done.stderr
