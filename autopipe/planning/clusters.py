@@ -14,7 +14,14 @@ from autopipe.planning.cost.roofline import describe, on_datasheet
 # GPUs
 HOST_BANDWIDTH = 2e9
 HOST_LATENCY_SECONDS = 200e-6
-HOST_COSTS = RuntimeOverhead(100e-6, 100e-6, 2e-9, 100e-6, 4e-3, 1.5e-3)
+HOST_OVERHEAD = RuntimeOverhead(
+    compute_seconds=100e-6,
+    send_seconds=100e-6,
+    send_seconds_per_byte=2e-9,
+    receive_seconds=100e-6,
+    step_seconds=4e-3,
+    delivery_seconds=1.5e-3,
+)
 GPU_BANDWIDTH = 16e9
 GPU_LATENCY_SECONDS = 10e-6
 LINK_LATENCY_SECONDS = 20e-6
@@ -116,7 +123,7 @@ def this_machine(num_ranks: int, device: Device, links: Links | None = None) -> 
         import psutil
 
         level = Level("host", num_ranks, HOST_BANDWIDTH, HOST_LATENCY_SECONDS)
-        local, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_COSTS
+        local, host = ClusterDevice(device.name, psutil.virtual_memory().available // num_ranks), HOST_OVERHEAD
     if links is None or links.device_kind != device.kind:
         return Cluster((level,), (local,), "assumed", host)
     return Cluster((links.level(num_ranks),), (local,), "measured", links.host)
