@@ -6,8 +6,6 @@ match its cuts, that sends values which its cuts do not cross, or that lacks a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from autopipe.errors import ArtifactError
 from autopipe.ir.cuts import Cuts
 from autopipe.ir.graph import Graph
@@ -16,7 +14,7 @@ from autopipe.ir.plan import Plan
 
 def refuse_disagreement(plan: Plan, graph: Graph) -> None:
     """Refuse a plan that does not belong to this graph. Raises: ArtifactError naming the first difference."""
-    what = next(_disagreements(plan, graph), "")
+    what = _disagreement(plan, graph)
     if what:
         raise ArtifactError(
             f"the plan is damaged: {what}",
@@ -25,40 +23,38 @@ def refuse_disagreement(plan: Plan, graph: Graph) -> None:
         )
 
 
-def _disagreements(plan: Plan, graph: Graph) -> Iterator[str]:
+def _disagreement(plan: Plan, graph: Graph) -> str:
+    """Return the first difference, or ""."""
     if plan.graph_digest != graph.digest:
-        yield f"it was made for model {plan.graph_digest}, and the model is {graph.digest}"
+        return f"it was made for model {plan.graph_digest}, and the model is {graph.digest}"
     if len(graph.outputs) > 2:
-        yield f"the model has {len(graph.outputs)} outputs; expected the loss, or the loss and its weight"
+        return f"the model has {len(graph.outputs)} outputs; expected the loss, or the loss and its weight"
     if plan.stages[-1].stop != len(graph.nodes):
-        yield f"its stages end at node {plan.stages[-1].stop} of {len(graph.nodes)}"
-        return
+        return f"its stages end at node {plan.stages[-1].stop} of {len(graph.nodes)}"
     for stage in plan.stages:
         cut_names = graph.nodes[stage.start].name, graph.nodes[stage.stop - 1].name
         if (stage.first, stage.last) != cut_names:
             stated = f"{stage.first} .. {stage.last}"
-            yield f"stage {stage.index} is named {stated}, but its cuts are at {cut_names[0]} .. {cut_names[1]}"
+            return f"stage {stage.index} is named {stated}, but its cuts are at {cut_names[0]} .. {cut_names[1]}"
     cuts = Cuts(graph)
     for stage in plan.stages[1:]:
         if stage.start not in cuts.legal:
-            yield f"stage {stage.index} begins at node {stage.start}, which is not a legal cut"
-            return
+            return f"stage {stage.index} begins at node {stage.start}, which is not a legal cut"
     crossing = cuts.boundaries([stage.start for stage in plan.stages[1:]])
     stated_crossing = [(boundary.value, boundary.producer, boundary.consumers) for boundary in plan.boundaries]
     if stated_crossing != crossing:
-        yield f"its boundaries are {_values(stated_crossing)}, but its cuts send {_values(crossing)}"
-        return
+        return f"it sends {_values(stated_crossing)}, but its cuts send {_values(crossing)}"
     for boundary in plan.boundaries:
         if boundary.spec != cuts.spec(boundary.value):
-            yield f"it sends {boundary.value} as {boundary.spec}, but in the model it is {cuts.spec(boundary.value)}"
-    yield from _state(plan, graph, cuts)
+            return f"it sends {boundary.value} as {boundary.spec}, but in the model it is {cuts.spec(boundary.value)}"
+    return _state_disagreement(plan, graph, cuts)
 
 
 def _values(boundaries: list[tuple[str, int, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{value} from {producer} to {list(to)}" for value, producer, to in boundaries[:8]) or "none"
+    return ", ".join(f"{value} from {producer} to {list(to)}" for value, producer, to in boundaries[:8]) or "nothing"
 
 
-def _state(plan: Plan, graph: Graph, cuts: Cuts) -> Iterator[str]:
+def _state_disagreement(plan: Plan, graph: Graph, cuts: Cuts) -> str:
     holders: dict[str, list[int]] = {}
     for stage in plan.stages:
         for name in stage.parameters:
@@ -67,15 +63,16 @@ def _state(plan: Plan, graph: Graph, cuts: Cuts) -> Iterator[str]:
         for node in cuts.stage_nodes(stage.start, stage.stop, graph.outputs if last else ()):
             for name in node.parameters:
                 if name not in stage.parameters:
-                    yield f"stage {stage.index} runs {node.name} without its parameter {name}"
+                    return f"stage {stage.index} runs {node.name} without its parameter {name}"
     for name in graph.parameters:
         if name not in holders:
-            yield f"parameter {name} is in no stage"
+            return f"parameter {name} is in no stage"
     for name, stages in holders.items():
         if name not in graph.parameters:
-            yield f"stage {stages[0]} has parameter {name}, which the model does not have"
+            return f"stage {stages[0]} has parameter {name}, which the model does not have"
     tied = {tie.parameter: [tie.owner, *tie.copies] for tie in plan.ties}
     shared = {name: stages for name, stages in holders.items() if len(stages) > 1}
     for name in {**tied, **shared}:
         if tied.get(name) != shared.get(name):
-            yield f"{name} is tied over stages {tied.get(name, [])}, but stages {holders.get(name, [])} have it"
+            return f"{name} is tied over stages {tied.get(name, [])}, but stages {holders.get(name, [])} have it"
+    return ""

@@ -145,7 +145,7 @@ class Row:
         if work not in self.versions or (i.op == Op.BACKWARD_WEIGHTS and not halved):
             needed = Op.BACKWARD_INPUTS if i.op == Op.BACKWARD_WEIGHTS else Op.FORWARD
             self.fail("backward-after-forward", f"{i} comes before its {needed}")
-        if (i.op == Op.BACKWARD) == halved and i.op != Op.BACKWARD_INPUTS:
+        if halved if i.op == Op.BACKWARD else (Op.BACKWARD, work) in self.places:
             self.fail("once", f"{i}: the backward of this microbatch has already run")
         if i.weight_version != self.versions[work]:
             self.fail("same-version", f"{i}: its forward ran at version {self.versions[work]}")
@@ -156,10 +156,6 @@ class Row:
         if self.last.get((kind, i.stage), order) > order:
             self.fail("microbatch-order", f"{i} comes after microbatch {self.last[kind, i.stage]}")
         self.last[kind, i.stage] = order
-        if i.minibatch < self.newest[i.stage]:
-            self.fail("step-after-backward", f"{i} comes after the step of minibatch {i.minibatch}")
-        if i.minibatch < self.reduced[i.stage]:
-            self.fail("reduce-before-step", f"{i} comes after the reduction of minibatch {i.minibatch}")
         if i.minibatch > max(self.newest[i.stage], self.reduced[i.stage]):
             self.fail("gradients-apart", f"{i} comes before the step of minibatch {self.newest[i.stage]}")
         if i.op != Op.BACKWARD_INPUTS:

@@ -10,13 +10,13 @@ import pytest
 from support.planning_cases import profile_of, random_graph
 from support.schedule_cases import Case, hold
 
-from autopipe.errors import PlanError, ScheduleError
+from autopipe.errors import PlanError
 from autopipe.ir.schedule import Op, Schedule, ScheduleSpec
 from autopipe.planning import PlanOptions, make_plan, uniform_cluster
 from autopipe.planning.cost.predict import predict
 from autopipe.planning.requests import PlanRequest
 from autopipe.planning.space import Space
-from autopipe.schedules import REGISTRY, ScheduleKind, make, register, registry, validate
+from autopipe.schedules import ScheduleKind, make, register, registry, validate
 from autopipe.schedules.kind import check_one_stage_a_rank, line
 from autopipe.schedules.rows import flushed, own_microbatches, stages_of
 from cli.types import SCHEDULE
@@ -86,22 +86,3 @@ def test_a_new_schedule_keeps_the_rules() -> None:
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 1, 1)])
 def test_a_new_schedule_trains_as_plain_training_bit_for_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
     assert hold(Case("pairs", "gpt", replicas, "8"), tmp_path) == "plain"
-
-
-def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ScheduleError, match="'pairs' is already registered"):
-        register(PAIRS)
-
-
-def test_auto_refuses_a_schedule_with_stale_gradients() -> None:
-    assert not any(kind.tried_by_auto for kind in REGISTRY.values() if not kind.synchronous)
-    with pytest.raises(ValueError, match="stale gradients"):
-        ScheduleKind(
-            name="late",
-            make=pairs,
-            description="",
-            source="",
-            synchronous=False,
-            example=line(2, 4),
-            tried_by_auto=True,
-        )

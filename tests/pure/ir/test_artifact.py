@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -95,3 +97,92 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, cluster: Cluster, mo
         artifact.save(dataclasses.replace(cluster, source="other"), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["cluster.json"]
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A field of every kind that an artifact may have."""
+
+    pair: tuple[int, str] = (1, "a")
+    color: Color = Color.RED
+    size: float = 1.0
+    limit: int | None = None
+    names: dict[str, int] = dataclasses.field(default_factory=dict)
+    anything: Any = None
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size must be at least 0, and is {self.size}")
+        if self.color == Color.BLUE and not self.names:
+            raise ArtifactError("a blue box needs names", remedy="name something")
+
+
+@pytest.mark.parametrize(
+    ("document", "value"),
+    [
+        ({}, Box()),
+        ({"pair": [2, "b"], "size": 3, "limit": 4}, Box((2, "b"), size=3.0, limit=4)),
+        ({"color": "blue", "names": {"x": 1}, "anything": [1, {"y": None}]},
+         Box(color=Color.BLUE, names={"x": 1}, anything=[1, {"y": None}])),
+        ({"pair": [1, "\udc80"]}, Box((1, "\udc80"))),
+    ],
+)  # fmt: skip
+def test_every_kind_of_field_is_decoded(document: dict[str, Any], value: Box) -> None:
+    assert artifact.decode(Box, document, "") == value
+    assert artifact.decode(Box, json.loads(artifact.canonical(value)), "") == value
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "expected an object"),
+        ({"pair": [1]}, "pair: expected a list of 2"),
+        ({"pair": 1}, "pair: expected a list"),
+        ({"pair": [1, "a\0"]}, r"pair\[1\]: expected text"),
+        ({"pair": [1, "\ud800"]}, r"pair\[1\]: expected text"),
+        ({"pair": [2**63, "a"]}, r"pair\[0\]: expected a number below 2\*\*63"),
+        ({"color": "green"}, "color: expected one of red, blue"),
+        ({"size": float("inf")}, "size: expected a finite number"),
+        ({"size": 2**64}, "size: expected a float"),
+        ({"size": -1.0}, "size must be at least 0, and is -1.0"),
+        ({"limit": "x"}, "limit: expected an int"),
+        ({"names": [1]}, "names: expected an object"),
+        ({"names": {"x": 1.5}}, r"names\.x: expected an int"),
+        ({"names": {"\ud800": 1}}, "expected text"),
+        ({"color": "blue"}, "a blue box needs names"),
+        ({"nothing": 1}, "unknown key 'nothing'"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_field(document: Any, message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        artifact.decode(Box, document, "")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff{}", "it is not valid UTF-8"),
+        (b"{", "it is not JSON"),
+        (b"[" * 100_000, "it is not JSON"),
+        (b"[]", "it does not contain an object"),
+        (b'{"kind": "Cluster", "kind": "Cluster"}', 'key "kind" appears twice'),
+        (b'{"source": NaN}', "NaN is not allowed as a number"),
+        (b'{"kind": 3}', "it is a 3 of format null; expected a Cluster of format"),
+    ],
+)
+def test_a_file_without_a_document_is_damaged(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError) as caught:
+        artifact.load(Cluster, path, renew="autopipe plan")
+    assert caught.value.what.startswith("cluster.json is damaged: ") and message in caught.value.what
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=f"{tmp_path.name} cannot be read: Is a directory"):
+        artifact.load(Cluster, tmp_path, renew="autopipe plan")

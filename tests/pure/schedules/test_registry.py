@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from autopipe.errors import ScheduleError
 from autopipe.ir.schedule import COMPUTE, Schedule, ScheduleSpec, StageEdges
 from autopipe.schedules import REGISTRY, Costs, lower, make, simulate, to_csv, validate
+from autopipe.schedules.custom import layout_of
 from autopipe.schedules.kind import ScheduleKind, line
+from autopipe.schedules.registry import register
 
 SINGLE = [name for name, kind in REGISTRY.items() if name != "custom"]
 
@@ -329,6 +331,11 @@ def test_replicas_of_a_custom_schedule_take_turns():
         (((0,),), "F0,0SEND_F0,B0\n", "'0SEND_F0' is not a cell"),
         (((0,), (0,)), "F0,1F0,1B0,0B0\n", "'F0' is not a cell"),
         (((0,), (1,)), "F0,B0\nB0,F0\n", "[backward-after-forward] custom: 1B0@0 comes before its F"),
+        (
+            ((0,), (1,)),
+            "0F0,0B0\n1F0,1B0,1I0\n",
+            "[once] custom: 1I0@0: the backward of this microbatch has",
+        ),
         (((0, 1), (0, 1)), "0F0,1F0,1B0,0B0\n,\n", "the grid would change from minibatch to minibatch"),
     ],
 )
@@ -336,6 +343,36 @@ def test_a_wrong_custom_schedule_is_refused(stage_ranks, text, what):
     with pytest.raises(ScheduleError) as caught:
         make("custom", ScheduleSpec(stage_ranks, 1, 2, text=text))
     assert what in str(caught.value)
+
+
+def test_the_layout_of_a_grid_is_read_from_its_cells():
+    assert layout_of("F0,F1,B0,B1\nF0,B0,F1,B1\n") == (((0,), (1,)), 2)
+    assert layout_of("0F0,2F0,2B0,0B0\n1F0,1B0\n") == (((0,), (1,), (0,)), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("0F0,0B0\n2F0,2B0\n", "lacks stage 1 of 0 to 2"),
+        ("0F1,0B1\n", "lacks microbatch 0 of 0 to 1"),
+        (",\n", "has no cells"),
+    ],
+)
+def test_a_grid_with_gaps_is_refused(text, what):
+    with pytest.raises(ScheduleError, match=f"the custom schedule {what}") as caught:
+        layout_of(text)
+    assert "from 0 without gaps" in caught.value.remedy
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ScheduleError, match="a schedule 'gpipe' is already registered"):
+        register(REGISTRY["gpipe"])
+
+
+def test_auto_never_chooses_a_schedule_with_stale_gradients():
+    assert not any(kind.tried_by_auto for kind in REGISTRY.values() if not kind.synchronous)
+    with pytest.raises(ValueError, match="schedule '2bw' has stale gradients, so --schedule auto must not choose it"):
+        replace(REGISTRY["2bw"], tried_by_auto=True)
 
 
 def test_a_schedule_that_overlaps_minibatches_has_no_grid():

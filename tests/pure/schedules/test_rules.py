@@ -59,6 +59,12 @@ def swapped_rows(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=(schedule.rows[1], schedule.rows[0], *schedule.rows[2:]))
 
 
+def inserted(schedule: Schedule, rank: int, before: str, **values: object) -> Schedule:
+    """Insert a copy of the instruction in front of another, with other fields."""
+    place = at(schedule, rank, before)
+    return rows(schedule, rank, lambda row: row.insert(place, replace(row[place - 1], **values)))
+
+
 def backwards_out_of_order() -> Schedule:
     schedule = make("gpipe", line(2, 2))
     return moved(schedule, 1, "1B1@0", "1B0@0")
@@ -87,6 +93,11 @@ BROKEN = [
     ("once", doubled(FLUSH, 1, "1F1@0"), "1F1@0 appears twice"),
     ("once", doubled(FLUSH, 1, "1B1@0"), "1B1@0 appears twice"),
     ("once", changed(HALVES, 0, "0W1@0", op=Op.BACKWARD), "has already run"),
+    (
+        "once",
+        inserted(FLUSH, 1, "1S@0", op=Op.BACKWARD_INPUTS),
+        "1I2@0: the backward of this microbatch has already run",
+    ),
     ("once", dropped(dropped(HALVES, 1, "1W1@0"), 1, "1S@0"), "lacks 1 backwards"),
     ("stages-in-order", moved(LOOPED, 0, "2F0@0", "0F0@0"), "which needs it"),
     ("stages-in-order", moved(LOOPED, 1, "1B0@0", "3B0@0"), "which needs it"),
@@ -133,6 +144,11 @@ def test_every_rule_has_a_mistake_that_breaks_it():
 @pytest.mark.parametrize("schedule", [FLUSH, TWICE, LOWERED, REPLICAS, HALVES, LOOPED, STALE, LONG, OVERLAPPED])
 def test_the_schedules_without_mistakes_break_no_rule(schedule):
     validate(schedule)
+
+
+def test_stages_of_one_rank_may_run_different_microbatches():
+    crossed = ScheduleSpec(((0, 1), (1, 0)), 2, text="0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1\n")
+    assert [str(i) for i in make("custom", crossed).rows[1]][:4] == ["0F1@0", "1F0@0", "1B0@0", "0B1@0"]
 
 
 def test_the_error_shows_the_grid_with_the_cell_marked():

@@ -175,3 +175,8 @@ def test_a_timeline_is_drawn_to_scale():
 
 def test_a_timeline_without_spans_is_drawn():
     assert render_timeline(Timeline("measured", 1, ()), 4).splitlines()[0] == "rank 0 |    |   0% busy"
+
+
+def test_a_grid_shows_computations_only_and_marks_steps():
+    schedule = make("gpipe", ScheduleSpec(((0, 1),), 1))  # the second replica has no microbatch
+    assert render(schedule) == "rank 0 | F0  B0+\nrank 1 |"
