@@ -123,10 +123,10 @@ def links(links: Links | None) -> dict[str, Any]:
 def layer_plan(result: LayerPlanResult) -> dict[str, Any]:
     """Return a plan under PipeDream's formulas, with the keys of a plan where they apply."""
     layers, cost = result.layers, result.plan.cost_seconds
-    place = {name: index for index, name in enumerate(layers.names)}
+    position = {name: index for index, name in enumerate(layers.names)}
     stages = []
     for index, stage in enumerate(result.plan.stages):
-        own = [place[name] for name in stage.layers]
+        own = [position[name] for name in stage.layers]
         stages.append(
             {
                 "index": index,

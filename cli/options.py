@@ -246,14 +246,14 @@ def planning(function: Function) -> Function:
 
 def shapes(function: Function) -> Function:
     """Add ``--max-shapes``, for the commands whose ranks read the data."""
-    most = option(
+    max_shapes = option(
         "--max-shapes",
         type=click.IntRange(min=0),
         default=MAX_SHAPES,
         show_default=True,
         help="Further shapes of the batch, such as image sizes, for which stage code is generated while training.",
     )
-    return _apply(function, most)
+    return _apply(function, max_shapes)
 
 
 def pipeline(target: str | None, given: dict[str, Any]) -> Pipeline:

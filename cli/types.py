@@ -34,15 +34,15 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in newe
 class Count(click.IntRange):
     """A whole number of at least 1. Its upper limit appears only in the error for a larger number."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, maximum: int) -> None:
         super().__init__(min=1)
-        self.most = most
+        self.maximum = maximum
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number."""
         number = int(super().convert(value, param, ctx))
-        if number > self.most:
-            self.fail(f"{number} is above the maximum of {self.most}", param, ctx)
+        if number > self.maximum:
+            self.fail(f"{number} is above the maximum of {self.maximum}", param, ctx)
         return number
 
 

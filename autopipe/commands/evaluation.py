@@ -43,8 +43,8 @@ def record(model: Model, plan: Plan, settings: ProfileSettings, work: Work) -> s
 
 def note_of(model: Model, work: Work) -> str:
     """Return the reason why the stored stages cannot evaluate, or ""."""
-    there = (work.store.stages / EVALUATION / "plan.json").is_file()
-    return "" if there else model.capture.evaluation_note
+    written = (work.store.stages / EVALUATION / "plan.json").is_file()
+    return "" if written else model.capture.evaluation_note
 
 
 def refuse_impossible(workload: Workload, note: str, batch_size: int | None, remedy: str) -> None:

@@ -63,7 +63,7 @@ def explanation(explanation: Explanation | None) -> tuple[str, ...]:
 def layer_plan(result: LayerPlanResult) -> tuple[Any, ...]:
     """Return the stages of a plan under PipeDream's formulas, and its cost next to one device and data parallelism."""
     plan, layers = result.plan, result.layers
-    place = {name: index for index, name in enumerate(layers.names)}
+    position = {name: index for index, name in enumerate(layers.names)}
     table = Table(
         title=f"{result.name}: {plan.configuration} ({plan.space}), PipeDream's formulas",
         box=box.SIMPLE_HEAD,
@@ -75,7 +75,7 @@ def layer_plan(result: LayerPlanResult) -> tuple[Any, ...]:
     for name in ("devices", "number of layers", "a minibatch", "parameters"):
         table.add_column(name, justify="right")
     for index, stage in enumerate(plan.stages):
-        own = [place[name] for name in stage.layers]
+        own = [position[name] for name in stage.layers]
         table.add_row(
             str(index),
             f"{stage.layers[0]} .. {stage.layers[-1]}",

@@ -165,13 +165,13 @@ class Workload:
     def leaves(self, item: Item) -> dict[str, Tensor]:
         """Return the tensors of an item under stable names (identifiers), in order."""
         flat = pytree.tree_leaves(item)
-        return {name: flat[place] for place, name in self._names(item).items()}
+        return {name: flat[position] for position, name in self._names(item).items()}
 
     def with_leaves(self, item: Item, leaves: Mapping[str, Tensor]) -> Item:
         """Return an item of the same structure with other tensors; ``leaves`` names some or all of them."""
         flat, structure = pytree.tree_flatten(item)
-        for place, name in self._names(item).items():
-            flat[place] = leaves.get(name, flat[place])
+        for position, name in self._names(item).items():
+            flat[position] = leaves.get(name, flat[position])
         changed: Item = pytree.tree_unflatten(flat, structure)
         return changed
 
@@ -190,7 +190,7 @@ class Workload:
     def batch_dims(self, item: Item) -> dict[str, int]:
         """Return the dimension that counts the samples of each tensor that is cut, by the names of ``leaves``."""
         names = self._names(item)
-        return {names[place]: dimension for place, dimension in self.cutting.of(item).items()}
+        return {names[position]: dimension for position, dimension in self.cutting.of(item).items()}
 
     def split(self, item: Item, num_microbatches: int) -> list[Item]:
         """Cut an item into microbatches with the ``split`` hook, else along the samples. No microbatch is empty."""

@@ -253,7 +253,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, folder: Pat
     command = hosts.inside(0, *script, *words, "--hosts", slots, "--ssh-config", str(hosts.config))
     done = finished(command, folder)
     assert done.returncode == 1, done.stderr
-    assert "is not the same folder there" in done.stderr
+    assert "is another folder on this host" in done.stderr
     assert "--run-dir" in done.stderr
 
 

@@ -82,10 +82,10 @@ def taken(workload: Workload, model: nn.Module, sizes: Sequence[int]) -> tuple[t
     """
     plain = PlainModel(workload, "cpu", model)
     why = ""
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         refused = plain.refuses(workload.example_item(size), 1)
         if refused is None:
-            return tuple(sizes[place:]), why
+            return tuple(sizes[index:]), why
         why = why or f"the model does not accept {_microbatch(size)}: {refused.reason}"
     return tuple(sizes), ""
 

@@ -21,7 +21,7 @@ _ONE_STAGE = "or train in one stage (--gpus 1)"
 _MOST_BORROWED = 8  # parameters of other stages that one parameter may depend on; they are sent after every step
 
 
-def seen_beforehand(prepared: Prepared) -> RunError | None:
+def hidden_cause(prepared: Prepared) -> RunError | None:
     """Return the error for a cause of differences that a few steps may not show; None if there is no such cause.
 
     Such causes are an optimizer whose result for one parameter depends on others, parameters of several stages that
@@ -35,9 +35,9 @@ def seen_beforehand(prepared: Prepared) -> RunError | None:
     overlap = _overlap(prepared, model)
     if overlap is not None:
         return overlap
-    behind = refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph, model)
-    if behind is not None:
-        return behind
+    error = refusal_of_after_step(prepared.workload, prepared.plan, prepared.graph, model)
+    if error is not None:
+        return error
     copies = {(tie.parameter, stage) for tie in prepared.plan.ties for stage in tie.copies}
     stages = [
         [name for name in stage.parameters if (name, stage.index) not in copies] for stage in prepared.plan.stages

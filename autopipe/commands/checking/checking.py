@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe.commands.checking.batch_sizes import PlainModel, refusal
-from autopipe.commands.checking.causes import seen_beforehand, unequal
+from autopipe.commands.checking.causes import hidden_cause, unequal
 from autopipe.commands.checking.whole import compared_with_the_whole
 from autopipe.commands.locks import only_one
 from autopipe.commands.settings import CheckSettings, Events, Progress, TrainSettings
@@ -64,13 +64,13 @@ def check(settings: CheckSettings, progress: Progress | None = None) -> CheckRep
             work, again = Work.begin(settings.plan.work_dir, progress), partial(prepare, settings.plan, progress)
             prepared = covered(prepared, repeating.forms(), work, again, progress=progress)
         refuse_changed_data(prepared)
-        beyond = seen_beforehand(prepared)
+        hidden = hidden_cause(prepared)
         result = _compare(
             prepared, settings.steps, clip_grad_norm=settings.clip_grad_norm, ema=settings.plan.ema or 0.0
         )
         unproven = explain(repeating.finish()) if repeating.begun else ""
         prepared = replace(prepared, warnings=(*prepared.warnings, *([unproven] if unproven else [])))
-        cause = beyond or (None if result.equal or result.nonfinite else unequal(result, prepared))
+        cause = hidden or (None if result.equal or result.nonfinite else unequal(result, prepared))
         full = compared_with_the_whole(prepared, step=settings.full_batch)
         return replace(_report(result, prepared, cause), full_batch=full)
 
@@ -145,9 +145,9 @@ def check_first(settings: TrainSettings, prepared: Prepared, events: Events) -> 
     if marker.is_file() and known in marker.read_text(encoding="utf-8").splitlines():
         return
     events("progress", {"what": f"comparing {_FIRST_STEPS} steps with plain training", "fraction": 0.0})
-    beyond = seen_beforehand(prepared)
-    if beyond is not None:
-        raise beyond
+    hidden = hidden_cause(prepared)
+    if hidden is not None:
+        raise hidden
     result = _compare(prepared, _FIRST_STEPS, **options)
     if result.nonfinite:
         if settings.on_nonfinite == "stop":

@@ -10,8 +10,8 @@ def samples(batch):
 """,
     "along": """
 def samples(batch):
-    place, dimension = next(iter(DIMENSIONS.items()))
-    return pytree.tree_leaves(batch)[place].shape[dimension]
+    position, dimension = next(iter(DIMENSIONS.items()))
+    return pytree.tree_leaves(batch)[position].shape[dimension]
 """,
     "target": """
 def samples(batch):
@@ -36,8 +36,8 @@ def split(batch):
     """Split each tensor along the dimension that counts the samples; every microbatch gets all other entries."""
     leaves, structure = pytree.tree_flatten(batch)
     parts = min(MICROBATCHES, samples(batch))
-    cut = [leaf.tensor_split(parts, DIMENSIONS[place]) if place in DIMENSIONS else [leaf] * parts
-           for place, leaf in enumerate(leaves)]
+    cut = [leaf.tensor_split(parts, DIMENSIONS[position]) if position in DIMENSIONS else [leaf] * parts
+           for position, leaf in enumerate(leaves)]
     return [pytree.tree_unflatten([pieces[j] for pieces in cut], structure) for j in range(parts)]
 ''',
     "hook": """

@@ -110,7 +110,7 @@ def written(subject: Subject) -> tuple[str, PlainLoop]:
     Raises: RunError for training that a script cannot express, with the reason.
     """
     _refuse(subject)
-    modules: dict[str, str] = {"users": _place(subject.workload.spec.target)}
+    modules: dict[str, str] = {"users": _location(subject.workload.spec.target)}
     workload, plan, job = subject.workload, subject.plan, subject.job
     hooks, spec = workload.hooks, workload.spec
     size = batch_size_of(workload, plan)
@@ -195,7 +195,7 @@ def _notes(subject: Subject) -> tuple[str, ...]:
     return (f"{_SIMILAR}{'; '.join(reasons)}.",) if reasons else ()
 
 
-def _place(text: str) -> str:
+def _location(text: str) -> str:
     """Return the absolute path of a TARGET's file, or its module's name."""
     return Target.parse(absolute(text)).location
 
@@ -206,11 +206,11 @@ def _name(option: str | None, hook: str, modules: dict[str, str]) -> str:
         return f"users.{hook}"
     if option.startswith(":"):
         return f"users.{option[1:]}"
-    place, attribute = _place(option), Target.parse(option).attribute or hook
+    location, attribute = _location(option), Target.parse(option).attribute or hook
     for name, known in modules.items():
-        if known == place:
+        if known == location:
             return f"{name}.{attribute}"
-    modules[f"{hook}_module"] = place
+    modules[f"{hook}_module"] = location
     return f"{hook}_module.{attribute}"
 
 
@@ -295,20 +295,20 @@ def _divisor(subject: Subject, item: Any) -> DivisorText | None:
     assert isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple)
     body = [line[8:] for line in lines[method.body[0].lineno - 1 : last.lineno - 1]]
     constants = load_constants(subject.stages, DIVISOR_CONSTANTS)
-    body = [*(f"{name} = {_tensor(name, tensor)}" for name, tensor in constants.items()), *map(_free, body)]
-    leaves = dict(zip(subject.workload.leaves(item), _places(item), strict=True))
+    body = [*(f"{name} = {_tensor(name, tensor)}" for name, tensor in constants.items()), *map(_as_function_line, body)]
+    leaves = dict(zip(subject.workload.leaves(item), _tensor_positions(item), strict=True))
     names = {leaves[name]: argument for name, argument in zip(fields.get("INPUTS", ()), inputs, strict=True)}
     imports = tuple(line for line in lines if line.startswith(("import ", "from ")) and "autopipe" not in line)
-    results = _free(ast.unparse(last.value))
+    results = _as_function_line(ast.unparse(last.value))
     future = tuple(line for line in imports if "__future__" not in line)
     return DivisorText(future, names, tuple(body), results, len(last.value.elts), bool(fields["PENALTY"]))
 
 
-def _places(item: Any) -> list[int]:
-    return [place for place, leaf in enumerate(pytree.tree_leaves(item)) if isinstance(leaf, Tensor)]
+def _tensor_positions(item: Any) -> list[int]:
+    return [position for position, leaf in enumerate(pytree.tree_leaves(item)) if isinstance(leaf, Tensor)]
 
 
-def _free(line: str) -> str:
+def _as_function_line(line: str) -> str:
     """Return a line of a generated method as a line of a function: batches are on the CPU, constants are variables."""
     line = line.replace("device_of(self).type", '"cpu"').replace("device_of(self)", '"cpu"')
     return re.sub(r"\bself\.(constant_\d+)", r"\1", line)

@@ -88,14 +88,14 @@ def random_state(saved=None):
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def load(place, name="", root=""):
+def load(location, name="", root=""):
     """Import the user's file, or a module. ``root``: the folder of the package that contains the file."""
-    if root or not place.endswith(".py"):
+    if root or not location.endswith(".py"):
         sys.path[:0] = [root] if root else []
-        return importlib.import_module(name or place)
-    sys.path.insert(0, os.path.dirname(place))
-    name = name or os.path.basename(place)[:-3]
-    spec = importlib.util.spec_from_file_location(name if name not in sys.modules else f"users_{name}", place)
+        return importlib.import_module(name or location)
+    sys.path.insert(0, os.path.dirname(location))
+    name = name or os.path.basename(location)[:-3]
+    spec = importlib.util.spec_from_file_location(name if name not in sys.modules else f"users_{name}", location)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -118,14 +118,14 @@ def batches():
 '''
 
 
-def _place(place: str) -> str:
+def _load_arguments(location: str) -> str:
     """Return the arguments of ``load``: the file, and the module name that it needs if that is not the file's."""
-    path = Path(place)
+    path = Path(location)
     if path.suffix == ".py" and (package := package_of(path)) is not None:
-        return f"{place!r}, {package.name!r}, {str(package.root)!r}"
+        return f"{location!r}, {package.name!r}, {str(package.root)!r}"
     if path.suffix == ".py" and imports_its_name(path):
-        return f"{place!r}, {f'users_{path.stem}'!r}"
-    return repr(place)
+        return f"{location!r}, {f'users_{path.stem}'!r}"
+    return repr(location)
 
 
 def script(loop: PlainLoop) -> str:
@@ -205,7 +205,7 @@ def shares(parts, batch):
     return [samples(part) / sum(map(samples, parts)) for part in parts]
 '''
     divisor = loop.divisor
-    leaves = "".join(f"    {name} = leaves[{place}]\n" for place, name in divisor.names.items())
+    leaves = "".join(f"    {name} = leaves[{position}]\n" for position, name in divisor.names.items())
     body = "".join(f"    {line}\n" if line else "\n" for line in divisor.body)
     read = "    leaves = pytree.tree_leaves(batch)\n" if leaves else ""
     text = f'''
@@ -251,7 +251,7 @@ def _loss(loop: PlainLoop) -> str:
 
 
 def _training(loop: PlainLoop) -> str:
-    loads = [f"{name} = load({_place(place)})" for name, place in loop.modules.items()]
+    loads = [f"{name} = load({_load_arguments(location)})" for name, location in loop.modules.items()]
     lines = ["", "seed_all(SEED)", loads[0], *(["seed_all(SEED)", *loads[1:]] if loads[1:] else [])]
     lines += [
         *loop.setup,

@@ -156,26 +156,26 @@ def _choices(request: PlanRequest, space: Space, profile: Profile, work: Work) -
 
     Raises: PlanError if there are more ranks than stages and replicas are excluded.
     """
-    ranks, most = space.unreplicated[0].num_ranks, most_stages(profile)
+    ranks, max_stages = space.unreplicated[0].num_ranks, most_stages(profile)
     if request.replicas is not None:
         return space.choices(request.replicas)
     averaged = [name for node in profile.graph.nodes for name in node.buffers_written]
     if not space.replicated or ranks == 1:
         return space.unreplicated
-    if averaged and not (request.of_other_devices and ranks > most):
-        if ranks > most:
+    if averaged and not (request.of_other_devices and ranks > max_stages):
+        if ranks > max_stages:
             raise PlanError(
-                f"{ranks} stages requested, but the model has {most - 1} legal cuts: at most {most} stages",
+                f"{ranks} stages requested, but the model has {max_stages - 1} legal cuts: at most {max_stages} stages",
                 where=f"graph of {profile.graph.name}",
-                remedy=f"use {most} ranks or fewer, or let stages run on several ranks: --replicas auto",
+                remedy=f"use {max_stages} ranks or fewer, or let stages run on several ranks: --replicas auto",
             )
         work.notes.append(
             f"planned without replicas, because they would average a buffer that the forward writes ({averaged[0]}); "
             "--replicas auto allows them"
         )
         return space.unreplicated
-    if ranks > most:
-        work.notes.append(f"{ranks} ranks, and the model has {most} stages at most: planned with replicas")
+    if ranks > max_stages:
+        work.notes.append(f"{ranks} ranks, and the model has {max_stages} stages at most: planned with replicas")
         return space.replicated
     return space.choices("auto")
 

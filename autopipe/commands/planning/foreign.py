@@ -146,10 +146,10 @@ def _notes(case: _Case) -> tuple[str, ...]:
 
 def _uncounted(layers: LayerGraph, layer_plan: LayerPlan, limit: int) -> tuple[str, ...]:
     """Return a warning if a stage exceeds the memory of a device, which PipeDream's formula does not detect."""
-    place = {name: index for index, name in enumerate(layers.names)}
+    position = {name: index for index, name in enumerate(layers.names)}
     large = []
     for index, stage in enumerate(layer_plan.stages):
-        own = [place[name] for name in stage.layers]
+        own = [position[name] for name in stage.layers]
         size = math.fsum(layers.parameter_bytes[k] + layers.activation_bytes[k] for k in own)
         if limit and size > limit:
             large.append(f"stage {index} ({in_bytes(size)})")

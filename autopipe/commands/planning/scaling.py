@@ -47,8 +47,8 @@ def sweep_gpus(settings: PlanSettings, counts: tuple[int, ...], progress: Progre
     points: list[ScalingPoint] = []
     start = time.perf_counter()
     try:
-        for place, count in enumerate(counts):
-            base.work.progress(f"planning for {count} devices", place / len(counts))
+        for index, count in enumerate(counts):
+            base.work.progress(f"planning for {count} devices", index / len(counts))
             points.append(_point(base, count))
             given = base.request.cluster
             if given is not None and count > given.num_ranks:

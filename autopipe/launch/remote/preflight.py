@@ -102,7 +102,7 @@ def versions(survey: Survey) -> Iterator[Finding]:
             detail = f"{version or 'not installed'}; {where} it is {other}"
             yield Finding(name, "problem", detail, f"{fix}, or name one with --remote-python", host)
         if not facts["folder"]:
-            detail = f"{Path.cwd()} does not exist there; ranks start in the home directory"
+            detail = f"{Path.cwd()} does not exist on this host; its ranks start in the home directory"
             yield Finding("folder", "note", detail, host=host)
 
 
@@ -129,7 +129,7 @@ def memory(survey: Survey, needed_bytes: Sequence[Sequence[int]], *, devices: bo
 
 def _device_memory(host: str, gpus: Sequence[Sequence[Any]], needed: Sequence[int]) -> Iterator[Finding]:
     if not gpus:
-        fix = "check nvidia-smi there, or use --device cpu"
+        fix = "check nvidia-smi on this host, or use --device cpu"
         yield Finding("GPUs", "problem", "the driver reports no GPU", fix, host)
         return
     loads = [0] * len(gpus)
@@ -162,11 +162,11 @@ def reachable(pool: AgentPool, survey: Survey) -> Iterator[Finding]:
     for index, host in enumerate(survey.hosts):
         address, interface = survey.addresses[index]
         for name, reason in answers[index].failures:
-            there = survey.addresses[survey.hosts.index(name)][0]
+            peer_address = survey.addresses[survey.hosts.index(name)][0]
             yield Finding(
                 "network",
                 "problem",
-                f"{address} ({interface}) cannot reach {name} at {there}: {reason}",
+                f"{address} ({interface}) cannot reach {name} at {peer_address}: {reason}",
                 "open the firewall between these hosts for each other, or choose another network with --interface",
                 host,
             )
@@ -195,20 +195,21 @@ def same_files(pool: AgentPool, folder: Path, models: Sequence[Path]) -> Iterato
     finally:
         secret.unlink(missing_ok=True)
     for index, agent in enumerate(pool.agents):
-        there = answers[index].digests
-        if there[str(secret)] != here[str(secret)]:
+        digests = answers[index].digests
+        if digests[str(secret)] != here[str(secret)]:
             yield Finding(
                 "run directory",
                 "problem",
-                f"{folder} is not the same folder there",
+                f"{folder} is another folder on this host",
                 "name one with --run-dir that all hosts share, such as on NFS",
                 agent.host,
             )
             continue
         yield Finding("run directory", "ok", f"{folder} is shared", host=agent.host)
-        different = [path for path in here if there[path] != here[path]]
+        different = [path for path in here if digests[path] != here[path]]
         for path in different:
-            detail = f"{path} {'differs there: its SHA-256 is another' if there[path] else 'does not exist there'}"
+            what = "differs on this host (SHA-256 mismatch)" if digests[path] else "does not exist on this host"
+            detail = f"{path} {what}"
             fix = f"copy it to {agent.host}, or keep it where all hosts share it"
             yield Finding("model" if Path(path) in models else "plan", "problem", detail, fix, agent.host)
         if not different:

@@ -117,9 +117,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
+            for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[place] if place < len(args) else kwargs.get(argument.name)
+                    value = args[position] if position < len(args) else kwargs.get(argument.name)
                     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
                     self.memories.update(map(_memory, tensors))
         return func(*args, **kwargs)

@@ -28,12 +28,12 @@ _MOVES = (0.1, 3.0, 1e-3)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``parameter`` of ``stage`` differs after step ``step``. ``failure``: the error of the hook, or ""."""
+    """The first difference between the hook over a stage and over the complete model."""
 
-    parameter: str
+    parameter: str  # the one that differs; the first that the hook changes, if it failed
     stage: int
-    step: int
-    failure: str = ""
+    step: int  # at which the hook was called
+    failure: str = ""  # the error of the hook, or "" if it did not fail
 
 
 def probe(workload: Workload, plan: Plan, graph: Graph, model: nn.Module) -> Finding | None:

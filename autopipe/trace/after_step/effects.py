@@ -89,15 +89,15 @@ def _other_models(workload: Workload, model: nn.Module, state: Snapshot) -> dict
     modules = [o for o in state.owners.values() if isinstance(o, nn.Module) and type(o) is type(model)]
     modules += [o for o in (model, workload.builder.value) if isinstance(o, nn.Module)]
     trained = [module for module in modules if any(p.requires_grad for p in module.parameters())]
-    return {f"{name} ({place})": p for place, m in enumerate(trained) for name, p in m.named_parameters()}
+    return {f"{name} ({number})": p for number, m in enumerate(trained) for name, p in m.named_parameters()}
 
 
 def _run(workload: Workload, parameters: dict[str, nn.Parameter], others: Mapping[str, Tensor]) -> Effects:
     first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     reads: dict[str, set[str]] = {}
     own = PrivateRandom(0)
-    strange: tuple[int, ...] | None = None
-    behind: Snapshot | None = None
+    foreign_shape: tuple[int, ...] | None = None
+    settled: Snapshot | None = None
 
     def call(step: int, *, may_fail: bool = False) -> Flow:
         flow = Flow(parameters, others)
@@ -108,12 +108,12 @@ def _run(workload: Workload, parameters: dict[str, nn.Parameter], others: Mappin
     for step in STEPS:
         flow = call(step)
         if step <= 1:
-            behind = _state(workload)
-            _refuse_kept(workload, behind, flow, parameters)
+            settled = _state(workload)
+            _refuse_kept(workload, settled, flow, parameters)
         else:  # state that the first call creates exists now
-            strange = strange or flow.strange
-    assert behind is not None
-    notes = _refuse_state(workload, behind, strange)
+            foreign_shape = foreign_shape or flow.foreign_shape
+    assert settled is not None
+    notes = _refuse_state(workload, settled, foreign_shape)
     for scale in _SCALES:
         for step in _MOVED_STEPS:
             for name, parameter in parameters.items():
@@ -195,20 +195,20 @@ def _refuse_kept(workload: Workload, now: Snapshot, flow: Flow, parameters: Mapp
             raise _refused(workload, f"{hook.label} keeps tensors between steps: {name}", _IN_PARAMETERS)
 
 
-def _refuse_state(workload: Workload, behind: Snapshot, strange: tuple[int, ...] | None) -> tuple[str, ...]:
+def _refuse_state(workload: Workload, settled: Snapshot, foreign_shape: tuple[int, ...] | None) -> tuple[str, ...]:
     """Refuse tensors that the hook keeps between steps, and return a note on other state.
 
     Raises: ModelFileError.
     """
     hook, now = workload.hooks["after_step"], _state(workload)
-    changed = [place for place in now.changed_since(behind) if place[0] in now.owners]
+    changed = [place for place in now.changed_since(settled) if place[0] in now.owners]
     for place in changed:
         if isinstance(value_at(now.owners[place[0]], place[1]), Tensor):
             raise _refused(workload, f"{hook.label} keeps tensors between steps: {now.names[place]}", _IN_PARAMETERS)
-    if strange is not None:
+    if foreign_shape is not None:
         raise _refused(
             workload,
-            f"{hook.label} changes a tensor of shape {list(strange)} that was not passed to it",
+            f"{hook.label} changes a tensor of shape {list(foreign_shape)} that was not passed to it",
             _IN_PARAMETERS,
         )
     if not changed:

@@ -25,7 +25,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         self.used = ""  # name of one of ``others``, which must not be used, that was used
         self.written: set[str] = set()  # names of the tensors whose memory was written
         # shape of a written tensor that was neither given nor made in the block
-        self.strange: tuple[int, ...] | None = None
+        self.foreign_shape: tuple[int, ...] | None = None
         self._content: dict[int, Names] = {}
         self._name_of: dict[int, str] = {}
         self._alive: list[Any] = []  # keys are unique only among live memories
@@ -86,7 +86,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         for tensor in _tensors(list(targets)):
             key = self._key(tensor)
             if key not in self._content:
-                self.strange = tuple(tensor.shape)
+                self.foreign_shape = tuple(tensor.shape)
             self._content[key] = self._content.get(key, frozenset()) | names
             if key in self._name_of:
                 self.written.add(self._name_of[key])

@@ -26,9 +26,9 @@ class Unfit(Exception):  # noqa: N818  # the caller turns it into a note or anot
 
 @dataclass(frozen=True)
 class Size:
-    """A size of a result: ``factor`` times a dimension of an input, plus ``offset``."""
+    """A size of a result: ``factor * input.shape[dimension] + offset``, or the constant ``offset``."""
 
-    place: tuple[int, int] | tuple[()]  # (input, dimension); () if the size is the constant ``offset``
+    place: tuple[int, int] | tuple[()]  # (input, dimension); () for a constant
     factor: int
     offset: int
 

@@ -24,12 +24,12 @@ from autopipe.trace.sizes.align import GraphsDiffer
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """``times * (factor * of + offset)``; ``times`` and ``of``: indices of multiplied sizes (0: batch size)."""
+    """The size ``times * (factor * of + offset)``, where ``times`` and ``of`` are products of sizes of the batch."""
 
     factor: int
     offset: int
-    of: tuple[int, ...] = (0,)
-    times: tuple[int, ...] = ()
+    of: tuple[int, ...] = (0,)  # indices of the sizes that are multiplied; 0 is the batch size, then the lengths
+    times: tuple[int, ...] = ()  # likewise
 
     @classmethod
     def through(cls, first: tuple[tuple[int, ...], int], second: tuple[tuple[int, ...], int]) -> Size:

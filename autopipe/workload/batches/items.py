@@ -122,14 +122,14 @@ def leaf_names(item: Item, arguments: Sequence[str]) -> dict[int, str]:
     the parameter's name and ``target``; a dict gives its keys; nested tensors get their keys and positions as suffixes.
     """
     names: dict[int, str] = {}
-    for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path(item)[0]):
+    for position, (path, leaf) in enumerate(pytree.tree_flatten_with_path(item)[0]):
         if not isinstance(leaf, Tensor):
             continue
         keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path]
         if isinstance(item, tuple):
             inputs = path[0] == _INPUTS
             keys = _argument(item[0], keys[1:], arguments) if inputs else ["target", *keys[1:]]
-        names[place] = _unique(_identifier("_".join(keys)), names.values())
+        names[position] = _unique(_identifier("_".join(keys)), names.values())
     return names
 
 

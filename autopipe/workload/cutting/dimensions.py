@@ -48,30 +48,30 @@ class BatchDimensions:
         """
         leaves, structure = pytree.tree_flatten(item)
         tensors = {p: leaf for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0}
-        known = self._by_place(structure, isinstance(item, tuple)) if self.known else {}
-        dimensions = {place: known[place] for place in tensors if known.get(place, WHOLE) >= 0}
-        for place, dimension in dimensions.items():
-            if dimension >= tensors[place].dim():
-                raise _no_such_dimension(item, place, dimension)
+        known = self._by_position(structure, isinstance(item, tuple)) if self.known else {}
+        dimensions = {position: known[position] for position in tensors if known.get(position, WHOLE) >= 0}
+        for position, dimension in dimensions.items():
+            if dimension >= tensors[position].dim():
+                raise _no_such_dimension(item, position, dimension)
         first = next(iter(dimensions), None)
         if first is None:
-            first = next((place for place in tensors if place not in known), None)
+            first = next((position for position in tensors if position not in known), None)
         if first is None:
             return {}
         count = _entries(tensors[first], dimensions.get(first, 0))
-        for place, leaf in tensors.items():
-            if place not in known and leaf.shape[0] == count:
-                dimensions[place] = 0
+        for position, leaf in tensors.items():
+            if position not in known and leaf.shape[0] == count:
+                dimensions[position] = 0
         return dict(sorted(dimensions.items()))
 
-    def _by_place(self, structure: pytree.TreeSpec, pair: bool) -> dict[int, int]:
+    def _by_position(self, structure: pytree.TreeSpec, pair: bool) -> dict[int, int]:
         try:
             leading = _leading_paths(structure, pair)
         except TypeError:  # a container of the user whose context is not hashable
             leading = _leading_paths.__wrapped__(structure, pair)
         return {
-            place: next(self.known[path] for path in some if path in self.known)
-            for place, some in enumerate(leading)
+            position: next(self.known[path] for path in some if path in self.known)
+            for position, some in enumerate(leading)
             if any(path in self.known for path in some)
         }
 
@@ -97,8 +97,8 @@ class BatchDimensions:
         Raises: ModelFileError if no tensor counts them.
         """
         leaves = pytree.tree_leaves(item)
-        for place, dimension in self.of(item).items():
-            return _entries(leaves[place], dimension)
+        for position, dimension in self.of(item).items():
+            return _entries(leaves[position], dimension)
         for samples in self._lists(item):
             return len(samples)
         if self.is_whole:
@@ -155,13 +155,13 @@ class BatchDimensions:
             return item
         index = torch.arange(batch_size) % count
         leaves, structure, dimensions = self._flat(item)
-        for place, dimension in dimensions.items():
-            leaf = leaves[place]
+        for position, dimension in dimensions.items():
+            leaf = leaves[position]
             if dimension == LIST:
-                leaves[place] = type(leaf)(leaf[int(number)] for number in index)
+                leaves[position] = type(leaf)(leaf[int(number)] for number in index)
                 continue
             chosen = leaf.index_select(dimension, index.to(leaf.device))
-            leaves[place] = laid_out(chosen, leaf).requires_grad_(leaf.requires_grad)
+            leaves[position] = laid_out(chosen, leaf).requires_grad_(leaf.requires_grad)
         changed: Item = pytree.tree_unflatten(leaves, structure)
         return changed
 
@@ -172,16 +172,24 @@ class BatchDimensions:
         if not lists:
             leaves, structure = pytree.tree_flatten(item)
             return leaves, structure, dimensions
-        by_tensor = {id(leaf): dimensions.get(place) for place, leaf in enumerate(pytree.tree_leaves(item))}
+        by_tensor = {id(leaf): dimensions.get(position) for position, leaf in enumerate(pytree.tree_leaves(item))}
         leaves, structure = pytree.tree_flatten(item, is_leaf=lambda node: id(node) in lists)
-        kinds = {place: LIST if id(leaf) in lists else by_tensor.get(id(leaf)) for place, leaf in enumerate(leaves)}
-        return leaves, structure, {place: dimension for place, dimension in kinds.items() if dimension is not None}
+        kinds = {
+            position: LIST if id(leaf) in lists else by_tensor.get(id(leaf)) for position, leaf in enumerate(leaves)
+        }
+        cut = {position: dimension for position, dimension in kinds.items() if dimension is not None}
+        return leaves, structure, cut
 
     def _unknown(self, item: Item, count: int) -> str:
         """Return an error for a tensor whose dimension is unknown because the inspected batch lacked it, or ""."""
-        known = self._by_place(pytree.tree_structure(item), isinstance(item, tuple))
-        for place, (path, leaf) in enumerate(paths(item)):
-            if isinstance(leaf, Tensor) and leaf.dim() > 0 and place not in known and leaf.shape[0] not in (1, count):
+        known = self._by_position(pytree.tree_structure(item), isinstance(item, tuple))
+        for position, (path, leaf) in enumerate(paths(item)):
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.dim() > 0
+                and position not in known
+                and leaf.shape[0] not in (1, count)
+            ):
                 return f"the dimension of {path} that counts the {count} samples is not known"
         return ""
 
@@ -195,15 +203,16 @@ class BatchDimensions:
             return
         if self.is_whole:
             return
-        leaves, count, places = pytree.tree_leaves(item), self.num_samples(item), list(paths(item))
+        leaves, count, named = pytree.tree_leaves(item), self.num_samples(item), list(paths(item))
         problem = next(
             (f"a list has {len(n)} samples, and others have {count}" for n in self._lists(item) if len(n) != count), ""
         )
         problem = problem or self._unknown(item, count)
-        for place, dimension in self.of(item).items():
-            entries = _entries(leaves[place], dimension)
+        for position, dimension in self.of(item).items():
+            entries = _entries(leaves[position], dimension)
             if entries != count:
-                problem = f"{places[place][0]} has {entries} samples in dimension {dimension}, and others have {count}"
+                path = named[position][0]
+                problem = f"{path} has {entries} samples in dimension {dimension}, and others have {count}"
                 break
         if not problem and batch_size is not None and count > batch_size:
             problem = f"{batch_size} samples were requested, and it has {count}"
@@ -221,8 +230,8 @@ def _leading_paths(structure: pytree.TreeSpec, pair: bool) -> Sequence[Sequence[
     return [[path_text(keys[:count], pair) for count in range(len(keys), -1, -1)] for keys, _ in keyed]
 
 
-def _no_such_dimension(item: Item, place: int, dimension: int) -> ModelFileError:
-    path, leaf = list(paths(item))[place]
+def _no_such_dimension(item: Item, position: int, dimension: int) -> ModelFileError:
+    path, leaf = list(paths(item))[position]
     return ModelFileError(
         f"batch_dim is {dimension} for {path}, which has {counted(leaf.dim(), 'dimension')} ({shapes(item)})",
         remedy="give every tensor its own dimension, such as batch_dim = (1, 0) for inputs and target; None for a "

@@ -28,8 +28,8 @@ _EMPTY = {
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """Return (position, name) of the arguments that an operation writes."""
     return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
@@ -54,8 +54,8 @@ class ZeroedMemory(TorchDispatchMode):
                 storage = result.untyped_storage()
                 self._unwritten[storage._cdata] = storage
             return result
-        for place, name in _written(func):
-            value = args[place] if place < len(args) else (kwargs or {}).get(name)
+        for position, name in _written(func):
+            value = args[position] if position < len(args) else (kwargs or {}).get(name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                     self._unwritten.pop(tensor.untyped_storage()._cdata, None)
