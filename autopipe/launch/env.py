@@ -86,7 +86,7 @@ def run_ranks(request: LaunchRequest, rendezvous: Rendezvous | None) -> None:
 
 
 def commands(request: LaunchRequest) -> list[HostCommand]:
-    """Return this process alone. The others were started like it, and show their own part."""
+    """Return one entry, for this process. Each of the other processes shows its own entry."""
     identity = request.settings.identity
     assert identity is not None, "the environment is read before this launcher is used"
     at = "torchrun's agent" if identity.store_exists else f"{identity.address} port {identity.port}"

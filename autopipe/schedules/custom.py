@@ -47,7 +47,9 @@ def custom(request: ScheduleSpec) -> Schedule:
 
 
 def layout_of(text: str) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return (ranks of each stage, number of microbatches) of a grid. A cell without a stage is of stage = rank.
+    """Return (ranks of each stage, number of microbatches) of a grid.
+
+    A cell that names no stage belongs to the stage with the number of its rank.
 
     Raises: ScheduleError if the grid cannot be parsed, or omits a stage or a microbatch.
     """

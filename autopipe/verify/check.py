@@ -292,10 +292,10 @@ def _differences(trained: _Trained, plain: _Trained, context: RunContext, job: J
 
 
 def _other_path(loop: _Plain, order: SumOrder, trained: _Trained) -> tuple[str, ...]:
-    """Return where a model takes another path when it is not captured, if this explains all differences.
+    """Return the lines at which the model branches on ``is_compiling()``, if this explains all differences; else ().
 
-    It does if plain training equals the stages once the model runs as it does during capture, where
-    ``torch.compiler.is_compiling()`` is True. The comparison decides whether the two paths differ only by rounding.
+    ``torch.compiler.is_compiling()`` is True during capture and False in plain training, so a model may take two paths.
+    It explains the differences if plain training with True equals the stages.
     """
     asked: list[str] = []
 

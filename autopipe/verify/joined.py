@@ -80,7 +80,7 @@ class JoinedStages(Subject):
         self._recordings.append((Recording.of(plan, graph, folder.name), codes))
 
     def modules(self, stage: int) -> nn.Module:
-        """Return the stage."""
+        """Return the module of a stage."""
         return self.stages[stage]
 
     def leaves(self, name: str) -> Mapping[int, nn.Parameter]:

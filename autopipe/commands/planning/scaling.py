@@ -113,7 +113,7 @@ def _cluster(base: _Base, count: int) -> Cluster:
     levels = (*given.levels[:-1], dataclasses.replace(given.levels[-1], count=-(-count // inner)))
     if len(set(given.devices)) > 1:
         raise RunError(
-            f"the devices of the cluster file differ, so {count} of them cannot be chosen",
+            f"the devices of the cluster file differ, so it is unknown which of them are the {count} to plan for",
             remedy="give one [device] for all ranks",
         )
     return by_datasheet(Cluster(levels, given.devices[:1], given.source), base.profile)

@@ -159,7 +159,7 @@ def _compare(first: _Side, second: _Side) -> None:
         if not torch.equal(parameter, theirs[name]) and not (parameter.isnan().any() and theirs[name].isnan().any()):
             raise RunError(
                 "a run could not resume from its own checkpoint: after its state was stored and restored, the "
-                f"optimizer steps {name} to another value. It uses state outside of the optimizer and the scheduler",
+                f"optimizer gives {name} a different value. It uses state outside of the optimizer and the scheduler",
                 where=_class(first.training.optimizer),
                 remedy=_KEEP,
             )

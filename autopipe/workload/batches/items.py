@@ -46,8 +46,8 @@ def normalised(item: Any, origin: str) -> Item:
             _check_other(leaf, path, origin)
         elif leaf.is_nested:
             raise ModelFileError(
-                f"{origin} gave a nested tensor at {path}, which cannot be cut, or sent between stages",
-                remedy="give it padded, torch.nested.to_padded_tensor(x, 0.0), and its lengths as another tensor",
+                f"{origin} gave a nested tensor at {path}, which cannot be split, or sent between stages",
+                remedy="pad it with torch.nested.to_padded_tensor(x, 0.0), and pass its lengths as another tensor",
             )
     return normal
 

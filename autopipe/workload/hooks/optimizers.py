@@ -54,7 +54,7 @@ def make_optimizer(hook: Hook, named: Named, lr: float | None) -> Optimizer:
         if len(rates) > 1:
             raise ModelFileError(
                 f"{hook.label} uses {len(rates)} learning rates ({', '.join(f'{rate:g}' for rate in rates)}), "
-                f"and --lr {lr:g} cannot stand for all of them",
+                f"and --lr {lr:g} cannot replace all of them",
                 where=hook.path,
                 remedy="set them in the hook and omit --lr",
             )
