@@ -9,7 +9,6 @@ the command once for each rank (``slurm``, ``env``, ``ray``), ``doctor``, and pl
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
@@ -146,11 +145,7 @@ class Pipeline:
         from autopipe.commands.training import runs
         from autopipe.commands.training.placement import placed
 
-        if getattr(multiprocessing.current_process(), "_inheriting", False):  # its main module is being imported
-            raise RunError(
-                "the calling script calls train() when a rank imports it",
-                remedy='call train() under `if __name__ == "__main__":`',
-            )
+        runs.refuse_unguarded()
         given = self._merged(options, table.TrainOptions)
         launch = table.launch_settings(given)
         if launch.name not in _IN_PROCESS:

@@ -116,7 +116,7 @@ class PlainOptions(PipelineOptions, total=False):
 class HostOptions(TypedDict, total=False):
     """Options of hosts."""
 
-    hosts: str | Sequence[Host] | None
+    hosts: str | Sequence[Host | str] | None
     hostfile: StrPath | None
     ssh_config: StrPath | None
     remote_python: str | None

@@ -14,6 +14,7 @@ from autopipe.errors import unknown_choice, with_article
 from autopipe.units import parse_bandwidth, parse_bytes
 
 _PATHS = ("work_dir", "schedule_file", "cluster", "ssh_config", "init_from", "run_dir", "trace")
+_TEXTS = ("opaque", "device_name", "remote_python", "interface")
 _TARGETS = ("target", "loss", "data", "eval_data", "optimizer", "after_step")
 
 
@@ -47,8 +48,10 @@ def _parsed(name: str, value: Any) -> Any:
         raise ValueError(f"{name} must be True or False, got {value!r}")
     if name in NUMBERS:
         return _number(name, value)
+    if name in _TEXTS and not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {value!r}")
     if name in _PATHS:
-        return Path(value)
+        return _path(name, value)
     if name in _TARGETS:
         return target_text(value, name)
     return _PARSERS[name](value) if name in _PARSERS else value
@@ -60,7 +63,18 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     if name == "watchdog" and value == 0:
         raise ValueError("watchdog must be above 0 seconds, got 0")
+    if name == "ema" and value >= 1:
+        raise ValueError(f"ema must be below 1, got {value!r}")
     return value
+
+
+def _path(name: str, value: Any) -> Path:
+    """Return a path. Raises: ValueError for anything else."""
+    if isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)
+        if isinstance(text, str):
+            return Path(text)
+    raise ValueError(f"{name} must be a path, got {value!r}")
 
 
 def _seed(value: Any) -> int:
@@ -84,7 +98,9 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 def _arguments(value: Mapping[str, Any]) -> dict[str, str]:
     """Return keyword arguments of the model as texts, which ranks parse as Python literals."""
-    return {name: _literal(name, item) for name, item in dict(value).items()}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"arg must be a dictionary of the model's keyword arguments, got {value!r}")
+    return {name: _literal(name, item) for name, item in value.items()}
 
 
 def _literal(name: str, value: Any) -> str:
@@ -108,7 +124,10 @@ def _is_literal(text: str) -> bool:
 
 
 def _inputs(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"input must be a text or a list of texts, got {value!r}")
+    return texts
 
 
 def _audits(value: Any) -> int | None:
@@ -128,24 +147,37 @@ def _schedule(value: str) -> str:
     return value
 
 
-def _bytes(value: str | float) -> int:
-    return parse_bytes(value) if isinstance(value, str) else int(value)
+def _bytes(value: Any) -> int:
+    return int(_quantity("gpu_memory", value, parse_bytes))
 
 
-def _rate(value: str | float) -> float:
-    return parse_bandwidth(value) if isinstance(value, str) else float(value)
+def _rate(value: Any) -> float:
+    return float(_quantity("link", value, parse_bandwidth))
+
+
+def _quantity(name: str, value: Any, parse: Callable[[str], float]) -> float:
+    """Return a quantity above 0, which is a number or a text with a unit. Raises: ValueError or PlanError."""
+    if isinstance(value, str):
+        return parse(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a number above 0 or a text with a unit, got {value!r}")
+    return value
 
 
 def _hosts(value: Any) -> tuple[Any, ...]:
-    from autopipe.launch.remote.hosts import parse_hosts
+    from autopipe.launch.remote.hosts import checked_hosts, parse_hosts
 
-    return parse_hosts(value) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        return parse_hosts(value)
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"hosts must be a text such as 'h1:2,h2:2' or a list of hosts, got {value!r}")
+    return checked_hosts(value)
 
 
 def _hostfile(value: Any) -> tuple[Any, ...]:
-    from autopipe.launch.remote.hosts import read_hostfile
+    from autopipe.launch.remote.hosts import checked_hosts, read_hostfile
 
-    return read_hostfile(Path(value)) if isinstance(value, (str, os.PathLike)) else tuple(value)
+    return checked_hosts(value) if isinstance(value, (list, tuple)) else read_hostfile(_path("hostfile", value))
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {

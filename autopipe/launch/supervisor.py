@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from autopipe.errors import AutopipeError, WorkerError
-from autopipe.launch.rank import stacks
+from autopipe.launch.rank import stacks, unguarded
 from autopipe.launch.rank.graceful_stop import Agreement
 from autopipe.launch.rank.heartbeat import Beat
 from autopipe.launch.request import LaunchRequest
@@ -172,6 +172,8 @@ class Supervisor:
                 remedy=error["remedy"] or f"read what the rank printed: {log}",
                 out_of_memory=error.get("out_of_memory"),
             )
+        if state.code == unguarded.EXIT_CODE:
+            return WorkerError(unguarded.WHAT, rank=state.rank, host=host, remedy=unguarded.REMEDY)
         doing = self.ranks.beats()[state.rank].doing
         return WorkerError(
             state.lost["message"] if state.lost is not None else death(state.code),

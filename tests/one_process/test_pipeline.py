@@ -3,6 +3,7 @@
 import functools
 import importlib
 import multiprocessing
+import sys
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ import autopipe
 from autopipe.commands import steps
 from autopipe.commands.settings import ModelSettings, PlanSettings, ProfileSettings
 from autopipe.commands.training import runs
+from autopipe.launch.request import Host
 from autopipe.report.results import TrainResult
 
 RESULT = TrainResult((2.5,), 1, 3.0, 21.3, 2, "1f1b", 2, "runs/a", "")
@@ -85,6 +87,14 @@ def test_options_of_a_call_override_those_of_the_pipeline_for_that_call(planned)
         ({"gpu_memory": "much"}, Exception, "much"),
         ({"allow_data_dependent": "no"}, ValueError, "allow_data_dependent must be True or False, got 'no'"),
         ({"lr": "fast"}, ValueError, "lr must be a finite number of at least 0, got 'fast'"),
+        ({"ema": 1.5}, ValueError, "ema must be below 1, got 1.5"),
+        ({"opaque": 3}, ValueError, "opaque must be a text, got 3"),
+        ({"cluster": 3}, ValueError, "cluster must be a path, got 3"),
+        ({"work_dir": b"here"}, ValueError, "work_dir must be a path, got b'here'"),
+        ({"gpu_memory": -5}, ValueError, "gpu_memory must be a number above 0 or a text with a unit, got -5"),
+        ({"link": [1]}, ValueError, r"link must be a number above 0 or a text with a unit, got \[1\]"),
+        ({"arg": [1]}, ValueError, r"arg must be a dictionary of the model's keyword arguments, got \[1\]"),
+        ({"input": 3}, ValueError, "input must be a text or a list of texts, got 3"),
         ({"ema": float("nan")}, ValueError, "ema must be a finite number of at least 0, got nan"),
         ({"seed": 1.5}, ValueError, "seed must be a whole number that fits in 64 bits, got 1.5"),
         ({"microbatch_sizes": "12"}, ValueError, "microbatch_sizes must be a list of whole numbers.*got '12'"),
@@ -106,6 +116,13 @@ def test_a_wrong_option_is_refused_at_once(options, kind, message):
         ({"watchdog": -1}, "watchdog must be a finite number of at least 0, got -1"),
         ({"watchdog": 0}, "watchdog must be above 0 seconds"),
         ({"resume": "newest"}, "resume must be True, False or the step of a checkpoint, got 'newest'"),
+        ({"hosts": 3}, "hosts must be a text such as 'h1:2,h2:2' or a list of hosts, got 3"),
+        ({"hosts": ["h1:2", 3]}, "3 is not a host such as 'h1:2'"),
+        ({"hosts": ["h1:2", "h1"]}, "h1 is listed 2 times"),
+        ({"hosts": [Host("-oProxyCommand=x")]}, "'-oProxyCommand=x' cannot be a host"),
+        ({"hosts": [Host("h1", -2)]}, "h1: slots must be a whole number from 0 to 4096, got -2"),
+        ({"hostfile": 3}, "hostfile must be a path, got 3"),
+        ({"interface": 3}, "interface must be a text, got 3"),
         ({"resume": -7}, "resume must be True, False or the step of a checkpoint, got -7"),
     ],
 )
@@ -153,6 +170,7 @@ def test_what_ranks_cannot_import_is_refused(value, problem):
 
 
 def test_train_names_the_missing_guard_where_a_rank_imports_the_script(trained, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(autopipe.RunError, match="if __name__ =="):
         autopipe.Pipeline("gpt.py").train(steps=1)

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from autopipe.errors import RunError, counted
 from autopipe.launch.request import Host
@@ -29,6 +30,26 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises: ValueError with the invalid part.
     """
     return _distinct([_host(part.strip(), text) for part in text.split(",")])
+
+
+def checked_hosts(hosts: Sequence[Host | str]) -> tuple[Host, ...]:
+    """Return hosts given in Python, each of them a ``Host`` or a text such as ``h1:2``.
+
+    Raises: ValueError with the invalid host.
+    """
+    return _distinct([_checked(host) for host in hosts])
+
+
+def _checked(host: Any) -> Host:
+    if isinstance(host, str):
+        return _host(host.strip(), host)
+    if not isinstance(host, Host) or not isinstance(host.name, str):
+        raise ValueError(f"{host!r} is not a host such as 'h1:2'")
+    user, at, address = host.name.rpartition("@")
+    name = _name(f"{user}{at}[{address}]" if ":" in address else host.name)
+    if type(host.slots) is not int or not 0 <= host.slots <= _MOST_SLOTS:
+        raise ValueError(f"{name}: slots must be a whole number from 0 to {_MOST_SLOTS}, got {host.slots!r}")
+    return Host(name, host.slots)
 
 
 def _host(part: str, text: str) -> Host:

@@ -14,6 +14,7 @@ resolves to the file by mistake. A file of a package that uses relative imports 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import difflib
 import importlib
 import importlib.machinery
@@ -33,6 +34,7 @@ from autopipe.ir.profile import WorkloadSpec
 from autopipe.workload.target.scripts import Package, imports_its_name, package_of
 
 _MARK = "__autopipe_loaded__"
+_IMPORTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_IMPORTING", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,16 @@ def import_target(target: Target) -> ModuleType:
 
     Raises: ModelFileError if it does not exist, or the user's code fails; ``where`` is then the user's line.
     """
-    return _import_file(target.location) if target.is_file else _import_package(target.location)
+    token = _IMPORTING.set(True)
+    try:
+        return _import_file(target.location) if target.is_file else _import_package(target.location)
+    finally:
+        _IMPORTING.reset(token)
+
+
+def is_importing() -> bool:
+    """Return whether the caller runs because ``import_target`` imports a target."""
+    return _IMPORTING.get()
 
 
 def _import_file(location: str) -> ModuleType:

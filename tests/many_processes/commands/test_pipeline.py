@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import json
 import threading
@@ -105,3 +107,20 @@ def test_a_script_trains_its_model_as_the_plain_loop_does(tmp_path: Path) -> Non
         "checkpoint": True,
     }
     assert 0 < left <= 38
+
+
+UNGUARDED = "autopipe.Pipeline(MODEL, gpus=2, batch_size=8, microbatch_sizes=(2,), device='cpu').train(steps=1)\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "error"), [("'model.py:build_model', data='model.py:data'", "WorkerError"), ("build_model", "RunError")]
+)
+def test_a_script_that_trains_when_it_is_imported_is_refused(model: str, error: str, tmp_path: Path) -> None:
+    begin, _, _ = SCRIPT.partition("def main():")
+    (tmp_path / "model.py").write_text(begin)
+    (tmp_path / "train.py").write_text(begin + UNGUARDED.replace("MODEL", model))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert f"{error}: the calling script calls train() when it is imported" in done.stderr
+    assert 'try: call train() under `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1  # none of a rank
