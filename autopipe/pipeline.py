@@ -9,9 +9,9 @@ the command once for each rank (``slurm``, ``env``, ``ray``), ``doctor``, and pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
 
 from autopipe.commands import options as table
 from autopipe.commands import values
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
         TrainResult,
     )
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _IN_PROCESS = ("local", "ssh")
 
 
@@ -40,6 +43,21 @@ class StopEvent(Protocol):
 
     def is_set(self) -> bool:
         """Return whether a stop is requested."""
+
+
+def _command(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """Run a method as a command of its own: see ``UserImports``."""
+
+    @functools.wraps(method)
+    def run(self: Pipeline, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        from autopipe.commands.user_imports import USER_IMPORTS
+
+        options = self.options | {name: value for name, value in kwargs.items() if value is not None}
+        files = tuple(str(options.get(name)) for name in ("work_dir", *values.TARGETS))
+        with USER_IMPORTS.command((self.target, Path.cwd(), files)):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Pipeline:
@@ -67,6 +85,7 @@ class Pipeline:
         target = () if self.target is None else (repr(self.target),)
         return f"Pipeline({', '.join((*target, *(f'{name}={value!r}' for name, value in self.options.items())))})"
 
+    @_command
     def profile(
         self,
         *,
@@ -83,6 +102,7 @@ class Pipeline:
         settings = table.profile_settings(self.target, self._merged(options, table.ProfileOptions), estimate=estimate)
         return steps.profile(settings, on_progress)
 
+    @_command
     def plan(
         self,
         *,
@@ -96,12 +116,14 @@ class Pipeline:
         settings = table.plan_settings(self.target, self._merged(options, table.PlanOptions))
         return steps.plan(settings, on_progress, explained=explain)
 
+    @_command
     def generate(self, *, on_progress: Progress | None = None) -> GenerateResult:
         """Write the stages of the stored plan as Python files."""
         from autopipe.commands import steps
 
         return steps.generate(self._work_dir(), on_progress)
 
+    @_command
     def simulate(
         self, *, on_progress: Progress | None = None, **options: Unpack[table.SimulateOptions]
     ) -> SimulateResult:
@@ -118,6 +140,7 @@ class Pipeline:
             given.get("trace"),
         )
 
+    @_command
     def check(self, *, on_progress: Progress | None = None, **options: Unpack[table.CheckOptions]) -> CheckReport:
         """Train a few steps plainly and in stages, and compare every parameter; see ``CheckReport.equal``."""
         from autopipe.commands.training import runs
@@ -125,6 +148,7 @@ class Pipeline:
         settings = table.check_settings(self.target, self._merged(options, table.CheckOptions))
         return runs.check(settings, on_progress)
 
+    @_command
     def train(
         self,
         *,
@@ -159,6 +183,7 @@ class Pipeline:
         self._last_run = Path(result.run_dir)
         return result
 
+    @_command
     def evaluate(
         self,
         run: table.StrPath | None = None,
@@ -175,6 +200,7 @@ class Pipeline:
         given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.EvaluateOptions))
         return runs.evaluate(table.evaluate_settings(self._run(run), given), on_event)
 
+    @_command
     def export(
         self, output: table.StrPath, run: table.StrPath | None = None, **options: Unpack[table.ExportOptions]
     ) -> ExportResult:
@@ -187,6 +213,7 @@ class Pipeline:
         given = {"work_dir": self._work_dir()} | values.parsed(options, _names(table.ExportOptions))
         return runs.export(table.export_settings(Path(output), self._run(run), given))
 
+    @_command
     def plain(
         self,
         output: table.StrPath = "loop.py",

@@ -15,7 +15,7 @@ from autopipe.units import parse_bandwidth, parse_bytes
 
 _PATHS = ("work_dir", "schedule_file", "cluster", "ssh_config", "init_from", "run_dir", "trace")
 _TEXTS = ("opaque", "device_name", "remote_python", "interface")
-_TARGETS = ("target", "loss", "data", "eval_data", "optimizer", "after_step")
+TARGETS = ("target", "loss", "data", "eval_data", "optimizer", "after_step")
 
 
 class LiteralText(str):
@@ -52,7 +52,7 @@ def _parsed(name: str, value: Any) -> Any:
         raise ValueError(f"{name} must be a text, got {value!r}")
     if name in _PATHS:
         return _path(name, value)
-    if name in _TARGETS:
+    if name in TARGETS:
         return target_text(value, name)
     return _PARSERS[name](value) if name in _PARSERS else value
 

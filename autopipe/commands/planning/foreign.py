@@ -29,7 +29,6 @@ from autopipe.planning.space import Space, most_stages
 from autopipe.report.results import LayerPlanResult, PlanResult
 from autopipe.units import in_bandwidth, in_bytes
 
-COST_MODELS = ("autopipe", "pipedream")
 # GPipe calls the bubble negligible with at least four microbatches per stage (arXiv:1811.06965, section 2.3)
 MICROBATCHES_PER_RANK = 4
 

@@ -70,11 +70,6 @@ _LAUNCHERS = (
 )
 
 
-def is_a_rank(environment: Mapping[str, str]) -> bool:
-    """Return whether the variables of any launcher are set."""
-    return any(_is_set(environment, names) for names in _LAUNCHERS)
-
-
 def read_identity(environment: Mapping[str, str]) -> RankIdentity:
     """Read the rank of this process from its environment.
 

@@ -85,6 +85,8 @@ def _separate(stage: Stage, earlier: Sequence[Stage]) -> bool:
             # another module may reach the tensor by an attribute as well
             if not isinstance(module, Container) and not type(module).__module__.startswith("torch.nn."):
                 return False
+            if not _can_be_cloned(tensor):
+                return False
             shared.append((module, key, tensor))
         elif not storages.isdisjoint(_storages(tensor)):
             return False
@@ -109,6 +111,12 @@ def _tensors(stage: Stage) -> list[tuple[nn.Module, str, torch.Tensor]]:
 
 def _storages(tensor: torch.Tensor) -> set[int]:
     return {part.untyped_storage()._cdata for part in sparse.stored(tensor)}
+
+
+def _can_be_cloned(tensor: torch.Tensor) -> bool:
+    """Return whether a clone behaves the same: hooks stay with their tensor, and a subclass has a state of its own."""
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not hooks
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

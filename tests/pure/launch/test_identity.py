@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.errors import RunError
-from autopipe.launch.remote.identity import RankIdentity, first_host, is_a_rank, read_identity
+from autopipe.launch.remote.identity import RankIdentity, first_host, read_identity
 
 TORCHRUN = {
     "RANK": "3",
@@ -85,7 +85,6 @@ def test_variables_of_the_master_take_precedence() -> None:
 
 def test_a_batch_script_is_not_a_rank() -> None:
     batch = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP")}
-    assert not is_a_rank(batch)
     with pytest.raises(RunError, match="no launcher has set"):
         read_identity(batch)
 

@@ -101,3 +101,34 @@ def test_a_tensor_that_a_module_of_the_user_may_hold_twice_is_built_again() -> N
     first, odd = adopt_all([First, Odd], build, {})
     assert build.count == 2 and odd.tagged.again[0] is odd.tagged.weight
     assert storages(first).isdisjoint(storages(odd))
+
+
+def test_a_tied_parameter_with_a_hook_is_built_again_with_its_hook() -> None:
+    class Hooked(Builds):
+        def __call__(self) -> Model:
+            model = super().__call__()
+            model.words.weight.register_hook(lambda gradient: gradient * 0.5)
+            return model
+
+    build = Hooked()
+    first, last = adopt_all([First, Last], build, {})
+    assert build.count == 2 and storages(first).isdisjoint(storages(last))
+    for weight in (first.words.weight, last.head.weight):
+        weight.sum().backward()
+        assert torch.equal(weight.grad, torch.full_like(weight, 0.5))
+
+
+def test_a_tied_parameter_of_a_subclass_stays_of_that_subclass() -> None:
+    class Scaled(nn.Parameter):
+        pass
+
+    class Subclassed(Builds):
+        def __call__(self) -> Model:
+            model = super().__call__()
+            model.words.weight = model.head.weight = Scaled(torch.randn(5, 3))
+            return model
+
+    build = Subclassed()
+    first, last = adopt_all([First, Last], build, {})
+    assert type(first.words.weight) is type(last.head.weight) is Scaled
+    assert storages(first).isdisjoint(storages(last))
