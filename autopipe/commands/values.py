@@ -98,9 +98,13 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 def _arguments(value: Mapping[str, Any]) -> dict[str, str]:
     """Return keyword arguments of the model as texts, which ranks parse as Python literals."""
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+    try:
+        arguments: dict[Any, Any] = dict(value)
+    except (TypeError, ValueError):
+        arguments = {None: None}
+    if not all(isinstance(name, str) for name in arguments):
         raise ValueError(f"arg must be a dictionary of the model's keyword arguments, got {value!r}")
-    return {name: _literal(name, item) for name, item in value.items()}
+    return {name: _literal(name, item) for name, item in arguments.items()}
 
 
 def _literal(name: str, value: Any) -> str:
@@ -124,10 +128,10 @@ def _is_literal(text: str) -> bool:
 
 
 def _inputs(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
-    if not texts or not all(isinstance(text, str) for text in texts):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"input must be a text or a list of texts, got {value!r}")
-    return texts
+    return tuple(texts)
 
 
 def _audits(value: Any) -> int | None:
@@ -171,7 +175,7 @@ def _hosts(value: Any) -> tuple[Any, ...]:
         return parse_hosts(value)
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"hosts must be a text such as 'h1:2,h2:2' or a list of hosts, got {value!r}")
-    return checked_hosts(value)
+    return checked_hosts(value) if value else ()
 
 
 def _hostfile(value: Any) -> tuple[Any, ...]:
